@@ -1,0 +1,39 @@
+# Every target makes its own environment. Another torch build: make train TORCH="torch==2.11.0 --index-url <url>"
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PROCESSES ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test test-slow check format clean
+
+train: .venv/installed
+	$(BIN)/torchrun --nproc-per-node $(PROCESSES) pretrain_moe.py @examples/tiny-mixtral-8x7b.args --save checkpoints $(ARGS)
+
+test: .venv/installed
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy megatron/training moe_overlap tools pretrain_moe.py
+	$(BIN)/python tools/check_size.py
+
+format: .venv/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.venv/installed: setup.py constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) $(TORCH)
+	$(PIP) --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info checkpoints

@@ -1,0 +1,218 @@
+"""The command line of `pretrain_moe.py`: Megatron-LM's flag names and meanings, `@FILE`, later flags win. No torch.
+
+`parse` reads the words; what the values must fulfil together stands in `validation.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.training.config import Config
+from megatron.training.flags import Flag, config_flags, flag_texts, one_of
+from megatron.training.help import help_text
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.unconfigured import choice_refusal, refusal, without_effect_reason
+from moe_overlap.describe.upstream_flags import UpstreamFlag, load_upstream_flags
+
+COMMAND_FLAGS = {"--help": 0, "-h": 0, "--dry-run": 0, "--world-size": 1}
+"""Flags of the command itself, with their number of values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedArguments:
+    """A command line that was understood."""
+
+    config: Config
+    name: str
+    """The run's name: that of the first @FILE, else `model`."""
+    without_effect: tuple[tuple[str, str], ...]
+    """Accepted upstream flags that change nothing here, each with the reason."""
+    given: frozenset[str]
+    """Names of the configuration flags that were written."""
+    dry_run: bool
+    world_size: int | None
+
+
+def parse(argv: Sequence[str]) -> ParsedArguments:
+    """The configuration that the words of a command line describe.
+
+    Args:
+        argv: the words after the program's name; `@FILE` stands for the words in a file.
+    Raises:
+        ConfigError: an unknown or refused flag, a wrong value, a file that is not there.
+        SystemExit: code 0 after `--help`.
+    """
+    words = list(expand_files(argv))
+    own = {name: flag for flag in config_flags() for name in (*flag.names, flag.off) if name is not None}
+    upstream = load_upstream_flags()
+    written = _group_words(words, own, upstream)
+    if "--help" in written or "-h" in written:
+        print(help_text())
+        raise SystemExit(0)
+    values: dict[str, dict[str, Any]] = {}
+    without_effect: list[tuple[str, str]] = []
+    for name, texts in written.items():
+        if name in own:
+            flag = own[name]
+            _refuse_upstream_choice(flag, name, texts, upstream)
+            values.setdefault(flag.group, {})[flag.field] = flag.value(name, texts)
+        elif name in upstream:
+            reason = _upstream_flag(upstream[name], name, texts)
+            if reason is not None:
+                without_effect.append((name, reason))
+    return ParsedArguments(
+        config=_build(values),
+        name=next((Path(word[1:]).stem for word in argv if word.startswith("@")), "model"),
+        without_effect=tuple(without_effect),
+        given=frozenset(name for name in written if name in own),
+        dry_run="--dry-run" in written,
+        world_size=_world_size(written),
+    )
+
+
+def config_to_flags(config: Config) -> list[str]:
+    """The words that describe a configuration: what differs from the defaults. `parse` of them gives it back."""
+    words: list[str] = []
+    for flag in config_flags():
+        value = getattr(getattr(config, flag.group), flag.field)
+        if value != flag.default:
+            words += flag_texts(flag, value)
+    return words
+
+
+def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path, ...] = ()) -> Iterator[str]:
+    """The words of a command line with each `@FILE` replaced by the words in the file.
+
+    Files are read as a shell would: quotes, comments after `#`, several words per line. `@OTHER` inside a file is
+    relative to that file.
+    """
+    for word in argv:
+        if not word.startswith("@"):
+            yield word
+            continue
+        path = folder / word[1:]
+        if path.resolve() in inside:
+            raise ConfigError(word, "", "the file includes itself", "remove that line")
+        try:
+            words = shlex.split(path.read_text(encoding="utf-8"), comments=True)
+        except OSError as error:
+            raise ConfigError(word, "", f"cannot read {path}: {error.strerror}", "correct the path") from None
+        except ValueError as error:
+            raise ConfigError(word, "", f"cannot be split into words: {error}", "close the quotation") from None
+        yield from expand_files(words, path.parent, (*inside, path.resolve()))
+
+
+def _group_words(
+    words: list[str], own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]
+) -> dict[str, tuple[str, ...]]:
+    """The last values of each flag, in the order of those last mentions."""
+    written: dict[str, tuple[str, ...]] = {}
+    position = 0
+    while position < len(words):
+        name, equals, attached = words[position].partition("=")
+        position += 1
+        if not name.startswith("-"):
+            after = f" (after {next(reversed(written))})" if written else ""
+            rule = f"a word that belongs to no flag{after}"
+            raise ConfigError(words[position - 1], "", rule, "quote values with spaces")
+        texts: list[str] = [attached] if equals else []
+        fewest, most = _arity(name, own, upstream)
+        while not equals and len(texts) < most and position < len(words) and not words[position].startswith("--"):
+            texts.append(words[position])
+            position += 1
+        if most > 1:
+            texts = _without_brackets(texts)
+        if len(texts) < fewest:
+            raise ConfigError(name, "", "needs a value", f"write {name} VALUE")
+        if len(texts) > most:
+            raise ConfigError(name, attached, "takes no value", f"write {name} alone")
+        for other in _same_field(name, own):
+            written.pop(other, None)
+        written[name] = tuple(texts)
+    return written
+
+
+def _same_field(name: str, own: Mapping[str, Flag]) -> tuple[str, ...]:
+    """The names of one flag, its off switch included: the later one wins."""
+    flag = own.get(name)
+    return (name,) if flag is None else (*flag.names, *([flag.off] if flag.off else []))
+
+
+def _arity(name: str, own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]) -> tuple[int, int]:
+    """Fewest and most values of a flag."""
+    many = 1_000_000
+    if name in COMMAND_FLAGS:
+        return COMMAND_FLAGS[name], COMMAND_FLAGS[name]
+    if name in own:
+        flag = own[name]
+        return (0, 0) if flag.kind == "switch" else (1, many if flag.many else 1)
+    if name in upstream:
+        nargs = upstream[name].nargs
+        ranges = {None: (1, 1), "0": (0, 0), "+": (1, many), "*": (0, many)}
+        return ranges[nargs] if nargs in ranges else (int(str(nargs)), int(str(nargs)))
+    known = sorted({*own, *COMMAND_FLAGS})
+    near = difflib.get_close_matches(name, known, 1, 0.75) or difflib.get_close_matches(name, upstream, 1, 0.75)
+    raise ConfigError(name, "", "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
+
+
+def _without_brackets(texts: list[str]) -> list[str]:
+    """`[a b c]`, as one word or several, is written for the list a b c in upstream's argument lists."""
+    joined = " ".join(texts).strip()
+    if not (joined.startswith("[") and joined.endswith("]")):
+        return texts
+    return joined[1:-1].replace(",", " ").split()
+
+
+def _refuse_upstream_choice(
+    flag: Flag, name: str, texts: tuple[str, ...], upstream: Mapping[str, UpstreamFlag]
+) -> None:
+    for text in texts:
+        if flag.choices is not None and text not in flag.choices:
+            reason = choice_refusal(name, text)
+            known = upstream[name].choices if name in upstream else None
+            if reason is not None and (known is None or text in known):
+                raise ConfigError(name, text, f"not supported: {reason}", f"use {one_of(flag.choices)}")
+
+
+def _upstream_flag(flag: UpstreamFlag, name: str, texts: tuple[str, ...]) -> str | None:
+    """Why an upstream flag has no effect; None where it asks for nothing.
+
+    Raises:
+        ConfigError: the flag is refused, or its value is none that upstream knows.
+    """
+    for text in texts:
+        if flag.choices is not None and text not in flag.choices:
+            raise ConfigError(name, text, "unknown choice", f"use {one_of(flag.choices)}")
+        if choice_refusal(name, text):
+            raise ConfigError(name, text, f"not supported: {choice_refusal(name, text)}", "drop the flag")
+    accepted = without_effect_reason(name)
+    if accepted is not None:
+        return accepted
+    if flag.is_default(texts):
+        return None
+    refused = refusal(name)
+    assert refused is not None, name
+    raise ConfigError(" ".join((name, *texts)), "", f"not supported: {refused[0]}", refused[1])
+
+
+def _build(values: Mapping[str, Mapping[str, Any]]) -> Config:
+    groups = {group.name: group.default_factory for group in dataclasses.fields(Config)}
+    assert all(factory is not dataclasses.MISSING for factory in groups.values())
+    return Config(**{group: factory(**values.get(group, {})) for group, factory in groups.items()})  # type: ignore[operator]
+
+
+def _world_size(written: Mapping[str, tuple[str, ...]]) -> int | None:
+    if "--world-size" not in written:
+        return None
+    text = written["--world-size"][0]
+    if "--dry-run" not in written:
+        raise ConfigError("--world-size", text, "torchrun sets it", "use torchrun --nproc-per-node N")
+    if not text.isdigit() or int(text) == 0:
+        raise ConfigError("--world-size", text, "must be a positive whole number", "correct the value")
+    return int(text)

@@ -1,0 +1,213 @@
+"""Sizes that follow from the flags: the model's, as upstream derives them, and the parallel layout's. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.training.config import Config
+from megatron.training.tokenizers import ByteTokenizer
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import LatentAttention, ModelDescription
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelLayout:
+    """How many ranks share what. Ranks are ordered tp-cp-ep-dp-pp: a stage's ranks are neighbours."""
+
+    world_size: int
+    tensor: int
+    pipeline: int
+    virtual: int
+    """Model chunks per pipeline rank."""
+    context: int
+    data: int
+    """Copies of the attention part: world / (TP · PP · CP)."""
+    expert: int
+    expert_tensor: int
+    expert_data: int
+    """Copies of one expert: world / (PP · EP · ETP)."""
+    micro_batch_size: int
+    global_batch_size: int
+    micro_batches: int
+    """Micro-batches per step and data-parallel rank."""
+
+
+def virtual_stages(config: Config) -> int:
+    """Model chunks per pipeline rank; 1 without interleaving."""
+    parallel = config.parallel
+    if parallel.num_virtual_stages_per_pipeline_rank is not None:
+        return parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.num_layers_per_virtual_pipeline_stage is None:
+        return 1
+    assert config.model.num_layers is not None
+    per_rank = config.model.num_layers // parallel.pipeline_model_parallel_size
+    return per_rank // parallel.num_layers_per_virtual_pipeline_stage
+
+
+def uses_sequence_parallel(config: Config) -> bool:
+    """Whether norms and dropout are split along the sequence: asked for, and there are ranks to split over."""
+    return config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
+
+
+def expert_tensor_size(config: Config) -> int:
+    """Ranks that share each expert's matrices; default the tensor-parallel size."""
+    return config.parallel.expert_tensor_parallel_size or config.parallel.tensor_model_parallel_size
+
+
+def smallest_world(config: Config) -> int:
+    """The fewest processes the parallel sizes allow: PP · lcm(TP · CP, ETP · EP)."""
+    parallel = config.parallel
+    attention = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    experts = expert_tensor_size(config) * parallel.expert_model_parallel_size
+    return parallel.pipeline_model_parallel_size * math.lcm(attention, experts)
+
+
+def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
+    """The layout of a validated configuration on `world_size` processes."""
+    parallel, training = config.parallel, config.training
+    assert training.micro_batch_size is not None
+    tensor, pipeline, context = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    expert, expert_tensor = parallel.expert_model_parallel_size, expert_tensor_size(config)
+    data = world_size // (tensor * pipeline * context)
+    global_batch = training.global_batch_size or training.micro_batch_size * data
+    return ParallelLayout(
+        world_size=world_size,
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual=virtual_stages(config),
+        context=context,
+        data=data,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        expert_data=world_size // (pipeline * expert * expert_tensor),
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=global_batch,
+        micro_batches=global_batch // (training.micro_batch_size * data),
+    )
+
+
+def stage_layers(config: Config) -> tuple[int, ...]:
+    """Layers of each pipeline stage; the first and last may differ from the even rest."""
+    parallel = config.parallel
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    assert config.model.num_layers is not None
+    fixed = [count for count in (first, last) if count is not None]
+    middle_stages = parallel.pipeline_model_parallel_size - len(fixed)
+    middle = (config.model.num_layers - sum(fixed)) // middle_stages if middle_stages else 0
+    counts = [middle] * parallel.pipeline_model_parallel_size
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    return tuple(counts)
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of `divisible_by` · `tensor_parallel`."""
+    multiple = divisible_by * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+def known_vocab_size(config: Config) -> int | None:
+    """The vocabulary before padding, where the flags alone tell it; None where a tokenizer's files do.
+
+    Raises:
+        ConfigError: --vocab-file is there and is no vocabulary.
+    """
+    data = config.data
+    if data.vocab_size is not None:
+        return data.vocab_size
+    if data.tokenizer_type == "ByteTokenizer" or (data.tokenizer_type is None and data.vocab_file is None):
+        return ByteTokenizer.vocab_size
+    if data.tokenizer_type is None and data.vocab_file is not None and Path(data.vocab_file).is_file():
+        return vocab_file_entries(data.vocab_file)
+    return None
+
+
+def vocab_file_entries(path: str) -> int:
+    """Number of entries of a GPT-2 vocab.json."""
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--vocab-file", path, f"cannot be read: {error.strerror}", "correct the path") from None
+    except ValueError:
+        entries = None
+    if not isinstance(entries, dict) or not entries:
+        raise ConfigError("--vocab-file", path, "must be a JSON object of token to number", "give GPT-2's vocab.json")
+    return len(entries)
+
+
+def moe_layers(config: Config) -> tuple[bool, ...]:
+    """One entry per layer: true where the MLP is a mixture of experts. A number N makes layers 0, N, 2N, ... MoE."""
+    layers, frequency = config.model.num_layers, config.moe.moe_layer_freq
+    assert layers is not None
+    if config.moe.num_experts is None:
+        return (False,) * layers
+    if isinstance(frequency, int):
+        return tuple(layer % frequency == 0 for layer in range(layers))
+    return tuple(bool(entry) for entry in frequency)
+
+
+def dense_width(config: Config) -> int:
+    """Width of the dense MLP: 4 · hidden; gated, 8/3 · hidden rounded down to a multiple of 64, as upstream has it."""
+    model = config.model
+    assert model.hidden_size is not None
+    if model.ffn_hidden_size is not None:
+        return model.ffn_hidden_size
+    return int((4 * model.hidden_size * 2 / 3) / 64) * 64 if model.swiglu else 4 * model.hidden_size
+
+
+def describe_model(config: Config, vocab_size: int, name: str = "model") -> ModelDescription:
+    """Every size of the model, derived as upstream derives it.
+
+    Args:
+        config: a validated configuration.
+        vocab_size: the tokenizer's vocabulary, before padding.
+        name: what the model is called in plans and reports.
+    """
+    model, moe = config.model, config.moe
+    assert model.num_layers is not None and model.hidden_size is not None and model.num_attention_heads is not None
+    latent = None
+    if model.multi_latent_attention:
+        latent = LatentAttention(
+            q_lora_rank=model.q_lora_rank,
+            kv_lora_rank=model.kv_lora_rank,
+            qk_head_dim=model.qk_head_dim,
+            qk_pos_emb_head_dim=model.qk_pos_emb_head_dim,
+            v_head_dim=model.v_head_dim,
+        )
+    is_moe = moe.num_experts is not None
+    tensor = config.parallel.tensor_model_parallel_size
+    return ModelDescription(
+        name=name,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=dense_width(config),
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups if model.group_query_attention else model.num_attention_heads,
+        kv_channels=model.kv_channels or model.hidden_size // model.num_attention_heads,
+        vocab_size=padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor),
+        max_position_embeddings=model.max_position_embeddings or model.seq_length or 0,
+        learned_positions=model.position_embedding_type == "learned_absolute",
+        tied_embeddings=not model.untie_embeddings_and_output_weights,
+        rms_norm=model.normalization == "RMSNorm",
+        gated=model.swiglu,
+        linear_bias=model.add_bias_linear,
+        qkv_bias=model.add_bias_linear or model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        moe_layers=moe_layers(config),
+        num_experts=moe.num_experts or 0,
+        router_topk=moe.moe_router_topk if is_moe else 0,
+        moe_ffn_hidden_size=(moe.moe_ffn_hidden_size or dense_width(config)) if is_moe else 0,
+        shared_expert_hidden_size=(moe.moe_shared_expert_intermediate_size or 0) if is_moe else 0,
+        shared_expert_gate=is_moe and moe.moe_shared_expert_gate,
+        expert_bias=is_moe and moe.moe_router_enable_expert_bias,
+        latent_attention=latent,
+    )

@@ -1,0 +1,237 @@
+"""`--dry-run`: everything up to the first step without weights, process group or torch, printed for a reader."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from pathlib import Path
+from typing import TextIO
+
+from megatron.training.arguments import ParsedArguments
+from megatron.training.config import Config
+from megatron.training.describe import (
+    ParallelLayout,
+    describe_model,
+    known_vocab_size,
+    parallel_layout,
+    smallest_world,
+)
+from megatron.training.flags import config_flags, flag_texts
+from megatron.training.plan_from_flags import plan_from_flags
+from megatron.training.plan_of_run import plan_of_run
+from megatron.training.validation import validate
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.parameters import ParameterCount, Share, model_parameters, rank_parameters
+from moe_overlap.plan.plan import Plan
+
+_WIDTH = 120
+_COLUMN = 14
+
+
+def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> None:
+    """Check a command line and print what it would train, on how many ranks, and what this machine lacks for it.
+
+    Args:
+        parsed: what `parse` returned.
+        world_size: number of processes; None takes the smallest that the parallel sizes allow.
+    Raises:
+        ConfigError: the error the run would give.
+    """
+    config = parsed.config
+    validate(config, None)
+    world = world_size or smallest_world(config)
+    try:
+        validate(config, world)
+    except ConfigError as error:
+        if error.subject != "world size" or world_size is None:
+            raise
+        raise ConfigError("--world-size", error.value, error.rule, error.fix.replace("start", "use")) from None
+    vocabulary = known_vocab_size(config)
+    model = describe_model(config, vocabulary or 0, parsed.name)
+    layout = parallel_layout(config, world)
+    plan_is_missing = ("--plan", config.overlap.plan) in missing_files(config)
+    plan = (plan_from_flags if plan_is_missing else plan_of_run)(config, model, world)
+    lines = [
+        _line("model", model_line(model)),
+        *(
+            []
+            if vocabulary
+            else [_line("vocabulary", "unknown without the tokenizer: word embeddings are not counted")]
+        ),
+        _line("layout", layout_line(layout, config)),
+        "",
+        "flags that differ from the defaults",
+        *_changed_flags(config),
+        *_without_effect(parsed),
+        "",
+        "parameters per rank",
+        *_parameter_table(model, plan),
+        *_lacking(config, layout),
+    ]
+    print("\n".join(lines), file=out)
+
+
+def model_line(model: ModelDescription) -> str:
+    """`tiny: 4 layers, hidden 256, 8 experts top-2, 14.2 M parameters (5.1 M active, 0.1 M embedding)`."""
+    count = model_parameters(model)
+    experts = f"{model.num_experts} experts top-{model.router_topk}, " if model.num_experts else ""
+    parts = f"{quantity(count.active)} active, {quantity(count.embedding)} embedding"
+    sizes = f"{model.num_layers} layers, hidden {model.hidden_size}, {experts}"
+    return f"{model.name}: {sizes}{quantity(count.total)} parameters ({parts})"
+
+
+def layout_line(layout: ParallelLayout, config: Config) -> str:
+    """`2 processes: EP 2, DP 2 with ZeRO-1, micro-batch 4, global batch 16 in 2 micro-batches, 300 steps`."""
+    sizes = [
+        f"{name} {size}"
+        for name, size in (
+            ("TP", layout.tensor),
+            ("PP", layout.pipeline),
+            ("virtual stages", layout.virtual),
+            ("EP", layout.expert),
+            ("ETP", layout.expert_tensor),
+        )
+        if size > 1 or (name == "ETP" and config.moe.num_experts is not None and layout.tensor > 1)
+    ]
+    processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
+    batches = f"global batch {layout.global_batch_size} in {layout.micro_batches} micro-batches"
+    training = config.training
+    length = f"{training.train_samples} samples" if training.train_samples else f"{training.train_iters or 0} steps"
+    names = ", ".join([*sizes, f"DP {layout.data} with ZeRO-1"])
+    return f"{processes}: {names}, micro-batch {layout.micro_batch_size}, {batches}, {length}"
+
+
+def quantity(number: int) -> str:
+    """`14.2 M`: a number of parameters with three digits."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return str(number)
+
+
+def idle_flags(parsed: ParsedArguments) -> list[tuple[str, str]]:
+    """Accepted flags without effect on this run, each with the reason: a run says so once."""
+    idle = list(parsed.without_effect)
+    if parsed.config.parallel.sequence_parallel and parsed.config.parallel.tensor_model_parallel_size == 1:
+        idle.append(("--sequence-parallel", "one tensor-parallel rank: there is nothing to split"))
+    if parsed.config.parallel.use_distributed_optimizer:
+        idle.append(("--use-distributed-optimizer", "always so here"))
+    data = parsed.config.data
+    if data.tokenizer_model is not None and data.tokenizer_type != "HuggingFaceTokenizer":
+        idle.append(("--tokenizer-model", "read for --tokenizer-type HuggingFaceTokenizer only"))
+    if data.vocab_file is not None and (data.tokenizer_type or data.vocab_size):
+        idle.append(("--vocab-file", "counts where neither --tokenizer-type nor --vocab-size is given"))
+    return idle
+
+
+def missing_files(config: Config) -> list[tuple[str, str]]:
+    """Flags that name a file or folder that is not there, with its path: training raises, a dry run lists them."""
+    data, missing = config.data, []
+    for word in data.data_path or ():
+        if not _is_number(word):
+            missing += [("--data-path", word + end) for end in (".idx", ".bin") if not Path(word + end).is_file()]
+    for flag, path in (
+        ("--tokenizer-model", data.tokenizer_model if data.tokenizer_type == "HuggingFaceTokenizer" else None),
+        ("--vocab-file", None if data.tokenizer_type or data.vocab_size else data.vocab_file),
+        ("--load", config.checkpoint.load),
+        ("--plan", config.overlap.plan),
+    ):
+        if path is not None and not Path(path).exists():
+            missing.append((flag, path))
+    return missing
+
+
+def cuda_is_there() -> bool:
+    """Whether the NVIDIA driver shows a GPU; asks the file system, not torch."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _line(head: str, text: str) -> str:
+    return f"{head:<{_COLUMN}}{text}"
+
+
+def _wrapped(head: str, words: list[str]) -> list[str]:
+    """Words in a column of their own, none broken."""
+    glued = " ".join(word.replace(" ", "\0") for word in words)
+    lines = textwrap.wrap(glued, _WIDTH - _COLUMN - 2, break_long_words=False, break_on_hyphens=False)
+    lines = [line.replace(" ", "  ").replace("\0", " ") for line in lines]
+    return [f"  {head if index == 0 else '':<{_COLUMN - 2}}{line}" for index, line in enumerate(lines)]
+
+
+def _changed_flags(config: Config) -> list[str]:
+    lines: list[str] = []
+    groups: dict[str, list[str]] = {}
+    for flag in config_flags():
+        value = getattr(getattr(config, flag.group), flag.field)
+        if value != flag.default:
+            groups.setdefault(flag.group, []).append(" ".join(flag_texts(flag, value)))
+    for group, words in groups.items():
+        lines += _wrapped(group, words)
+    return lines
+
+
+def _without_effect(parsed: ParsedArguments) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in idle_flags(parsed):
+        reasons.setdefault(reason, []).append(name)
+    lines = ["", "flags without effect"] if reasons else []
+    for reason, names in reasons.items():
+        lines.append(f"  {reason}")
+        lines += _wrapped("", names)
+    return lines
+
+
+def _parameter_table(model: ModelDescription, plan: Plan) -> list[str]:
+    lines = [f"  {'stage':<7}{'ranks':<12}{'layers':<24}{'total':>10}{'active':>10}{'embedding':>11}"]
+    for index, stage in enumerate(plan.stages):
+        count = stage_parameters(model, plan, index)
+        first, last = stage.devices.ranks[0], stage.devices.ranks[-1]
+        ranks = f"{first}-{last}" if last > first else str(first)
+        layers = " ".join(f"{first}-{last - 1}" for first, last in stage.chunks)
+        layers = layers if len(layers) < 24 else f"{layers[:19]} ..."
+        numbers = f"{quantity(count.total):>10}{quantity(count.active):>10}{quantity(count.embedding):>11}"
+        lines.append(f"  {index:<7}{ranks:<12}{layers:<24}{numbers}")
+    return lines
+
+
+def stage_parameters(model: ModelDescription, plan: Plan, stage: int) -> ParameterCount:
+    """Parameters of each rank of a stage."""
+    part = plan.stages[stage]
+    share = Share(
+        chunks=part.chunks,
+        tensor=part.tensor,
+        expert=part.expert,
+        expert_tensor=part.expert_tensor,
+        first_stage=stage == plan.embedding_stage,
+        last_stage=stage == plan.loss_stage,
+        split_latents=not (cuda_is_there() and _is_installed("transformer_engine")),
+    )
+    return rank_parameters(model, share)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _lacking(config: Config, layout: ParallelLayout) -> list[str]:
+    lines = []
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if not cuda_is_there():
+        lines.append(("CUDA", "no GPU: training runs on the CPU, over gloo"))
+    elif gpus < layout.world_size:
+        lines.append(("CUDA", f"{gpus} GPUs here, {layout.world_size} processes: several machines are needed"))
+    if not _is_installed("transformer_engine"):
+        lines.append(("Transformer Engine", "not installed: torch's attention and norms run instead"))
+    for flag, path in missing_files(config):
+        after = ": training would start afresh" if flag == "--load" else ""
+        lines.append((flag, f"{path} does not exist{after}"))
+    return ["", "this machine lacks", *(f"  {head:<20}{text}" for head, text in lines)] if lines else []

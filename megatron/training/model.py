@@ -1,0 +1,274 @@
+"""The megatron-core model of a configuration, given process groups. No globals: training and the tuner's capture both call it.
+
+The layer specs are megatron-core's; `adapt_layer` lets the caller replace parts of them (gate, dispatcher, the whole MoE
+layer) before they are built.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron.training.config import Config
+from megatron.training.describe import uses_sequence_parallel, virtual_stages
+from megatron.training.grouped_experts import GroupedExperts
+from megatron.training.without_te import (
+    ExpertOutput,
+    LatentSelfAttention,
+    SdpaAttention,
+    TorchNorm,
+    repair_imports,
+    transformer_engine_is_installed,
+)
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.plan import Plan
+
+AdaptLayer = Callable[[ModuleSpec], ModuleSpec]
+
+
+def transformer_config(config: Config, model: ModelDescription) -> TransformerConfig:
+    """megatron-core's configuration of a run.
+
+    Args:
+        config: validated flags.
+        model: the derived sizes (`describe_model`).
+    """
+    has_cuda = torch.cuda.is_available()
+    sizes: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "normalization": config.model.normalization,
+        "layernorm_epsilon": config.model.norm_epsilon,
+        "gated_linear_unit": config.model.swiglu,
+        "activation_func": F.silu if config.model.swiglu else F.gelu,
+        "add_bias_linear": config.model.add_bias_linear,
+        "add_qkv_bias": config.model.add_qkv_bias,
+        "qk_layernorm": config.model.qk_layernorm,
+        "rotary_interleaved": config.model.rotary_interleaved,
+        "attention_dropout": config.model.attention_dropout,
+        "hidden_dropout": config.model.hidden_dropout,
+        "init_method_std": config.model.init_method_std,
+        "apply_query_key_layer_scaling": config.model.apply_query_key_layer_scaling,
+        "params_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
+        "bf16": config.optimizer.bf16,
+        "autocast_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
+        "pipeline_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
+        "calculate_per_token_loss": config.training.calculate_per_token_loss,
+        # The fused form takes the tensor-parallel group as an argument; the other one reads a global.
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": "native",
+        # megatron-core fuses GELU with a bias only.
+        "bias_activation_fusion": has_cuda and (config.model.swiglu or config.model.add_bias_linear),
+        "bias_dropout_fusion": has_cuda,
+        "gradient_accumulation_fusion": False,
+        # gloo sends from the output's own memory and does not keep it alive: freed under an overlapped send, garbage arrives.
+        "deallocate_pipeline_outputs": has_cuda,
+    }
+    fields = sizes | _parallel_fields(config) | (_moe_fields(config, model) if model.num_experts else {})
+    if model.latent_attention is None:
+        return TransformerConfig(**fields)
+    latent = {
+        "multi_latent_attention": True,
+        "q_lora_rank": model.latent_attention.q_lora_rank,
+        "kv_lora_rank": model.latent_attention.kv_lora_rank,
+        "qk_head_dim": model.latent_attention.qk_head_dim,
+        "qk_pos_emb_head_dim": model.latent_attention.qk_pos_emb_head_dim,
+        "v_head_dim": model.latent_attention.v_head_dim,
+        "rotary_base": config.model.rotary_base,
+        "rotary_percent": config.model.rotary_percent,
+        "rotary_scaling_factor": config.model.rotary_scaling_factor,
+        "mscale": config.model.mscale,
+        "mscale_all_dim": config.model.mscale_all_dim,
+    }
+    return MLATransformerConfig(**fields, **latent)
+
+
+def _parallel_fields(config: Config) -> dict[str, Any]:
+    parallel = config.parallel
+    chunks = virtual_stages(config)
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "sequence_parallel": uses_sequence_parallel(config),
+        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
+        "recompute_granularity": parallel.recompute_granularity,
+        "recompute_method": parallel.recompute_method,
+        "recompute_num_layers": parallel.recompute_num_layers,
+        # Two stages are each other's next and previous rank: batched transfers would pair up wrongly.
+        "overlap_p2p_comm": chunks > 1,
+        "batch_p2p_comm": chunks == 1,
+    }
+    if parallel.recompute_modules is not None:
+        fields["recompute_modules"] = list(parallel.recompute_modules)
+    if parallel.microbatch_group_size_per_vp_stage is not None:
+        fields["microbatch_group_size_per_vp_stage"] = parallel.microbatch_group_size_per_vp_stage
+    return fields
+
+
+def _moe_fields(config: Config, model: ModelDescription) -> dict[str, Any]:
+    moe = config.moe
+    kinds, coefficients = list(moe.moe_router_load_balancing_type), list(moe.moe_aux_loss_coeff)
+    return {
+        "num_moe_experts": model.num_experts,
+        "moe_layer_freq": [int(is_moe) for is_moe in model.moe_layers],
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
+        "moe_shared_expert_gate": model.shared_expert_gate,
+        "moe_router_topk": model.router_topk,
+        "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
+        "moe_aux_loss_coeff": coefficients[0] if len(coefficients) == 1 else coefficients,
+        "moe_z_loss_coeff": moe.moe_z_loss_coeff,
+        "moe_router_score_function": moe.moe_router_score_function,
+        "moe_router_pre_softmax": moe.moe_router_pre_softmax,
+        "moe_router_num_groups": moe.moe_router_num_groups,
+        "moe_router_group_topk": moe.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": moe.moe_router_topk_scaling_factor,
+        "moe_router_dtype": moe.moe_router_dtype,
+        "moe_router_enable_expert_bias": moe.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": moe.moe_router_bias_update_rate,
+        "moe_router_force_load_balancing": moe.moe_router_force_load_balancing,
+        "moe_input_jitter_eps": moe.moe_input_jitter_eps,
+        "moe_expert_capacity_factor": moe.moe_expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": moe.moe_pad_expert_input_to_capacity,
+        "moe_token_drop_policy": moe.moe_token_drop_policy,
+        "moe_apply_probs_on_input": moe.moe_apply_probs_on_input,
+        # megatron-core knows three names; ours takes the place of its all-to-all dispatcher.
+        "moe_token_dispatcher_type": "alltoall"
+        if moe.moe_token_dispatcher_type == "irregular"
+        else moe.moe_token_dispatcher_type,
+        "moe_grouped_gemm": transformer_engine_is_installed() and torch.cuda.is_available(),
+    }
+
+
+def layer_spec(tc: TransformerConfig, is_moe: bool) -> ModuleSpec:
+    """The spec of one decoder layer: Transformer Engine's modules on a GPU that has them, else torch's."""
+    arguments: dict[str, Any] = {
+        "num_experts": tc.num_moe_experts if is_moe else None,
+        "moe_grouped_gemm": is_moe and tc.moe_grouped_gemm,
+        "qk_layernorm": tc.qk_layernorm,
+        "multi_latent_attention": tc.multi_latent_attention,
+    }
+    if uses_transformer_engine():
+        spec = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(**arguments))
+    else:
+        spec = copy.deepcopy(get_gpt_layer_local_spec(**arguments))
+        parts = spec.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = SdpaAttention
+        if tc.multi_latent_attention:
+            parts.self_attention.module = LatentSelfAttention
+        norms = ("q_layernorm", "kv_layernorm") if tc.multi_latent_attention else ("q_layernorm", "k_layernorm")
+        if tc.qk_layernorm:
+            for name in norms:
+                setattr(attention, name, TorchNorm)
+        if is_moe:
+            experts = parts.mlp.submodules.experts
+            experts.submodules.linear_fc2 = ExpertOutput
+            if torch.cuda.is_available() and tc.bf16:
+                experts.module = GroupedExperts
+    return spec
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers are built from Transformer Engine: it is installed and there is a GPU."""
+    return torch.cuda.is_available() and transformer_engine_is_installed()
+
+
+def build_model(
+    config: Config,
+    model: ModelDescription,
+    plan: Plan,
+    groups: ProcessGroupCollection,
+    stage: int,
+    adapt_layer: AdaptLayer | None = None,
+) -> list[torch.nn.Module]:
+    """This rank's part of the model.
+
+    Args:
+        plan: says which layers each chunk of `stage` holds.
+        groups: the stage's process groups.
+        adapt_layer: replaces parts of a layer's spec before it is built.
+    Returns:
+        One module per chunk (virtual stage), in megatron-core's order, wrapped for bf16 where asked, without DDP.
+    """
+    if not transformer_engine_is_installed():
+        repair_imports()
+    tc = transformer_config(config, model)
+    chunks = plan.stages[stage].chunks
+    last_stage, last_chunk = len(plan.stages) - 1, len(chunks) - 1
+    modules: list[torch.nn.Module] = []
+    for index, (first, last) in enumerate(chunks):
+        specs = [layer_spec(tc, model.moe_layers[layer]) for layer in range(first, last)]
+        if adapt_layer is not None:
+            specs = [adapt_layer(spec) for spec in specs]
+        block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_block_norm())
+        module: torch.nn.Module = GPTModel(
+            config=tc,
+            transformer_layer_spec=block,
+            vocab_size=model.vocab_size,
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=stage == 0 and index == 0,
+            post_process=stage == last_stage and index == last_chunk,
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.tied_embeddings,
+            position_embedding_type=config.model.position_embedding_type,
+            rotary_percent=config.model.rotary_percent,
+            rotary_base=config.model.rotary_base,
+            seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
+            pg_collection=groups,
+            vp_stage=index if last_chunk > 0 else None,
+        )
+        for name, parameter in module.named_parameters():
+            _default_parallel_attributes(parameter)
+            if ".mlp.experts." in name and tc.expert_tensor_parallel_size != tc.tensor_model_parallel_size:
+                # Experts that fewer ranks share have more replicas than the dense layers have; megatron-core reduces them
+                # as experts under expert parallelism only (tensor_parallel/layers.py, `allreduce`).
+                parameter.allreduce = False  # type: ignore[attr-defined]
+        modules.append(Float16Module(tc, module) if config.optimizer.bf16 else module)
+    return modules
+
+
+def _block_norm() -> Any:
+    if not uses_transformer_engine():
+        return TorchNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _default_parallel_attributes(parameter: torch.nn.Parameter) -> None:
+    """Optimizer and checkpoints read these from every parameter; layers that are not split leave them unset."""
+    for name, value in (("tensor_model_parallel", False), ("partition_dim", -1), ("partition_stride", 1)):
+        if not hasattr(parameter, name):
+            setattr(parameter, name, value)
+
+
+def unwrap(module: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside DDP and precision wrappers."""
+    while not isinstance(module, GPTModel):
+        module = module.module
+    return module

@@ -1,0 +1,144 @@
+"""Rules for the model's sizes and forms."""
+
+from __future__ import annotations
+
+from megatron.training.config import Config
+from megatron.training.describe import dense_width
+from megatron.training.rule import Rule, at_least, divisors, fraction, require
+
+
+def sizes_are_given(config: Config) -> None:
+    model = config.model
+    for flag, value in (
+        ("--num-layers", model.num_layers),
+        ("--hidden-size", model.hidden_size),
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--seq-length", model.seq_length),
+        ("--max-position-embeddings", model.max_position_embeddings),
+    ):
+        require(value is not None, flag, "", "the model needs it", f"add {flag} N or an @FILE from examples/")
+    at_least(
+        1,
+        (
+            ("--num-layers", model.num_layers),
+            ("--hidden-size", model.hidden_size),
+            ("--ffn-hidden-size", model.ffn_hidden_size),
+            ("--num-attention-heads", model.num_attention_heads),
+            ("--num-query-groups", model.num_query_groups),
+            ("--kv-channels", model.kv_channels),
+            ("--seq-length", model.seq_length),
+            ("--max-position-embeddings", model.max_position_embeddings),
+            ("--make-vocab-size-divisible-by", model.make_vocab_size_divisible_by),
+            ("--rotary-base", model.rotary_base),
+            ("--rotary-seq-len-interpolation-factor", model.rotary_seq_len_interpolation_factor),
+        ),
+    )
+    require(
+        dense_width(config) > 0, "--hidden-size", model.hidden_size, "too small for --swiglu's width", "use 24 or more"
+    )
+
+
+def values_are_in_range(config: Config) -> None:
+    model = config.model
+    dropouts = (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout))
+    fraction(dropouts, includes_one=False)
+    rotated = model.rotary_percent
+    require(0 < rotated <= 1, "--rotary-percent", rotated, "must lie in (0, 1]", "correct the value")
+    require(model.norm_epsilon > 0, "--norm-epsilon", model.norm_epsilon, "must be positive", "use for example 1e-5")
+    require(
+        model.init_method_std > 0,
+        "--init-method-std",
+        model.init_method_std,
+        "must be positive",
+        "use for example 0.02",
+    )
+
+
+def heads_divide(config: Config) -> None:
+    model = config.model
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    assert heads is not None and hidden is not None
+    tensor = config.parallel.tensor_model_parallel_size
+    if model.kv_channels is None and not model.multi_latent_attention:
+        rule = f"hidden size {hidden} is not divisible by {heads} heads"
+        require(hidden % heads == 0, "--num-attention-heads", heads, rule, "change one of them or give --kv-channels")
+    rule = f"{heads} attention heads are not divisible by {tensor}"
+    require(heads % tensor == 0, "--tensor-model-parallel-size", tensor, rule, f"use {divisors(heads)}")
+    groups = model.num_query_groups
+    if not model.group_query_attention:
+        rule, fix = "takes effect with --group-query-attention only", "add that flag or drop this one"
+        require(groups == 1, "--num-query-groups", groups, rule, fix)
+        return
+    rule = f"{heads} attention heads are not divisible by {groups}"
+    require(heads % groups == 0, "--num-query-groups", groups, rule, f"use {divisors(heads)}")
+    rule = f"{groups} query groups are neither a multiple nor a divisor of {tensor}"
+    fits = groups % tensor == 0 or tensor % groups == 0
+    require(fits, "--tensor-model-parallel-size", tensor, rule, f"use {divisors(groups)}")
+
+
+def positions_cover_the_sequence(config: Config) -> None:
+    model = config.model
+    sequence, longest = model.seq_length, model.max_position_embeddings
+    assert sequence is not None and longest is not None
+    rule = f"--max-position-embeddings covers {longest} positions"
+    require(
+        sequence <= longest,
+        "--seq-length",
+        sequence,
+        rule,
+        f"use {longest} or less, or raise --max-position-embeddings",
+    )
+    rotated = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    factor = model.rotary_seq_len_interpolation_factor
+    rule, fix = "takes effect with --position-embedding-type rope only", "add that flag or drop this one"
+    require(rotated or factor is None, "--rotary-seq-len-interpolation-factor", factor, rule, fix)
+
+
+def latent_attention_fits(config: Config) -> None:
+    model = config.model
+    latent = (
+        ("--q-lora-rank", model.q_lora_rank, None),
+        ("--kv-lora-rank", model.kv_lora_rank, 32),
+        ("--qk-head-dim", model.qk_head_dim, 128),
+        ("--qk-pos-emb-head-dim", model.qk_pos_emb_head_dim, 64),
+        ("--v-head-dim", model.v_head_dim, 128),
+    )
+    if not model.multi_latent_attention:
+        for flag, value, default in latent:
+            rule, fix = "takes effect with --multi-latent-attention only", "add that flag or drop this one"
+            require(value == default, flag, value, rule, fix)
+        return
+    at_least(1, [(flag, value) for flag, value, _ in latent])
+    rule, fix = "latent attention has no query groups", "drop one of the two flags"
+    require(not model.group_query_attention, "--multi-latent-attention", "", rule, fix)
+    rule = "latent attention rotates halves"
+    require(not model.rotary_interleaved, "--rotary-interleaved", "", rule, "drop one of the two flags")
+    tensor, latents = config.parallel.tensor_model_parallel_size, model.kv_lora_rank + model.qk_pos_emb_head_dim
+    rule = f"--kv-lora-rank + --qk-pos-emb-head-dim = {latents} is not divisible by {tensor}"
+    require(latents % tensor == 0, "--tensor-model-parallel-size", tensor, rule, "change it or the ranks")
+    rule = f"is not divisible by --tensor-model-parallel-size {tensor}"
+    require(
+        not model.q_lora_rank or model.q_lora_rank % tensor == 0, "--q-lora-rank", model.q_lora_rank, rule, "change one"
+    )
+    split = config.parallel.sequence_parallel or tensor == 1
+    rule = "latent attention needs the sequence split as well"
+    require(split, "--tensor-model-parallel-size", tensor, rule, "add --sequence-parallel")
+    width = model.qk_pos_emb_head_dim
+    require(width % 2 == 0, "--qk-pos-emb-head-dim", width, "is rotated in pairs", "use an even number")
+
+
+def widths_divide_by_tensor_size(config: Config) -> None:
+    tensor = config.parallel.tensor_model_parallel_size
+    width = dense_width(config)
+    rule = f"the MLP width {width} is not divisible by {tensor}"
+    require(width % tensor == 0, "--tensor-model-parallel-size", tensor, rule, "change it or --ffn-hidden-size")
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    sizes_are_given,
+    values_are_in_range,
+    heads_divide,
+    positions_cover_the_sequence,
+    latent_attention_fits,
+    widths_divide_by_tensor_size,
+)

@@ -1,0 +1,139 @@
+"""DDP, distributed optimizer and learning-rate schedule of a configuration, by megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron.training.config import Config
+from megatron.training.config import OptimizerConfig as OptimizerFlags
+
+
+def wrap_chunks(
+    config: Config,
+    chunks: Sequence[torch.nn.Module],
+    groups: ProcessGroupCollection,
+    weight_gradients_come_later: bool = False,
+) -> list[DistributedDataParallel]:
+    """Give every chunk gradient buffers that are reduced over the data-parallel ranks.
+
+    Args:
+        weight_gradients_come_later: modules announce their weights' gradients themselves, after their backward pass.
+    """
+    parallel = config.parallel
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.optimizer.bf16 or config.optimizer.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=True,
+        delay_wgrad_compute=weight_gradients_come_later,
+        bucket_size=parallel.ddp_bucket_size if parallel.overlap_grad_reduce else None,
+        gradient_reduce_div_fusion=torch.cuda.is_available(),
+    )
+    return [
+        DistributedDataParallel(
+            config=get_model_config(chunk),
+            ddp_config=ddp_config,
+            module=chunk,
+            # As upstream: only the chunk that is needed first overlaps its buckets one by one.
+            disable_bucketing=index > 0,
+            pg_collection=groups,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def make_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> Any:
+    """megatron-core's distributed optimizer (ZeRO-1, also at one data-parallel rank)."""
+    flags = config.optimizer
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=flags.lr,
+        min_lr=flags.min_lr,
+        weight_decay=flags.weight_decay,
+        adam_beta1=flags.adam_beta1,
+        adam_beta2=flags.adam_beta2,
+        adam_eps=flags.adam_eps,
+        clip_grad=flags.clip_grad,
+        bf16=flags.bf16,
+        params_dtype=torch.bfloat16 if flags.bf16 else torch.float32,
+        use_distributed_optimizer=True,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+    )
+    optimizer = get_megatron_optimizer(
+        optimizer_config,
+        list(chunks),
+        config_overrides=get_standard_config_overrides(optimizer_config),
+        use_gloo_process_groups=False,
+        pg_collection=groups,
+    )
+    for sharded in optimizer.chained_optimizers:
+        if not sharded.is_stub_optimizer and any(g["is_expert_parallel"] for g in sharded.optimizer.param_groups):
+            # The norm counts what every rank of this group holds once; megatron-core gives experts the dense layers' group.
+            sharded.tp_group = groups.expt_tp
+    if flags.optimizer == "sgd":
+        _step_by_sgd(optimizer, flags)
+    return optimizer
+
+
+def _step_by_sgd(optimizer: Any, flags: OptimizerFlags) -> None:
+    """Exchange the inner optimizers: megatron-core 0.16.1 constructs its distributed optimizer around an Adam only.
+
+    What it asks of the inner one, parameter groups and steps, every optimizer of torch has.
+    """
+    for sharded in optimizer.chained_optimizers:
+        if sharded.is_stub_optimizer:
+            continue
+        sgd = torch.optim.SGD([torch.empty(0)], lr=flags.lr or 0.0, momentum=flags.sgd_momentum)
+        # Set from outside, as megatron-core does it: torch's constructors refuse shards, which are views.
+        sgd.param_groups = sharded.optimizer.param_groups
+        for group in sgd.param_groups:
+            for name, value in sgd.defaults.items():
+                group.setdefault(name, value)
+        sharded.optimizer = sgd
+
+
+def make_scheduler(config: Config, optimizer: Any, global_batch_size: int, train_steps: int) -> OptimizerParamScheduler:
+    """Learning rate and weight decay by consumed samples, as upstream counts them.
+
+    Args:
+        train_steps: steps of the whole run; the default length of the decay.
+    """
+    flags = config.optimizer
+
+    def samples(by_samples: int | None, by_iterations: int | None, default: int) -> int:
+        if by_samples is not None:
+            return by_samples
+        return default if by_iterations is None else by_iterations * global_batch_size
+
+    decay = samples(flags.lr_decay_samples, flags.lr_decay_iters, train_steps * global_batch_size)
+    warmup = flags.lr_warmup_samples or flags.lr_warmup_iters * global_batch_size
+    if flags.lr_warmup_fraction is not None:
+        warmup = int(flags.lr_warmup_fraction * decay)
+    wsd_decay = samples(flags.lr_wsd_decay_samples, flags.lr_wsd_decay_iters, 0)
+    constant = flags.weight_decay_incr_style == "constant"
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=flags.lr_warmup_init,
+        max_lr=flags.lr,
+        min_lr=flags.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=flags.lr_decay_style,
+        start_wd=flags.weight_decay if constant else flags.start_weight_decay,
+        end_wd=flags.weight_decay if constant else flags.end_weight_decay,
+        wd_incr_steps=train_steps * global_batch_size,
+        wd_incr_style=flags.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=flags.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=flags.override_opt_param_scheduler,
+        wsd_decay_steps=wsd_decay or None,
+        lr_wsd_decay_style=flags.lr_wsd_decay_style if flags.lr_decay_style == "WSD" else None,
+    )

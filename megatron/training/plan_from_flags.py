@@ -1,0 +1,115 @@
+"""The plan that flags describe: all stages alike, the same overlap on every layer. Flags and `--plan` take one path from here."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.training.config import Config
+from megatron.training.describe import ParallelLayout, parallel_layout, stage_layers
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.overlap_from_words import OverlapWords, overlap_from_words
+from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute, StagePlan
+
+
+def plan_from_flags(config: Config, model: ModelDescription, world_size: int) -> Plan:
+    """The plan of a validated configuration.
+
+    Args:
+        model: what `describe_model` made of the same configuration.
+        world_size: processes of the run; stage s owns the s-th of PP equal ranges of ranks, as in megatron-core.
+    """
+    layout = parallel_layout(config, world_size)
+    assert config.model.seq_length is not None
+    chunks = stage_chunks(stage_layers(config), layout.virtual)
+    alike = [_stage(config, layout, index, ranges) for index, ranges in enumerate(chunks)]
+    stages = tuple(_overlapped(config, model, stage, len(alike), index) for index, stage in enumerate(alike))
+    return Plan(
+        model=Named(name=model.name, sha256=content_sha256(dataclasses.asdict(model))),
+        cluster=Named(name=f"{world_size}-processes", sha256=content_sha256({"processes": world_size})),
+        sequence_length=config.model.seq_length,
+        global_batch_size=layout.global_batch_size,
+        precision="bf16" if config.optimizer.bf16 else "fp32",
+        pipeline_schedule="interleaved-1f1b" if layout.virtual > 1 else "1f1b",
+        embedding_stage=0,
+        mtp_stage=None,
+        loss_stage=layout.pipeline - 1,
+        stages=stages,
+        transfers=(),
+        predicted=None,
+    )
+
+
+def stage_chunks(layers: Sequence[int], virtual: int) -> list[tuple[tuple[int, int], ...]]:
+    """The layer ranges of every stage's chunks.
+
+    Chunk c of stage s is virtual stage c · stages + s: the model passes all stages once per chunk. A stage's layers are
+    shared evenly by its chunks.
+
+    Args:
+        layers: layers of each stage.
+        virtual: chunks per stage; divides every entry of `layers`.
+    """
+    chunks: list[list[tuple[int, int]]] = [[] for _ in layers]
+    first = 0
+    for _ in range(virtual):
+        for stage, count in enumerate(layers):
+            last = first + count // virtual
+            chunks[stage].append((first, last))
+            first = last
+    assert first == sum(layers), (layers, virtual)
+    return [tuple(ranges) for ranges in chunks]
+
+
+def content_sha256(content: Any) -> str:
+    """Hash of a JSON value, independent of the order of keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _stage(config: Config, layout: ParallelLayout, index: int, chunks: tuple[tuple[int, int], ...]) -> StagePlan:
+    size = layout.world_size // layout.pipeline
+    return StagePlan(
+        chunks=chunks,
+        devices=Devices(mesh=(1, size), ranks=tuple(range(index * size, (index + 1) * size))),
+        micro_batch_size=layout.micro_batch_size,
+        gradient_accumulation_steps=layout.micro_batches,
+        tensor=layout.tensor,
+        context=layout.context,
+        data=layout.data,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        zero_level=1,
+        recompute=_recompute(config, chunks),
+        offload=Offload(),
+    )
+
+
+def _overlapped(config: Config, model: ModelDescription, stage: StagePlan, stages: int, index: int) -> StagePlan:
+    overlap = config.overlap
+    words = OverlapWords(
+        partitions=overlap.moe_overlap_partitions or 1,
+        range_word=overlap.moe_overlap_range,
+        gate=overlap.moe_gate,
+        dispatcher="irregular",
+        defer=overlap.defer_weight_gradients,
+        max_deferred_bytes=overlap.max_deferred_bytes,
+    )
+    if words.partitions == 1 and not words.defer:
+        return stage
+    decided = overlap_from_words(words, stage, model, holds_embedding=index == 0, holds_head=index == stages - 1)
+    return dataclasses.replace(stage, overlap=decided)
+
+
+def _recompute(config: Config, chunks: tuple[tuple[int, int], ...]) -> Recompute:
+    parallel = config.parallel
+    if parallel.recompute_granularity is None:
+        return Recompute()
+    if parallel.recompute_granularity == "selective":
+        longest = max(last - first for first, last in chunks)
+        return Recompute(layers=longest, granularity="selective", modules=parallel.recompute_modules or ("core_attn",))
+    assert parallel.recompute_num_layers is not None
+    uniform = parallel.recompute_method == "uniform"
+    return Recompute(layers=parallel.recompute_num_layers, granularity="uniform" if uniform else "full")

@@ -1,0 +1,48 @@
+"""The plan a run follows: made from the flags, or read from --plan and held against them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.training.config import Config
+from megatron.training.plan_from_flags import plan_from_flags
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.capabilities import refuse_unsupported
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import load_plan
+from moe_overlap.plan.validate import validate_plan
+
+_DESCRIPTIVE = frozenset({"model", "cluster", "predicted", "mesh"})
+"""Fields of a plan that say where it comes from, not what runs."""
+
+
+def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Plan:
+    """The plan of a validated configuration.
+
+    Raises:
+        ConfigError: the file is no valid plan of this model, asks for what the runtime cannot do yet, or disagrees with the
+            flags, from which the model and its layout are built.
+    """
+    from_flags = plan_from_flags(config, model, world_size)
+    if config.overlap.plan is None:
+        return from_flags
+    source = config.overlap.plan
+    plan = load_plan(source)
+    validate_plan(plan, model, source)
+    refuse_unsupported(plan, source)
+    _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
+    return plan
+
+
+def _require_equal(place: str, planned: Any, flagged: Any) -> None:
+    if isinstance(planned, dict):
+        for name, value in planned.items():
+            if name not in _DESCRIPTIVE:
+                _require_equal(f"{place} {name}" if " " not in place else f"{place}.{name}", value, flagged[name])
+    elif isinstance(planned, (list, tuple)) and len(planned) == len(flagged):
+        for index, (mine, theirs) in enumerate(zip(planned, flagged, strict=True)):
+            _require_equal(f"{place}[{index}]", mine, theirs)
+    elif planned != flagged:
+        raise ConfigError(place, planned, f"the flags say {flagged}", "make the flags and the plan agree")

@@ -1,0 +1,213 @@
+"""Rules for optimizer, training, data, checkpoints and logging."""
+
+from __future__ import annotations
+
+from signal import valid_signals
+
+from megatron.training.config import Config
+from megatron.training.rule import Rule, at_least, fraction, require
+from megatron.training.tokenizers import ByteTokenizer
+
+
+def learning_rate_is_given(config: Config) -> None:
+    optimizer = config.optimizer
+    if config.training.skip_train:
+        return
+    require(optimizer.lr is not None, "--lr", "", "training needs it", "add for example --lr 3e-4")
+    assert optimizer.lr is not None
+    require(optimizer.lr > 0, "--lr", optimizer.lr, "must be positive", "use for example 3e-4")
+    at_least(0, (("--min-lr", optimizer.min_lr), ("--lr-warmup-init", optimizer.lr_warmup_init)))
+    lowest, peak = optimizer.min_lr, optimizer.lr
+    require(lowest <= peak, "--min-lr", lowest, f"is above --lr {peak}", f"use {peak} or less")
+    first = optimizer.lr_warmup_init
+    require(first <= peak, "--lr-warmup-init", first, f"is above --lr {peak}", f"use {peak} or less")
+
+
+def schedule_counts_one_unit(config: Config) -> None:
+    """Steps or samples: a run counts in one of them throughout."""
+    training, optimizer = config.training, config.optimizer
+    steps, samples = training.train_iters, training.train_samples
+    rule = "a run counts steps or samples"
+    require(steps is None or samples is None, "--train-samples", samples, rule, "give --train-iters or --train-samples")
+    if not training.skip_train:
+        require(
+            steps is not None or samples is not None,
+            "--train-iters",
+            "",
+            "training needs a length",
+            "add --train-iters N",
+        )
+    at_least(1, (("--train-iters", steps), ("--train-samples", samples)))
+    by_steps = (
+        ("--lr-decay-iters", optimizer.lr_decay_iters),
+        ("--lr-warmup-iters", optimizer.lr_warmup_iters),
+        ("--lr-wsd-decay-iters", optimizer.lr_wsd_decay_iters),
+    )
+    by_samples = (
+        ("--lr-decay-samples", optimizer.lr_decay_samples),
+        ("--lr-warmup-samples", optimizer.lr_warmup_samples),
+        ("--lr-wsd-decay-samples", optimizer.lr_wsd_decay_samples),
+    )
+    at_least(0, (*by_steps, *by_samples))
+    others, unit = (by_steps, "samples") if samples is not None else (by_samples, "steps")
+    for flag, value in others:
+        fix = f"use {flag.replace('iters', 'samples') if unit == 'samples' else flag.replace('samples', 'iters')}"
+        require(not value, flag, value, f"the run counts {unit}", fix)
+
+
+def warm_up_fits(config: Config) -> None:
+    optimizer, training = config.optimizer, config.training
+    part = optimizer.lr_warmup_fraction
+    fraction((("--lr-warmup-fraction", part),), includes_one=True)
+    warmup = optimizer.lr_warmup_iters or optimizer.lr_warmup_samples
+    flag = "--lr-warmup-iters" if optimizer.lr_warmup_iters else "--lr-warmup-samples"
+    require(part is None or not warmup, flag, warmup, "--lr-warmup-fraction says the same", "give one of the two")
+    decay = optimizer.lr_decay_iters or optimizer.lr_decay_samples or training.train_iters or training.train_samples
+    rule = f"the whole schedule has {decay}"
+    require(decay is None or warmup == 0 or warmup < decay, flag, warmup, rule, f"use less than {decay}")
+    wsd = optimizer.lr_wsd_decay_iters if training.train_samples is None else optimizer.lr_wsd_decay_samples
+    last = "--lr-wsd-decay-iters" if training.train_samples is None else "--lr-wsd-decay-samples"
+    if optimizer.lr_decay_style == "WSD":
+        require(wsd is not None, "--lr-decay-style", "WSD", "needs the length of the last part", f"add {last}")
+        require(decay is None or (wsd or 0) <= decay, last, wsd, rule, f"use {decay} or less")
+    else:
+        require(wsd is None, last, wsd, "belongs to --lr-decay-style WSD", "add that flag or drop this one")
+
+
+def optimizer_values_are_in_range(config: Config) -> None:
+    optimizer = config.optimizer
+    betas = (("--adam-beta1", optimizer.adam_beta1), ("--adam-beta2", optimizer.adam_beta2))
+    fraction((*betas, ("--sgd-momentum", optimizer.sgd_momentum)), includes_one=False)
+    require(optimizer.adam_eps > 0, "--adam-eps", optimizer.adam_eps, "must be positive", "use for example 1e-8")
+    at_least(0, (("--clip-grad", optimizer.clip_grad), ("--weight-decay", optimizer.weight_decay)))
+    start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
+    for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
+        rule = "weight decay is constant"
+        require(
+            style != "constant" or value is None, flag, value, rule, "add --weight-decay-incr-style linear or cosine"
+        )
+        require(
+            style == "constant" or value is not None, "--weight-decay-incr-style", style, f"needs {flag}", f"add {flag}"
+        )
+    at_least(0, (("--start-weight-decay", start),))
+    rule = f"is below --start-weight-decay {start}"
+    require(start is None or end is None or end >= start, "--end-weight-decay", end, rule, f"use {start} or more")
+    both = optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler
+    rule = "--use-checkpoint-opt-param-scheduler says the opposite"
+    require(not both, "--override-opt-param-scheduler", "", rule, "give one of the two")
+
+
+def training_counts_are_positive(config: Config) -> None:
+    training = config.training
+    rule, fix = "training needs it", "add --micro-batch-size N"
+    require(training.micro_batch_size is not None, "--micro-batch-size", "", rule, fix)
+    at_least(
+        1,
+        (
+            ("--micro-batch-size", training.micro_batch_size),
+            ("--global-batch-size", training.global_batch_size),
+            ("--eval-interval", training.eval_interval),
+            ("--exit-interval", training.exit_interval),
+            ("--exit-duration-in-mins", training.exit_duration_in_mins),
+        ),
+    )
+    at_least(0, (("--eval-iters", training.eval_iters), ("--seed", training.seed)))
+    number = training.exit_signal
+    require(number in set(valid_signals()), "--exit-signal", number, "is no signal's number", "use for example 15")
+
+
+def data_are_named(config: Config) -> None:
+    data = config.data
+    rule = "--mock-data replaces the dataset"
+    shown = " ".join(data.data_path or ())
+    require(data.data_path is None or not data.mock_data, "--data-path", shown, rule, "drop one of the two")
+    if data.split is not None:
+        parts = data.split.split(",")
+        fits = len(parts) <= 3 and all(part.strip().replace(".", "", 1).isdigit() for part in parts)
+        rule = "must be up to three parts for training, validation and test"
+        require(
+            fits and any(float(part) > 0 for part in parts), "--split", data.split, rule, "use for example 969,30,1"
+        )
+    at_least(2, (("--vocab-size", data.vocab_size),))
+    is_bytes = data.tokenizer_type == "ByteTokenizer" or (data.tokenizer_type is None and data.vocab_file is None)
+    least = ByteTokenizer.vocab_size if is_bytes else 2
+    rule, fix = f"the tokenizer has {least} ids", f"use at least {least} or drop the flag"
+    require(data.vocab_size is None or data.vocab_size >= least, "--vocab-size", data.vocab_size, rule, fix)
+    at_least(0, (("--num-workers", data.num_workers),))
+    if data.tokenizer_type == "HuggingFaceTokenizer":
+        rule, fix = "needs the tokenizer's files", "add --tokenizer-model FOLDER"
+        require(data.tokenizer_model is not None, "--tokenizer-type", data.tokenizer_type, rule, fix)
+    if data.tokenizer_type == "NullTokenizer":
+        rule, fix = "needs the number of ids", "add --vocab-size N"
+        require(data.vocab_size is not None, "--tokenizer-type", data.tokenizer_type, rule, fix)
+
+
+def checkpoints_have_a_folder(config: Config) -> None:
+    checkpoint = config.checkpoint
+    saving = (
+        ("--save-interval", checkpoint.save_interval),
+        ("--save-retain-interval", checkpoint.save_retain_interval),
+        ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints),
+    )
+    at_least(1, saving)
+    for flag, value in saving:
+        require(
+            value is None or checkpoint.save is not None,
+            flag,
+            value,
+            "there is no folder to save to",
+            "add --save FOLDER",
+        )
+    retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
+    if retain is not None:
+        rule, fix = "checkpoints are not saved at intervals", "add --save-interval N"
+        require(interval is not None, "--save-retain-interval", retain, rule, fix)
+        rule = f"is not a multiple of --save-interval {interval}"
+        require(
+            interval and retain % interval == 0, "--save-retain-interval", retain, rule, "no kept step would be saved"
+        )
+    at_least(0, (("--ckpt-step", checkpoint.ckpt_step),))
+    rule, fix = "there is no folder to load from", "add --load FOLDER"
+    require(checkpoint.ckpt_step is None or checkpoint.load, "--ckpt-step", checkpoint.ckpt_step, rule, fix)
+    for flag, on in (
+        ("--finetune", checkpoint.finetune),
+        ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
+    ):
+        require(not on or checkpoint.load, flag, "", rule, fix)
+
+
+def profile_can_be_written(config: Config) -> None:
+    logging = config.logging
+    at_least(
+        1,
+        (("--log-interval", logging.log_interval), ("--tensorboard-log-interval", logging.tensorboard_log_interval)),
+    )
+    if not logging.profile:
+        rule, fix = "belongs to --profile", "add that flag or drop this one"
+        require(not logging.use_pytorch_profiler, "--use-pytorch-profiler", "", rule, fix)
+        return
+    rule, fix = "profiles with torch's profiler only", "add --use-pytorch-profiler"
+    require(logging.use_pytorch_profiler, "--profile", "", rule, fix)
+    require(
+        logging.tensorboard_dir is not None,
+        "--profile",
+        "",
+        "needs a folder for the trace",
+        "add --tensorboard-dir FOLDER",
+    )
+    first, end = logging.profile_step_start, logging.profile_step_end
+    at_least(0, (("--profile-step-start", first),))
+    rule = f"must come after --profile-step-start {first}"
+    require(end > first, "--profile-step-end", end, rule, f"use {first + 1} or more")
+
+
+RUN_RULES: tuple[Rule, ...] = (
+    learning_rate_is_given,
+    schedule_counts_one_unit,
+    warm_up_fits,
+    optimizer_values_are_in_range,
+    training_counts_are_positive,
+    data_are_named,
+    checkpoints_have_a_folder,
+    profile_can_be_written,
+)

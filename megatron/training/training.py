@@ -1,0 +1,267 @@
+"""The training loop: steps, evaluation, saving, stopping. It knows a step runner and its instructions, nothing of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.batch_source import BatchSource
+from megatron.training.checkpointing import Progress
+from megatron.training.config import Config
+from megatron.training.memory import StorageTracker, held_tensors, resident_bytes
+from megatron.training.metrics import MetricsLog, StepMetrics
+
+Batches = Iterator[dict[str, Any]]
+
+
+class TrainingFailed(Exception):
+    """A run that cannot go on: the loss or the gradients are not finite. Raised on every rank in the same step."""
+
+
+class Checkpoints(Protocol):
+    """What the loop needs of a checkpointer."""
+
+    def save(self, progress: Progress) -> None:
+        """Save everything, complete or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything a run consists of, built by the caller.
+
+    Attributes:
+        runner: a StepRunner.
+        instructions: this rank's list of one step.
+        chunks, optimizer, scheduler: megatron-core's objects behind the runner.
+        batches: micro-batches of a split ("train", "valid", "test") from a number of consumed samples on; None without samples.
+        measure: spans of a step -> (communication seconds, exposed seconds).
+        covered: channels those seconds cover.
+        write_trace: takes the spans of the last step, for --trace.
+        parameter_norm: norm of all parameters, a collective.
+        flops_per_token: of the model, forward and backward.
+    """
+
+    config: Config
+    runner: Any
+    instructions: Sequence[Any]
+    chunks: Sequence[Any]
+    optimizer: Any
+    scheduler: Any
+    checkpoints: Checkpoints
+    log: MetricsLog
+    batches: BatchSource
+    measure: Callable[[Sequence[Any]], tuple[float, float]]
+    covered: tuple[str, ...]
+    write_trace: Callable[[Sequence[Any]], None]
+    parameter_norm: Callable[[], float]
+    global_batch_size: int
+    total_steps: int
+    flops_per_token: float
+
+
+class TrainingLoop:
+    """Runs a job from `progress` to its last step or to an exit condition.
+
+    Attributes:
+        progress: steps and samples consumed so far.
+        reason: why the loop ended before its last step; None while it has not.
+        first_loss: loss of the first step this loop ran.
+    """
+
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self.progress = progress
+        self.reason: str | None = None
+        self.first_loss: float | None = None
+        self.job, self._config = job, job.config
+        self._started = time.monotonic()
+        self._saved_at = progress.iteration
+        self._peak_bytes = 0
+        self._stopped_by_signal = False
+        if job.config.training.exit_signal_handler:
+            signal.signal(job.config.training.exit_signal, self._on_signal)
+
+    def run(self) -> None:
+        """Train, save at the end, evaluate on held-out samples, close the log's files.
+
+        Raises:
+            TrainingFailed: loss or gradient norm is not finite.
+        """
+        training, job = self._config.training, self.job
+        with contextlib.closing(job.log):
+            if not training.skip_train:
+                self._train()
+            if self._saved_at != self.progress.iteration:
+                self.save_now()
+            if training.eval_iters and (self.progress.iteration >= job.total_steps or training.skip_train):
+                self.evaluate("valid")
+                self.evaluate("test")
+
+    def _train(self) -> None:
+        training, job = self._config.training, self.job
+        feed = job.batches("train", self.progress.train_samples)
+        assert feed is not None
+        spans: Sequence[Any] = ()
+        with _profiler(self._config, self.progress.iteration) as profiled:
+            for iteration in range(self.progress.iteration + 1, job.total_steps + 1):
+                spans = self.step(iteration, feed)
+                profiled(iteration)
+                if _is_due(self._config.checkpoint.save_interval, iteration):
+                    self.save_now()
+                if training.eval_iters and _is_due(training.eval_interval, iteration) and iteration < job.total_steps:
+                    self.evaluate("valid")
+                reason = self._exit_reason(iteration)
+                if reason is not None:
+                    self.reason = reason
+                    break
+        if self._config.overlap.trace is not None and spans:
+            job.write_trace(spans)
+
+    def step(self, iteration: int, feed: Batches) -> Sequence[Any]:
+        job = self.job
+        tracker = self._memory_tracker() if self.first_loss is None else None
+        job.runner.step = iteration
+        begin = time.perf_counter()
+        with tracker or contextlib.nullcontext():
+            result = job.runner.run(job.instructions, feed)
+        seconds = time.perf_counter() - begin
+        if tracker is not None:
+            self._peak_bytes = tracker.peak_bytes
+        if not result.updated and self._config.training.check_for_nan_in_loss_and_grad:
+            raise TrainingFailed(f"step {iteration}: not finite: loss {result.loss}, gradient norm {result.grad_norm}")
+        self.first_loss = result.loss if self.first_loss is None else self.first_loss
+        learning_rate = max(group["lr"] for group in job.optimizer.param_groups)
+        job.scheduler.step(increment=job.global_batch_size)
+        samples = self.progress.train_samples + job.global_batch_size
+        self.progress = replace(self.progress, iteration=iteration, train_samples=samples)
+        communication, exposed = job.measure(result.spans)
+        job.log.log(
+            StepMetrics(
+                step=iteration,
+                loss=result.loss,
+                step_seconds=seconds,
+                tokens_per_second=result.tokens / seconds,
+                grad_norm=result.grad_norm,
+                learning_rate=learning_rate,
+                comm_seconds=communication,
+                exposed_comm_seconds=exposed,
+                comm_covered=job.covered,
+                peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes,
+                resident_bytes=resident_bytes(),
+                consumed_samples=samples,
+                optional=self._optional(result, seconds),
+            )
+        )
+        return result.spans
+
+    def _memory_tracker(self) -> StorageTracker | None:
+        if torch.cuda.is_available():
+            return None
+        return StorageTracker(held_tensors(self.job.chunks, self.job.optimizer))
+
+    def _optional(self, result: Any, seconds: float) -> dict[str, float]:
+        logging, figures = self._config.logging, {}
+        if logging.log_throughput:
+            flops = self.job.flops_per_token * result.tokens
+            figures["model_tflops_per_device"] = flops / seconds / dist.get_world_size() / 1e12
+        if logging.log_params_norm:
+            figures["params_norm"] = self.job.parameter_norm()
+        if logging.log_num_zeros_in_grad:
+            figures["num_zeros_in_grad"] = float(result.zero_gradients)
+        return figures
+
+    def evaluate(self, split: str) -> None:
+        """Mean loss over --eval-iters global batches of a split; nothing where the split has no samples."""
+        job, iterations = self.job, self._config.training.eval_iters
+        consumed = self.progress.valid_samples if split == "valid" else 0
+        feed = job.batches(split, consumed)
+        if feed is None:
+            return
+        loss = tokens = 0.0
+        for _ in range(iterations):
+            result = job.runner.evaluate(job.instructions, feed)
+            loss, tokens = loss + result.loss * result.tokens, tokens + result.tokens
+        if split == "valid":
+            self.progress = replace(self.progress, valid_samples=consumed + iterations * job.global_batch_size)
+        notes = [f"start {self.first_loss:.4f}"] if self.first_loss is not None else []
+        notes += [f"unigram entropy {entropy:.2f}" for entropy in [job.batches.unigram_entropy(split)] if entropy]
+        job.log.log_evaluation(split, loss / tokens, self.progress.iteration, f" ({', '.join(notes)})" if notes else "")
+
+    def save_now(self) -> None:
+        """Save the present state, whatever the intervals say."""
+        if self._config.checkpoint.save is None:
+            return
+        self.job.checkpoints.save(self.progress)
+        self._saved_at = self.progress.iteration
+        self.job.log.say("saved", f"{self._config.checkpoint.save}/step-{self.progress.iteration:06d}")
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._stopped_by_signal = True
+
+    def _exit_reason(self, iteration: int) -> str | None:
+        """Why to stop after this step; every rank gets the same answer."""
+        training = self._config.training
+        minutes = (time.monotonic() - self._started) / 60
+        late = training.exit_duration_in_mins is not None and minutes >= training.exit_duration_in_mins
+        if training.exit_signal_handler or training.exit_duration_in_mins is not None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            flags = torch.tensor([self._stopped_by_signal, late], dtype=torch.int, device=device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            signalled, late = bool(flags[0]), bool(flags[1])
+            if signalled:
+                return f"signal {training.exit_signal}"
+            if late:
+                return f"--exit-duration-in-mins {training.exit_duration_in_mins}"
+        if _is_due(training.exit_interval, iteration):
+            return f"--exit-interval {training.exit_interval}"
+        return None
+
+
+def _is_due(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0
+
+
+@contextlib.contextmanager
+def _profiler(config: Config, done: int) -> Iterator[Callable[[int], None]]:
+    """A torch profiler over --profile-step-start to --profile-step-end; yields what to call after each step.
+
+    The trace is written when the last of these steps is done, or when the run ends among them, however it ends.
+
+    Args:
+        done: steps that were made before.
+    """
+    logging = config.logging
+    if not logging.profile or dist.get_rank() not in logging.profile_ranks:
+        yield lambda iteration: None
+        return
+    folder = Path(logging.tensorboard_dir or ".")
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler = torch.profiler.profile(record_shapes=True)
+    running = False
+
+    def write() -> None:
+        profiler.stop()
+        profiler.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.pt.trace.json"))
+
+    def after(iteration: int) -> None:
+        nonlocal running
+        due = logging.profile_step_start <= iteration + 1 < logging.profile_step_end
+        if due and not running:
+            profiler.start()
+        if running and not due:
+            write()
+        running = due
+
+    after(done)
+    try:
+        yield after
+    finally:
+        if running:
+            write()

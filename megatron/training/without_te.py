@@ -1,0 +1,158 @@
+"""Modules for a machine without Transformer Engine, CPU or GPU: attention by torch SDPA, norms that know sequence parallelism.
+
+The classes plug into megatron-core's layer specs. `repair_imports()` mends the two places where megatron-core 0.16.1 takes
+Transformer Engine for granted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+# Legend: S sequence (a norm sees this rank's part), B batch, H heads, G key/value groups, D head width, E hidden size.
+
+
+def transformer_engine_is_installed() -> bool:
+    """Whether Transformer Engine can be imported; it is not imported here."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def repair_imports() -> None:
+    """Give names that megatron-core leaves undefined without Transformer Engine the value it tests for.
+
+    moe/moe_utils.py:1192 reads `te_general_gemm` (router gating); multi_latent_attention.py:184 believes in `TELinear`.
+    """
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False
+
+
+class SdpaAttention(torch.nn.Module):
+    """Causal core attention by torch.nn.functional.scaled_dot_product_attention; the constructor is megatron-core's.
+
+    The causal mask is implicit; a mask tensor (documents kept apart by --reset-attention-mask) replaces it.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **widths: int,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query_SBHD: Tensor,
+        key_SBGD: Tensor,
+        value_SBGD: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend within each sample.
+
+        Args:
+            query_SBHD, key_SBGD, value_SBGD: this rank's heads; the value's head width may differ.
+            attention_mask: [B, 1, S, S], true where attention is forbidden, or None for causal.
+        Returns:
+            [S, B, H · D of the values].
+        """
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        assert packed_seq_params is None and attention_bias is None, "packed sequences do not reach this path"
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
+        dropout = self.dropout if self.training else 0.0
+        arguments = {
+            "attn_mask": None if attention_mask is None else ~attention_mask,
+            "is_causal": attention_mask is None,
+            "scale": self.softmax_scale,
+            "enable_gqa": query.shape[1] != key.shape[1],
+        }
+        if dropout and not self.config.sequence_parallel:
+            with get_cuda_rng_tracker().fork():
+                out_BHSD = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
+        else:
+            out_BHSD = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
+        return out_BHSD.permute(2, 0, 1, 3).reshape(query_SBHD.shape[0], query_SBHD.shape[1], -1)
+
+
+class TorchNorm(torch.nn.Module):
+    """LayerNorm or RMSNorm by torch, with the mark that makes megatron-core reduce its gradients under sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.rms_norm = config.normalization == "RMSNorm"
+        names = ("weight",) if self.rms_norm else ("weight", "bias")
+        for name in names:
+            fill = torch.ones if name == "weight" else torch.zeros
+            parameter = torch.nn.Parameter(
+                fill(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+            )
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            self.register_parameter(name, parameter)
+
+    def forward(self, x_SBE: Tensor) -> Tensor:
+        """Normalise the last axis; the shape stays."""
+        shape = self.weight.shape
+        if self.rms_norm:
+            return F.rms_norm(x_SBE, shape, self.weight, self.eps)
+        return F.layer_norm(x_SBE, shape, self.weight, self.bias, self.eps)
+
+
+class ExpertOutput(RowParallelLinear):
+    """An expert's second product, with two repairs of what megatron-core does to its bias.
+
+    Where nobody shares the expert, the result passes a no-op reduction, and autograd then forbids the in-place bias of
+    mlp.py:247: that reduction is left out, as it is under expert parallelism. Under sequence parallelism the bias is marked
+    to be summed over the tensor-parallel ranks, which hold other experts: its own replicas are summed by DDP.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.explicit_expert_comm = self.is_expert
+        if self.bias is not None:
+            self.bias.sequence_parallel = False
+
+
+class LatentSelfAttention(MLASelfAttention):
+    """Latent attention whose down projections answer as Transformer Engine's do: full width, this rank's part of the sequence.
+
+    megatron-core gathers the split ones over `parallel_state`'s group, and drops what other ranks' heads contribute to the
+    gradient of the rotary key (multi_latent_attention.py:594, :607). In full width it takes its right path. With more than
+    one tensor-parallel rank that path needs sequence parallelism.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.tp_group.size() > 1:
+            for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+                if hasattr(self, name):
+                    getattr(self, name).register_forward_hook(self._in_full_width)
+
+    def _in_full_width(self, _module: Any, _inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
+        gathered = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
+        return scatter_to_sequence_parallel_region(gathered, group=self.tp_group), None

@@ -1,0 +1,1 @@
+"""What exists: models, clusters, flags, units. Standard library only."""

@@ -1,0 +1,139 @@
+"""How many parameters a model holds, in closed form: in all, per token, on a rank. Equal to what megatron-core builds.
+
+Legend: H hidden, F width of an MLP, G 2 with a gated activation and 1 without, D head width, N heads, K query groups.
+The expert bias of a router is a buffer, no parameter, and is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_overlap.describe.model import LatentAttention, ModelDescription
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterCount:
+    """Numbers of parameters."""
+
+    total: int
+    active: int
+    """That one token passes: top-k routed experts of each MoE layer instead of all."""
+    embedding: int
+    """Word and position embeddings and the output layer; part of both other numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What a rank holds: its layers, and by how many ranks each matrix is split."""
+
+    chunks: tuple[tuple[int, int], ...]
+    """Layer ranges, [first, last)."""
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    first_stage: bool = True
+    """Holds the embedding."""
+    last_stage: bool = True
+    """Holds the last norm and the output layer."""
+    split_latents: bool = True
+    """Down projections of latent attention are split over TP: so without Transformer Engine, not so with it."""
+
+
+def model_parameters(model: ModelDescription) -> ParameterCount:
+    """Parameters of the whole model; tied embeddings count once."""
+    return rank_parameters(model, Share(chunks=((0, model.num_layers),)))
+
+
+def rank_parameters(model: ModelDescription, share: Share) -> ParameterCount:
+    """Parameters a rank holds.
+
+    `active` counts, of the routed experts on this rank, the balanced share of a token's top-k: top-k / EP experts.
+    Where tied embeddings stand on two stages, each holds a copy.
+    """
+    layers = [layer for first, last in share.chunks for layer in range(first, last)]
+    both = sum(layer_parameters(model, layer, share) for layer in layers)
+    idle = sum(_idle_expert_parameters(model, share) for layer in layers if model.moe_layers[layer])
+    embedding = embedding_parameters(model, share)
+    total = both + embedding + (norm_parameters(model, model.hidden_size) if share.last_stage else 0)
+    return ParameterCount(total=total, active=total - idle, embedding=embedding)
+
+
+def embedding_parameters(model: ModelDescription, share: Share) -> int:
+    """Word embedding [V/TP, H], learned positions [S, H], output layer [V/TP, H] unless it is the embedding itself."""
+    words = model.vocab_size // share.tensor * model.hidden_size
+    positions = model.max_position_embeddings * model.hidden_size if model.learned_positions else 0
+    total = words + positions if share.first_stage else 0
+    if share.last_stage and not (model.tied_embeddings and share.first_stage):
+        total += words
+    return total
+
+
+def layer_parameters(model: ModelDescription, layer: int, share: Share) -> int:
+    """Parameters of one layer on a rank: norms, attention, MLP or mixture of experts."""
+    norms = 2 * norm_parameters(model, model.hidden_size)
+    attention = attention_parameters(model, share.tensor, share.split_latents)
+    if model.moe_layers[layer]:
+        return norms + attention + moe_parameters(model, share)
+    return norms + attention + mlp_parameters(model, model.ffn_hidden_size, share.tensor)
+
+
+def norm_parameters(model: ModelDescription, width: int) -> int:
+    """RMSNorm has a weight, LayerNorm also a bias."""
+    return width if model.rms_norm else 2 * width
+
+
+def attention_parameters(model: ModelDescription, tensor: int, split_latents: bool = True) -> int:
+    """QKV [(N + 2K)·D/TP, H], output [H, N·D/TP] with an unsplit bias, and norms of width D on queries and keys."""
+    if model.latent_attention is not None:
+        return _latent_attention_parameters(model, model.latent_attention, tensor, tensor if split_latents else 1)
+    hidden, queries = model.hidden_size, model.num_attention_heads * model.kv_channels
+    qkv = queries + 2 * model.num_query_groups * model.kv_channels
+    count = (qkv * hidden + queries * hidden) // tensor
+    count += qkv // tensor if model.qkv_bias else 0
+    count += hidden if model.linear_bias else 0
+    return count + (2 * norm_parameters(model, model.kv_channels) if model.qk_layernorm else 0)
+
+
+def _latent_attention_parameters(model: ModelDescription, latent: LatentAttention, tensor: int, down: int) -> int:
+    """DeepSeek-V2, section 2.1.2. Up projections and output are split over TP, down projections by `down`.
+
+    Only the output has a bias. With qk_layernorm the latents are normed: of keys and values, and of queries where they
+    have one.
+    """
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    query_width = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
+    if latent.q_lora_rank is None:
+        count = hidden * query_width // tensor
+    else:
+        count = hidden * latent.q_lora_rank // down + latent.q_lora_rank * query_width // tensor
+    count += hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim) // down
+    count += latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim) // tensor
+    count += heads * latent.v_head_dim * hidden // tensor
+    count += hidden if model.linear_bias else 0
+    if model.qk_layernorm:
+        count += norm_parameters(model, latent.q_lora_rank) if latent.q_lora_rank is not None else 0
+        count += norm_parameters(model, latent.kv_lora_rank)
+    return count
+
+
+def mlp_parameters(model: ModelDescription, width: int, split: int) -> int:
+    """First linear [G·F/split, H], second [H, F/split]; the first's bias is split, the second's is not."""
+    first = width * (2 if model.gated else 1)
+    count = (first + width) * model.hidden_size // split
+    return count + (first // split + model.hidden_size if model.linear_bias else 0)
+
+
+def moe_parameters(model: ModelDescription, share: Share) -> int:
+    """Router [E, H] and its bias, E/EP experts split over ETP, shared experts split over TP, and their gate [1, H]."""
+    router = model.num_experts * (model.hidden_size + (1 if model.linear_bias else 0))
+    experts = model.num_experts // share.expert * mlp_parameters(model, model.moe_ffn_hidden_size, share.expert_tensor)
+    shared = 0
+    if model.shared_expert_hidden_size:
+        shared = mlp_parameters(model, model.shared_expert_hidden_size, share.tensor)
+    return router + experts + shared + (model.hidden_size if model.shared_expert_gate else 0)
+
+
+def _idle_expert_parameters(model: ModelDescription, share: Share) -> int:
+    """Parameters of the experts on this rank that a token does not pass, under balanced routing."""
+    idle = model.num_experts - model.router_topk
+    return idle * mlp_parameters(model, model.moe_ffn_hidden_size, share.expert_tensor) // share.expert

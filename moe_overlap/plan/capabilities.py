@@ -1,0 +1,184 @@
+"""What is executed and lowered today, a line per field. A valid plan outside is data, but refused before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.ranges import needs_whole_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a field may be.
+
+    Attributes:
+        field: dotted name, from the plan or from a stage.
+        allows: whether a value is executed.
+        rule, fix: the rest of the error.
+    """
+
+    field: str
+    allows: Callable[[Any], bool]
+    rule: str
+    fix: str
+
+
+def _only(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the fields of a plan, of its stages and of their overlapped layers may be."""
+
+    plan: tuple[Limit, ...]
+    stage: tuple[Limit, ...]
+    layer: tuple[Limit, ...]
+
+
+LOWERED = Limits(
+    plan=(
+        Limit("pipeline_schedule", _only("1f1b", "interleaved-1f1b"), "not lowered", "use 1f1b or interleaved-1f1b"),
+        Limit("mtp_stage", _only(None), "multi-token prediction is not executed", "write null"),
+        Limit("embedding_stage", _only(0), "the embedding runs on the first stage", "write 0"),
+        Limit("transfers", _only(()), "stages of unlike shape are not executed", "give all stages one shape, write []"),
+    ),
+    stage=(
+        Limit("zero_level", _only(0, 1), "ZeRO 2 and 3 are not executed", "write 1"),
+        Limit("offload.weights", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("offload.gradients", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("offload.optimizer", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("offload.activations", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("overlap.micro_batches_in_flight", _only(1), "interleaved micro-batches are not executed", "write 1"),
+    ),
+    layer=(
+        Limit("mechanism", _only("none", "partitioned"), "not lowered", "use none or partitioned"),
+        Limit("axis", _only(None, "batch"), "only the batch is cut", "write batch"),
+    ),
+)
+"""What `lower` knows."""
+EXECUTED = Limits(
+    plan=(Limit("precision", _only("fp32", "bf16"), "not executed", "use fp32 or bf16"),),
+    stage=(
+        Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),
+        Limit("overlap.gradient_chunk_bytes", _only(0), "chunked gradient reduction is not executed", "write 0"),
+    ),
+    layer=(Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),),
+)
+"""What the runtime executes of that."""
+SHAPE_FIELDS = ("micro_batch_size", "gradient_accumulation_steps", "tensor", "context", "data")
+"""Stages that differ here need transfers."""
+UNIFORM_FIELDS = (
+    *SHAPE_FIELDS,
+    "expert",
+    "expert_tensor",
+    "zero_level",
+    "recompute",
+    "offload",
+    "overlap.gradient_chunk_bytes",
+    "overlap.micro_batches_in_flight",
+)
+"""A run of plain flags gives every stage the same."""
+
+
+def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None:
+    """ConfigError for the first field that `lower` does not know."""
+    _refuse_limits(plan, LOWERED, source)
+    if plan.loss_stage != len(plan.stages) - 1:
+        last = len(plan.stages) - 1
+        raise ConfigError(f"{source} loss_stage", plan.loss_stage, "the loss runs on the last stage", f"write {last}")
+    for path, stage in _stages(plan):
+        _refuse_interleaved_partitions(plan, stage, f"{source} {path}.overlap")
+    _refuse_differences(plan, SHAPE_FIELDS, source)
+
+
+def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
+    """ConfigError for the first field of a valid plan that the runtime does not execute today.
+
+    Args:
+        source: what the plan was read from, for the error.
+    """
+    refuse_what_cannot_be_lowered(plan, source)
+    _refuse_limits(plan, EXECUTED, source)
+    for path, stage in _stages(plan):
+        _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
+        _refuse_partitions_of(stage, f"{source} {path}")
+    _refuse_differences(plan, UNIFORM_FIELDS, source)
+
+
+def _stages(plan: Plan) -> Iterator[tuple[str, StagePlan]]:
+    return ((f"stages[{index}]", stage) for index, stage in enumerate(plan.stages))
+
+
+def _refuse_limits(plan: Plan, limits: Limits, source: str) -> None:
+    _refuse_values(plan, limits.plan, source)
+    for path, stage in _stages(plan):
+        _refuse_values(stage, limits.stage, f"{source} {path}.")
+        for index, layer in enumerate(stage.overlap.layers):
+            _refuse_values(layer, limits.layer, f"{source} {path}.overlap.layers[{index}].")
+
+
+def _refuse_values(owner: object, limits: tuple[Limit, ...], prefix: str) -> None:
+    head = prefix if prefix.endswith(".") else prefix + " "
+    for limit in limits:
+        value = attrgetter(limit.field)(owner)
+        if not limit.allows(value):
+            raise ConfigError(head + limit.field, _shown(value), limit.rule, limit.fix)
+
+
+def _refuse_interleaved_partitions(plan: Plan, stage: StagePlan, subject: str) -> None:
+    for index, layer in enumerate(stage.overlap.layers):
+        if plan.pipeline_schedule == "interleaved-1f1b" and layer.mechanism == "partitioned":
+            rule = "partitions are not lowered under interleaved-1f1b"
+            raise ConfigError(f"{subject}.layers[{index}].mechanism", layer.mechanism, rule, "use 1f1b or write none")
+
+
+def _refuse_partial_selection(stage: StagePlan, subject: str) -> None:
+    """Megatron recomputes the selected modules of every layer."""
+    longest = max(last - first for first, last in stage.chunks)
+    if stage.recompute.granularity == "selective" and stage.recompute.layers < longest:
+        rule = f"selective recomputation covers every layer of a chunk ({longest})"
+        raise ConfigError(subject, stage.recompute.layers, rule, f"write {longest}")
+
+
+def _refuse_partitions_of(stage: StagePlan, subject: str) -> None:
+    """What the executor does not cut into partitions, or not with them."""
+    for index, layer in enumerate(stage.overlap.layers):
+        if layer.mechanism != "partitioned":
+            continue
+        field, value = f"{subject}.overlap.layers[{index}].gate", _shown(layer.gate)
+        if layer.gate is None:
+            raise ConfigError(field, value, "only a gate of ours hands capacity to the next partition", "write topk")
+        if needs_whole_batch(layer):
+            rule = "needs the whole micro-batch, and partitions behind such a gate are not executed"
+            raise ConfigError(field, value, rule, "use topk, switch, random or hash")
+        if stage.recompute.granularity != "none":
+            rule = "partitions that are recomputed are not executed"
+            raise ConfigError(f"{subject}.recompute.granularity", stage.recompute.granularity, rule, "write none")
+
+
+def _refuse_differences(plan: Plan, fields: tuple[str, ...], source: str) -> None:
+    first = plan.stages[0]
+    for path, stage in _stages(plan):
+        for field in fields:
+            read = attrgetter(field)
+            if read(stage) != read(first):
+                value = _shown(read(stage))
+                raise ConfigError(
+                    f"{source} {path}.{field}",
+                    value,
+                    "differs from stages[0]; unlike stages are not executed",
+                    "make all stages equal",
+                )
+
+
+def _shown(value: object) -> str:
+    """A value in a short form; a structure is not shown."""
+    if isinstance(value, tuple | dict):
+        return f"({len(value)} entries)"
+    return "null" if value is None else str(value) if isinstance(value, str | int | float) else ""

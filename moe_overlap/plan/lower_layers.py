@@ -1,0 +1,121 @@
+"""Layers as instructions: the operators of layer_sequence.py, in the order of partition_order.py, with their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan import payload
+from moe_overlap.plan.instructions import COMPUTE
+from moe_overlap.plan.layer_buffers import backward_buffers, forward_buffers, placed
+from moe_overlap.plan.layer_sequence import LayerOperator, LayerSequence
+from moe_overlap.plan.list_builder import ListBuilder
+from moe_overlap.plan.operators import BACKWARD, COUNT, EXPERTS, GATE, Operator, parse_operator
+from moe_overlap.plan.partition_order import CutBuffers, Part, stage_major
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.ranges import partitions_of
+from moe_overlap.plan.weight_gradients import keeps_gradients, saved_buffer
+
+EXPERT_CHANNEL = "ep"
+
+
+class LayerLowering:
+    """Writes the layers of one stage into a list.
+
+    Attributes:
+        buffers: what stands in parts so far.
+    """
+
+    def __init__(self, plan: Plan, stage: StagePlan, model: ModelDescription, to: ListBuilder) -> None:
+        self.stage = stage
+        self.buffers = CutBuffers()
+        self._plan, self._model, self._to = plan, model, to
+        self._partitions = partitions_of(stage.overlap, stage.layers)
+        self._sequence = LayerSequence(stage, model, is_cut=lambda layer: (layer, EXPERTS) in self._partitions)
+        slots = [slot for layer in stage.overlap.layers for slot in layer.weight_gradient_slots.items()]
+        self._slots = dict(slots)
+        self._deferred: dict[tuple[str, int | None], list[Operator]] = {}
+        for operator in (parse_operator(name) for _, names in slots for name in names):
+            self._deferred.setdefault((operator.part, operator.layer), []).append(operator)
+
+    def forward(self, layers: Sequence[int], chunk: int, micro_batch: int) -> None:
+        """The layers of a chunk forward."""
+        self._write(list(self._sequence.forward(layers)), chunk, micro_batch, last_first=False)
+
+    def backward(self, layers: Sequence[int], chunk: int, micro_batch: int) -> None:
+        """The layers of a chunk backward, each with what it recomputes first."""
+        self._write(list(self._sequence.backward(layers)), chunk, micro_batch, last_first=True)
+
+    def deferred(self, part: str, layer: int | None = None) -> list[Operator]:
+        """Weight gradients of an operator that are instructions of their own."""
+        return self._deferred.get((part, layer), [])
+
+    def _write(self, sequence: list[LayerOperator], chunk: int, micro_batch: int, last_first: bool) -> None:
+        for operator, part in stage_major(sequence, self._count, lambda operator: operator.is_exchange, last_first):
+            self._operator(operator, part, chunk, micro_batch)
+            # Slots are backward exchanges: partition 0 is the last to start.
+            if operator.name in self._slots and part.index == 0:
+                for name in self._slots[operator.name]:
+                    self._weight_gradient(parse_operator(name), chunk, micro_batch)
+
+    def _count(self, operator: LayerOperator) -> int:
+        return self._partitions.get((operator.layer, operator.part), 1)
+
+    def _operator(self, operator: LayerOperator, part: Part, chunk: int, micro_batch: int) -> None:
+        reads, writes = self._buffers(operator, part, micro_batch)
+        if operator.part == COUNT:
+            sent_bytes = payload.count_bytes(self.stage, self._model)
+        else:
+            whole = payload.exchange_bytes(self._plan, self.stage, self._model, part.count)
+            sent_bytes = whole if operator.is_exchange else 0
+        self._to.add(
+            "collective" if operator.is_exchange else "compute",
+            operator.name,
+            channel=EXPERT_CHANNEL if operator.is_exchange else COMPUTE,
+            chunk=chunk,
+            micro_batch=micro_batch,
+            partition=part.partition,
+            reads=reads,
+            writes=writes,
+            sent_bytes=sent_bytes,
+        )
+
+    def _buffers(self, operator: LayerOperator, part: Part, micro_batch: int) -> tuple[list[str], list[str]]:
+        """Names of what an operator reads and writes."""
+        n, has_shared, sent = operator.layer, self._sequence.has_shared, self._sequence.exchanges
+        deferred = self.deferred(operator.part, n) if operator.suffix == BACKWARD else []
+        if operator.suffix == BACKWARD:
+            kept = keeps_gradients(operator.part, [gradient.weight for gradient in deferred], self._model)
+            table = backward_buffers(n, has_shared, sent, f"gradient.L{n}" if kept else "")
+        else:
+            table = forward_buffers(n, has_shared, sent)
+        sides = table[operator.part].split("->")
+        reads, writes = ([placed(b, micro_batch) for b in side.split()] for side in sides)
+        writes += [placed(saved_buffer(str(gradient)), micro_batch) for gradient in deferred]
+        if operator.part != GATE or operator.suffix == BACKWARD:
+            return self.buffers.name(reads, writes, part)
+        # A gate that decides on the whole micro-batch leaves its rows in the parts that travel.
+        travelling = self._partitions.get((n, COUNT), 1)
+        reads, writes = self.buffers.name(reads, writes, part, into=travelling)
+        before, behind = _capacity(operator, part, placed(f"capacity.L{n}", micro_batch))
+        return [*reads, *before], [*writes, *behind]
+
+    def _weight_gradient(self, gradient: Operator, chunk: int, micro_batch: int) -> None:
+        saved = self.buffers.parts(placed(saved_buffer(str(gradient)), micro_batch))
+        total = "gradient.head" if gradient.layer is None else f"gradient.L{gradient.layer}"
+        self._to.add(
+            "weight-gradient",
+            str(gradient),
+            chunk=chunk,
+            micro_batch=micro_batch,
+            partition=tuple(range(len(saved))) if len(saved) > 1 else (),
+            reads=[*saved, total],
+            writes=[total],
+        )
+
+
+def _capacity(operator: LayerOperator, part: Part, buffer: str) -> tuple[Iterable[str], Iterable[str]]:
+    """What a gate takes from the partition before and leaves to the next; again, it finds what it left."""
+    before = [f"{buffer}.p{part.index - 1}"] if part.index > 0 else []
+    hands_on = part.index < part.count - 1 and not operator.suffix
+    return before, [f"{buffer}.p{part.index}"] if hands_on else []

@@ -1,0 +1,75 @@
+"""How one stage and its layers overlap communication with computation: the schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Gate = Literal["topk", "switch", "batch_prioritized", "random", "hash", "expert_choice"]
+Mechanism = Literal["none", "tutel", "partitioned", "cross_micro_batch", "fused"]
+Axis = Literal["batch", "sequence", "capacity"]
+Dispatcher = Literal["alltoall", "allgather", "flex", "irregular"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchLimits:
+    """The limits of the search that made an overlap (Lancet, section 5). They describe; nothing executes them."""
+
+    max_partitions: int
+    """ρ: most partitions of a range."""
+    group_seconds: float
+    """γ: operators shorter than this, in seconds, are grouped before the search."""
+    range_limit: int
+    """ι: most groups in a range."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelBlocks:
+    """Thread blocks of the fused kernels that communicate; the others compute (COMET, section 3.2)."""
+
+    dispatch: int
+    """Of the kernel that joins dispatch and first expert GEMM."""
+    combine: int
+    """Of the kernel that joins second expert GEMM and combine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOverlap:
+    """What is decided for one MoE layer; a field the mechanism does not read is null."""
+
+    layer: int
+    """Number of the layer in the model, from 0."""
+    gate: Gate | None = None
+    """Null: the router flags of the model decide."""
+    mechanism: Mechanism = "none"
+    tutel_degree: int | None = None
+    """Capacity chunks of the Tutel-style pipeline."""
+    partitions: int | None = None
+    """k: pieces a micro-batch is cut into between the first and the last operator."""
+    first_operator: str | None = None
+    last_operator: str | None = None
+    axis: Axis | None = None
+    """What the partitions cut."""
+    dispatcher: Dispatcher | None = None
+    """Null: the dispatcher flag of the run decides."""
+    kernel_blocks: KernelBlocks | None = None
+    weight_gradient_slots: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Backward collective -> weight-gradient operators that run while it is under way, in order. Not to be changed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageOverlap:
+    """What is decided for one stage."""
+
+    gradient_chunk_bytes: int = 0
+    """Most bytes of one gradient reduction; 0: one reduction at the end of the step."""
+    max_deferred_bytes: int = 0
+    """Most bytes that deferred weight gradients may hold."""
+    micro_batches_in_flight: int = 1
+    """Micro-batches whose operators are interleaved."""
+    search_limits: SearchLimits | None = None
+    layers: tuple[LayerOverlap, ...] = ()
+    """MoE layers for which something is decided, in model order."""
+
+
+NO_OVERLAP = StageOverlap()

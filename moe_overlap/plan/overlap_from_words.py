@@ -1,0 +1,108 @@
+"""The overlap of a stage from what flags say: a range word and a number of partitions, the same for every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.gate_rules import require_partitionable
+from moe_overlap.plan.overlap import NO_OVERLAP, Dispatcher, Gate, LayerOverlap, StageOverlap
+from moe_overlap.plan.plan import StagePlan
+from moe_overlap.plan.ranges import RangeWord, range_of_word
+from moe_overlap.plan.validate_ranges import indivisible
+from moe_overlap.plan.weight_gradients import default_slots
+
+PARTITIONS_FLAG = "--moe-overlap-partitions"
+DEFER_FLAG, BYTES_FLAG = "--defer-weight-gradients", "--max-deferred-bytes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapWords:
+    """What flags say about overlap.
+
+    Attributes:
+        partitions: of every micro-batch; 1: not cut.
+        range_word: what runs in partitions; read where there are several.
+        gate, dispatcher: of every mixture-of-experts layer; None: the router's and the dispatcher's flags decide.
+        defer: whether weight gradients run under backward exchanges, in program order.
+        max_deferred_bytes: most bytes they may hold; read where they are deferred.
+    """
+
+    partitions: int = 1
+    range_word: RangeWord = "experts"
+    gate: Gate | None = None
+    dispatcher: Dispatcher | None = None
+    defer: bool = False
+    max_deferred_bytes: int = 0
+
+
+def overlap_from_words(
+    words: OverlapWords,
+    stage: StagePlan,
+    model: ModelDescription,
+    *,
+    holds_embedding: bool = True,
+    holds_head: bool = True,
+) -> StageOverlap:
+    """The overlap of one stage.
+
+    Args:
+        stage: its chunks and sizes; `gradient_chunk_bytes` of its overlap is kept, the rest is replaced.
+        holds_embedding, holds_head: whether the stage begins the model, and ends it.
+    Raises:
+        ConfigError: partitions that do not divide the micro-batch, a gate that forbids the range, nothing to hide.
+    """
+    _check(words, stage, model)
+    exchanges = stage.expert * stage.expert_tensor > 1
+    head_apart = holds_head and not (model.tied_embeddings and holds_embedding)
+    layers: list[LayerOverlap] = []
+    for chunk in stage.chunks:
+        last = head_apart and chunk == stage.chunks[-1]
+        slots = default_slots(range(*chunk), model, exchanges, last) if words.defer else {}
+        layers += [_layer(words, n, chunk, slots.get(n, {})) for n in range(*chunk) if model.moe_layers[n]]
+    decided = tuple(layer for layer in layers if layer != LayerOverlap(layer=layer.layer))
+    deferred = any(layer.weight_gradient_slots for layer in decided)
+    return StageOverlap(
+        gradient_chunk_bytes=stage.overlap.gradient_chunk_bytes,
+        max_deferred_bytes=words.max_deferred_bytes if deferred else NO_OVERLAP.max_deferred_bytes,
+        layers=decided,
+    )
+
+
+def _layer(words: OverlapWords, layer: int, chunk: tuple[int, int], slots: dict[str, tuple[str, ...]]) -> LayerOverlap:
+    if words.partitions == 1:
+        return LayerOverlap(layer=layer, gate=words.gate, dispatcher=words.dispatcher, weight_gradient_slots=slots)
+    first, last = range_of_word(words.range_word, layer, chunk)
+    return LayerOverlap(
+        layer=layer,
+        gate=words.gate,
+        mechanism="partitioned",
+        partitions=words.partitions,
+        first_operator=first,
+        last_operator=last,
+        axis="batch",
+        dispatcher=words.dispatcher,
+        weight_gradient_slots=slots,
+    )
+
+
+def _check(words: OverlapWords, stage: StagePlan, model: ModelDescription) -> None:
+    if words.partitions < 1:
+        raise ConfigError(PARTITIONS_FLAG, words.partitions, "must be at least 1", "use 1 to cut nothing")
+    asked = [(PARTITIONS_FLAG, str(words.partitions))] if words.partitions > 1 else []
+    asked += [(DEFER_FLAG, "")] if words.defer else []
+    for flag, value in asked:
+        if not any(model.moe_layers):
+            raise ConfigError(flag, value, f"{model.name} has no mixture-of-experts layer", "drop the flag")
+        if stage.expert * stage.expert_tensor == 1:
+            rule = "nothing to hide: one expert rank exchanges no tokens"
+            raise ConfigError(flag, value, rule, "drop the flag or use --expert-model-parallel-size 2 or more")
+    if words.partitions > 1 and stage.micro_batch_size % words.partitions != 0:
+        rule, fix = indivisible(stage.micro_batch_size)
+        raise ConfigError(PARTITIONS_FLAG, words.partitions, rule, fix)
+    if words.partitions > 1 and words.gate is not None:
+        require_partitionable(words.gate, words.range_word)
+    if words.defer and words.max_deferred_bytes < 1:
+        rule = "deferred weight gradients hold what they are computed from"
+        raise ConfigError(BYTES_FLAG, words.max_deferred_bytes, rule, "allow at least 1 byte")

@@ -1,0 +1,99 @@
+"""The order in which the partitions of a micro-batch run: stage-major, one pipeline over everything that is cut alike.
+
+Terms. A pipeline is a run of neighbouring operators that are cut into the same number of partitions; it crosses layers
+without a barrier. A stage of it is a maximal run of computation with the communication that follows.
+Order. Stage after stage; inside a stage partition after partition, each with its computation, then its communication:
+while partition i communicates, partition i+1 computes.
+
+Source: Lancet, section 5.3 and figure 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What an instruction handles of a micro-batch: part `index` of `count`."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """As it stands in an instruction; empty for the whole."""
+        return (self.index,) if self.count > 1 else ()
+
+
+WHOLE = Part()
+
+
+def stage_major(
+    operators: Sequence[T], partitions_of: Callable[[T], int], communicates: Callable[[T], bool], last_first: bool
+) -> Iterator[tuple[T, Part]]:
+    """Every operator once per partition, in the order above; operators that are not cut stay where they are.
+
+    Args:
+        operators: in the order of one partition.
+        partitions_of: 1 where an operator is not cut.
+        last_first: partitions in descending order, as a backward pass runs them.
+    """
+    for count, members in groupby(operators, partitions_of):
+        order = range(count)[:: -1 if last_first else 1]
+        for stage in _stages(members, communicates):
+            yield from ((operator, Part(index, count)) for index in order for operator in stage)
+
+
+def _stages(operators: Iterable[T], communicates: Callable[[T], bool]) -> list[list[T]]:
+    """Cut where computation follows communication."""
+    stages: list[list[T]] = []
+    for operator in operators:
+        if not stages or (communicates(stages[-1][-1]) and not communicates(operator)):
+            stages.append([])
+        stages[-1].append(operator)
+    return stages
+
+
+class CutBuffers:
+    """Which buffers stand in parts, and what an instruction then names.
+
+    What an instruction of a partition writes is the buffer of that partition (`a.L0.m0.p1`). What it reads is its own
+    part where the buffer is cut as it is, all parts where it is cut otherwise, the whole where it is not cut; the
+    reader takes its share of them. A whole instruction reads all parts, in ascending order.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, int] = {}
+
+    def name(
+        self, reads: Sequence[str], writes: Sequence[str], part: Part = WHOLE, into: int = 1
+    ) -> tuple[list[str], list[str]]:
+        """The names of one instruction's buffers; what it writes is recorded.
+
+        Args:
+            into: parts that a whole instruction leaves what it writes in.
+        """
+        read = [name for buffer in reads for name in self._read(buffer, part)]
+        written = []
+        for buffer in writes:
+            if buffer not in reads and not buffer.startswith("gradient."):
+                self._parts[buffer] = max(part.count, into)
+            written += self._read(buffer, part)
+        return read, written
+
+    def parts(self, buffer: str) -> tuple[str, ...]:
+        """All names of a buffer."""
+        return tuple(self._read(buffer, WHOLE))
+
+    def _read(self, buffer: str, part: Part) -> list[str]:
+        count = self._parts.get(buffer, 1)
+        if count == 1:
+            return [buffer]
+        indices = [part.index] if part.count == count else range(count)
+        return [f"{buffer}.p{index}" for index in indices]

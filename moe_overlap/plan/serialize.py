@@ -1,0 +1,216 @@
+"""Frozen dataclasses to JSON and back, exactly.
+
+The dataclass is the schema: an unknown or missing key, or a wrong type, is an error.
+A file is written beside its place and renamed, so that it is complete or absent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.plan import SCHEMA_VERSION, Plan
+
+LINE_WIDTH = 120
+Record = TypeVar("Record")
+
+
+def to_json(plan: Plan) -> str:
+    """A plan as JSON text; the same plan always gives the same bytes."""
+    return format_json(as_values(plan)) + "\n"
+
+
+def from_json(text: str, source: str = "plan.json") -> Plan:
+    """The plan of a JSON text; its invariants are checked by `validate_plan`, not here.
+
+    Args:
+        source: what the text was read from, for errors.
+    Raises:
+        ConfigError: the text is not JSON, of another schema version, or does not have the schema's form.
+    """
+    values = _parse(text, source)
+    if not isinstance(values, dict):
+        raise ConfigError(source, "", "must be a JSON object", "write a plan with tools/autotune.py")
+    version = values.get("schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        shown = "missing" if version is None else json.dumps(version)
+        raise ConfigError(
+            f"{source} schema_version", shown, f"this release reads version {SCHEMA_VERSION}", "write the plan again"
+        )
+    return read_record(Plan, values, source)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan from a file; ConfigError names the file and the field."""
+    name = os.fspath(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(name, "", f"cannot be read: {reason}", "name a plan made by tools/autotune.py") from error
+    return from_json(text, name)
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan; an existing file is replaced whole or stays as it was.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(to_json(plan))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError as error:
+        raise ConfigError(os.fspath(path), "", f"cannot be written: {error.strerror}", "name another place") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def as_values(value: Any) -> Any:
+    """Dataclasses, tuples and dictionaries as plain JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [as_values(item) for item in value]
+    if isinstance(value, dict):
+        return {key: as_values(item) for key, item in value.items()}
+    return value
+
+
+def format_json(value: Any, indent: int = 0, used: int = 0) -> str:
+    """JSON text in which whatever fits on one line stands on one.
+
+    Args:
+        used: characters of the line in front of the value.
+    """
+    flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if not isinstance(value, dict | list) or len(flat) + used <= LINE_WIDTH or not value:
+        return flat
+    inner = " " * (indent + 2)
+    if isinstance(value, dict):
+        heads = [json.dumps(key, ensure_ascii=False) + ": " for key in value]
+        lines = [h + format_json(v, indent + 2, len(inner + h) + 1) for h, v in zip(heads, value.values(), strict=True)]
+        return "{\n" + ",\n".join(inner + line for line in lines) + "\n" + " " * indent + "}"
+    lines = [format_json(item, indent + 2, len(inner) + 1) for item in value]
+    return "[\n" + ",\n".join(inner + line for line in lines) + "\n" + " " * indent + "]"
+
+
+def read_record(kind: type[Record], values: Any, source: str, path: str = "") -> Record:
+    """Build a dataclass from JSON values.
+
+    Args:
+        kind: a dataclass of str, int, float, bool, None, Literal, tuple, dict and dataclasses.
+        source: the file, for errors.
+        path: place in the file, as in `stages[1].offload`.
+    Raises:
+        ConfigError: an unknown or missing key, or a value of another type; the subject is source and path.
+    """
+    subject = _subject(source, path)
+    if not isinstance(values, dict):
+        raise ConfigError(subject, _short(values), "must be an object", f"give the fields of {kind.__name__}")
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise ConfigError(_subject(source, _join(path, key)), "", "unknown key", f"use one of {', '.join(fields)}")
+    for name in fields:
+        if name not in values:
+            raise ConfigError(_subject(source, _join(path, name)), "", "is missing", f"add {name}")
+    hints = get_type_hints(kind)
+    return kind(**{name: _read(hints[name], values[name], source, _join(path, name)) for name in fields})
+
+
+def _read(hint: Any, value: Any, source: str, path: str) -> Any:
+    """One value of a declared type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return read_record(hint, value, source, path)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (other,) = (argument for argument in arguments if argument is not type(None))
+        return _read(other, value, source, path)
+    if origin is Literal:
+        if isinstance(value, str) and value in arguments:
+            return value
+        raise ConfigError(_subject(source, path), _short(value), "unknown choice", f"use one of {', '.join(arguments)}")
+    if origin is tuple:
+        return _read_tuple(arguments, value, source, path)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(_subject(source, path), _short(value), "must be an object", "write {…}")
+        return {key: _read(arguments[1], item, source, f'{path}["{key}"]') for key, item in value.items()}
+    return _read_scalar(hint, value, source, path)
+
+
+def _read_tuple(arguments: tuple[Any, ...], value: Any, source: str, path: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ConfigError(_subject(source, path), _short(value), "must be a list", "write […]")
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        arguments = (arguments[0],) * len(value)
+    if len(arguments) != len(value):
+        raise ConfigError(
+            _subject(source, path), _short(value), f"must have {len(arguments)} entries", f"give {len(arguments)}"
+        )
+    items = zip(arguments, value, strict=True)
+    return tuple(_read(hint, item, source, f"{path}[{i}]") for i, (hint, item) in enumerate(items))
+
+
+SCALARS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    float: (
+        "a finite number",
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+    ),
+    str: ("a string", lambda value: isinstance(value, str)),
+}
+"""Type -> its name in errors, and whether a JSON value is one."""
+
+
+def _read_scalar(hint: Any, value: Any, source: str, path: str) -> Any:
+    what, fits = SCALARS[hint]
+    if not fits(value):
+        raise ConfigError(_subject(source, path), _short(value), f"must be {what}", f"write {what}")
+    return float(value) if hint is float else value
+
+
+def _parse(text: str, source: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(source, "", f'key "{key}" stands twice in one object', "remove one")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        rule = f"not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
+        raise ConfigError(source, "", rule, "write the file again") from error
+    except RecursionError as error:
+        raise ConfigError(source, "", "nested too deeply", "write the file again") from error
+
+
+def _subject(source: str, path: str) -> str:
+    return f"{source} {path}" if path else source
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:59] + "…"

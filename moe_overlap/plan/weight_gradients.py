@@ -1,0 +1,94 @@
+"""Weight gradients as operators of their own: which there are, and under which exchange they run.
+
+The backward pass of an operator is cut in two: the gradient of its input, which the critical path needs, and those of
+its weights, which only the optimizer needs and which may run while tokens travel (Lancet, section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan import operators
+from moe_overlap.plan.operators import (
+    ATTENTION,
+    BACKWARD,
+    COMBINE,
+    DISPATCH,
+    EXPERTS,
+    GATE,
+    HEAD_LOSS,
+    MLP,
+    SHARED,
+    WEIGHT_GRADIENT,
+    Operator,
+    layer_operator,
+    weight_gradient,
+)
+
+SLOT_PARTS = (COMBINE, DISPATCH)
+"""Exchanges whose backward is a slot."""
+
+
+def split_weights(part: str, model: ModelDescription) -> tuple[str, ...]:
+    """Weights of an operator whose gradient can be computed apart, in forward order.
+
+    Norms, biases and the gate of a shared expert are not among them: their gradients cost nothing.
+    """
+    if part == ATTENTION and model.latent_attention is not None:
+        query = ("q",) if model.latent_attention.q_lora_rank is None else ("q_down", "q_up")
+        return (*query, "kv_down", "kv_up", "proj")
+    weights = {
+        ATTENTION: ("qkv", "proj"),
+        MLP: ("fc1", "fc2"),
+        GATE: ("router",),
+        SHARED: ("fc1", "fc2"),
+        EXPERTS: ("fc1", "fc2"),
+        HEAD_LOSS: ("output",),
+    }
+    return weights.get(part, ())
+
+
+def gradient_name(part: str, weight: str, layer: int | None = None) -> str:
+    """`L0.attention.qkv.dW`, or of the head where no layer is given."""
+    if layer is not None:
+        return weight_gradient(layer, part, weight)
+    return str(Operator(part, weight=weight, suffix=WEIGHT_GRADIENT))
+
+
+def keeps_gradients(part: str, deferred: Sequence[str], model: ModelDescription) -> bool:
+    """Whether the backward pass still adds to the layer's gradients when these weights are deferred."""
+    if set(deferred) != set(split_weights(part, model)):
+        return True
+    gated = part == SHARED and model.shared_expert_gate
+    return part in (ATTENTION, MLP, GATE) or gated or model.linear_bias
+
+
+def saved_buffer(name: str) -> str:
+    """What a backward instruction leaves for the weight gradient of this name."""
+    return f"saved.{name.removesuffix('.' + WEIGHT_GRADIENT)}"
+
+
+def default_slots(
+    layers: Sequence[int], model: ModelDescription, exchanges: bool, holds_head: bool
+) -> dict[int, dict[str, tuple[str, ...]]]:
+    """Program order: each weight gradient under the next backward exchange of its chunk; what has none stays inside.
+
+    Args:
+        layers: of one chunk.
+        exchanges: whether tokens leave the rank.
+        holds_head: whether the chunk ends in the head, and the head has a weight of its own.
+    Returns:
+        Layer -> backward exchange -> weight gradients.
+    """
+    slots: dict[int, dict[str, tuple[str, ...]]] = {}
+    waiting = [gradient_name(HEAD_LOSS, "output")] if holds_head else []
+    shared = model.shared_expert_hidden_size > 0
+    for layer in reversed(layers):
+        for part in operators.backward_parts(model.moe_layers[layer], shared, exchanges):
+            if part not in SLOT_PARTS:
+                waiting += [gradient_name(part, weight, layer) for weight in reversed(split_weights(part, model))]
+            elif waiting:
+                slots.setdefault(layer, {})[layer_operator(layer, part, BACKWARD)] = tuple(waiting)
+                waiting = []
+    return slots

@@ -1,0 +1,1 @@
+"""What runs a plan: groups, spans, the MoE layer, step runners, optimizer. Imports torch and megatron-core, never the tuner."""

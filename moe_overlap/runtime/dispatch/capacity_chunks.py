@@ -1,0 +1,146 @@
+"""The Tutel-style baseline: all-to-alls and experts pipelined over chunks of each expert's rows (Lancet, Fig. 5a).
+
+Every (source rank, expert) piece is cut into `degree` chunks along its rows; chunk c of all pieces makes one small dispatch. Both
+sides know the counts, so the chunks need no exchange of their own.
+
+    1. all dispatches are started, in order of their chunk
+    2. per chunk: wait for its rows, run the experts, start its combine
+    3. wait for the combines
+
+The backward pass is the mirror image: combine gradients, experts' backward, dispatch gradients. Gates, attention and everything
+else outside the layer stay whole, which is the limit of this baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.runtime.dispatch.counts import Counts
+from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
+
+DEGREES = (1, 2, 4, 8)
+
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(rows [M, H], rows per expert [L] on the host, probabilities [M]) -> output [M, H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Counts that need no exchange."""
+
+    counts: Counts
+
+    def wait(self) -> Counts:
+        return self.counts
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One chunk under way: its handle, where its rows stand in the whole, and the experts' part of the graph."""
+
+    handle: Handle
+    rows_N: Tensor
+    received: Tensor | None = None
+    output: Tensor | None = None
+
+
+class CapacityChunks:
+    """Dispatch, experts and combine of a layer in `degree` chunks.
+
+    Args:
+        stages: the dispatcher that moves the rows.
+        experts: this rank's experts; called once per chunk, their gradients add up.
+        degree: 1, 2, 4 or 8.
+    Raises:
+        ConfigError: another degree.
+    """
+
+    def __init__(self, stages: IrregularDispatcher, experts: Experts, degree: int) -> None:
+        if degree not in DEGREES:
+            raise ConfigError("tutel_degree", degree, "must be 1, 2, 4 or 8", "choose one of them")
+        self.stages, self.experts, self.degree = stages, experts, degree
+
+    def layer(self, hidden_TH: Tensor, probs_TE: Tensor, map_TE: Tensor, name: str = "moe") -> Tensor:
+        """The routed part of a MoE layer: [T, H] from tokens, probabilities [T, E] and map [T, E]."""
+        rows, handle = self.stages.permute(hidden_TH, probs_TE, map_TE, name)
+        self.stages.start_counts(handle)
+        return self.stages.unpermute(self.run(rows, handle), handle)
+
+    def run(self, rows_NX: Tensor, handle: Handle) -> Tensor:
+        """Dispatch, experts and combine: packed rows [N, X] to the rows [routed, H] that come back."""
+        if torch.is_grad_enabled() and not rows_NX.requires_grad:
+            rows_NX = rows_NX.detach().requires_grad_()  # the experts' weights have gradients all the same
+        returned: Tensor = _Pipelined.apply(rows_NX, self, handle)
+        return returned
+
+    def chunks(self, handle: Handle) -> list[_Chunk]:
+        """The chunks of a pass, each with a handle of its own."""
+        made = []
+        for index in range(self.degree):
+            counts = handle.counts.chunk(index, self.degree)
+            rows_N = _rows_of_chunk(handle.counts, index, self.degree).to(handle.row_sources_N.device)
+            sources = handle.row_sources_N.index_select(0, rows_N)
+            tag = self.stages.take_tags()
+            made.append(_Chunk(replace(handle, row_sources_N=sources, tag=tag, arriving=_Known(counts)), rows_N))
+        return made
+
+
+def _rows_of_chunk(counts: Counts, index: int, degree: int) -> Tensor:
+    """Places of a chunk's rows among the permuted rows: a stretch of every expert's piece."""
+    places, start = [], 0
+    for rows in counts.to_expert:
+        places.append(torch.arange(start + index * rows // degree, start + (index + 1) * rows // degree))
+        start += rows
+    return torch.cat(places)
+
+
+class _Pipelined(torch.autograd.Function):
+    """_Pipelined.apply(rows, pipeline, handle): numbered as in the contract above."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NX: Tensor, pipeline: CapacityChunks, handle: Handle) -> Tensor:
+        stages, chunks = pipeline.stages, pipeline.chunks(handle)
+        keep_graph = ctx.needs_input_grad[0]
+        # 1.
+        dispatches = [stages.start_dispatch(rows_NX.index_select(0, c.rows_N), c.handle) for c in chunks]
+        # 2.
+        combines = []
+        for chunk, dispatch in zip(chunks, dispatches, strict=True):
+            received = dispatch.wait().detach().requires_grad_(keep_graph)
+            with torch.set_grad_enabled(keep_graph):
+                output = stages.unsort(pipeline.experts(*stages.sort(received, chunk.handle)), chunk.handle)
+            combines.append(stages.start_combine(output, chunk.handle))
+            if keep_graph:
+                chunk.received, chunk.output = received, output
+        # 3.
+        parts = [combine.wait() for combine in combines]
+        ctx.stages, ctx.chunks, ctx.shape = stages, chunks, rows_NX.shape
+        routed = sum(part.shape[0] for part in parts)
+        whole = parts[0].new_empty((routed, parts[0].shape[1]))
+        for chunk, part in zip(chunks, parts, strict=True):
+            whole.index_copy_(0, chunk.rows_N, part)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        stages, chunks = ctx.stages, ctx.chunks
+        pending = [stages.start_combine_backward(gradients[0].index_select(0, c.rows_N), c.handle) for c in chunks]
+        returns = []
+        for chunk, combine in zip(chunks, pending, strict=True):
+            gradient = combine.wait()
+            if chunk.output.requires_grad:
+                torch.autograd.backward(chunk.output, gradient)
+            # Experts that did not touch their rows leave no gradient; the peers wait for rows all the same.
+            gradient = torch.zeros_like(chunk.received) if chunk.received.grad is None else chunk.received.grad
+            returns.append(stages.start_dispatch_backward(gradient, chunk.handle))
+            chunk.received, chunk.output = None, None
+        whole = gradients[0].new_zeros(ctx.shape)
+        for chunk, returned in zip(chunks, returns, strict=True):
+            whole.index_copy_(0, chunk.rows_N, returned.wait())
+        return whole, None, None

@@ -1,0 +1,248 @@
+"""The irregular all-to-all dispatcher: counts first, then exactly the rows that are routed (Lancet, section 6 and Fig. 10).
+
+    1. permute      rows in order of their expert, token and probability packed into one row      compute
+    2. counts       how many rows go where; the one copy to the host                                exchange
+    3. dispatch     the rows to the ranks of their experts                                         exchange
+    4. sort         rows of one expert together (expert-tensor ranks: gathered first)               compute
+    5. unsort       the experts' output back in order of arrival (expert-tensor: summed)            compute
+    6. combine      the way back, counts swapped                                                    exchange
+    7. unpermute    sum per token                                                                   compute
+
+Compute stages run under autograd, one island each; exchanges stand outside autograd and have a backward of their own, again with
+counts swapped. Nothing is kept here between stages: what belongs to one pass stands in its `Handle`, so partitions and
+micro-batches can be under way together.
+
+T tokens, E experts of the layer, H elements per token, N rows, X columns of a packed row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_overlap.runtime.dispatch.counts import CountExchange, Counts
+from moe_overlap.runtime.dispatch.exchange import Exchange, Pending
+from moe_overlap.runtime.dispatch.expert_tensor import GatherUnpack, SumOwnRows, TensorRanks
+from moe_overlap.runtime.dispatch.packing import Pack, Unpack
+
+_TAGS_PER_HANDLE = 8
+_COUNT, _DISPATCH, _COMBINE, _DISPATCH_BACKWARD, _COMBINE_BACKWARD, _TENSOR = range(6)
+"""Tags of one handle; the last one is the first of two."""
+
+
+@dataclass(slots=True)
+class Handle:
+    """One pass of one layer.
+
+    Attributes:
+        name: the layer's operator (`L3.moe`), for errors and spans.
+        map_TE: which tokens go to which experts.
+        to_expert_E: rows per expert, on the device of the tokens.
+        row_sources_N: index token · E + expert of every permuted row; rows past the routed ones repeat index 0.
+        probs_dtype: type of the probabilities.
+        tag: first of this handle's tags.
+    """
+
+    name: str
+    map_TE: Tensor
+    to_expert_E: Tensor
+    row_sources_N: Tensor
+    probs_dtype: torch.dtype
+    tag: int
+    arriving: Pending[Counts] | None = None
+
+    @property
+    def counts(self) -> Counts:
+        """The counts, waited for where nobody has."""
+        assert self.arriving is not None, f"{self.name}: the counts were not exchanged"
+        return self.arriving.wait()
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return int(self.map_TE.shape[0])
+
+
+class Wires:
+    """The wires of one rank's experts; all layers of a stage can share them.
+
+    Args:
+        groups: megatron-core's collection; `ep`, `expt_tp` and `tp_ep` are read.
+        timeout_seconds: of every wait; the groups' own unless given.
+    """
+
+    def __init__(self, groups: Any, timeout_seconds: float | None = None) -> None:
+        self.rows = Exchange(groups.ep, timeout_seconds)
+        self.tensor = Exchange(groups.expt_tp, timeout_seconds)
+        self.counts = CountExchange(
+            Exchange(groups.tp_ep, timeout_seconds), self.rows.size, self.tensor.size, self.tensor.rank
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that have left this rank, counts included."""
+        return self.rows.sent_bytes + self.tensor.sent_bytes + self.counts.exchange.sent_bytes
+
+
+class IrregularDispatcher:
+    """Stages of the dispatch and combine of MoE layers.
+
+    Args:
+        wires: of this rank's experts.
+        rows_per_token: most experts a token goes to. Then no stage before the counts needs the host: `permute` makes T times as
+            many rows, those past the routed ones are never sent. None: exactly the routed rows, counted on the host (free on a
+            CPU).
+    """
+
+    def __init__(self, wires: Wires, rows_per_token: int | None = None) -> None:
+        self.wires, self.rows_per_token = wires, rows_per_token
+
+    @property
+    def host_copies(self) -> int:
+        """Copies of counts from the device to the host so far, over all that share the wires."""
+        return self.wires.counts.host_copies
+
+    def open(self, map_TE: Tensor, probs_dtype: torch.dtype, name: str) -> Handle:
+        """The handle of a pass, from the gate's decision.
+
+        Args:
+            map_TE: [T, E] bool; what the gate dropped is not set.
+            name: the layer's operator.
+        """
+        tokens, experts = map_TE.shape
+        assert experts % self.wires.rows.size == 0, f"{name}: {experts} experts on {self.wires.rows.size} ranks"
+        chosen = map_TE.bool().t().reshape(-1)  # expert by expert, tokens in order
+        to_expert_E = chosen.view(experts, tokens).sum(dim=1)
+        rows = int(to_expert_E.sum()) if self.rows_per_token is None else tokens * self.rows_per_token
+        # Scattering each chosen pair to its running number finds the rows without asking the host how many there are.
+        places = torch.where(chosen, chosen.cumsum(0) - 1, rows).clamp(max=rows)
+        pairs = torch.arange(chosen.numel(), device=chosen.device)
+        sources = pairs.new_zeros(rows + 1).scatter_(0, places, pairs)[:rows]
+        flat = sources % max(tokens, 1) * experts + sources // max(tokens, 1)
+        return Handle(name, map_TE, to_expert_E, flat, probs_dtype, self.take_tags())
+
+    def take_tags(self) -> int:
+        """The first tag of a new handle."""
+        return self.wires.rows.take_tags(_TAGS_PER_HANDLE)
+
+    def select(self, hidden_TH: Tensor, probs_TE: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
+        """Tokens [N, H] and probabilities [N] in order of their expert, unpacked."""
+        experts = handle.map_TE.shape[1]
+        rows = hidden_TH.index_select(0, handle.row_sources_N // experts)
+        return rows, probs_TE.reshape(-1).index_select(0, handle.row_sources_N)
+
+    def permute(self, hidden_TH: Tensor, probs_TE: Tensor, map_TE: Tensor, name: str = "moe") -> tuple[Tensor, Handle]:
+        """Stage 1: packed rows [N, X] in order of their expert, and the handle of this pass."""
+        handle = self.open(map_TE, probs_TE.dtype, name)
+        return Pack.apply(*self.select(hidden_TH, probs_TE, handle)), handle
+
+    def start_counts(self, handle: Handle) -> Pending[Counts]:
+        """Stage 2. Its wait returns the counts; a later stage that needs them waits itself."""
+        handle.arriving = self.wires.counts.start(
+            handle.to_expert_E, tag=handle.tag + _COUNT, name=f"{handle.name}.count"
+        )
+        return handle.arriving
+
+    def start_dispatch(self, rows_NX: Tensor, handle: Handle) -> Pending[Tensor]:
+        """Stage 3: packed rows to the ranks of their experts; those past the routed ones stay."""
+        sent, received = handle.counts.sent, handle.counts.received
+        routed = sum(sent)
+        assert routed <= rows_NX.shape[0], f"{handle.name}: {routed} rows routed, {rows_NX.shape[0]} allowed for"
+        tag, name = handle.tag + _DISPATCH, f"{handle.name}.dispatch"
+        return self.wires.rows.start(rows_NX[:routed], sent, received, tag=tag, name=name)
+
+    def sort(self, received_NX: Tensor, handle: Handle) -> tuple[Tensor, Tensor, Tensor]:
+        """Stage 4: rows [M, H] expert by expert, rows of each expert [L] int64 on the host, probabilities [M].
+
+        M: rows of all expert-tensor ranks. Within an expert: by expert-tensor rank, then expert rank, then token.
+        """
+        rows, probs = self.arrive(received_NX, handle)
+        return self.by_expert(rows, probs, handle)
+
+    def arrive(self, received_NX: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
+        """Rows and probabilities of received packed rows; with expert-tensor ranks, everybody's."""
+        if self.wires.tensor.size == 1:
+            return Unpack.apply(received_NX, handle.probs_dtype)
+        return GatherUnpack.apply(received_NX, handle.probs_dtype, self._tensor_ranks(handle))
+
+    def by_expert(self, rows_MH: Tensor, probs_M: Tensor, handle: Handle) -> tuple[Tensor, Tensor, Tensor]:
+        """Pieces in order of arrival put in order of expert; as `sort` returns them."""
+        counts = handle.counts
+        order = _expert_major(counts)
+        per_expert = torch.tensor(counts.per_expert, dtype=torch.int64)
+        return _reorder(rows_MH, counts.by_source, order), per_expert, _reorder(probs_M, counts.by_source, order)
+
+    def unsort(self, output_MH: Tensor, handle: Handle) -> Tensor:
+        """Stage 5: the experts' output [M, H] in the order in which its rows came; with expert-tensor ranks, this rank's rows."""
+        return self.leave(self.by_arrival(output_MH, handle), handle)
+
+    def by_arrival(self, output_MH: Tensor, handle: Handle) -> Tensor:
+        """Undo `by_expert`."""
+        counts = handle.counts
+        order = _expert_major(counts)
+        sizes = [counts.by_source[piece] for piece in order]
+        places = sorted(range(len(order)), key=order.__getitem__)
+        return _reorder(output_MH, sizes, places)
+
+    def leave(self, output_MH: Tensor, handle: Handle) -> Tensor:
+        """This rank's rows of the output, summed over the expert-tensor ranks."""
+        if self.wires.tensor.size == 1:
+            return output_MH
+        return SumOwnRows.apply(output_MH, self._tensor_ranks(handle))
+
+    def start_combine(self, rows_NH: Tensor, handle: Handle) -> Pending[Tensor]:
+        """Stage 6: results to the ranks their tokens came from."""
+        sent, received = handle.counts.sent, handle.counts.received
+        tag, name = handle.tag + _COMBINE, f"{handle.name}.combine"
+        return self.wires.rows.start(rows_NH, received, sent, tag=tag, name=name)
+
+    def unpermute(self, returned_NH: Tensor, handle: Handle) -> Tensor:
+        """Stage 7: [T, H] the sum of each token's results; zero where no expert took it."""
+        tokens_N = handle.row_sources_N[: returned_NH.shape[0]] // handle.map_TE.shape[1]
+        return returned_NH.new_zeros((handle.tokens, returned_NH.shape[1])).index_add(0, tokens_N, returned_NH)
+
+    def start_combine_backward(self, gradient_NH: Tensor, handle: Handle) -> Pending[Tensor]:
+        """Gradient of the rows that came back -> gradient of the rows `start_combine` was given."""
+        sent, received = handle.counts.sent, handle.counts.received
+        tag, name = handle.tag + _COMBINE_BACKWARD, f"{handle.name}.combine.backward"
+        return self.wires.rows.start(gradient_NH, sent, received, tag=tag, name=name)
+
+    def start_dispatch_backward(self, gradient_NX: Tensor, handle: Handle) -> Pending[Tensor]:
+        """Packed gradient of the rows that arrived -> packed gradient of the rows `start_dispatch` was given."""
+        sent, received = handle.counts.sent, handle.counts.received
+        tag, name = handle.tag + _DISPATCH_BACKWARD, f"{handle.name}.dispatch.backward"
+        pending = self.wires.rows.start(gradient_NX, received, sent, tag=tag, name=name)
+        return _WithZeroRows(pending, handle.row_sources_N.shape[0])
+
+    def _tensor_ranks(self, handle: Handle) -> TensorRanks:
+        return TensorRanks(self.wires.tensor, handle.counts.gathered, handle.tag + _TENSOR, handle.name)
+
+
+class _WithZeroRows:
+    """An exchange whose rows end in zeros: the gradient of rows that were never sent."""
+
+    def __init__(self, pending: Pending[Tensor], rows: int) -> None:
+        self._pending, self._rows = pending, rows
+
+    def wait(self) -> Tensor:
+        arrived = self._pending.wait()
+        missing = self._rows - arrived.shape[0]
+        return torch.cat([arrived, arrived.new_zeros((missing, *arrived.shape[1:]))]) if missing else arrived
+
+
+def _expert_major(counts: Counts) -> list[int]:
+    """Pieces in order of arrival (expert-tensor rank, expert rank, expert), listed expert by expert."""
+    each = counts.experts_per_rank
+    pieces = len(counts.by_source)
+    return [piece for expert in range(each) for piece in range(expert, pieces, each)]
+
+
+def _reorder(rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
+    """Cut `rows` into pieces of `sizes` and put them together in `order`."""
+    if order == list(range(len(order))):
+        return rows
+    pieces = rows.split(sizes)
+    return torch.cat([pieces[index] for index in order])

@@ -1,0 +1,143 @@
+"""The irregular dispatcher in the place of megatron-core's: usable as `MoELayer.token_dispatcher`, without overlap.
+
+MoELayer hands no state from one call to the next, so the handle of the pass under way stands here; the backward pass has its own
+reference to it. For several passes at once use the stages of `IrregularDispatcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.runtime.dispatch.exchange import Pending
+from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher, Wires
+from moe_overlap.runtime.dispatch.packing import Pack
+
+_REFUSED = {
+    "moe_pad_expert_input_to_capacity": "the irregular dispatcher pads nothing",
+    "moe_router_padding_for_quantization": "the irregular dispatcher pads nothing",
+    "moe_shared_expert_overlap": "the irregular dispatcher does not run the shared expert",
+}
+
+
+class IrregularTokenDispatcher:
+    """megatron-core's dispatcher interface over the irregular exchange.
+
+    Args:
+        num_local_experts, local_expert_indices, config, pg_collection: as megatron-core's dispatchers take them.
+        wires: to share them between layers; this layer's own unless given.
+    Attributes:
+        layer: the layer that owns the dispatcher, where it records spans (`operator`, `recorder`, `exchanges`).
+    Raises:
+        ConfigError: the configuration asks for padding, or for the shared expert inside the dispatcher.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any,
+        wires: Wires | None = None,
+    ) -> None:
+        refuse_padding(config)
+        self.config = config
+        self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
+        self.stages = IrregularDispatcher(
+            wires or Wires(pg_collection), config.moe_router_topk if torch.cuda.is_available() else None
+        )
+        first = self.ep_group.rank() * num_local_experts
+        assert local_expert_indices == list(range(first, first + num_local_experts)), "experts stand in order of rank"
+        self.layer: Any = None
+        self.shared_experts = None
+        self._handle: Handle | None = None
+        self._hidden_shape: torch.Size | None = None
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Refused: nothing here would run them."""
+        raise ConfigError("--moe-shared-expert-overlap", "", _REFUSED["moe_shared_expert_overlap"], "remove the flag")
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Exchange the counts and permute meanwhile."""
+        spans = self.layer is not None and self.layer.exchanges
+        name = "moe" if self.layer is None else self.layer.operator
+        hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        handle = self.stages.open(routing_map, probs.dtype, name)
+        self._handle, self._hidden_shape = handle, hidden_states.shape
+        pending = self.stages.start_counts(handle)
+        rows = self.stages.select(hidden_TH, probs, handle)
+        if spans:
+            self.layer.recorder.begin(f"{name}.count", "ep")
+        pending.wait()
+        return rows
+
+    def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and probabilities to their experts, in one exchange."""
+        handle, stages = self._current(), self.stages
+        received = _Exchanged.apply(
+            Pack.apply(tokens, probs),
+            lambda rows: stages.start_dispatch(rows, handle),
+            lambda gradient: stages.start_dispatch_backward(gradient, handle),
+        )
+        arrived: tuple[Tensor, Tensor] = stages.arrive(received, handle)
+        return arrived
+
+    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, tokens per expert (on the host), probabilities, expert by expert."""
+        return self.stages.by_expert(tokens, probs, self._current())
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Back to the order of arrival."""
+        return self.stages.by_arrival(hidden_states, self._current())
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Results to the ranks their tokens came from."""
+        handle, stages = self._current(), self.stages
+        returned: Tensor = _Exchanged.apply(
+            stages.leave(hidden_states, handle),
+            lambda rows: stages.start_combine(rows, handle),
+            lambda gradient: stages.start_combine_backward(gradient, handle),
+        )
+        return returned
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """The layer's output in the shape of its input."""
+        handle, shape = self._current(), self._hidden_shape
+        assert shape is not None
+        self._handle, self._hidden_shape = None, None
+        return self.stages.unpermute(hidden_states, handle).view(shape)
+
+    def _current(self) -> Handle:
+        assert self._handle is not None, "no pass is under way: dispatch_preprocess comes first"
+        return self._handle
+
+
+def refuse_padding(config: Any) -> None:
+    """Refuse fields of a TransformerConfig that the irregular dispatcher cannot honour."""
+    for field, rule in _REFUSED.items():
+        if getattr(config, field):
+            flag = "--" + field.replace("_", "-")
+            fix = f"remove {flag} or use --moe-token-dispatcher-type alltoall"
+            raise ConfigError("--moe-token-dispatcher-type", "irregular", f"{rule}, {flag} asks for it", fix)
+
+
+class _Exchanged(torch.autograd.Function):
+    """An exchange waited for at once: _Exchanged.apply(rows, start, start_backward)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        start: Callable[[Tensor], Pending[Tensor]],
+        start_backward: Callable[[Tensor], Pending[Tensor]],
+    ) -> Tensor:
+        ctx.start_backward = start_backward
+        return start(rows).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.start_backward(gradients[0]).wait(), None, None

@@ -1,0 +1,159 @@
+"""Runs an instruction list, and decides nothing.
+
+For each instruction in turn: wait for what its `after` names, then run it. Compute runs at once; a communication is started and
+waited for by whoever names it. The list's transfers and exchanges are point-to-point with tags of their own, so any number may be
+in flight on a channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from torch import Tensor
+
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.runtime.bind import ChunkOperators, StepState, set_aux_loss_scale
+from moe_overlap.runtime.buffers import Buffers
+from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
+from moe_overlap.runtime.groups import StageGroups
+from moe_overlap.runtime.optimizer import LayerwiseOptimizer
+from moe_overlap.runtime.routing.draws import DrawClock
+from moe_overlap.runtime.spans import SpanRecorder
+from moe_overlap.runtime.stage_transfers import StageTransfers
+from moe_overlap.runtime.step import Batch, StepResult
+from moe_overlap.runtime.update import StepUpdate, micro_batch_loss, micro_batches_of
+from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
+
+UPDATE_PARTS = ("gradients", "parameters", "optimizer")
+
+
+class PlanExecutor:
+    """A StepRunner that follows the list of any plan it can bind.
+
+    Args:
+        chunks: this rank's DDP-wrapped model chunks.
+        models: the GPTModel inside each of them.
+        queue: takes the weight gradients that the list has computed later.
+        clock: seed of the gates' draws.
+        sequence_length, micro_batch_size: sizes of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        models: Sequence[Any],
+        optimizer: LayerwiseOptimizer,
+        groups: StageGroups,
+        recorder: SpanRecorder,
+        *,
+        queue: WeightGradQueue,
+        clock: DrawClock,
+        sequence_length: int,
+        micro_batch_size: int,
+    ) -> None:
+        self._chunks, self._optimizer, self._recorder = list(chunks), optimizer, recorder
+        self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
+        self._queue, self._clock, self.step = queue, clock, 0
+        dispatcher = IrregularDispatcher(Wires(groups.collection))
+        self._operators = [ChunkOperators(model, sequence_length, _mean_loss, dispatcher) for model in models]
+        self._transfers = StageTransfers(groups, chunks[0].config, sequence_length, micro_batch_size)
+
+    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+        """One training step."""
+        self._recorder.start_step()
+        self._optimizer.zero_grad()
+        for chunk in self._chunks:
+            chunk.train()
+        state = self._state(instructions, batches)
+        set_aux_loss_scale(state.micro_batches, next(self._chunks[0].parameters()).device)
+        self._follow([i for i in instructions if not i.name.startswith(UPDATE_PARTS)], state)
+        self._queue.assert_empty()
+        self._update.reduce()
+        get_moe_layer_wise_logging_tracker().clear()
+        return self._update.finish(instructions, state.reports)
+
+    @torch.no_grad()
+    def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+        """The forward instructions of the list alone."""
+        self._recorder.start_step()
+        for chunk in self._chunks:
+            chunk.eval()
+        state = self._state(instructions, batches)
+        forward = [i for i in instructions if not i.name.startswith(UPDATE_PARTS) and not _is_backward(i)]
+        self._follow(forward, state)
+        loss, tokens = self._update.mean_loss(state.reports)
+        get_moe_layer_wise_logging_tracker().clear()
+        return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
+
+    def _state(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepState:
+        micro_batches = micro_batches_of(instructions)
+        parts: dict[str, int] = {}
+        for i in instructions:
+            for partition in i.partition:
+                parts[i.name] = max(parts.get(i.name, 0), partition + 1)
+        arrived = [next(batches) for _ in range(micro_batches)]
+        return StepState(
+            Buffers(lambda i: parts.get(i.name, 1)), arrived, micro_batches, self._clock.seed, self.step * micro_batches
+        )
+
+    def _follow(self, instructions: Sequence[Instruction], state: StepState) -> None:
+        started: dict[int, Callable[[], None]] = {}
+        last_reader = {buffer: i.id for i in instructions for buffer in (*i.reads, *i.writes)}
+        for i in instructions:
+            for number in i.after:
+                self._wait(number, started)
+            if i.kind == "compute":
+                self._enter(i)
+                self._operators[i.chunk or 0].compute(i, state)
+            elif i.kind in ("collective", "point-to-point"):
+                started[i.id] = self._start(i, state)
+            elif i.kind == "weight-gradient":
+                self._enter(i)
+                self._queue.run(i.name)
+            else:
+                raise ValueError(f"no binding for {i}")
+            for buffer in (*i.reads, *i.writes):
+                if last_reader[buffer] == i.id and i.kind == "compute":
+                    state.buffers.drop(buffer)
+        for number in list(started):
+            self._wait(number, started)
+        self._recorder.end()
+        assert not state.islands or not torch.is_grad_enabled(), f"left without backward: {list(state.islands)[:3]}"
+
+    def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
+        """Start a communication; the answer waits for it and ends its span."""
+        self._recorder.place(i.chunk or 0, i.micro_batch or 0)
+        span = self._recorder.background(i.name, "ep" if i.kind == "collective" else "pp")
+        if i.kind == "collective":
+            wait = self._operators[i.chunk or 0].exchange(i, state)
+        else:
+            wait = self._transfers.start(i, state.buffers)
+
+        def finish() -> None:
+            wait()
+            self._recorder.finish_background(span)
+
+        return finish
+
+    def _wait(self, number: int, started: dict[int, Callable[[], None]]) -> None:
+        finish = started.pop(number, None)
+        if finish is not None:
+            self._recorder.end()
+            finish()
+
+    def _enter(self, i: Instruction) -> None:
+        self._recorder.place(i.chunk or 0, i.micro_batch or 0)
+        self._recorder.begin(i.name)
+
+
+def _is_backward(i: Instruction) -> bool:
+    return ".backward" in i.name or i.name.endswith((".recompute", ".dW"))
+
+
+def _mean_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
+    total, tokens = micro_batch_loss(losses_BS, mask_BS)
+    return total / tokens.clamp(min=1), torch.stack([total.detach(), tokens.detach()])

@@ -1,0 +1,118 @@
+"""The process groups of one rank, built from its stage's plan. `parallel_state` of megatron-core is never initialised.
+
+Rank order inside a stage, fastest first: tensor, context, data (dense layers); expert-tensor, expert, expert-data (experts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from moe_overlap.plan.plan import Plan, StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class StageGroups:
+    """Where this rank stands, and its groups.
+
+    Attributes:
+        stage: index of this rank's stage in the plan.
+        collection: megatron-core's collection; a field that was not built raises AttributeError when read.
+        world: every rank of the run.
+    """
+
+    stage: int
+    collection: ProcessGroupCollection
+    world: Any
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among the replicas of the dense layers."""
+        return self.collection.dp.rank()
+
+    @property
+    def data_size(self) -> int:
+        """Replicas of the dense layers."""
+        return self.collection.dp.size()
+
+    def close(self) -> None:
+        """Destroy the groups; the default group stays."""
+        seen = set()
+        for value in vars(self.collection).values():
+            if isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD and id(value) not in seen:
+                seen.add(id(value))
+                dist.destroy_process_group(value)
+
+
+def stage_rank_sets(stage: StagePlan) -> dict[str, list[tuple[int, ...]]]:
+    """Rank sets of every kind of group inside one stage.
+
+    Returns:
+        kind -> disjoint rank tuples that cover the stage.
+    """
+    ranks = stage.devices.ranks
+    dense = (stage.tensor, stage.context, stage.data)
+    expert_data = len(ranks) // (stage.expert_tensor * stage.expert)
+    experts = (stage.expert_tensor, stage.expert, expert_data)
+    return {
+        "tp": _slices(ranks, dense, (0,)),
+        "cp": _slices(ranks, dense, (1,)),
+        "dp": _slices(ranks, dense, (2,)),
+        "tp_cp": _slices(ranks, dense, (0, 1)),
+        "dp_cp": _slices(ranks, dense, (1, 2)),
+        "tp_dp_cp": _slices(ranks, dense, (0, 1, 2)),
+        "expt_tp": _slices(ranks, experts, (0,)),
+        "ep": _slices(ranks, experts, (1,)),
+        "expt_dp": _slices(ranks, experts, (2,)),
+        "tp_ep": _slices(ranks, experts, (0, 1)),
+    }
+
+
+def _slices(ranks: tuple[int, ...], sizes: tuple[int, int, int], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Sets of ranks that differ only along `axes` of the mesh `sizes` (fastest axis first)."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, rank in enumerate(ranks):
+        place = (index % sizes[0], index // sizes[0] % sizes[1], index // (sizes[0] * sizes[1]))
+        groups.setdefault(tuple(place[a] for a in range(3) if a not in axes), []).append(rank)
+    return [tuple(group) for group in groups.values()]
+
+
+def build_groups(plan: Plan) -> StageGroups:
+    """Make this rank's groups. A collective call: every rank of the run makes all groups in the same order.
+
+    The pipeline group joins ranks of equal place in their stages, so the stages must have equal numbers of ranks.
+    """
+    me = dist.get_rank()
+    stage_index = next(i for i, stage in enumerate(plan.stages) if me in stage.devices.ranks)
+    fields: dict[str, Any] = {}
+    for stage in plan.stages:
+        for kind, rank_sets in stage_rank_sets(stage).items():
+            _make(kind, rank_sets, fields)
+    columns = list(zip(*(stage.devices.ranks for stage in plan.stages), strict=True))
+    _make("pp", columns, fields)
+    _make("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields)
+    _make("pos_embd", [(column[0],) for column in columns], fields)
+    rows = [stage_rank_sets(stage) for stage in plan.stages]
+    for kind, source in (("mp", "tp_cp"), ("tp_ep_pp", "tp_ep")):
+        joined = zip(*(row[source] for row in rows), strict=True)
+        _make(kind, [tuple(rank for part in parts for rank in part) for parts in joined], fields)
+    fields.setdefault("embd", None)
+    fields.setdefault("pos_embd", None)
+    # The norm of the gradients and the NaN check cover every shard of the model once: the whole world.
+    fields["intra_dist_opt"] = dist.group.WORLD
+    fields["intra_dp_cp"] = fields["dp_cp"]
+    fields["intra_expt_dp"] = fields["expt_dp"]
+    fields["inter_dist_opt"] = None
+    collection = ProcessGroupCollection(**fields)
+    return StageGroups(stage=stage_index, collection=collection, world=dist.group.WORLD)
+
+
+def _make(kind: str, rank_sets: list[tuple[int, ...]], fields: dict[str, Any]) -> None:
+    me = dist.get_rank()
+    for ranks in rank_sets:
+        group = dist.new_group(list(ranks), group_desc=f"{kind} {ranks}")
+        if me in ranks:
+            fields[kind] = group

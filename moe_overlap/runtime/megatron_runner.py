@@ -1,0 +1,149 @@
+"""The step runner over megatron-core's pipeline schedules.
+
+The schedule does the running, the instruction list says what must come out: a test compares the recorded order with the list.
+The number of micro-batches and the order of the optimizer are read from the list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from torch import Tensor
+
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.runtime.groups import StageGroups
+from moe_overlap.runtime.optimizer import LayerwiseOptimizer
+from moe_overlap.runtime.routing.draws import DrawClock
+from moe_overlap.runtime.spans import SpanRecorder
+from moe_overlap.runtime.step import Batch, StepResult
+from moe_overlap.runtime.transfers import RecordedTransfers
+from moe_overlap.runtime.update import StepUpdate, micro_batch_loss, micro_batches_of
+
+
+class MegatronStepRunner:
+    """Runs uniform plans without overlap on megatron-core's 1F1B and interleaved schedules.
+
+    Args:
+        chunks: this rank's DDP-wrapped model chunks; the gradient hooks of their TransformerConfig are set here.
+        optimizer: the layerwise optimizer of the same chunks.
+        groups: this rank's groups.
+        recorder, clock: those the layers were built with.
+        sequence_length, micro_batch_size: sizes of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: LayerwiseOptimizer,
+        groups: StageGroups,
+        recorder: SpanRecorder,
+        *,
+        clock: DrawClock,
+        sequence_length: int,
+        micro_batch_size: int,
+    ) -> None:
+        config = chunks[0].config
+        self._chunks, self._config, self._optimizer = list(chunks), config, optimizer
+        self._groups, self._recorder = groups, recorder
+        self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
+        self._sequence_length, self._micro_batch_size = sequence_length, micro_batch_size
+        self._clock, self.step = clock, 0
+        pipeline = groups.collection.pp
+        self._schedule = get_forward_backward_func(
+            pp_size=pipeline.size(), vp_size=len(chunks) if len(chunks) > 1 else None
+        )
+        self._transfers = RecordedTransfers(pipeline, config, recorder) if pipeline.size() > 1 else None
+        config.finalize_model_grads_func = self._finalize
+        config.grad_scale_func = None
+        overlapped = self._chunks[0].ddp_config.overlap_grad_reduce
+        no_sync = [chunk.no_sync for chunk in self._chunks]
+        config.no_sync_func = (no_sync if len(no_sync) > 1 else no_sync[0]) if overlapped else None
+        if overlapped and len(self._chunks) > 1:
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in self._chunks]
+        for chunk_index, chunk in enumerate(self._chunks):
+            _record_ends(chunk, chunk_index, recorder)
+
+    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+        """Forward and backward of every micro-batch, gradient reduction, optimizer step."""
+        self._recorder.start_step()
+        self._optimizer.zero_grad()
+        for chunk in self._chunks:
+            chunk.train()
+        reports = self._pass(instructions, batches, forward_only=False)
+        get_moe_layer_wise_logging_tracker().clear()
+        return self._update.finish(instructions, reports)
+
+    @torch.no_grad()
+    def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+        """Forward of every micro-batch of the list, without gradients."""
+        self._recorder.start_step()
+        for chunk in self._chunks:
+            chunk.eval()
+        loss, tokens = self._update.mean_loss(self._pass(instructions, batches, forward_only=True))
+        get_moe_layer_wise_logging_tracker().clear()
+        return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
+
+    def _pass(self, instructions: Sequence[Instruction], batches: Iterator[Batch], forward_only: bool) -> list[Tensor]:
+        micro_batches = self._micro_batches = micro_batches_of(instructions)
+        arrived = [next(batches) for _ in range(micro_batches)]
+        chunks = self._chunks if len(self._chunks) > 1 else self._chunks[0]
+        feeds = [enumerate(arrived) for _ in self._chunks]
+        return self._schedule(
+            forward_step_func=self._forward_step,
+            data_iterator=feeds if len(feeds) > 1 else feeds[0],
+            model=chunks,
+            num_microbatches=micro_batches,
+            seq_length=self._sequence_length,
+            micro_batch_size=self._micro_batch_size,
+            forward_only=forward_only,
+            p2p_communicator=self._transfers,
+            pg_collection=self._groups.collection,
+        )
+
+    def _forward_step(self, feed: Iterator[tuple[int, Batch]], chunk: Any) -> tuple[Tensor, Any]:
+        micro_batch, batch = next(feed)
+        chunk_index = next(i for i, mine in enumerate(self._chunks) if mine is chunk)
+        self._recorder.forward(chunk_index, micro_batch)
+        self._clock.micro_batch = self.step * self._micro_batches + micro_batch
+        output = chunk(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
+        return output, partial(self._loss, batch["loss_mask"])
+
+    def _loss(self, mask_BS: Tensor, losses_BS: Tensor) -> tuple[Any, ...]:
+        """Loss of one micro-batch; the pair (sum, tokens) of every micro-batch makes the reported mean."""
+        total, tokens = micro_batch_loss(losses_BS, mask_BS)
+        report = torch.stack([total.detach(), tokens.detach()])
+        if self._config.calculate_per_token_loss:
+            return total, tokens.to(torch.int), report
+        return total / tokens.clamp(min=1), report
+
+    def _finalize(self, chunks: Any, token_count: Tensor | None = None, **_: Any) -> None:
+        self._update.reduce(token_count)
+
+
+def _record_ends(chunk: Any, chunk_index: int, recorder: SpanRecorder) -> None:
+    """Spans of what stands before and after the layers: embedding, final norm, head and loss."""
+    module = chunk
+    while not hasattr(module, "decoder"):
+        module = module.module
+
+    def begins(name: str) -> Any:
+        return lambda *_: recorder.begin(name)
+
+    def marks(name: str) -> Any:
+        return lambda _module, _inputs, output: recorder.on_backward(name, output)
+
+    if module.pre_process:
+        module.embedding.register_forward_pre_hook(begins("embedding"))
+        module.embedding.register_forward_hook(marks("embedding.backward"))
+    if module.post_process:
+        if module.decoder.final_layernorm is not None:
+            module.decoder.final_layernorm.register_forward_pre_hook(begins("head.norm"))
+            module.decoder.final_layernorm.register_forward_hook(marks("head.norm.backward"))
+        module.output_layer.register_forward_pre_hook(begins("head.loss"))
+        module.register_forward_hook(marks("head.loss.backward"))

@@ -1,0 +1,166 @@
+"""The optimizer of one rank, able to step one layer at a time.
+
+megatron-core's distributed optimizer holds the state (ZeRO-1); its inner torch optimizer steps parameter by parameter, so
+stepping the layers one after the other is bitwise the same as stepping them at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGradients:
+    """What is known before any weight moves; equal on every rank."""
+
+    norm: float
+    zeros: int | None
+
+
+class LayerwiseOptimizer(Protocol):
+    """An optimizer whose step can be spread over the instruction list."""
+
+    parts: tuple[str, ...]
+
+    def prepare(self) -> PreparedGradients:
+        """Take over the reduced gradients, clip them by the global norm."""
+
+    def step(self, part: str) -> None:
+        """Update the parameters of one part: `embedding`, `L3`, `head`."""
+
+    def publish(self) -> None:
+        """Make the updated weights visible to every replica. All parts must have been stepped."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients for the next step."""
+
+
+class MegatronLayerwiseOptimizer:
+    """`LayerwiseOptimizer` over megatron-core's chained distributed optimizers.
+
+    Args:
+        optimizer: what get_megatron_optimizer returned.
+        chunks: the DDP-wrapped model chunks it was made for.
+        clip_grad: bound of the gradient norm; 0 leaves the gradients alone.
+        count_zeros: count zero gradients, for the log.
+    """
+
+    def __init__(self, optimizer: Any, chunks: Sequence[Any], clip_grad: float, count_zeros: bool = False) -> None:
+        self.megatron = optimizer
+        self._chunks = chunks
+        self._clip_grad = clip_grad
+        self._count_zeros = count_zeros
+        part_of = {id(parameter): part for part, parameter in named_parts(chunks)}
+        self._shards = [_shards_by_part(inner, part_of) for inner in optimizer.chained_optimizers]
+        self.parts = tuple(sorted({part for shards in self._shards for part in shards}, key=part_order))
+        self._stepped: set[str] = set()
+
+    @torch.no_grad()
+    def prepare(self) -> PreparedGradients:
+        """Take over the reduced gradients, clip them by the global norm."""
+        self._stepped.clear()
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if self._clip_grad > 0.0:
+            for inner in self.megatron.chained_optimizers:
+                parameters = inner.get_parameters()
+                if parameters:
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=norm)
+        return PreparedGradients(norm, self._zero_gradients() if self._count_zeros else None)
+
+    def _zero_gradients(self) -> int:
+        """Zeros among the gradients of the whole model, copies left out."""
+        inner_optimizers = self.megatron.chained_optimizers
+        gradients = [gradient for inner in inner_optimizers for gradient in inner.get_main_grads_for_grad_norm()]
+        device = next(self._chunks[0].parameters()).device
+        zeros = torch.tensor([sum(g.numel() - int(g.count_nonzero()) for g in gradients)], device=device)
+        dist.all_reduce(zeros)
+        return int(zeros)
+
+    @torch.no_grad()
+    def parameter_norm(self) -> float:
+        """Norm of all parameters of the model, copies left out. Collective."""
+        squares = [
+            shard.float().pow(2).sum()
+            for inner in self.megatron.chained_optimizers
+            for shard in inner.get_parameters()
+            if param_is_not_tensor_parallel_duplicate(shard, tp_group=inner.tp_group)
+        ]
+        device = next(self._chunks[0].parameters()).device
+        total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+    @torch.no_grad()
+    def step(self, part: str) -> None:
+        """Update the parameters of one part. Parts held by other ranks only are nothing to do here."""
+        assert part not in self._stepped, f"{part} was stepped before"
+        self._stepped.add(part)
+        for inner, shards in zip(self.megatron.chained_optimizers, self._shards, strict=True):
+            if part not in shards:
+                continue
+            groups = inner.optimizer.param_groups
+            whole = [group["params"] for group in groups]
+            try:
+                for group, members in zip(groups, shards[part], strict=True):
+                    group["params"] = members
+                inner.optimizer.step()
+            finally:
+                for group, members in zip(groups, whole, strict=True):
+                    group["params"] = members
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy master weights to the model and gather them (at the next forward pass where that is overlapped)."""
+        missing = set(self.parts) - self._stepped
+        assert not missing, f"parts without a step: {sorted(missing)}"
+        for inner in self.megatron.chained_optimizers:
+            inner._copy_main_params_to_model_params()
+        for chunk in self._chunks:
+            if not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients for the next step."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+
+def part_order(part: str) -> tuple[int, int]:
+    """Sort key: embedding, layers by number, head."""
+    if part == "embedding":
+        return (0, 0)
+    return (2, 0) if part == "head" else (1, int(part[1:]))
+
+
+def named_parts(chunks: Iterable[Any]) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    """Every parameter of the chunks with the part it belongs to; layers carry their number in the whole model."""
+    for chunk in chunks:
+        module = chunk
+        while not hasattr(module, "decoder"):
+            module = module.module
+        for name, parameter in module.named_parameters():
+            layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+            if layer:
+                yield f"L{module.decoder.layers[int(layer.group(1))].layer_number - 1}", parameter
+            else:
+                yield ("embedding" if name.startswith("embedding.") else "head"), parameter
+
+
+def _shards_by_part(inner: Any, part_of: dict[int, str]) -> dict[str, list[list[torch.nn.Parameter]]]:
+    """part -> for every param group of the inner optimizer, this rank's shards of that part."""
+    groups = inner.optimizer.param_groups
+    shards: dict[str, list[list[torch.nn.Parameter]]] = {}
+    for parameter, (group, place) in inner.model_param_group_index_map.items():
+        members = shards.setdefault(part_of[id(parameter)], [[] for _ in groups])
+        members[group].append(groups[group]["params"][place])
+    return shards

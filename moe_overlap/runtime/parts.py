@@ -1,0 +1,87 @@
+"""The parts that a run's flags and plan ask for. What overlaps is imported only where it runs: a plain run holds none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from moe_overlap.plan.overlap import StageOverlap
+from moe_overlap.plan.plan import Plan
+from moe_overlap.runtime.groups import StageGroups
+from moe_overlap.runtime.megatron_runner import MegatronStepRunner
+from moe_overlap.runtime.optimizer import LayerwiseOptimizer
+from moe_overlap.runtime.routing.draws import DrawClock
+from moe_overlap.runtime.spans import SpanRecorder
+from moe_overlap.runtime.step import StepRunner
+from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
+
+Make = Callable[..., Any] | None
+
+
+def gate_and_dispatcher(gate: str | None, dispatcher: str, clock: DrawClock) -> tuple[Make, Make]:
+    """What builds the gate and the dispatcher of a MoE layer; None where megatron-core's stay.
+
+    Args:
+        gate: value of --moe-gate.
+        dispatcher: value of --moe-token-dispatcher-type.
+        clock: tells gates that draw which micro-batch they see.
+    """
+    make_gate = make_dispatcher = None
+    if gate is not None:
+        from moe_overlap.runtime.routing.gates import gate_maker
+
+        make_gate = gate_maker(gate, clock)
+    if dispatcher == "irregular":
+        from moe_overlap.runtime.dispatch.plug_in import IrregularTokenDispatcher
+
+        make_dispatcher = IrregularTokenDispatcher
+    return make_gate, make_dispatcher
+
+
+def defer_planned_gradients(modules: Sequence[torch.nn.Module], overlap: StageOverlap, queue: WeightGradQueue) -> bool:
+    """Split the products whose weight gradients the plan has computed under an exchange; whether there are any."""
+    if not any(layer.weight_gradient_slots for layer in overlap.layers):
+        return False
+    from moe_overlap.runtime.split_backward import defer_planned
+
+    return defer_planned(modules, overlap, queue)
+
+
+def make_runner(
+    plan: Plan,
+    chunks: Sequence[Any],
+    models: Sequence[Any],
+    optimizer: LayerwiseOptimizer,
+    groups: StageGroups,
+    recorder: SpanRecorder,
+    *,
+    queue: WeightGradQueue,
+    clock: DrawClock,
+    sequence_length: int,
+    micro_batch_size: int,
+) -> StepRunner:
+    """megatron-core's schedule for a plan without overlap, the executor for one with it, on every stage alike: the two do not
+    understand each other's transfers.
+
+    Args:
+        chunks: this rank's DDP-wrapped model chunks.
+        models: the GPTModel inside each of them.
+    """
+    if not any(stage.overlap.layers for stage in plan.stages):
+        sizes = {"sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
+        return MegatronStepRunner(chunks, optimizer, groups, recorder, clock=clock, **sizes)
+    from moe_overlap.runtime.execute import PlanExecutor
+
+    return PlanExecutor(
+        chunks,
+        models,
+        optimizer,
+        groups,
+        recorder,
+        queue=queue,
+        clock=clock,
+        sequence_length=sequence_length,
+        micro_batch_size=micro_batch_size,
+    )

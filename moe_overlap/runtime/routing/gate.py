@@ -1,0 +1,203 @@
+"""What the gates share: logits, losses, capacity, and a micro-batch that may come in partitions.
+
+Legend: S positions on this rank, B samples, H hidden, T = S · B tokens in megatron-core's order (token s·B + b), E experts.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from moe_overlap.plan.gate_rules import GATE_FACTS, check_gate, require_partitionable
+from moe_overlap.runtime.routing.balance import (
+    LateBalanceGradient,
+    add_counts,
+    close_balance,
+    open_balance,
+    z_loss_share,
+)
+from moe_overlap.runtime.routing.capacity import drop_beyond_capacity, expert_capacity, position_major, sample_major
+from moe_overlap.runtime.routing.draws import DrawClock
+from moe_overlap.runtime.routing.gating_linear import GatingLinear, gating_linear
+from moe_overlap.runtime.routing.state import RoutingState
+
+
+class Gate(TopKRouter):
+    """A router of megatron-core, usable as `MoESubmodules.router`, that can also route a micro-batch partition by partition.
+
+    A subclass says which experts a token wants (`choose`) and, if position does not decide, who stays (`keep`).
+
+    Args:
+        config: a TransformerConfig whose router flags agree with the gate.
+        pg_collection: the stage's groups; tp, cp, tp_cp and tp_dp_cp are read.
+        clock: seed and micro-batch of the draws that `forward` makes; `route` takes them from its state.
+        linear: the layer that makes logits; a weight-gradient split hands over its own.
+    Raises:
+        ConfigError: a router flag disagrees with the gate.
+    """
+
+    name: ClassVar[str]
+    partitionable_before: ClassVar[bool]
+    """Whether samples may arrive in partitions: the decision for a token depends on it and on earlier tokens only."""
+    num_experts: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "name"):
+            cls.partitionable_before = GATE_FACTS[cls.name].partitionable_before
+
+    def __init__(
+        self,
+        config: Any,
+        pg_collection: Any = None,
+        clock: DrawClock | None = None,
+        linear: GatingLinear = gating_linear,
+    ) -> None:
+        check_gate(self.name, config)
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.clock = clock
+        self.linear = linear
+
+    def begin(
+        self,
+        sequence: int,
+        samples: int,
+        partitions: int = 1,
+        *,
+        seed: int = 0,
+        micro_batch: int = 0,
+        padding_SB: Tensor | None = None,
+        recording: bool | None = None,
+    ) -> RoutingState:
+        """Start a micro-batch.
+
+        Args:
+            sequence, samples: of the whole micro-batch on this rank.
+            partitions: how many calls of `route` will follow.
+            seed, micro_batch: of the draws; micro-batches are numbered from the start of the run.
+            padding_SB: bool, true where a token is padding.
+            recording: whether losses and counts are kept; default: in training.
+        Raises:
+            ConfigError: several partitions at a gate that needs the whole micro-batch.
+        """
+        if partitions > 1:
+            require_partitionable(self.name, "around")
+        recording = self.training if recording is None else recording
+        has_losses = self.is_aux_loss_enabled() or self.config.moe_z_loss_coeff is not None
+        totals = None
+        if recording and self.training and has_losses:
+            totals = open_balance(self, sequence, samples, padding_SB)
+        return RoutingState(
+            sequence=sequence,
+            samples=samples,
+            partitions=partitions,
+            used_E=torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device),
+            totals=totals,
+            counts_bias=recording and self.enable_expert_bias,
+            seed=seed,
+            micro_batch=micro_batch,
+            padding_SB=padding_SB,
+        )
+
+    def gating(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states [..., H], in the precision of --moe-router-dtype."""
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, hidden.dtype)
+        return self.linear(hidden, self.weight, self.bias, dtype)
+
+    def route(self, hidden_SBH: Tensor, state: RoutingState, partition: int) -> tuple[Tensor, Tensor]:
+        """Route one partition.
+
+        Args:
+            hidden_SBH: its samples, whole sequences of this rank; B may be 0.
+            state: of the micro-batch; advanced, unless the partition has been routed before.
+            partition: its number.
+        Returns:
+            probs_TE: weight of each expert's answer, 0 where a token does not go; carries the gradients of the losses.
+            map_TE: bool, where the tokens go.
+        """
+        self._maintain_float32_expert_bias()
+        return self.route_logits(self.gating(hidden_SBH), state, partition)
+
+    def route_logits(self, logits_SBE: Tensor, state: RoutingState, partition: int) -> tuple[Tensor, Tensor]:
+        """`route` behind the linear layer."""
+        entry, is_repeated = state.enter(partition, logits_SBE.shape[1])
+        samples = range(entry.first_sample, entry.last_sample)
+        padding_T = None if state.padding_SB is None else state.padding_SB[:, samples.start : samples.stop].reshape(-1)
+        logits_TE = logits_SBE.reshape(-1, self.num_experts)
+        totals = state.totals
+        if totals is not None and self.config.moe_z_loss_coeff is not None:
+            logits_TE = z_loss_share(self, totals, logits_TE, padding_T, is_new=not is_repeated)
+
+        probs_TE, wanted_TE = self.choose(logits_TE, state, samples)
+        map_TE, used_E = self.keep(wanted_TE, logits_TE, entry.used_E, state, samples)
+        probs_TE = probs_TE * map_TE
+
+        if totals is not None and self.is_aux_loss_enabled():
+            balance_map_TE, scores_TE = compute_routing_scores_for_aux_loss(
+                logits_TE, self.topk, self.score_function, self.config.moe_router_fusion, padding_T
+            )
+            if not is_repeated:
+                add_counts(totals, scores_TE, balance_map_TE, samples)
+            probs_TE = LateBalanceGradient.apply(probs_TE, scores_TE, totals, samples)
+        if not is_repeated:
+            state.leave(entry, used_E)
+            if state.counts_bias:
+                with torch.no_grad():
+                    counted_TE = map_TE if padding_T is None else map_TE & ~padding_T[:, None]
+                    self.local_tokens_per_expert += counted_TE.sum(0)
+            if state.is_complete and totals is not None:
+                close_balance(self, totals)
+        return probs_TE, map_TE
+
+    @abstractmethod
+    def choose(self, logits_TE: Tensor, state: RoutingState, samples: range) -> tuple[Tensor, Tensor]:
+        """What the tokens of one partition want, capacity aside: (weights_TE, map_TE)."""
+
+    def capacity(self, state: RoutingState) -> int | None:
+        """Of each expert, for the whole micro-batch; None without a limit."""
+        factor = self.config.moe_expert_capacity_factor
+        return None if factor is None else expert_capacity(state.tokens, self.topk, self.num_experts, factor)
+
+    def scaled(self, weights: Tensor) -> Tensor:
+        """Weights of chosen experts, times --moe-router-topk-scaling-factor."""
+        factor = self.config.moe_router_topk_scaling_factor
+        return weights * factor if factor else weights
+
+    def keep(
+        self, wanted_TE: Tensor, logits_TE: Tensor, used_E: Tensor, state: RoutingState, samples: range
+    ) -> tuple[Tensor, Tensor]:
+        """Who stays within capacity, tokens counted sample by sample: (map_TE, capacity used after them)."""
+        kept_TE, used_E = drop_beyond_capacity(sample_major(wanted_TE, len(samples)), used_E, self.capacity(state))
+        return position_major(kept_TE, len(samples)), used_E
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """megatron-core's entry behind the linear layer: one partition [S, B, E]."""
+        return self.route_logits(logits, self._begin_whole(logits, padding_mask), 0)
+
+    def forward(self, hidden_SBH: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """A whole micro-batch, as megatron-core's MoE layer calls it.
+
+        Args:
+            hidden_SBH: hidden states.
+            padding_mask: [S, B], true where a token is padding.
+        Returns:
+            (probs_TE, map_TE), as `route`.
+        """
+        return self.route(hidden_SBH, self._begin_whole(hidden_SBH, padding_mask), 0)
+
+    def _begin_whole(self, x_SBX: Tensor, padding_SB: Tensor | None) -> RoutingState:
+        """A state of one partition. As in megatron-core, a pass without gradients (the first of a recompute) leaves no trace."""
+        clock = self.clock or DrawClock()
+        return self.begin(
+            x_SBX.shape[0],
+            x_SBX.shape[1],
+            seed=clock.seed,
+            micro_batch=clock.micro_batch,
+            padding_SB=padding_SB,
+            recording=torch.is_grad_enabled(),
+        )

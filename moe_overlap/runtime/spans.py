@@ -1,0 +1,230 @@
+"""The span recorder: what ran when, under the names of the instruction list.
+
+One recorder per rank is handed to the layers, the pipeline's communicator and the optimizer. Work that blocks the rank forms
+one serial line: `begin` ends the span before it. Work in the background has spans of its own (`background`). On a CPU a span
+costs two clock reads; on CUDA an event is recorded on the current stream and read at the end of the step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One stretch of work on one channel; times in seconds since the start of the step."""
+
+    name: str
+    channel: str
+    chunk: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class _Open:
+    name: str
+    channel: str
+    chunk: int
+    micro_batch: int
+    start: Any
+
+
+class HostClock:
+    """Wall clock of the host, for work that has finished when the call returns."""
+
+    def mark(self) -> float:
+        """A point in time."""
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Between two points."""
+        return end - start
+
+    def finish(self) -> None:
+        """Every mark is readable at once."""
+
+
+class CudaClock:
+    """Events on the current CUDA stream. Not yet run on hardware."""
+
+    def mark(self) -> Any:
+        """A point on the stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two points, once both have been reached."""
+        return start.elapsed_time(end) / 1e3
+
+    def finish(self) -> None:
+        """Wait until every mark has been reached."""
+        torch.cuda.synchronize()
+
+
+class SpanRecorder:
+    """Records the spans of one step on one rank.
+
+    Attributes:
+        covered: channels whose work is recorded; other communication counts as compute (tensor-parallel collectives
+            inside layers).
+    """
+
+    covered = ("ep", "pp", "dp")
+
+    def __init__(self, clock: HostClock | CudaClock | None = None) -> None:
+        self.clock = clock or (CudaClock() if torch.cuda.is_available() else HostClock())
+        self.chunk, self.micro_batch = 0, 0
+        self._in_backward = False
+        self._current: _Open | None = None
+        self._raw: list[tuple[_Open, Any]] = []
+        self._background: list[_Open] = []
+        self._origin: Any = None
+
+    def start_step(self) -> None:
+        """Forget the step before."""
+        self._raw.clear()
+        self._background.clear()
+        self._current, self._in_backward = None, False
+        self._origin = self.clock.mark()
+
+    def forward(self, chunk: int, micro_batch: int) -> None:
+        """A forward pass of one micro-batch starts on this rank."""
+        self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, False
+
+    def place(self, chunk: int, micro_batch: int) -> None:
+        """The next spans belong to this chunk and micro-batch; their names are complete, in backward passes too."""
+        self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, False
+
+    def begin(self, name: str, channel: str = COMPUTE) -> None:
+        """End the current span and begin the next. Forward work met during a backward pass is a recomputation."""
+        if self._in_backward and channel in (COMPUTE, "ep") and not name.endswith(".backward"):
+            name += ".recompute"
+        self._switch(name, channel)
+
+    def _switch(self, name: str, channel: str) -> None:
+        current = self._current
+        wanted = (name, channel, self.chunk, self.micro_batch)
+        if current is not None and (current.name, current.channel, current.chunk, current.micro_batch) == wanted:
+            return
+        now = self.clock.mark()
+        if current is not None:
+            self._raw.append((current, now))
+        self._current = _Open(name, channel, self.chunk, self.micro_batch, now)
+
+    def end(self) -> None:
+        """End the current span; nothing follows it yet."""
+        if self._current is not None:
+            self._raw.append((self._current, self.clock.mark()))
+            self._current = None
+
+    @contextlib.contextmanager
+    def span(self, name: str, channel: str) -> Iterator[None]:
+        """One blocking stretch of work with nothing after it."""
+        self._switch(name, channel)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def background(self, name: str, channel: str) -> Any:
+        """Start a span that runs beside the current one; hand the answer to `finish_background`."""
+        opened = _Open(name, channel, self.chunk, self.micro_batch, self.clock.mark())
+        self._background.append(opened)
+        return opened
+
+    def finish_background(self, opened: Any) -> None:
+        """The work of `background` has been waited for."""
+        if any(opened is other for other in self._background):
+            self._background = [other for other in self._background if other is not opened]
+            self._raw.append((opened, self.clock.mark()))
+
+    def on_backward(self, name: str, *tensors: Tensor) -> Any:
+        """Pass tensors through unchanged; when their gradients arrive, `name` begins, for the micro-batch that is current now.
+
+        Returns:
+            The tensor, or a tuple of them where several were given.
+        """
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+            return tensors[0] if len(tensors) == 1 else tensors
+        passed = _BackwardMark.apply(self, name, self.chunk, self.micro_batch, *tensors)
+        return passed[0] if len(tensors) == 1 else passed
+
+    def begin_backward(self, name: str, chunk: int, micro_batch: int) -> None:
+        """A backward operator starts; called by the marks of `on_backward`."""
+        self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, True
+        self._switch(name, "ep" if _is_exchange(name) else COMPUTE)
+
+    def spans(self) -> list[Span]:
+        """The spans of the step, in order of their start; background work that nobody waited for ends now."""
+        self.end()
+        for opened in list(self._background):
+            self.finish_background(opened)
+        self.clock.finish()
+        seconds = self.clock.seconds
+        made = [
+            Span(o.name, o.channel, o.chunk, o.micro_batch, seconds(self._origin, o.start), seconds(self._origin, end))
+            for o, end in self._raw
+        ]
+        return sorted(made, key=lambda span: (span.start, span.end))
+
+
+def _is_exchange(name: str) -> bool:
+    return name.endswith((".dispatch.backward", ".combine.backward"))
+
+
+class _BackwardMark(torch.autograd.Function):
+    """Identity whose backward tells the recorder that an operator's backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: SpanRecorder, name: str, chunk: int, micro_batch: int, *tensors: Tensor) -> Any:
+        ctx.mark = (recorder, name, chunk, micro_batch)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)  # no view: pipelines free their outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        recorder, name, chunk, micro_batch = ctx.mark
+        recorder.begin_backward(name, chunk, micro_batch)
+        return (None, None, None, None, *gradients)
+
+
+def communication_seconds(spans: Sequence[Span]) -> tuple[float, float]:
+    """Communication of a step.
+
+    Returns:
+        Seconds in which communication ran, and those of them in which no compute span covered it (exposed).
+    """
+    communication = _union((s.start, s.end) for s in spans if s.channel != COMPUTE)
+    compute = _union((s.start, s.end) for s in spans if s.channel == COMPUTE)
+    covered = sum(max(0.0, min(e1, e2) - max(s1, s2)) for s1, e1 in communication for s2, e2 in _near(compute, s1, e1))
+    total = sum(end - start for start, end in communication)
+    return total, total - covered
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _near(intervals: list[tuple[float, float]], start: float, end: float) -> list[tuple[float, float]]:
+    first = bisect.bisect_left(intervals, (start, start))
+    last = bisect.bisect_right(intervals, (end, end))
+    return intervals[max(0, first - 1) : last]

@@ -1,0 +1,188 @@
+"""Train a Mixture-of-Experts language model: `torchrun --nproc-per-node N pretrain_moe.py @examples/FILE.args [flags]`.
+
+Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. torch is imported only when training starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import megatron.training
+from moe_overlap.describe.errors import ConfigError
+
+RANK_0_SPEAKS_WITHIN_SECONDS = 10
+
+if TYPE_CHECKING:
+    from megatron.training.arguments import ParsedArguments
+    from megatron.training.training import TrainingLoop
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit status: 0, 1 for a run that failed, 2 for a user's mistake."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        require_our_portion()
+        from megatron.training.arguments import parse
+        from megatron.training.dry_run import dry_run
+        from megatron.training.validation import validate
+
+        parsed = parse(argv)
+        if parsed.dry_run:
+            dry_run(parsed, parsed.world_size, sys.stdout)
+            return 0
+        validate(parsed.config, int(os.environ.get("WORLD_SIZE", "1")))
+        return train(parsed, argv)
+    except ConfigError as error:
+        return leave(rank, f"error: {error}", 2)
+
+
+def leave(rank: int, line: str, status: int) -> int:
+    """End a run that failed on every rank: rank 0 says why, the others let it speak first.
+
+    torchrun ends every process as soon as one has failed; were another the first to go, nobody would read the line.
+    """
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
+    else:
+        time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
+    return status
+
+
+def require_our_portion() -> None:
+    """Refuse another package's `megatron.training`, before anything is imported from it."""
+    if getattr(megatron.training, "PORTION", None) != "moe-overlap":
+        where = getattr(megatron.training, "__file__", "")
+        raise ConfigError("megatron.training", where, "belongs to another package", "install megatron-core==0.16.1")
+
+
+def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
+    """Everything from the import of torch to the last evaluation."""
+    from megatron.training import cpu_backend
+    from megatron.training.quiet import quiet_libraries
+
+    quiet_libraries()
+    if cpu_backend.is_needed():
+        cpu_backend.install()
+    import torch.distributed as dist
+
+    from megatron.training.announce import announce_end
+    from megatron.training.initialize import start_process
+    from megatron.training.training import TrainingFailed
+
+    process = start_process(parsed.config)
+    try:
+        loop = assemble(parsed, process.rank)
+        loop.run()
+        announce_end(loop.job.log, argv, parsed.config, process.world_size, loop.reason)
+    except TrainingFailed as error:
+        return leave(process.rank, f"error: {error}", 1)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
+    """A run from its flags: plan, groups, model, optimizer, data, checkpoint. Collective over the default process group."""
+    import torch.distributed as dist
+
+    from megatron.training.announce import announce
+    from megatron.training.batch_source import BatchSource
+    from megatron.training.checkpointing import Checkpointer, Progress, model_fingerprint
+    from megatron.training.describe import describe_model, known_vocab_size
+    from megatron.training.initialize import device_of_this_process, seed_everything
+    from megatron.training.metrics import MetricsLog
+    from megatron.training.model import build_model, unwrap
+    from megatron.training.optimizer import make_optimizer, make_scheduler, wrap_chunks
+    from megatron.training.plan_of_run import plan_of_run
+    from megatron.training.tokenizer_of_run import tokenizer_of_run
+    from megatron.training.training import Job, TrainingLoop
+    from moe_overlap.describe.flops import training_flops_per_token
+    from moe_overlap.plan.lower import lower
+    from moe_overlap.runtime import spans, trace
+    from moe_overlap.runtime.groups import build_groups
+    from moe_overlap.runtime.moe_layer import adapt_layer
+    from moe_overlap.runtime.optimizer import MegatronLayerwiseOptimizer
+    from moe_overlap.runtime.parts import defer_planned_gradients, gate_and_dispatcher, make_runner
+    from moe_overlap.runtime.routing.draws import DrawClock
+    from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
+
+    # What runs: tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
+    config = parsed.config
+    tokenizer = tokenizer_of_run(config.data)
+    model = describe_model(config, known_vocab_size(config) or tokenizer.vocab_size, parsed.name)
+    plan = plan_of_run(config, model, dist.get_world_size())
+    instructions = lower(plan, model, rank)
+    stage = plan.stages[plan.stage_of(rank)]
+    total_steps = config.training.train_iters or (config.training.train_samples or 0) // plan.global_batch_size
+
+    # Who runs it: process groups, model, optimizer, and the runner that ties them to the instructions.
+    groups = build_groups(plan)
+    seed_everything(config.training.seed, groups.collection)
+    recorder, clock = spans.SpanRecorder(), DrawClock(config.training.seed)
+    parts = gate_and_dispatcher(config.overlap.moe_gate, config.moe.moe_token_dispatcher_type, clock)
+    adapt = adapt_layer(recorder, groups.collection, *parts)
+    modules = build_model(config, model, plan, groups.collection, groups.stage, adapt)
+    queue = WeightGradQueue(stage.overlap.max_deferred_bytes or None)
+    deferred = defer_planned_gradients(modules, stage.overlap, queue)
+    chunks = wrap_chunks(config, modules, groups.collection, weight_gradients_come_later=deferred)
+    optimizer = make_optimizer(config, chunks, groups.collection)
+    scheduler = make_scheduler(config, optimizer, plan.global_batch_size, total_steps)
+    layerwise = MegatronLayerwiseOptimizer(
+        optimizer, chunks, config.optimizer.clip_grad, count_zeros=config.logging.log_num_zeros_in_grad
+    )
+    runner = make_runner(
+        plan,
+        chunks,
+        [unwrap(chunk) for chunk in chunks],
+        layerwise,
+        groups,
+        recorder,
+        queue=queue,
+        clock=clock,
+        sequence_length=plan.sequence_length,
+        micro_batch_size=stage.micro_batch_size,
+    )
+
+    # What it is fed, where it continues, what it reports.
+    source = BatchSource(
+        config,
+        tokenizer,
+        total_steps=total_steps,
+        global_batch_size=plan.global_batch_size,
+        data_rank=groups.data_rank,
+        data_size=groups.data_size,
+        device=device_of_this_process(),
+    )
+    checkpoints = Checkpointer(config, chunks, optimizer, scheduler, groups.collection, model_fingerprint(config))
+    progress = checkpoints.load() or Progress()
+    log = MetricsLog(config.logging, rank, total_steps)
+    announce(log, parsed, model, dist.get_world_size(), source.description)
+    trace_path = Path(config.overlap.trace or "") if rank == 0 else Path(f"{config.overlap.trace}.rank{rank}")
+    job = Job(
+        config=config,
+        runner=runner,
+        instructions=instructions,
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        checkpoints=checkpoints,
+        log=log,
+        batches=source,
+        measure=spans.communication_seconds,
+        covered=recorder.covered,
+        write_trace=lambda measured: trace.write_trace(trace_path, measured, rank),
+        parameter_norm=layerwise.parameter_norm,
+        global_batch_size=plan.global_batch_size,
+        total_steps=total_steps,
+        flops_per_token=training_flops_per_token(model, plan.sequence_length),
+    )
+    return TrainingLoop(job, progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

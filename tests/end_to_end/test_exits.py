@@ -1,0 +1,81 @@
+"""Runs that end before their last step: a loss that is not finite, signals, intervals, and how they go on afterwards."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import Undisturbed
+from tests.end_to_end.program import SMALL, STEPS, Launch, line_count
+from tools.compare_losses import main as compare_losses
+
+PROMPT_SECONDS = 20.0
+"""A rank that has lost its peers must not wait for the collective's timeout of ten minutes."""
+
+
+def test_loss_that_is_not_finite_ends_every_rank_with_one_line(tmp_path: Path) -> None:
+    losses = tmp_path / "losses.jsonl"
+    launch = Launch([*SMALL, "--lr", "1e30", "--save", str(tmp_path / "saved"), "--log-json", str(losses)], tmp_path)
+    first, second = launch.wait()
+    assert (first.status, second.status) == (1, 1)
+    (line,) = first.err.splitlines()
+    assert re.fullmatch(r"error: step \d+: not finite: loss \S+, gradient norm (nan|inf)", line)
+    assert second.err == ""
+    # Weights that brought nan are not saved over good ones.
+    assert not (tmp_path / "saved").exists()
+    assert all(json.loads(row)["grad_norm"] < float("inf") for row in losses.read_text().splitlines())
+
+
+def test_sigterm_with_handler_saves_and_the_run_continues_bitwise(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    losses, saved = tmp_path / "losses.jsonl", tmp_path / "saved"
+    words = [*SMALL, "--exit-signal-handler", "--save", str(saved), "--log-json", str(losses)]
+    launch = Launch(words, tmp_path)
+    launch.wait_until_lines(losses, 5)
+    launch.processes[1].send_signal(signal.SIGTERM)  # one rank hears it, both stop in the same step
+    first, second = launch.wait(PROMPT_SECONDS)
+    assert (first.status, second.status) == (0, 0), first.err + second.err
+    done = line_count(losses)
+    assert 5 <= done < STEPS
+    assert [path.name for path in saved.iterdir()] == [f"step-{done:06d}"]
+    assert "stopped      signal 15\nnext         torchrun --nproc-per-node 2 pretrain_moe.py @" in first.out
+    # The very line that the run printed, less its launcher, continues it.
+    (following,) = (line.split("pretrain_moe.py ")[1] for line in first.out.splitlines() if line.startswith("next"))
+    first, second = Launch(following.split(), tmp_path).wait()
+    assert (first.status, second.status) == (0, 0), first.err + second.err
+    assert [json.loads(row)["step"] for row in losses.read_text().splitlines()] == list(range(1, STEPS + 1))
+    assert compare_losses(["--bitwise", str(undisturbed.losses), str(losses)]) == 0
+    # A finished run says how to train for longer, and that works, too.
+    (longer,) = (line.split("pretrain_moe.py ")[1] for line in first.out.splitlines() if line.startswith("next"))
+    extended = Launch([*longer.split(), "--exit-interval", str(STEPS + 2)], tmp_path).wait()
+    assert [ended.status for ended in extended] == [0, 0], extended[0].err
+    assert line_count(losses) == STEPS + 2
+
+
+def test_sigterm_without_handler_ends_promptly_and_saves_nothing(tmp_path: Path) -> None:
+    losses = tmp_path / "losses.jsonl"
+    launch = Launch(
+        [*SMALL, "--train-iters", "1000", "--save", str(tmp_path / "saved"), "--log-json", str(losses)], tmp_path
+    )
+    launch.wait_until_lines(losses, 2)
+    begin = time.monotonic()
+    for process in launch.processes:
+        process.terminate()
+    assert [ended.status for ended in launch.wait(PROMPT_SECONDS)] == [-signal.SIGTERM, -signal.SIGTERM]
+    assert time.monotonic() - begin < PROMPT_SECONDS / 4
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.slow
+def test_rank_that_dies_takes_the_others_along(tmp_path: Path) -> None:
+    losses = tmp_path / "losses.jsonl"
+    launch = Launch([*SMALL, "--train-iters", "1000", "--log-json", str(losses)], tmp_path)
+    launch.wait_until_lines(losses, 2)
+    launch.processes[1].kill()
+    first, second = launch.wait(PROMPT_SECONDS)
+    assert second.status == -signal.SIGKILL
+    assert first.status == 1

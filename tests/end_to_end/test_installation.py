@@ -1,0 +1,101 @@
+"""A wheel and an editable install, each in a fresh environment that sees the packages installed here: nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.program import ROOT
+
+pytestmark = pytest.mark.slow
+
+LOOK = """
+import importlib, json, pkgutil, sys
+
+class NoGpuPackages:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("transformer_engine", "apex", "triton", "flash_attn", "cupy"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoGpuPackages())
+import megatron.training, moe_overlap
+from moe_overlap.describe.upstream_flags import load_upstream_flags
+from megatron.training import cpu_backend
+
+flags = len(load_upstream_flags())
+if cpu_backend.is_needed():
+    cpu_backend.install()
+import megatron.core
+for package in (megatron.training, moe_overlap):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+files = {name: sys.modules[name].__file__ for name in ("megatron.core", "megatron.training", "moe_overlap")}
+print(json.dumps({"files": files, "flags": flags, "portion": megatron.training.PORTION}))
+"""
+"""Imports every module, in a process where no GPU package can be imported."""
+
+
+def environment(folder: Path) -> Path:
+    """A fresh environment; its interpreter finds torch and the rest where this one does, behind what is installed into it."""
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    others = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (packages / "installed_here.pth").write_text("\n".join(sorted(others)) + "\n")
+    return folder / "bin/python"
+
+
+def pip(*words: str) -> None:
+    offline = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    command = [sys.executable, "-m", "pip", *words]
+    ended = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def look(python: Path, folder: Path) -> dict[str, object]:
+    """What an installed copy imports, seen from a folder that holds no sources."""
+    ended = subprocess.run([python, "-W", "ignore", "-c", LOOK], cwd=folder, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, object] = json.loads(ended.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a clone holds: building leaves files behind."""
+    copy = tmp_path_factory.mktemp("clone") / "project"
+    left_out = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "checkpoints", "runs", "tests")
+    shutil.copytree(ROOT, copy, ignore=left_out)
+    return copy
+
+
+def test_wheel(sources: Path, tmp_path: Path) -> None:
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path / "wheels"), str(sources))
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    python = environment(tmp_path / "venv")
+    pip("--python", str(python), "install", "--no-deps", str(wheel))
+    found = look(python, tmp_path)
+    files = found["files"]
+    assert isinstance(files, dict)
+    assert files["megatron.training"].startswith(str(tmp_path / "venv"))
+    assert files["moe_overlap"].startswith(str(tmp_path / "venv"))
+    assert "site-packages/megatron/core" in files["megatron.core"]
+    assert found["portion"] == "moe-overlap"
+    assert isinstance(found["flags"], int) and found["flags"] > 800
+
+
+def test_editable(sources: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv")
+    pip("--python", str(python), "install", "--no-deps", "--no-build-isolation", "--editable", str(sources))
+    files = look(python, tmp_path)["files"]
+    assert isinstance(files, dict)
+    assert Path(files["megatron.training"]) == sources / "megatron/training/__init__.py"
+    assert Path(files["moe_overlap"]) == sources / "moe_overlap/__init__.py"
+    assert "site-packages/megatron/core" in files["megatron.core"]

@@ -1,0 +1,66 @@
+"""The executor against megatron-core's schedule: partitions and deferred weight gradients keep losses and gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiprocess.partition_runs import curves
+from tests.spawn import run
+
+EP, PP = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+CAPACITY = "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position"
+OVERLAPPED = {
+    "two parts around": f"{EP} --moe-overlap-partitions 2",
+    "four parts around": f"{EP} --moe-overlap-partitions 4",
+    "two parts after": f"{EP} --moe-overlap-partitions 2 --moe-overlap-range after",
+    "four parts of the experts": f"{EP} --moe-overlap-partitions 4 --moe-overlap-range experts",
+    "deferred": f"{EP} --defer-weight-gradients",
+    "two parts around, deferred": f"{EP} --moe-overlap-partitions 2 --defer-weight-gradients",
+}
+WITH_CAPACITY = {
+    "two parts around": f"{EP} {CAPACITY} --moe-overlap-partitions 2",
+    "four parts around, deferred": f"{EP} {CAPACITY} --moe-overlap-partitions 4 --defer-weight-gradients",
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    variants = {"plain": EP, "plain with capacity": f"{EP} {CAPACITY}"}
+    variants |= OVERLAPPED | {f"capacity: {name}": flags for name, flags in WITH_CAPACITY.items()}
+    first, second = run(2, curves, variants, timeout_seconds=400)
+    assert first == second, "loss and norm are known to every rank"
+    return first
+
+
+def assert_same(curve, reference):
+    for (loss, norm), (expected_loss, expected_norm) in zip(curve, reference, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_overlap_keeps_the_training(found, name):
+    assert_same(found[name], found["plain"])
+
+
+@pytest.mark.parametrize("name", WITH_CAPACITY)
+def test_capacity_passes_from_part_to_part(found, name):
+    """The same tokens are dropped as in the whole micro-batch: another C/K split would move the loss."""
+    assert found["plain"] != found["plain with capacity"], "the capacity drops nothing, so this shows nothing"
+    assert_same(found[f"capacity: {name}"], found["plain with capacity"])
+
+
+def test_deferral_is_bitwise(found):
+    assert found["two parts around, deferred"] == found["two parts around"]
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_four_ranks():
+    overlap = "--moe-overlap-partitions 2 --defer-weight-gradients"
+    every, late = f"{EP} {PP} --num-layers 4", f"{EP} {PP} --num-layers 4 --moe-layer-freq [0]*2+[1]*2"
+    variants = {"every": every, "every, overlapped": f"{every} {overlap}"}
+    # A first stage without a MoE layer has nothing to overlap, and still runs like the stage after it.
+    variants |= {"late": late, "late, overlapped": f"{late} {overlap}"}
+    answers = run(4, curves, variants, timeout_seconds=600)
+    for name in ("every", "late"):
+        assert_same(answers[0][f"{name}, overlapped"], answers[0][name])

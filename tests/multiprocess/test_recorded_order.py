@@ -1,0 +1,58 @@
+"""megatron-core's schedules run what the instruction list says: per channel the recorded order is the list's."""
+
+from __future__ import annotations
+
+from tests.multiprocess.recorded_order import check_broken_lists, check_evaluation, check_order
+from tests.spawn import run
+
+SHARED = "--moe-shared-expert-intermediate-size 32"
+EP2, PP2 = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+FULL = "--recompute-granularity full --recompute-num-layers 2 --recompute-method"
+DENSE_FIRST = "--moe-layer-freq [0]*1+[1]*3"
+
+TWO_RANKS = {
+    "EP2": EP2,
+    "EP2, shared expert": f"{EP2} {SHARED}",
+    "TP2 with sequence parallel, ETP2": TP2,
+    "TP2 with sequence parallel, ETP2, shared expert": f"{TP2} {SHARED}",
+    "TP2 with sequence parallel, EP2 ETP1": f"{TP2} {EP2} --expert-tensor-parallel-size 1",
+    "DP2, nothing is exchanged": SHARED,
+    "EP2, overlapped reduce and gather": f"{EP2} --overlap-grad-reduce --overlap-param-gather",
+    "EP2, allgather": f"{EP2} {SHARED} --moe-token-dispatcher-type allgather",
+    "EP2, first layer dense": f"{EP2} {SHARED} {DENSE_FIRST}",
+    "PP2": PP2,
+    "PP2, shared expert": f"{PP2} {SHARED}",
+    "PP2, tied embeddings of a dense model": f"{PP2} --moe-layer-freq 5",
+    "PP2, 2 virtual stages": VPP2,
+    "PP2, 2 virtual stages, shared expert": f"{VPP2} {SHARED}",
+    "EP2, full recompute of groups": f"{EP2} {SHARED} {FULL} uniform",
+    "EP2, full recompute of some layers": f"{EP2} {SHARED} {FULL} block",
+    "EP2, recompute of MoE layers": f"{EP2} {SHARED} --recompute-granularity selective --recompute-modules moe",
+    "EP2, recompute of attention": f"{EP2} {SHARED} --recompute-granularity selective --recompute-modules core_attn",
+    "PP2, recompute of dense layers": f"{PP2} {DENSE_FIRST} --recompute-granularity selective --recompute-modules mlp",
+}
+FOUR_RANKS = {
+    "EP2 × PP2, 2 virtual stages": f"{EP2} {VPP2}",
+    "EP2 × PP2, 2 virtual stages, shared expert": f"{EP2} {VPP2} {SHARED}",
+}
+
+
+def on_two_ranks() -> tuple[dict[str, dict[str, str]], list[list[int]], list[dict[str, str]]]:
+    order = check_order(TWO_RANKS)
+    broken = [check_broken_lists(f"{flags} {SHARED} --global-batch-size 4") for flags in (EP2, VPP2)]
+    return order, broken, [check_evaluation(f"{flags} {SHARED}") for flags in (EP2, VPP2)]
+
+
+def test_two_ranks() -> None:
+    for rank, (order, broken, evaluation) in enumerate(run(2, on_two_ranks)):
+        assert order == dict.fromkeys(TWO_RANKS, {}), rank
+        assert evaluation == [{}, {}], rank
+        for missed, attempts in broken:
+            assert missed == 0 and attempts > 50, rank
+
+
+def test_four_ranks() -> None:
+    for rank, order in enumerate(run(4, check_order, FOUR_RANKS)):
+        assert order == dict.fromkeys(FOUR_RANKS, {}), rank

@@ -1,0 +1,49 @@
+"""Formulas of the overlap benchmark."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.link_bed.figures import Measured, Turn, table
+
+
+def turns(*steps: float, exposed: float = 0.0) -> list[Turn]:
+    return [Turn(step, exposed) for step in steps]
+
+
+MEASURED = Measured(
+    limited={
+        "plain": turns(4.0, 5.0, 3.0),
+        "sequential": turns(3.0, 3.2, 2.8, exposed=1.1),
+        "both": turns(2.0, 2.5, 2.25, exposed=0.3),
+    },
+    free={"plain": turns(2.0, 2.0, 2.0), "sequential": turns(2.1, 2.0, 1.9, exposed=0.1), "both": turns(2.2, 2.2, 2.2)},
+    alone={"sequential": [1.0, 1.2, 1.1]},
+)
+
+
+def test_figures() -> None:
+    plain, sequential, both = MEASURED.figures("sequential", "plain")
+    assert [row.variant for row in (plain, sequential, both)] == ["plain", "sequential", "both"]
+    assert MEASURED.ratio("sequential") == pytest.approx((3.0 - 2.0) / 2.0)
+    assert sequential.hidden == pytest.approx(0.0) and both.hidden == pytest.approx(1 - 0.25 / 1.0)
+    assert plain.hidden == pytest.approx(-1.0), "slower than the sequential step"
+    assert (both.speedup.min, both.speedup.median, both.speedup.max) == pytest.approx(
+        (2.8 / 2.25, 3.2 / 2.5, 3.0 / 2.0)
+    )
+    assert both.plain_speedup is not None and both.plain_speedup.max == pytest.approx(2.0)
+    assert sequential.exposed_by_difference == pytest.approx(1.0)
+    assert sequential.exposed_seconds.median - sequential.free_exposed_seconds == pytest.approx(1.0)
+    assert sequential.alone_seconds == pytest.approx(1.1) and both.alone_seconds is None
+
+
+def test_nothing_to_hide() -> None:
+    free = Measured({"sequential": turns(2.0)}, {"sequential": turns(2.0)}, {})
+    assert free.figures("sequential", None)[0].hidden is None
+
+
+def test_table() -> None:
+    lines = table(MEASURED.figures("sequential", "plain")).splitlines()
+    assert lines[0].split()[:3] == ["variant", "step", "s"]
+    assert lines[3].split() == "both 2.000 2.250 2.500 2.200 - 0.300 0.300 0.300".split() + lines[3].split()[9:]
+    assert lines[3].endswith("75%")

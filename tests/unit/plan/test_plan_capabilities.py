@@ -1,0 +1,144 @@
+"""What is not executed is refused by field; what plain flags can say is accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import plan_samples
+import pytest
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.capabilities import refuse_unsupported, refuse_what_cannot_be_lowered
+from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
+from moe_overlap.plan.plan import Offload, Recompute
+from moe_overlap.plan.serialize import load_plan
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        Recompute(),
+        Recompute(layers=1, granularity="full"),
+        Recompute(layers=2, granularity="uniform"),
+        Recompute(layers=2, granularity="selective", modules=("core_attn", "moe")),
+    ],
+)
+def test_what_flags_say_is_executed(recompute: Recompute) -> None:
+    refuse_unsupported(plan_samples.plan(layers=4, stages=2, stage={"recompute": recompute, "data": 2, "expert": 2}))
+    refuse_unsupported(
+        plan_samples.plan(layers=8, stages=2, chunks=2, precision="bf16", stage={"recompute": recompute})
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "run", "message"),
+    [
+        ({"zero_level": 0}, {}, "stages[0].zero_level 0: the distributed optimizer (ZeRO-1) is always on; write 1"),
+        ({"zero_level": 3}, {}, "stages[0].zero_level 3: ZeRO 2 and 3 are not executed; write 1"),
+        ({"offload": Offload(weights=0.5)}, {}, "stages[0].offload.weights 0.5: offloading is not executed; write 0.0"),
+        (
+            {"offload": Offload(gradients=0.5)},
+            {},
+            "stages[0].offload.gradients 0.5: offloading is not executed; write 0.0",
+        ),
+        (
+            {"offload": Offload(optimizer=1.0)},
+            {},
+            "stages[0].offload.optimizer 1.0: offloading is not executed; write 0.0",
+        ),
+        (
+            {"offload": Offload(activations=1.0)},
+            {},
+            "stages[0].offload.activations 1.0: offloading is not executed; write 0.0",
+        ),
+        (
+            {"overlap": StageOverlap(gradient_chunk_bytes=4096)},
+            {},
+            "stages[0].overlap.gradient_chunk_bytes 4096: chunked gradient reduction is not executed; write 0",
+        ),
+        (
+            {"overlap": StageOverlap(micro_batches_in_flight=2)},
+            {},
+            "stages[0].overlap.micro_batches_in_flight 2: interleaved micro-batches are not executed; write 1",
+        ),
+        (
+            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel", tutel_degree=2),))},
+            {},
+            "stages[0].overlap.layers[0].mechanism tutel: not lowered; use none or partitioned",
+        ),
+        (
+            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, dispatcher="flex"),))},
+            {},
+            "stages[0].overlap.layers[0].dispatcher flex: not executed; write irregular",
+        ),
+        (
+            {"recompute": Recompute(layers=1, granularity="selective", modules=("moe",))},
+            {},
+            "stages[0].recompute.layers 1: selective recomputation covers every layer of a chunk (2); write 2",
+        ),
+        ({}, {"precision": "fp8"}, "precision fp8: not executed; use fp32 or bf16"),
+        ({}, {"mtp_stage": 1}, "mtp_stage 1: multi-token prediction is not executed; write null"),
+        ({}, {"embedding_stage": 1}, "embedding_stage 1: the embedding runs on the first stage; write 0"),
+        ({}, {"loss_stage": 0}, "loss_stage 0: the loss runs on the last stage; write 1"),
+    ],
+)
+def test_refused_by_field(stage: dict[str, Any], run: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsupported(plan_samples.plan(layers=4, stages=2, stage=stage, **run))
+    assert str(caught.value) == f"plan.json {message}"
+
+
+@pytest.mark.parametrize(
+    ("gate", "stage", "message"),
+    [
+        (None, {}, "overlap.layers[0].gate null: only a gate of ours hands capacity to the next partition; write topk"),
+        (
+            "batch_prioritized",
+            {},
+            "overlap.layers[0].gate batch_prioritized: needs the whole micro-batch, and partitions behind such a gate "
+            "are not executed; use topk, switch, random or hash",
+        ),
+        (
+            "topk",
+            {"recompute": Recompute(layers=1, granularity="full")},
+            "recompute.granularity full: partitions that are recomputed are not executed; write none",
+        ),
+    ],
+)
+def test_partitions_that_are_lowered_and_not_executed(gate: Any, stage: dict[str, Any], message: str) -> None:
+    layer = LayerOverlap(
+        layer=0,
+        gate=gate,
+        mechanism="partitioned",
+        partitions=2,
+        first_operator="L0.moe.gate",
+        last_operator="L0.moe.merge",
+        axis="batch",
+    )
+    plan = plan_samples.plan(stage={**stage, "data": 2, "expert": 2, "overlap": StageOverlap(layers=(layer,))})
+    refuse_what_cannot_be_lowered(plan)
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsupported(plan)
+    assert str(caught.value) == f"plan.json stages[0].{message}"
+
+
+@pytest.mark.parametrize(
+    ("change", "lowered"),
+    [({"recompute": Recompute(layers=1, granularity="full")}, True), ({"expert": 2}, True), ({"tensor": 2}, False)],
+)
+def test_unlike_stages(change: dict[str, Any], lowered: bool) -> None:
+    plan = plan_samples.plan(layers=4, stages=2, stage={"data": 2})
+    unlike = dataclasses.replace(plan, stages=(plan.stages[0], dataclasses.replace(plan.stages[1], **change)))
+    (field,) = change
+    with pytest.raises(ConfigError, match=rf"stages\[1\]\.{field}.*: differs from stages\[0\]"):
+        refuse_unsupported(unlike)
+    if lowered:
+        refuse_what_cannot_be_lowered(unlike)
+
+
+def test_the_example_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^plan.json transfers \(1 entries\): stages of unlike shape are not executed"
+    ):
+        refuse_unsupported(load_plan(plan_samples.GOLDEN / "example_plan.json"))

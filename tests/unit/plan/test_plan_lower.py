@@ -1,0 +1,255 @@
+"""Lowering: golden lists, orders, bytes, and whole runs that finish."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import plan_samples
+import pytest
+from list_twins import run_together
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.parameters import Share, rank_parameters
+from moe_overlap.plan.instructions import Instruction, format_list
+from moe_overlap.plan.layer_sequence import recompute_groups
+from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lower_update import optimizer_parts
+from moe_overlap.plan.operators import parse_operator
+from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
+from moe_overlap.plan.payload import part_size
+from moe_overlap.plan.plan import Offload, Plan, Recompute
+from moe_overlap.plan.races import check_races
+from moe_overlap.plan.serialize import load_plan, read_record
+from moe_overlap.plan.validate import validate_plan
+
+EP2 = {"data": 2, "expert": 2}
+
+
+def names(instructions: tuple[Instruction, ...], channel: str | None = None) -> list[str]:
+    return [i.name for i in instructions if channel in (None, i.channel)]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_golden_list(rank: int) -> None:
+    """Written in tests/golden by `tools/show_plan.py pp2_ep2.json --model pp2_ep2_model.json --list --rank R`."""
+    plan = load_plan(plan_samples.GOLDEN / "pp2_ep2.json")
+    values = json.loads((plan_samples.GOLDEN / "pp2_ep2_model.json").read_text())
+    model = read_record(ModelDescription, values, "pp2_ep2_model.json")
+    validate_plan(plan, model)
+    assert format_list(lower(plan, model, rank)) == (plan_samples.GOLDEN / f"pp2_ep2_rank{rank}.txt").read_text()
+
+
+SWEEP = [
+    (moe, stages, chunks, micro_batches, stage)
+    for moe, (stages, chunks), micro_batches, stage in itertools.product(
+        ("mmmm", "dmdm"),
+        ((1, 1), (2, 1), (4, 1), (2, 2)),
+        (2, 4),
+        (
+            {},
+            EP2,
+            {"tensor": 2, "expert_tensor": 2},
+            {"data": 2, "tensor": 2, "expert": 2},
+            {"data": 2, "zero_level": 0},
+            {"data": 2, "overlap": StageOverlap(gradient_chunk_bytes=50_000)},
+            {**EP2, "recompute": Recompute(layers=1, granularity="full")},
+            {**EP2, "recompute": Recompute(layers=1, granularity="uniform")},
+            {**EP2, "recompute": Recompute(layers=1, granularity="selective", modules=("moe", "mlp", "core_attn"))},
+            {**EP2, "recompute": Recompute(layers=1, granularity="selective", modules=("shared_experts",))},
+        ),
+    )
+    if chunks == 1 or micro_batches % stages == 0
+]
+
+
+def sweep() -> list[tuple[Plan, ModelDescription]]:
+    made = []
+    for moe, stages, chunks, micro_batches, stage in SWEEP:
+        for shared in (0, 64):
+            plan = plan_samples.plan(4, stages, chunks, micro_batches, stage)
+            made.append((plan, plan_samples.model(moe, shared_expert_hidden_size=shared)))
+    return made
+
+
+def test_every_list_is_sound() -> None:
+    for plan, model in sweep():
+        validate_plan(plan, model)
+        for rank in range(plan.world_size):
+            made = lower(plan, model, rank)
+            check_races(made)
+            assert [i.id for i in made] == list(range(len(made)))
+            for instruction in made:
+                operator = parse_operator(instruction.name)
+                assert operator.is_collective == (instruction.kind == "collective") or plan.world_size == 1
+                assert operator.is_point_to_point == (instruction.kind == "point-to-point")
+                assert (instruction.channel == "compute") == (instruction.kind in ("compute", "optimizer"))
+
+
+def test_every_pass_has_its_mirror() -> None:
+    """Each operator but the counts runs once forward and once backward per micro-batch."""
+    for plan, model in sweep():
+        for rank in range(plan.world_size):
+            made = [i for i in lower(plan, model, rank) if i.micro_batch is not None and "receive" not in i.name]
+            made = [i for i in made if not i.name.startswith("send") and not i.name.endswith(".recompute")]
+            forward = {(i.name, i.micro_batch) for i in made if not i.name.endswith(".backward")}
+            backward = {(i.name.removesuffix(".backward"), i.micro_batch) for i in made if i.name.endswith(".backward")}
+            assert len(made) == len(forward) + len(backward)
+            assert {key for key in forward if not key[0].endswith(".count")} == backward
+
+
+def test_whole_runs_finish() -> None:
+    for plan, model in sweep():
+        assert run_together({rank: list(lower(plan, model, rank)) for rank in range(plan.world_size)})
+
+
+def test_one_channel_for_all_transfers_would_block() -> None:
+    """Why each direction of a boundary is a channel of its own."""
+    plan, model = plan_samples.plan(layers=2, stages=2, micro_batches=4), plan_samples.model()
+    lists = {
+        rank: [dataclasses.replace(i, channel=i.channel.partition(".")[0]) for i in lower(plan, model, rank)]
+        for rank in range(2)
+    }
+    assert not run_together(lists)
+
+
+def test_single_process() -> None:
+    made = lower(plan_samples.plan(micro_batches=1), plan_samples.model("dm"), 0)
+    assert names(made) == [
+        "embedding", "L0.attention", "L0.mlp", "L1.attention", "L1.moe.gate", "L1.moe.experts", "L1.moe.merge",
+        "head.norm", "head.loss", "head.loss.backward", "head.norm.backward", "L1.moe.merge.backward",
+        "L1.moe.experts.backward", "L1.moe.gate.backward", "L1.attention.backward", "L0.mlp.backward",
+        "L0.attention.backward", "embedding.backward", "optimizer.norm", "optimizer.embedding", "optimizer.L0",
+        "optimizer.L1", "optimizer.head",
+    ]  # fmt: skip
+    assert {i.channel for i in made} == {"compute"}
+    assert sum(i.bytes for i in made) == 0
+
+
+def test_exchange_channel_with_shared_experts() -> None:
+    model = plan_samples.model("m", shared_expert_hidden_size=64)
+    made = lower(plan_samples.plan(layers=1, micro_batches=1, stage=EP2), model, 0)
+    layer = [name for name in names(made) if name.startswith("L0")]
+    assert layer == [
+        "L0.attention", "L0.moe.gate", "L0.moe.count", "L0.moe.dispatch", "L0.moe.shared", "L0.moe.experts",
+        "L0.moe.combine", "L0.moe.merge", "L0.moe.merge.backward", "L0.moe.combine.backward", "L0.moe.experts.backward",
+        "L0.moe.shared.backward", "L0.moe.dispatch.backward", "L0.moe.gate.backward", "L0.attention.backward",
+    ]  # fmt: skip
+    by_name = {i.name: i for i in made}
+    assert by_name["L0.moe.dispatch"].id not in by_name["L0.moe.shared"].after
+    assert by_name["L0.moe.merge"].after == (by_name["L0.moe.shared"].id, by_name["L0.moe.combine"].id)
+
+
+def test_planned_bytes() -> None:
+    """Those of the worked example, which has two partitions per micro-batch: 2 · 131072."""
+    made = {i.name: i for i in lower(plan_samples.plan(stages=2, stage=EP2), plan_samples.model(), 0)}
+    assert made["L0.moe.count"].bytes == 64
+    assert made["L0.moe.dispatch"].bytes == made["L0.moe.combine.backward"].bytes == 2 * 131072
+    assert made["send.S0>S1"].bytes == 262144
+    assert made["receive.S0>S1.backward"].bytes == 0
+    bf16 = {i.name: i for i in lower(plan_samples.plan(stages=2, stage=EP2, precision="bf16"), plan_samples.model(), 0)}
+    assert bf16["send.S0>S1"].bytes == 131072
+    tensor = {"tensor": 2, "expert": 2, "expert_tensor": 1}
+    split = {i.name: i for i in lower(plan_samples.plan(stages=2, stage=tensor), plan_samples.model(), 0)}
+    assert split["send.S0>S1"].bytes == 131072
+    both = {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}
+    expert_tensor = {i.name: i for i in lower(plan_samples.plan(stages=2, stage=both), plan_samples.model(), 0)}
+    assert expert_tensor["L0.moe.dispatch"].bytes == 131072 + 262144
+    assert expert_tensor["L0.moe.count"].bytes == 3 * 64
+
+
+def test_peers() -> None:
+    plan, model = plan_samples.plan(layers=4, stages=2, chunks=2, stage=EP2), plan_samples.model("mmmm")
+    transfers = [i for i in lower(plan, model, 3) if i.kind == "point-to-point"]
+    assert {i.peers for i in transfers} == {(1,)}
+    assert {i.name for i in transfers} == {
+        "receive.S0>S1", "send.S1>S0", "receive.S1>S0.backward", "send.S0>S1.backward",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"learned_positions": True, "linear_bias": True}])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_optimizer_parts_hold_every_parameter(changes: dict[str, Any], stages: int) -> None:
+    model = plan_samples.model("dmmm", shared_expert_hidden_size=64, **changes)
+    plan = plan_samples.plan(4, stages, stage={"tensor": 2, "data": 2, "expert": 2})
+    for index, stage in enumerate(plan.stages):
+        sizes = [part_size(part, plan, stage, model) for part in optimizer_parts(plan, index)]
+        ends = {"first_stage": index == 0, "last_stage": index == stages - 1}
+        share = Share(chunks=stage.chunks, tensor=2, expert=2, **ends)
+        assert sum(size.dense + size.experts for size in sizes) == rank_parameters(model, share).total
+
+
+def test_gradient_reduction_in_pieces() -> None:
+    whole = plan_samples.plan(stage={"data": 2})
+    pieces = plan_samples.plan(stage={"data": 2, "overlap": StageOverlap(gradient_chunk_bytes=100_000)})
+    model = plan_samples.model()
+    (one,) = [i for i in lower(whole, model, 0) if i.name == "gradients"]
+    many = [i for i in lower(pieces, model, 0) if i.name.startswith("gradients")]
+    assert sum(i.bytes for i in many) == one.bytes
+    assert max(i.bytes for i in many) <= 50_000
+    assert list(dict.fromkeys(i.name for i in many)) == [
+        "gradients.head", "gradients.L1", "gradients.L0", "gradients.embedding",
+    ]  # fmt: skip
+    assert [i.partition for i in many if i.name == "gradients.L0"] == [(n,) for n in range(len(many) // 2 - 1)][
+        : sum(i.name == "gradients.L0" for i in many)
+    ]
+    early = next(i for i in many if i.name == "gradients.L1")
+    made = lower(pieces, model, 0)
+    assert made[early.after[0]].name == "L1.attention.backward"
+
+
+def test_state_collectives_follow_zero_level() -> None:
+    for level, expected in ((0, ["gradients", "optimizer.norm"]), (1, ["gradients", "optimizer.norm", "parameters"])):
+        plan = plan_samples.plan(stage={"data": 2, "zero_level": level})
+        assert names(lower(plan, plan_samples.model(), 0), "dp") == expected
+    assert names(lower(plan_samples.plan(stages=2), plan_samples.model(), 0), "dp") == ["optimizer.norm"]
+    expert_copies = plan_samples.plan(stage={"tensor": 2})
+    assert "gradients" in names(lower(expert_copies, plan_samples.model(), 0))
+
+
+def test_optimizer_steps_in_layer_order() -> None:
+    plan = plan_samples.plan(layers=8, stages=2, chunks=2)
+    assert optimizer_parts(plan, 0) == ("embedding", "L0", "L1", "L4", "L5")
+    assert optimizer_parts(plan, 1) == ("L2", "L3", "L6", "L7", "head")
+
+
+def test_full_recomputation() -> None:
+    stage = {**EP2, "recompute": Recompute(layers=1, granularity="full")}
+    made = names(lower(plan_samples.plan(micro_batches=1, stage=stage), plan_samples.model(), 0))
+    start = made.index("L1.attention.backward")
+    assert made[start + 1 : start + 9] == [
+        "L0.attention.recompute", "L0.moe.gate.recompute", "L0.moe.count.recompute", "L0.moe.dispatch.recompute",
+        "L0.moe.experts.recompute", "L0.moe.combine.recompute", "L0.moe.merge.recompute", "L0.moe.merge.backward",
+    ]  # fmt: skip
+    assert not [name for name in made if name.startswith("L1") and name.endswith(".recompute")]
+
+
+def test_recompute_groups() -> None:
+    def shown(recompute: Recompute) -> list[tuple[tuple[int, ...], bool, tuple[str, ...]]]:
+        return [(group.layers, group.whole, group.modules) for group in recompute_groups(recompute, range(4, 8))]
+
+    assert shown(Recompute()) == [((n,), False, ()) for n in (7, 6, 5, 4)]
+    assert shown(Recompute(layers=1, granularity="full")) == [((n,), n == 4, ()) for n in (7, 6, 5, 4)]
+    assert shown(Recompute(layers=2, granularity="uniform")) == [((6, 7), True, ()), ((4, 5), True, ())]
+    selective = shown(Recompute(layers=3, granularity="selective", modules=("moe",)))
+    assert selective == [((7,), False, ()), *(((n,), False, ("moe",)) for n in (6, 5, 4))]
+
+
+@pytest.mark.parametrize(
+    ("stage", "field"),
+    [
+        ({"zero_level": 2}, "stages[0].zero_level 2"),
+        ({"offload": Offload(optimizer=0.5)}, "stages[0].offload.optimizer 0.5"),
+        (
+            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="cross_micro_batch"),))},
+            "stages[0].overlap.layers[0].mechanism cross_micro_batch",
+        ),
+    ],
+)
+def test_what_is_not_lowered_is_refused(stage: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lower(plan_samples.plan(stage=stage), plan_samples.model(), 0)
+    assert str(caught.value).startswith(f"plan.json {field}: ")

@@ -1,0 +1,115 @@
+"""What a checkpoint must share with the run that loads it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.checkpoint_folder import Stored
+from megatron.training.checkpoint_rules import (
+    model_fingerprint,
+    require_fit,
+    require_parts,
+    require_same_fingerprint,
+    schedule_to_load,
+)
+from megatron.training.config import Config, ModelConfig, MoEConfig, OptimizerConfig
+from moe_overlap.describe.errors import ConfigError
+
+MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
+CONFIG = Config(model=MODEL, moe=MoEConfig(num_experts=8))
+ADAM = {"name": "adam", "precision": "bf16", "steps": 5}
+SCHEDULE: dict[str, Any] = {
+    "max_lr": 1e-3,
+    "min_lr": 0.0,
+    "lr_warmup_steps": 0,
+    "num_steps": 40,
+    "lr_decay_style": "cosine",
+    "lr_decay_steps": 400,
+    "start_wd": 0.1,
+    "end_wd": 0.1,
+    "wd_incr_style": "constant",
+    "wd_incr_steps": 400,
+}
+
+
+def stored(**mark: Any) -> Stored:
+    return Stored(Path("runs/a/step-000005"), 5, 1, mark)
+
+
+def test_a_default_equals_its_value_written_out() -> None:
+    written = replace(MODEL, kv_channels=16, num_query_groups=3)
+    other = Config(model=written, moe=MoEConfig(num_experts=8, moe_layer_freq=(1, 1, 1, 1)))
+    assert model_fingerprint(other) == model_fingerprint(CONFIG)
+    require_same_fingerprint(stored(fingerprint=model_fingerprint(other)), "runs/a", model_fingerprint(CONFIG))
+
+
+def test_flags_that_no_shape_shows_are_named() -> None:
+    other = Config(model=replace(MODEL, rotary_interleaved=True, kv_channels=16, num_attention_heads=2), moe=CONFIG.moe)
+    with pytest.raises(ConfigError) as caught:
+        require_same_fingerprint(stored(fingerprint=model_fingerprint(CONFIG)), "runs/a", model_fingerprint(other))
+    assert str(caught.value) == (
+        "--load runs/a: step 5 was saved with --num-attention-heads 4, this run has 2"
+        " (also different: --num-query-groups; --rotary-interleaved); give the flags of the saved model"
+    )
+
+
+def test_differences_are_named_up_to_three() -> None:
+    require_fit(stored(), "runs/a", [])
+    with pytest.raises(ConfigError) as caught:
+        require_fit(stored(), "runs/a", [f"k{i} is not in the checkpoint" for i in range(9)])
+    assert "(k0 is not in the checkpoint; k1 is not in the checkpoint; k2 is not in the checkpoint; and 6 more)" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "random_states", "words"),
+    [
+        (None, ADAM, False, "holds no optimizer state (saved with --no-save-optim); add --no-load-optim or --finetune"),
+        (
+            ADAM | {"name": "sgd"},
+            ADAM,
+            False,
+            "is of sgd, this run uses adam; correct --optimizer or add --no-load-optim",
+        ),
+        (
+            ADAM | {"precision": "fp32"},
+            ADAM,
+            False,
+            "is of fp32, this run uses bf16; correct --bf16 or add --no-load-optim",
+        ),
+        (ADAM, ADAM, True, "holds no random-number states (saved with --no-save-rng); add --no-load-rng"),
+    ],
+)
+def test_missing_parts(saved: Any, asked: Any, random_states: bool, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_parts(stored(optimizer=saved, random_states=False), "runs/a", asked, random_states)
+    assert str(caught.value).startswith("--load runs/a: ") and str(caught.value).endswith(words)
+    require_parts(stored(optimizer=saved, random_states=False), "runs/a", None, False)
+
+
+def test_a_longer_run_needs_to_say_whose_decay_holds() -> None:
+    longer = SCHEDULE | {"num_steps": 0, "lr_decay_steps": 800, "wd_incr_steps": 800}
+    with pytest.raises(ConfigError) as caught:
+        schedule_to_load(stored(scheduler=SCHEDULE), "runs/a", longer, OptimizerConfig())
+    assert str(caught.value) == (
+        "--load runs/a: step 5 was saved with a learning-rate decay (in samples; by default the length of the run) of 400,"
+        " this run has 800; add --override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the"
+        " saved one"
+    )
+    for flags in (
+        OptimizerConfig(override_opt_param_scheduler=True),
+        OptimizerConfig(use_checkpoint_opt_param_scheduler=True),
+    ):
+        assert schedule_to_load(stored(scheduler=SCHEDULE), "runs/a", longer, flags)["num_steps"] == 40
+
+
+def test_lengths_that_a_constant_schedule_does_not_use_may_differ() -> None:
+    constant = SCHEDULE | {"lr_decay_style": "constant"}
+    longer = constant | {"num_steps": 0, "lr_decay_steps": 800, "wd_incr_steps": 800}
+    loaded = schedule_to_load(stored(scheduler=constant), "runs/a", longer, OptimizerConfig())
+    assert loaded == longer | {"num_steps": 40}

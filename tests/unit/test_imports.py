@@ -1,0 +1,131 @@
+"""Who may import whom, read from the source; and a foreign `megatron.training` in front of ours is told from it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("moe_overlap", "megatron.training", "pretrain_moe", "tools", "tests")
+ALLOWED = {
+    "moe_overlap/describe": ("moe_overlap.describe",),
+    "moe_overlap/plan": ("moe_overlap.describe", "moe_overlap.plan"),
+    "megatron/training": ("moe_overlap.describe", "moe_overlap.plan", "megatron.training"),
+    "moe_overlap/runtime": ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.runtime"),
+    "moe_overlap/tuner": ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.tuner", "megatron.training.model"),
+}
+STANDARD_LIBRARY_ONLY = ("moe_overlap/describe", "moe_overlap/plan")
+
+
+def imported(tree: ast.AST, package: str) -> Iterator[str]:
+    """Every module a file imports, wherever the statement stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from a import b`: b may be a module of a.
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def forbidden(folder: str, source: str) -> list[str]:
+    found = []
+    for name in imported(ast.parse(source), folder.replace("/", ".")):
+        ours = any(name == root or name.startswith(f"{root}.") for root in OURS)
+        allowed = any(name == root or name.startswith(f"{root}.") for root in ALLOWED[folder])
+        outside = folder in STANDARD_LIBRARY_ONLY and name.partition(".")[0] not in sys.stdlib_module_names
+        if not allowed and (ours or outside):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("folder", [folder for folder in ALLOWED if (ROOT / folder).is_dir()])
+def test_import_rule(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    found = {str(path.relative_to(ROOT)): forbidden(folder, path.read_text()) for path in files}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("folder", "line"),
+    [
+        ("moe_overlap/describe", "import torch"),
+        ("moe_overlap/describe", "from moe_overlap.plan import lower"),
+        ("moe_overlap/plan", "def f():\n    import numpy"),
+        ("moe_overlap/plan", "from megatron.core import parallel_state"),
+        ("megatron/training", "from moe_overlap.runtime.spans import Span"),
+        ("megatron/training", "from moe_overlap import tuner"),
+        ("megatron/training", "import pretrain_moe"),
+        ("moe_overlap/runtime", "from megatron.training.config import Config"),
+        ("moe_overlap/runtime", "from megatron import training"),
+        ("moe_overlap/runtime", "from ..tuner import search"),
+    ],
+)
+def test_the_rule_can_be_broken(folder: str, line: str) -> None:
+    assert forbidden(folder, line)
+
+
+@pytest.mark.parametrize(
+    ("folder", "line"),
+    [
+        ("moe_overlap/plan", "import json, dataclasses\nfrom moe_overlap.describe.errors import ConfigError"),
+        ("megatron/training", "import torch\nfrom megatron.core import parallel_state"),
+        ("moe_overlap/runtime", "import torch\nfrom megatron.core.transformer.moe.moe_layer import MoELayer"),
+    ],
+)
+def test_what_the_rule_allows(folder: str, line: str) -> None:
+    assert forbidden(folder, line) == []
+
+
+def test_megatron_stays_a_namespace() -> None:
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+
+
+def test_nothing_reads_parallel_state() -> None:
+    """The scratch buffer of initialize.py is the one exception."""
+    uses = []
+    for folder in ("megatron/training", "moe_overlap"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("parallel_state", "mpu"):
+                    uses.append((path.name, node.attr))
+    assert set(uses) == {
+        ("initialize.py", "_GLOBAL_MEMORY_BUFFER"),
+        ("initialize.py", "_set_global_memory_buffer"),
+    }
+
+
+FOREIGN = {
+    "a package without our mark": {"__init__.py": "", "arguments.py": "def parse(argv):\n    raise SystemExit(99)\n"},
+    "a later wheel's package": {"__init__.py": "from .training import pretrain\n", "training.py": "pretrain = 1\n"},
+}
+
+
+@pytest.mark.parametrize("files", FOREIGN.values(), ids=list(FOREIGN))
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+def test_a_foreign_megatron_training_is_refused(tmp_path: Path, files: dict[str, str], words: list[str]) -> None:
+    folder = tmp_path / "megatron" / "training"
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    # The script's own folder comes first on the path; behind -c nothing does.
+    program = (
+        f"import sys; sys.path.insert(1, {str(ROOT)!r}); import runpy; sys.argv = {['pretrain_moe.py', *words]!r}; "
+    )
+    program += f"runpy.run_path({str(ROOT / 'pretrain_moe.py')!r}, run_name='__main__')"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        f"error: megatron.training {folder / '__init__.py'}: belongs to another package; install megatron-core==0.16.1\n"
+    )

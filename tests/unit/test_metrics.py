@@ -1,0 +1,105 @@
+"""Where a step's figures go: JSON fields as documented, the console's line, files per rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.config import LoggingConfig
+from megatron.training.metrics import MetricsLog, StepMetrics, step_line
+
+DOCUMENTED = {"step", "loss", "step_seconds", "tokens_per_second", "grad_norm", "comm_seconds", "exposed_comm_seconds"}
+DOCUMENTED |= {"peak_bytes"}
+
+
+def metrics(**changes: Any) -> StepMetrics:
+    values: dict[str, Any] = {
+        "step": 1,
+        "loss": 5.556123456789012,
+        "step_seconds": 0.83,
+        "tokens_per_second": 9841.0,
+        "grad_norm": 3.2149,
+        "learning_rate": 1e-5,
+        "comm_seconds": 0.12,
+        "exposed_comm_seconds": 0.0415,
+        "comm_covered": ("ep", "pp", "dp"),
+        "peak_bytes": 412 * 2**20,
+        "resident_bytes": 900 * 2**20,
+        "consumed_samples": 16,
+        "optional": {},
+    }
+    return StepMetrics(**{**values, **changes})
+
+
+def test_the_line_of_a_step() -> None:
+    assert step_line(metrics(), 300) == (
+        "step     1/300  loss 5.5561  grad 3.21  lr 1.0e-05    9.8k tok/s  0.83 s"
+        "  comm 0.12 s, exposed 0.04 s (5%)  peak 412 MiB"
+    )
+    assert " 841 tok/s" in step_line(metrics(tokens_per_second=841.2), 300)
+    assert step_line(metrics(optional={"params_norm": 12.3456}), 300).endswith("MiB  params_norm 12.35")
+    assert "(0%)" in step_line(metrics(step_seconds=0.0), 300)
+    assert len({len(step_line(metrics(step=step), 300)) for step in (1, 10, 300)}) == 1
+
+
+def test_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "folder" / "log.jsonl"
+    log = MetricsLog(LoggingConfig(log_json=str(path), log_interval=10), rank=0, total_steps=20)
+    for step in range(1, 21):
+        log.log(metrics(step=step, optional={"params_norm": 2.5}))
+        assert len(path.read_text().splitlines()) == step  # every line is there at once
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows[0]["loss"] == 5.556123456789012  # in full precision
+    assert set(rows[0]) >= DOCUMENTED and rows[0]["params_norm"] == 2.5 and "optional" not in rows[0]
+    assert set(rows[0]) == {field.name for field in dataclasses.fields(StepMetrics)} - {"optional"} | {"params_norm"}
+    assert all(isinstance(rows[0][name], int) for name in ("step", "peak_bytes", "resident_bytes", "consumed_samples"))
+    printed = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert printed == ["1/20", "10/20", "20/20"]
+    again = MetricsLog(LoggingConfig(log_json=str(path)), rank=0, total_steps=20)
+    again.log(metrics(step=20))  # a resumed run appends
+    again.close()
+    log.close()
+    assert len(path.read_text().splitlines()) == 21
+
+
+def test_other_ranks_write_their_own_file_and_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = LoggingConfig(
+        log_json=str(tmp_path / "log.jsonl"), tensorboard_dir=str(tmp_path / "board"), log_interval=1
+    )
+    log = MetricsLog(config, rank=3, total_steps=2)
+    log.log(metrics())
+    log.log_evaluation("valid", 1.0, 2)
+    log.say("saved", "nowhere")
+    log.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl.rank3"]
+    assert capsys.readouterr().out == ""
+
+
+def test_evaluation_and_remarks(capsys: pytest.CaptureFixture[str]) -> None:
+    log = MetricsLog(LoggingConfig(), rank=0, total_steps=2)
+    log.log_evaluation("valid", 1.90204, 300, " (start 5.5612, unigram entropy 3.40)")
+    log.say("saved", "checkpoints/step-000300")
+    log.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "valid        loss 1.9020 (start 5.5612, unigram entropy 3.40)",
+        "saved        checkpoints/step-000300",
+    ]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2, log_interval=100)
+    log = MetricsLog(config, rank=0, total_steps=4)
+    for step in range(1, 5):
+        log.log(metrics(step=step, loss=float(step), optional={"params_norm": 2.0}))
+    log.log_evaluation("valid", 0.5, 4)
+    log.close()
+    read = event_accumulator.EventAccumulator(str(tmp_path))
+    read.Reload()
+    tags = set(read.Tags()["scalars"])
+    assert {"loss", "grad_norm", "learning_rate", "params_norm", "valid/loss"} <= tags and "step" not in tags
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(2, 2.0), (4, 4.0)]

@@ -1,0 +1,266 @@
+"""Wrong command lines, each with the one line that answers it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.arguments import parse
+from megatron.training.validation import validate
+from moe_overlap.describe.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE_FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 5 --disable-bias-linear --num-experts 8"
+)
+BASE = BASE_FLAGS.split()
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+
+OVERLAP = (
+    "--expert-model-parallel-size 2 --moe-gate topk --moe-token-dispatcher-type irregular "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+
+WORDS = [
+    ("--num-layer 3", "--num-layer: unknown flag; did you mean --num-layers?"),
+    ("--moe-grouped-gem", "--moe-grouped-gem: unknown flag; did you mean --moe-grouped-gemm?"),
+    ("--qwertzuiop", "--qwertzuiop: unknown flag; see --help"),
+    (
+        "--use-megatron-fsdp",
+        "--use-megatron-fsdp: not supported: ZeRO-2/3 come from --plan; drop the flag or use zero_level in a plan",
+    ),
+    ("--fp16", "--fp16: not supported: training runs in fp32 or bf16; use --bf16"),
+    ("--optimizer muon", "--optimizer muon: not supported: this fork has AdamW and SGD; use adam or sgd"),
+    (
+        "--moe-token-dispatcher-type flex",
+        "--moe-token-dispatcher-type flex: not supported: it needs DeepEP or HybridEP; use allgather, alltoall or irregular",
+    ),
+    (
+        "--position-embedding-type yarn",
+        "--position-embedding-type yarn: not supported: YaRN positions come with --multi-latent-attention only; "
+        "use learned_absolute, rope or none",
+    ),
+    (
+        "--lr-decay-style cos",
+        "--lr-decay-style cos: unknown choice; use constant, linear, cosine, inverse-square-root or WSD",
+    ),
+    ("--num-layers four", "--num-layers four: must be a whole number; correct the value"),
+    ("--num-layers", "--num-layers: needs a value; write --num-layers VALUE"),
+    ("--bf16 yes", "yes: a word that belongs to no flag (after --bf16); quote values with spaces"),
+    ("@missing.args", "@missing.args: cannot read missing.args: No such file or directory; correct the path"),
+    (
+        "--moe-layer-freq print(1)",
+        "--moe-layer-freq print(1): must be a whole number or a list of 0 and 1; "
+        'write for example 2 or "([0]*3+[1]*5)"',
+    ),
+    ("--world-size 2", "--world-size 2: torchrun sets it; use torchrun --nproc-per-node N"),
+]
+
+RULES = [
+    (
+        "--expert-model-parallel-size 3",
+        3,
+        "--expert-model-parallel-size 3: 8 experts are not divisible by 3; use 1, 2, 4 or 8",
+    ),
+    (
+        "--micro-batch-size 3 --global-batch-size 16",
+        2,
+        "--micro-batch-size 3: global batch 16 is not a multiple of micro-batch × data-parallel = 3 × 2; "
+        "use 1, 2, 4 or 8",
+    ),
+    (
+        "--global-batch-size 3",
+        2,
+        "--global-batch-size 3: global batch 3 is not a multiple of micro-batch × data-parallel = 2 × 2; "
+        "use a multiple of 4",
+    ),
+    (
+        "--pipeline-model-parallel-size 3",
+        3,
+        "--pipeline-model-parallel-size 3: 4 layers are not divisible by 3; use 1, 2 or 4",
+    ),
+    (
+        TP2,
+        2,
+        "--tensor-model-parallel-size 2: experts with tensor parallelism need sequence parallelism; "
+        "add --sequence-parallel",
+    ),
+    (
+        f"{TP2} --sequence-parallel",
+        3,
+        "world size 3: not a multiple of TP × PP × CP = 2 × 1 × 1; start a multiple of 2 processes",
+    ),
+    (
+        "--expert-model-parallel-size 4",
+        2,
+        "world size 2: not a multiple of ETP × EP × PP = 1 × 4 × 1; start a multiple of 4 processes",
+    ),
+    (
+        "--context-parallel-size 2",
+        2,
+        "--context-parallel-size 2: not supported: context parallelism is not built in yet; use 1",
+    ),
+    (
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --no-overlap-p2p-communication",
+        2,
+        "--no-overlap-p2p-communication: interleaved stages train wrongly with transfers in batches (2 stages); "
+        "drop the flag",
+    ),
+    (
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6",
+        2,
+        "--global-batch-size 6: 3 micro-batches do not fill groups of 2, as interleaved stages take them; "
+        "choose --global-batch-size for a multiple of 2 micro-batches",
+    ),
+    ("--moe-router-topk 9", 1, "--moe-router-topk 9: there are 8 experts; use 1 to 8"),
+    (
+        "--moe-router-topk 1",
+        1,
+        "--moe-router-topk 1: a softmax over one expert is constant: the router would not learn; "
+        "add --moe-router-pre-softmax",
+    ),
+    (
+        "--moe-router-enable-expert-bias",
+        1,
+        "--moe-router-enable-expert-bias: megatron-core balances by bias on sigmoid scores only; "
+        "add --moe-router-score-function sigmoid",
+    ),
+    (
+        "--moe-pad-expert-input-to-capacity",
+        1,
+        "--moe-pad-expert-input-to-capacity: needs a capacity; add --moe-expert-capacity-factor",
+    ),
+    (
+        "--moe-router-num-groups 4",
+        1,
+        "--moe-router-num-groups 4: needs the groups per token; add --moe-router-group-topk",
+    ),
+    (
+        "--moe-router-num-groups 3 --moe-router-group-topk 2",
+        1,
+        "--moe-router-num-groups 3: 8 experts are not divisible by 3; use 1, 2, 4 or 8",
+    ),
+    (
+        "--moe-router-load-balancing-type aux_loss seq_aux_loss",
+        1,
+        "--moe-aux-loss-coeff 0.0: 1 coefficients for 2 kinds of balancing; "
+        "give one per --moe-router-load-balancing-type",
+    ),
+    (
+        "--moe-layer-freq [0,1]",
+        1,
+        "--moe-layer-freq [0,1]: the list has 2 entries for 4 layers; give one entry per layer",
+    ),
+    (
+        "--num-query-groups 2",
+        1,
+        "--num-query-groups 2: takes effect with --group-query-attention only; add that flag or drop this one",
+    ),
+    (
+        "--seq-length 128",
+        1,
+        "--seq-length 128: --max-position-embeddings covers 64 positions; "
+        "use 64 or less, or raise --max-position-embeddings",
+    ),
+    (
+        "--train-samples 10",
+        1,
+        "--train-samples 10: a run counts steps or samples; give --train-iters or --train-samples",
+    ),
+    ("--vocab-size 200", 1, "--vocab-size 200: the tokenizer has 257 ids; use at least 257 or drop the flag"),
+    ("--min-lr 1", 1, "--min-lr 1.0: is above --lr 0.001; use 0.001 or less"),
+    ("--save-interval 5", 1, "--save-interval 5: there is no folder to save to; add --save FOLDER"),
+    ("--profile", 1, "--profile: profiles with torch's profiler only; add --use-pytorch-profiler"),
+    (
+        "--split 0,0,0",
+        1,
+        "--split 0,0,0: must be up to three parts for training, validation and test; use for example 969,30,1",
+    ),
+    (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 5",
+        1,
+        "--recompute-num-layers 5: the smallest part of the model on a rank has 4 layers; use 1 to 4",
+    ),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 2",
+        1,
+        "--lr-warmup-iters 2: --lr-warmup-fraction says the same; give one of the two",
+    ),
+    (
+        "--moe-gate switch",
+        1,
+        "--moe-router-topk 2: the switch gate sends a token to one expert; "
+        "add --moe-router-topk 1 or use --moe-gate topk",
+    ),
+    (
+        f"{OVERLAP} --moe-overlap-partitions 2 --moe-token-dispatcher-type alltoall",
+        2,
+        "--moe-token-dispatcher-type alltoall: --moe-overlap-partitions exchanges tokens by the irregular dispatcher; "
+        "use irregular",
+    ),
+    (
+        f"{OVERLAP} --moe-overlap-partitions 2 --hidden-dropout 0.1",
+        2,
+        "--hidden-dropout 0.1: its masks would depend on how the micro-batch is cut; use 0",
+    ),
+    (
+        f"{OVERLAP} --defer-weight-gradients --overlap-grad-reduce",
+        2,
+        "--overlap-grad-reduce: --defer-weight-gradients reduces gradients after the last backward pass; "
+        "drop it or --defer-weight-gradients",
+    ),
+    (
+        "--hidden-size 66",
+        1,
+        "--num-attention-heads 4: hidden size 66 is not divisible by 4 heads; change one of them or give --kv-channels",
+    ),
+]
+
+
+def answer(words: list[str], world_size: int) -> str:
+    """The line a user reads after `error: `, or nothing."""
+    try:
+        validate(parse(words).config, world_size)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_the_base_is_right() -> None:
+    assert answer(BASE, 1) == ""
+    assert answer([*BASE, "--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"], 4) == ""
+
+
+@pytest.mark.parametrize(("words", "line"), WORDS)
+def test_wrong_words(words: str, line: str) -> None:
+    assert answer([*BASE, *words.split()], 1) == line
+
+
+@pytest.mark.parametrize(("words", "world_size", "line"), RULES)
+def test_broken_rules(words: str, world_size: int, line: str) -> None:
+    assert answer([*BASE, *words.split()], world_size) == line
+
+
+@pytest.mark.parametrize(("words", "line"), [WORDS[0], WORDS[3], (RULES[0][0], RULES[0][2])])
+def test_the_command_prints_one_line_and_exits_with_2(words: str, line: str) -> None:
+    command = [sys.executable, "pretrain_moe.py", *BASE, *words.split()]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {line}\n")
+
+
+def test_flags_of_latent_attention_need_it() -> None:
+    line = "--q-lora-rank 8: takes effect with --multi-latent-attention only; add that flag or drop this one"
+    assert answer([*BASE, "--q-lora-rank", "8"], 1) == line
+
+
+def test_validation_changes_nothing() -> None:
+    config = parse(BASE).config
+    before = repr(config)
+    validate(config, 1)
+    assert repr(config) == before

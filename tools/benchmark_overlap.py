@@ -1,0 +1,299 @@
+"""What overlapping the all-to-all gains, measured on one machine.
+
+    tools/benchmark_overlap.py [--namespaces | --emulator] [--timer-compute] [--ranks 2] [--ratio 0.5 1] [--repeats 5]
+                               [--gates topk] [--partitions 2] [--ranges around] [--json] [flags of pretrain_moe.py]
+
+Ranks stand on hosts of their own, joined by links whose rate is chosen so that the all-to-alls of the sequential step take
+`ratio` times as long as the rest of it. All variants take turns in one run: megatron-core's all-to-all, the same point-to-point
+with receives first, the irregular dispatcher (the sequential step), Tutel-style pipelining, deferral of weight gradients,
+partitions of the batch, both, and both with a wait behind every issue, which must undo the gain.
+
+--namespaces    network namespaces (root); the default where they can be made
+--emulator      the link is emulated inside the processes; the default elsewhere
+--timer-compute operators sleep for their profiled time (processor seconds); communication stays real. Steadier, and for more
+                ranks than cores. Otherwise computation is real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # A script finds only what stands beside it: the package `tools` is one folder up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_overlap.describe.errors import ConfigError
+from tools.link_bed.bed import Bed, require_namespaces
+from tools.link_bed.cpu_group import CpuGroup
+from tools.link_bed.figures import Figures, Measured, Turn, table
+from tools.link_bed.launch import FIRST_PORT, RankFailed, Ranks
+from tools.link_bed.profile import mean_of_ranks, step_seconds
+from tools.link_bed.variants import MODEL, PLAIN, SEQUENTIAL, Variant, deferral, job_flags, variants
+from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
+
+ROOT = Path(__file__).resolve().parents[1]
+RELIABLE_MBIT = 500.0
+"""Above this rate gloo's processor time shows beside the link's."""
+PROFILE_STEPS = 5
+
+
+class Benchmark:
+    """The processes of one run, taking turns.
+
+    Args:
+        bed: None: emulated links.
+        jobs: the processes of each group of variants.
+    """
+
+    def __init__(self, bed: Bed | None, jobs: dict[str, Ranks]) -> None:
+        self._bed, self._jobs = bed, jobs
+        self._rate: float | None = None
+
+    def set_rate(self, bytes_per_second: float | None) -> None:
+        """Rate of every rank's exit; None: free."""
+        self._rate = bytes_per_second
+        if self._bed is not None:
+            self._bed.set_rate(None if bytes_per_second is None else bytes_per_second * 8 / 1e6)
+
+    def step(self, variant: str, scale: float = 1.0) -> dict[str, float]:
+        """One step of a variant; the slowest rank's figures."""
+        answers = self._jobs[variant].tell(do=ORDER_STEP, variant=variant, bytes_per_second=self._rate, scale=scale)
+        return {name: max(answer[name] for answer in answers) for name in answers[0]}
+
+    def turn(self, variant: str) -> Turn:
+        """One measured step."""
+        figures = self.step(variant)
+        return Turn(figures["step"], figures["exposed"])
+
+
+def measure(
+    bench: Benchmark,
+    names: Sequence[str],
+    repeats: int,
+    bytes_per_second: float,
+    timer: bool,
+    say: Callable[[str], None],
+) -> Measured:
+    """All variants in turn, `repeats` times, each with the limited and with the free link."""
+    limited: dict[str, list[Turn]] = {name: [] for name in names}
+    free: dict[str, list[Turn]] = {name: [] for name in names}
+    alone: dict[str, list[float]] = {name: [] for name in names} if timer else {}
+    for repeat in range(repeats):
+        bench.set_rate(bytes_per_second)
+        for name in names:
+            limited[name].append(bench.turn(name))
+            if timer:
+                alone[name].append(bench.step(name, scale=0.0)["step"])
+        bench.set_rate(None)
+        for name in names:
+            free[name].append(bench.turn(name))
+        say(f"repeat {repeat + 1}/{repeats}")
+    return Measured(limited, free, alone)
+
+
+@contextlib.contextmanager
+def benchmark(
+    arguments: argparse.Namespace, job: Sequence[str], chosen: Sequence[Variant], gate: str, ranks: int
+) -> Iterator[Benchmark]:
+    """Hosts and processes of one run; gone when the block is left."""
+    with contextlib.ExitStack() as stack:
+        bed = stack.enter_context(Bed(ranks, None)) if arguments.namespaces else None
+        priority = stack.enter_context(CpuGroup())
+        # megatron-core's own variants stand in processes that never import the overlap code.
+        groups = (
+            [chosen]
+            if arguments.timer_compute
+            else [[v for v in chosen if v.plain], [v for v in chosen if not v.plain]]
+        )
+        jobs: dict[str, Ranks] = {}
+        for number, group in enumerate(group for group in groups if group):
+            start = {
+                "job": list(job),
+                "variants": [dataclasses.asdict(variant) for variant in group],
+                "timer": arguments.timer_compute,
+                "emulator": bed is None,
+                "profiled": dataclasses.asdict(deferral(gate)),
+            }
+            command = [sys.executable, "-m", "tools.link_bed.worker", "--start", json.dumps(start)]
+            port = FIRST_PORT + number
+            processes = Ranks(command, ranks, bed, priority, folder=ROOT, port=port, timeout_seconds=arguments.timeout)
+            stack.enter_context(processes)
+            imported = processes.answers()[0]["overlap_code"]
+            if group[0].plain and not arguments.timer_compute and imported:
+                print(
+                    f"note: the process of megatron-core's variants has imported {', '.join(imported)}", file=sys.stderr
+                )
+            jobs |= {variant.name: processes for variant in group}
+        yield Benchmark(bed, jobs)
+
+
+def run(
+    arguments: argparse.Namespace, job: Sequence[str], gate: str, ranks: int, say: Callable[[str], None]
+) -> list[Any]:
+    """Measure one gate on one number of ranks; a record per ratio."""
+    chosen = choose(arguments, gate)
+    names = [variant.name for variant in chosen]
+    records = []
+    flags = [*job_flags(ranks, arguments.micro_batches, arguments.experts_per_rank), *job]
+    with benchmark(arguments, flags, chosen, gate, ranks) as bench:
+        if arguments.timer_compute:
+            use_profile(bench, arguments, say)
+        for name in names:
+            bench.step(name)  # connections, allocations
+        calibrating = [bench.step(SEQUENTIAL) for _ in range(3)]
+        computation = statistics.median(step["step"] for step in calibrating)
+        sent_bytes = calibrating[0]["sent_bytes"]
+        for ratio in arguments.ratio:
+            rate = sent_bytes / (ratio * computation)
+            mbit = rate * 8 / 1e6
+            say(
+                f"{ranks} ranks, {gate}, ratio {ratio:g}: {mbit:.0f} Mbit/s"
+                + (" (fast)" if mbit > RELIABLE_MBIT else "")
+            )
+            measured = measure(bench, names, arguments.repeats, rate, arguments.timer_compute, say)
+            rows = measured.figures(SEQUENTIAL, PLAIN if PLAIN in names else None)
+            records.append(record(arguments, ranks, gate, ratio, mbit, measured.ratio(SEQUENTIAL), rows))
+    return records
+
+
+def use_profile(bench: Benchmark, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Measure the operators on the processes themselves and let all of them sleep equally long."""
+    processes = bench._jobs[SEQUENTIAL]
+    profile = mean_of_ranks(processes.tell(do=ORDER_PROFILE, steps=PROFILE_STEPS))
+    measured = step_seconds(profile, arguments.micro_batches)
+    factor = 1.0 if arguments.compute_seconds is None else arguments.compute_seconds / measured
+    say(f"profile: {measured:.3f} s of computation per step, times {factor:.3f}")
+    processes.tell(do=ORDER_USE, profile={name: seconds * factor for name, seconds in profile.items()})
+
+
+def choose(arguments: argparse.Namespace, gate: str) -> list[Variant]:
+    """The variants asked for."""
+    found = variants(gate, arguments.partitions, arguments.ranges, arguments.tutel)
+    if arguments.timer_compute:
+        # Over timer compute there is one transport per variant; an emulated link has no half-duplex all-to-all.
+        found = [v for v in found if not v.receive_first and not (v.plain and not arguments.namespaces)]
+    else:
+        found = [v for v in found if not v.chunks and not v.waits]
+    if arguments.variants is None:
+        return found
+    known = [variant.name for variant in found]
+    for name in arguments.variants:
+        if name not in known:
+            raise ConfigError("--variants", name, "unknown here", f"choose among {', '.join(known)}")
+    return [v for v in found if v.name in arguments.variants or v.name == SEQUENTIAL]
+
+
+def record(
+    arguments: argparse.Namespace,
+    ranks: int,
+    gate: str,
+    ratio: float,
+    mbit: float,
+    measured_ratio: float,
+    rows: list[Figures],
+) -> dict[str, Any]:
+    """What is reported of one gate, number of ranks and ratio."""
+    return {
+        "ranks": ranks,
+        "gate": gate,
+        "ratio_asked": ratio,
+        "ratio": measured_ratio,
+        "link_mbit": mbit,
+        "links": "namespaces" if arguments.namespaces else "emulator",
+        "compute": "timer" if arguments.timer_compute else "real",
+        "repeats": arguments.repeats,
+        "micro_batches": arguments.micro_batches,
+        "variants": [dataclasses.asdict(row) for row in rows],
+        "table": table(rows),
+    }
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and the flags that go on to pretrain_moe.py."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    links = parser.add_mutually_exclusive_group()
+    links.add_argument("--namespaces", action="store_true", default=None)
+    links.add_argument("--emulator", dest="namespaces", action="store_false")
+    parser.add_argument("--timer-compute", action="store_true")
+    parser.add_argument("--compute-seconds", type=float, help="with --timer-compute: scale the profile to this step")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--ratio", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gates", nargs="+", default=["topk"])
+    parser.add_argument("--partitions", type=int, nargs="*", default=[2])
+    parser.add_argument("--ranges", nargs="+", default=["around"], choices=["experts", "after", "around"])
+    parser.add_argument("--tutel", type=int, nargs="*", default=[2, 4], help="degrees of the baseline")
+    parser.add_argument("--variants", nargs="+", help="only these; names as in the table")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--experts-per-rank", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=600.0, help="longest wait for a rank, in seconds")
+    parser.add_argument("--json", action="store_true", help="print nothing but JSON")
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.namespaces is None:
+        try:
+            require_namespaces()
+            arguments.namespaces = True
+        except ConfigError:
+            arguments.namespaces = False
+    return arguments, rest
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError where there is nothing to measure."""
+    for ratio in arguments.ratio:
+        if ratio <= 0:
+            raise ConfigError("--ratio", ratio, "must be positive", "use 0.25, 0.5, 1 or 2")
+    if arguments.repeats < 1:
+        raise ConfigError("--repeats", arguments.repeats, "must be positive", "use at least 5")
+    for ranks in arguments.ranks:
+        if ranks < 2:
+            raise ConfigError("--ranks", ranks, "one rank exchanges nothing", "use 2, 4 or 8")
+    if arguments.namespaces:
+        require_namespaces()
+    for gate in arguments.gates:
+        choose(arguments, gate)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure everything that was asked for and print it."""
+    arguments, rest = parse_arguments(argv)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        check(arguments)
+        records = []
+        for ranks in arguments.ranks:
+            for gate in arguments.gates:
+                records += run(arguments, [*MODEL, *rest], gate, ranks, say)
+                if not arguments.json:
+                    for made in records[-len(arguments.ratio) :]:
+                        print(
+                            f"\n{ranks} ranks, {gate}, measured ratio {made['ratio']:.2f}\n{made['table']}", flush=True
+                        )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RankFailed as error:
+        if error.status == 2:  # a user's mistake, and the rank has said which
+            return 2
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(records, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""What the overlap benchmark compares, as flags of pretrain_moe.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MODEL = """
+    --num-layers 2 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 256 --seq-length 256
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --moe-ffn-hidden-size 1024
+    --moe-router-load-balancing-type none --moe-router-dtype fp32
+    --micro-batch-size 8 --mock-data --train-iters 100000 --lr 1e-4 --eval-iters 0 --num-workers 0 --log-interval 1000000
+""".split()
+"""The default job: 2048 tokens per rank and micro-batch; on two ranks 4 MiB leave a rank per exchange (two experts per token)."""
+GATE_FLAGS = {"switch": ("--moe-router-topk", "1", "--moe-router-pre-softmax")}
+TOP_2 = ("--moe-router-topk", "2")
+IRREGULAR = ("--moe-token-dispatcher-type", "irregular")
+ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
+DEFER = ("--defer-weight-gradients",)
+SEQUENTIAL = "irregular"
+"""The variant that the others are measured against: same transport, nothing overlapped."""
+PLAIN, RECEIVE_FIRST = "alltoall", "alltoall receive-first"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run the job.
+
+    Attributes:
+        flags: behind the job's own.
+        plain: megatron-core's own dispatcher; runs in processes that import no overlap code.
+        receive_first: its all-to-all is replaced by point-to-point.
+        chunks: degree of the Tutel-style pipeline; 0: none.
+        waits: every communication is waited for where it starts.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    plain: bool = False
+    receive_first: bool = False
+    chunks: int = 0
+    waits: bool = False
+
+
+def variants(gate: str, partitions: Sequence[int], ranges: Sequence[str], degrees: Sequence[int]) -> list[Variant]:
+    """All variants for one gate, in the order of their turns.
+
+    Args:
+        gate: of `--moe-gate`; the baselines use megatron-core's router.
+        partitions, ranges: every combination is tried.
+        degrees: of the Tutel-style pipeline.
+    """
+    plain, base = (*ALLTOALL, *GATE_FLAGS.get(gate, TOP_2)), _base(gate)
+    found = [
+        Variant(PLAIN, plain, plain=True),
+        Variant(RECEIVE_FIRST, plain, plain=True, receive_first=True),
+        Variant(SEQUENTIAL, base),
+        *(Variant(f"tutel {degree}", base, chunks=degree) for degree in degrees),
+        deferral(gate),
+    ]
+    for name in ranges:
+        for count in partitions:
+            cut = (*base, "--moe-overlap-partitions", str(count), "--moe-overlap-range", name)
+            found.append(Variant(f"partitions {count} {name}", cut))
+            found.append(Variant(f"both {count} {name}", (*cut, *DEFER)))
+    both = found[-1]
+    return [*found, Variant(f"{both.name}, waiting", both.flags, waits=True)]
+
+
+def deferral(gate: str) -> Variant:
+    """Weight gradients deferred and nothing else: what profiles are measured on."""
+    return Variant("deferral", (*_base(gate), *DEFER))
+
+
+def _base(gate: str) -> tuple[str, ...]:
+    return (*IRREGULAR, *GATE_FLAGS.get(gate, TOP_2), "--moe-gate", gate)
+
+
+def job_flags(ranks: int, micro_batches: int, experts_per_rank: int) -> list[str]:
+    """Flags that grow with the number of ranks: every rank keeps its tokens and its experts (weak scaling)."""
+    batch = int(MODEL[MODEL.index("--micro-batch-size") + 1]) * ranks * micro_batches
+    sizes = {
+        "--num-experts": experts_per_rank * ranks,
+        "--expert-model-parallel-size": ranks,
+        "--global-batch-size": batch,
+    }
+    return [word for flag, value in sizes.items() for word in (flag, str(value))]
