@@ -142,6 +142,8 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         global_batch_size=plan.global_batch_size,
         data_rank=groups.data_rank,
         data_size=groups.data_size,
+        context_rank=groups.collection.cp.rank(),
+        context_size=groups.collection.cp.size(),
         device=device_of_this_process(),
     )
     checkpoints = Checkpointer(config, chunks, optimizer, scheduler, groups.collection, model_fingerprint(config))

@@ -91,6 +91,7 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
         f"{name} {size}"
         for name, size in (
             ("TP", layout.tensor),
+            ("CP", layout.context),
             ("PP", layout.pipeline),
             ("virtual stages", layout.virtual),
             ("EP", layout.expert),

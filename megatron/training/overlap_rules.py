@@ -41,6 +41,10 @@ def executor_has_what_it_needs(config: Config) -> None:
     rule = f"{flag} reduces gradients after the last backward pass"
     require(not parallel.overlap_grad_reduce, "--overlap-grad-reduce", "", rule, f"drop it or {flag}")
     require(not parallel.overlap_param_gather, "--overlap-param-gather", "", rule, f"drop it or {flag}")
+    rule = f"sequences that ranks share are not executed with {flag} yet"
+    require(
+        parallel.context_parallel_size == 1, "--context-parallel-size", parallel.context_parallel_size, rule, "use 1"
+    )
     per_token = config.training.calculate_per_token_loss
     rule = f"is not executed with {flag} yet"
     require(not per_token, "--calculate-per-token-loss", "", rule, f"drop it or {flag}")

@@ -33,23 +33,18 @@ def sizes_are_positive(config: Config) -> None:
     )
 
 
-def context_is_whole(config: Config) -> None:
-    context = config.parallel.context_parallel_size
-    require(
-        context == 1,
-        "--context-parallel-size",
-        context,
-        "not supported: context parallelism is not built in yet",
-        "use 1",
-    )
-
-
 def sequence_divides(config: Config) -> None:
-    tensor, sequence = config.parallel.tensor_model_parallel_size, config.model.seq_length
-    if config.parallel.sequence_parallel:
-        assert sequence is not None
-        rule = f"--sequence-parallel splits it over {tensor} ranks"
-        require(sequence % tensor == 0, "--seq-length", sequence, rule, f"use a multiple of {tensor}")
+    parallel, sequence = config.parallel, config.model.seq_length
+    assert sequence is not None
+    tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    context = parallel.context_parallel_size
+    if context > 1:
+        rule = f"--context-parallel-size {context} cuts it into {2 * context} pieces"
+        rule += f" and --sequence-parallel each rank's part over {tensor} ranks" if tensor > 1 else ""
+        pieces = math.lcm(2 * context, context * tensor)
+        require(sequence % pieces == 0, "--seq-length", sequence, rule, f"use a multiple of {pieces}")
+    rule = f"--sequence-parallel splits it over {tensor} ranks"
+    require(sequence % tensor == 0, "--seq-length", sequence, rule, f"use a multiple of {tensor}")
 
 
 def layers_divide_by_stages(config: Config) -> None:
@@ -208,7 +203,6 @@ def _micro_batches_interleave(config: Config, micro_batches: int) -> None:
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     sizes_are_positive,
-    context_is_whole,
     sequence_divides,
     layers_divide_by_stages,
     virtual_stages_fit,

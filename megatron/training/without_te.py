@@ -19,6 +19,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
+from megatron.training.context_parallel import GatherSequence, causal_mask
+
 # Legend: S sequence (a norm sees this rank's part), B batch, H heads, G key/value groups, D head width, E hidden size.
 
 
@@ -42,7 +44,8 @@ def repair_imports() -> None:
 class SdpaAttention(torch.nn.Module):
     """Causal core attention by torch.nn.functional.scaled_dot_product_attention; the constructor is megatron-core's.
 
-    The causal mask is implicit; a mask tensor (documents kept apart by --reset-attention-mask) replaces it.
+    The causal mask is implicit; a mask tensor (documents kept apart by --reset-attention-mask) replaces it. Under context
+    parallelism keys and values are gathered first (context_parallel.py).
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class SdpaAttention(torch.nn.Module):
         self.config = config
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -75,19 +79,24 @@ class SdpaAttention(torch.nn.Module):
         """Attend within each sample.
 
         Args:
-            query_SBHD, key_SBGD, value_SBGD: this rank's heads; the value's head width may differ.
-            attention_mask: [B, 1, S, S], true where attention is forbidden, or None for causal.
+            query_SBHD, key_SBGD, value_SBGD: this rank's heads and part of the sequence; the value's head width may differ.
+            attention_mask: [B, 1, S, whole S], true where attention is forbidden, or None for causal.
         Returns:
             [S, B, H · D of the values].
         """
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         assert packed_seq_params is None and attention_bias is None, "packed sequences do not reach this path"
+        allowed = None if attention_mask is None else ~attention_mask
+        if self.context_group is not None:
+            key_SBGD, value_SBGD = (GatherSequence.apply(x, self.context_group) for x in (key_SBGD, value_SBGD))
+            if allowed is None:
+                allowed = causal_mask(key_SBGD.shape[0], self.context_group, key_SBGD.device)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
         dropout = self.dropout if self.training else 0.0
         arguments = {
-            "attn_mask": None if attention_mask is None else ~attention_mask,
-            "is_causal": attention_mask is None,
+            "attn_mask": allowed,
+            "is_causal": allowed is None,
             "scale": self.softmax_scale,
             "enable_gqa": query.shape[1] != key.shape[1],
         }

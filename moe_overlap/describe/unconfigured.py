@@ -106,7 +106,9 @@ REFUSED = (
         _DROP,
     ),
     _group(
-        "context parallelism is not built in yet", "cp-comm-type *context-parallel* max-seqlen-per-dp-cp-rank", _DROP
+        "keys and values are gathered over the context ranks (Transformer Engine: sent around)",
+        "cp-comm-type *context-parallel* max-seqlen-per-dp-cp-rank",
+        _DROP,
     ),
     _group("use the flag of today", "use-rotary-position-embeddings", "use --position-embedding-type rope"),
     _group("latent attention rotates by YaRN, other attention as --position-embedding-type says", "rope-type", _DROP),

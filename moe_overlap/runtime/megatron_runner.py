@@ -21,7 +21,7 @@ from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
 from moe_overlap.runtime.routing.draws import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.step import Batch, StepResult
+from moe_overlap.runtime.step import TOKEN_COUNT, Batch, StepResult
 from moe_overlap.runtime.transfers import RecordedTransfers
 from moe_overlap.runtime.update import StepUpdate, micro_batch_loss, micro_batches_of
 
@@ -112,15 +112,18 @@ class MegatronStepRunner:
         self._recorder.forward(chunk_index, micro_batch)
         self._clock.micro_batch = self.step * self._micro_batches + micro_batch
         output = chunk(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
-        return output, partial(self._loss, batch["loss_mask"])
+        return output, partial(self._loss, batch)
 
-    def _loss(self, mask_BS: Tensor, losses_BS: Tensor) -> tuple[Any, ...]:
-        """Loss of one micro-batch; the pair (sum, tokens) of every micro-batch makes the reported mean."""
-        total, tokens = micro_batch_loss(losses_BS, mask_BS)
+    def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Any, ...]:
+        """Loss of one micro-batch; the pair (sum, tokens) of every micro-batch makes the reported mean.
+
+        Where ranks share the sequences, each divides its sum by the tokens of all of them.
+        """
+        total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
         report = torch.stack([total.detach(), tokens.detach()])
         if self._config.calculate_per_token_loss:
             return total, tokens.to(torch.int), report
-        return total / tokens.clamp(min=1), report
+        return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
 
     def _finalize(self, chunks: Any, token_count: Tensor | None = None, **_: Any) -> None:
         self._update.reduce(token_count)

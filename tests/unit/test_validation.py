@@ -102,9 +102,9 @@ RULES = [
         "world size 2: not a multiple of ETP × EP × PP = 1 × 4 × 1; start a multiple of 4 processes",
     ),
     (
-        "--context-parallel-size 2",
+        "--context-parallel-size 2 --seq-length 62",
         2,
-        "--context-parallel-size 2: not supported: context parallelism is not built in yet; use 1",
+        "--seq-length 62: --context-parallel-size 2 cuts it into 4 pieces; use a multiple of 4",
     ),
     (
         f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --no-overlap-p2p-communication",
