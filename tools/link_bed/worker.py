@@ -196,11 +196,17 @@ class TimerRank(Rank):
         from megatron.training.describe import describe_model, known_vocab_size
         from megatron.training.plan_of_run import plan_of_run
         from megatron.training.tokenizer_of_run import tokenizer_of_run
+        from moe_overlap.plan.validate import validate_plan
+        from tools.link_bed.reach import reaching
 
         parsed = self.parse(variant)
         vocabulary = known_vocab_size(parsed.config) or tokenizer_of_run(parsed.config.data).vocab_size
         model = describe_model(parsed.config, vocabulary, parsed.name)
-        return plan_of_run(parsed.config, model, dist.get_world_size()), model
+        plan = plan_of_run(parsed.config, model, dist.get_world_size())
+        if variant.reach is not None:
+            plan = reaching(plan, model, variant.reach)
+            validate_plan(plan, model, variant.name)
+        return plan, model
 
     def _sizes(self, variant: Variant) -> Any:
         import torch
