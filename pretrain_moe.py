@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import megatron.training
 from moe_overlap.describe.errors import ConfigError
-
-RANK_0_SPEAKS_WITHIN_SECONDS = 10
+from moe_overlap.exits import end_process, leave
 
 if TYPE_CHECKING:
     from megatron.training.arguments import ParsedArguments
@@ -39,18 +37,6 @@ def main(argv: Sequence[str]) -> int:
         return train(parsed, argv)
     except ConfigError as error:
         return leave(rank, f"error: {error}", 2)
-
-
-def leave(rank: int, line: str, status: int) -> int:
-    """End a run that failed on every rank: rank 0 says why, the others let it speak first.
-
-    torchrun ends every process as soon as one has failed; were another the first to go, nobody would read the line.
-    """
-    if rank == 0:
-        print(line, file=sys.stderr, flush=True)
-    else:
-        time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
-    return status
 
 
 def require_our_portion() -> None:
@@ -182,19 +168,6 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         flops_per_token=training_flops_per_token(model, plan.sequence_length),
     )
     return TrainingLoop(job, progress)
-
-
-def end_process(status: int) -> NoReturn:
-    """Leave with this status. After a failure no destructor runs.
-
-    An error's frames may hold process groups whose threads still run; destroying those at exit aborts the process, and its
-    launcher would read signal 6 instead of the status.
-    """
-    if status:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(0)
 
 
 if __name__ == "__main__":

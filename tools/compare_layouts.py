@@ -23,6 +23,7 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` and pretrain_moe.py are one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_overlap.exits import end_process
 from tools.compare_losses import read_losses, relative_differences
 
 LIMIT = 1e-5
@@ -222,4 +223,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

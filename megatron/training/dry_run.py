@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import textwrap
 from pathlib import Path
@@ -23,6 +24,8 @@ from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.parameters import ParameterCount, Share, model_parameters, rank_parameters
+from moe_overlap.plan.overlap import NO_OVERLAP
+from moe_overlap.plan.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.plan import Plan
 
 _WIDTH = 120
@@ -60,6 +63,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
             else [_line("vocabulary", "unknown without the tokenizer: word embeddings are not counted")]
         ),
         _line("layout", layout_line(layout, config)),
+        *([_line("in flight", in_flight_line(plan))] if has_pairs(plan) else []),
         "",
         "flags that differ from the defaults",
         *_changed_flags(config),
@@ -100,6 +104,22 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
     length = f"{training.train_samples} samples" if training.train_samples else f"{training.train_iters or 0} steps"
     names = ", ".join([*sizes, f"DP {layout.data} with ZeRO-1"])
     return f"{processes}: {names}, micro-batch {layout.micro_batch_size}, {batches}, {length}"
+
+
+def has_pairs(plan: Plan) -> bool:
+    """Whether a stage interleaves micro-batches."""
+    return any(stage.overlap.micro_batches_in_flight > 1 for stage in plan.stages)
+
+
+def in_flight_line(plan: Plan) -> str:
+    """What interleaving costs: `activations of at most 4, 2 micro-batches (stages 0, 1); 2, 1 without …`."""
+    alone = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, overlap=NO_OVERLAP) for s in plan.stages))
+    stages = range(len(plan.stages))
+    held, before = (
+        ", ".join(str(most_in_flight(pipeline_blocks(one, stage))) for stage in stages) for one in (plan, alone)
+    )
+    where = f" (stages {', '.join(map(str, stages))})" if len(stages) > 1 else ""
+    return f"activations of at most {held} micro-batches{where}; {before} without --moe-overlap-micro-batches"
 
 
 def quantity(number: int) -> str:

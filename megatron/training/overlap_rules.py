@@ -23,6 +23,8 @@ def overlapped_by(config: Config) -> str | None:
     """The flag that has the executor run the step, or None where megatron-core's schedule does."""
     if (config.overlap.moe_overlap_partitions or 1) != 1:
         return "--moe-overlap-partitions"
+    if config.overlap.moe_overlap_micro_batches != 1:
+        return "--moe-overlap-micro-batches"
     return "--defer-weight-gradients" if config.overlap.defer_weight_gradients else None
 
 
@@ -62,8 +64,15 @@ def partitions_keep_the_mathematics(config: Config) -> None:
     require(virtual_stages(config) == 1, flag, parts, rule, "drop the virtual stages or the flag")
 
 
+def interleaved_micro_batches_have_one_chunk(config: Config) -> None:
+    several, flag = config.overlap.moe_overlap_micro_batches, "--moe-overlap-micro-batches"
+    rule = "the passes of an interleaved pipeline are not interleaved again"
+    require(several == 1 or virtual_stages(config) == 1, flag, several, rule, "drop the virtual stages or the flag")
+
+
 OVERLAP_RULES: tuple[Rule, ...] = (
     gate_agrees_with_router_flags,
+    interleaved_micro_batches_have_one_chunk,
     executor_has_what_it_needs,
     partitions_keep_the_mathematics,
 )

@@ -96,8 +96,9 @@ def _overlapped(config: Config, model: ModelDescription, stage: StagePlan, stage
         dispatcher="irregular",
         defer=overlap.defer_weight_gradients,
         max_deferred_bytes=overlap.max_deferred_bytes,
+        micro_batches=overlap.moe_overlap_micro_batches,
     )
-    if words.partitions == 1 and not words.defer:
+    if words.partitions == words.micro_batches == 1 and not words.defer:
         return stage
     decided = overlap_from_words(words, stage, model, holds_embedding=index == 0, holds_head=index == stages - 1)
     return dataclasses.replace(stage, overlap=decided)

@@ -54,10 +54,15 @@ LOWERED = Limits(
         Limit("offload.gradients", _only(0), "offloading is not executed", "write 0.0"),
         Limit("offload.optimizer", _only(0), "offloading is not executed", "write 0.0"),
         Limit("offload.activations", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("overlap.micro_batches_in_flight", _only(1), "interleaved micro-batches are not executed", "write 1"),
+        Limit("overlap.micro_batches_in_flight", _only(1, 2), "two micro-batches are interleaved at most", "write 2"),
     ),
     layer=(
-        Limit("mechanism", _only("none", "partitioned"), "not lowered", "use none or partitioned"),
+        Limit(
+            "mechanism",
+            _only("none", "partitioned", "cross_micro_batch"),
+            "not lowered",
+            "use none, partitioned or cross_micro_batch",
+        ),
         Limit("axis", _only(None, "batch"), "only the batch is cut", "write batch"),
     ),
 )
@@ -94,6 +99,14 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
         raise ConfigError(f"{source} loss_stage", plan.loss_stage, "the loss runs on the last stage", f"write {last}")
     for path, stage in _stages(plan):
         _refuse_interleaved_partitions(plan, stage, f"{source} {path}.overlap")
+        if plan.pipeline_schedule == "interleaved-1f1b" and stage.overlap.micro_batches_in_flight > 1:
+            rule = "micro-batches are not interleaved under interleaved-1f1b"
+            raise ConfigError(
+                f"{source} {path}.overlap.micro_batches_in_flight",
+                stage.overlap.micro_batches_in_flight,
+                rule,
+                "use 1f1b or write 1",
+            )
     _refuse_differences(plan, SHAPE_FIELDS, source)
 
 

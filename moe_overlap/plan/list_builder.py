@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind
 
 
-class ListBuilder:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """An instruction before it has a place in a list; fields as there."""
+
+    kind: Kind
+    name: str
+    channel: str = COMPUTE
+    chunk: int | None = None
+    micro_batch: int | None = None
+    partition: tuple[int, ...] = ()
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    bytes: int = 0
+    peers: tuple[int, ...] = ()
+
+
+def build_list(stage: int, drafts: Iterable[Draft]) -> tuple[Instruction, ...]:
+    """The list of one rank of a stage: drafts in issue order, with ids and what each has to wait for."""
+    builder = _ListBuilder(stage)
+    for draft in drafts:
+        builder.append(draft)
+    return builder.finish()
+
+
+class _ListBuilder:
     """Appends instructions of one rank.
 
     `after` is what the buffers say: what is read comes after who wrote it, what is written after who wrote or read it.
@@ -20,42 +45,28 @@ class ListBuilder:
         self._writer: dict[str, int] = {}
         self._readers: dict[str, list[int]] = {}
 
-    def add(
-        self,
-        kind: Kind,
-        name: str,
-        *,
-        channel: str = COMPUTE,
-        chunk: int | None = None,
-        micro_batch: int | None = None,
-        partition: tuple[int, ...] = (),
-        reads: Iterable[str] = (),
-        writes: Iterable[str] = (),
-        sent_bytes: int = 0,
-        peers: tuple[int, ...] = (),
-    ) -> None:
+    def append(self, draft: Draft) -> None:
         """Append one instruction; its id is its place."""
-        read, written = tuple(reads), tuple(writes)
         instruction = Instruction(
             id=len(self._list),
-            kind=kind,
-            name=name,
+            kind=draft.kind,
+            name=draft.name,
             stage=self._stage,
-            chunk=chunk,
-            micro_batch=micro_batch,
-            partition=partition,
-            channel=channel,
-            reads=read,
-            writes=written,
-            bytes=sent_bytes,
-            peers=peers,
-            after=self._dependencies(channel, read, written),
+            chunk=draft.chunk,
+            micro_batch=draft.micro_batch,
+            partition=draft.partition,
+            channel=draft.channel,
+            reads=draft.reads,
+            writes=draft.writes,
+            bytes=draft.bytes,
+            peers=draft.peers,
+            after=self._dependencies(draft.channel, draft.reads, draft.writes),
         )
         self._list.append(instruction)
-        for buffer in written:
+        for buffer in draft.writes:
             self._writer[buffer], self._readers[buffer] = instruction.id, []
-        for buffer in read:
-            if buffer not in written:
+        for buffer in draft.reads:
+            if buffer not in draft.writes:
                 self._readers.setdefault(buffer, []).append(instruction.id)
 
     def finish(self) -> tuple[Instruction, ...]:

@@ -13,7 +13,7 @@ from moe_overlap.plan.ranges import RangeWord, range_of_word
 from moe_overlap.plan.validate_ranges import indivisible
 from moe_overlap.plan.weight_gradients import default_slots
 
-PARTITIONS_FLAG = "--moe-overlap-partitions"
+PARTITIONS_FLAG, MICRO_BATCHES_FLAG = "--moe-overlap-partitions", "--moe-overlap-micro-batches"
 DEFER_FLAG, BYTES_FLAG = "--defer-weight-gradients", "--max-deferred-bytes"
 
 
@@ -27,6 +27,7 @@ class OverlapWords:
         gate, dispatcher: of every mixture-of-experts layer; None: the router's and the dispatcher's flags decide.
         defer: whether weight gradients run under backward exchanges, in program order.
         max_deferred_bytes: most bytes they may hold; read where they are deferred.
+        micro_batches: whose operators are interleaved; 1: one after the other.
     """
 
     partitions: int = 1
@@ -35,6 +36,7 @@ class OverlapWords:
     dispatcher: Dispatcher | None = None
     defer: bool = False
     max_deferred_bytes: int = 0
+    micro_batches: int = 1
 
 
 def overlap_from_words(
@@ -66,13 +68,20 @@ def overlap_from_words(
     return StageOverlap(
         gradient_chunk_bytes=stage.overlap.gradient_chunk_bytes,
         max_deferred_bytes=words.max_deferred_bytes if deferred else NO_OVERLAP.max_deferred_bytes,
+        micro_batches_in_flight=words.micro_batches,
         layers=decided,
     )
 
 
 def _layer(words: OverlapWords, layer: int, chunk: tuple[int, int], slots: dict[str, tuple[str, ...]]) -> LayerOverlap:
     if words.partitions == 1:
-        return LayerOverlap(layer=layer, gate=words.gate, dispatcher=words.dispatcher, weight_gradient_slots=slots)
+        return LayerOverlap(
+            layer=layer,
+            gate=words.gate,
+            mechanism="cross_micro_batch" if words.micro_batches > 1 else "none",
+            dispatcher=words.dispatcher,
+            weight_gradient_slots=slots,
+        )
     first, last = range_of_word(words.range_word, layer, chunk)
     return LayerOverlap(
         layer=layer,
@@ -90,7 +99,14 @@ def _layer(words: OverlapWords, layer: int, chunk: tuple[int, int], slots: dict[
 def _check(words: OverlapWords, stage: StagePlan, model: ModelDescription) -> None:
     if words.partitions < 1:
         raise ConfigError(PARTITIONS_FLAG, words.partitions, "must be at least 1", "use 1 to cut nothing")
+    if words.micro_batches not in (1, 2):
+        rule = "one backward and one forward pass are interleaved"
+        raise ConfigError(MICRO_BATCHES_FLAG, words.micro_batches, rule, "use 2, or 1 to interleave nothing")
+    if words.micro_batches > stage.gradient_accumulation_steps:
+        rule = f"a step has {stage.gradient_accumulation_steps} micro-batch"
+        raise ConfigError(MICRO_BATCHES_FLAG, words.micro_batches, rule, "raise --global-batch-size or drop the flag")
     asked = [(PARTITIONS_FLAG, str(words.partitions))] if words.partitions > 1 else []
+    asked += [(MICRO_BATCHES_FLAG, str(words.micro_batches))] if words.micro_batches > 1 else []
     asked += [(DEFER_FLAG, "")] if words.defer else []
     for flag, value in asked:
         if not any(model.moe_layers):

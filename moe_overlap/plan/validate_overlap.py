@@ -75,12 +75,15 @@ def _check_stage_sums(overlap: StageOverlap, subject: str) -> None:
     if overlap.max_deferred_bytes > 0 and not deferred:
         rule = "has no effect: no layer has weight_gradient_slots"
         raise ConfigError(f"{subject}.max_deferred_bytes", overlap.max_deferred_bytes, rule, "write 0 or add slots")
-    crossing = any(layer.mechanism == "cross_micro_batch" for layer in overlap.layers)
-    if crossing != (overlap.micro_batches_in_flight > 1):
-        rule = "layers with mechanism cross_micro_batch and at least 2 micro-batches in flight need each other"
-        raise ConfigError(
-            f"{subject}.micro_batches_in_flight", overlap.micro_batches_in_flight, rule, "change one of them"
-        )
+    for index, layer in enumerate(overlap.layers):
+        crosses, several = layer.mechanism == "cross_micro_batch", overlap.micro_batches_in_flight > 1
+        if crosses and not several:
+            rule = "mechanism cross_micro_batch needs at least 2 micro-batches in flight"
+            raise ConfigError(f"{subject}.micro_batches_in_flight", 1, rule, "write 2 or use another mechanism")
+        if several and not crosses and layer.mechanism != "partitioned":
+            rule = "with several micro-batches in flight a layer runs among them, in partitions or whole"
+            fix = "write cross_micro_batch or partitioned, or 1 micro-batch in flight"
+            raise ConfigError(f"{subject}.layers[{index}].mechanism", layer.mechanism, rule, fix)
 
 
 def _check_layer(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:

@@ -16,6 +16,8 @@ OVERLAPPED = {
     "four parts of the experts": f"{EP} --moe-overlap-partitions 4 --moe-overlap-range experts",
     "deferred": f"{EP} --defer-weight-gradients",
     "two parts around, deferred": f"{EP} --moe-overlap-partitions 2 --defer-weight-gradients",
+    "two micro-batches": f"{EP} --moe-overlap-micro-batches 2",
+    "all": f"{EP} --moe-overlap-micro-batches 2 --moe-overlap-partitions 2 --defer-weight-gradients",
 }
 WITH_CAPACITY = {
     "two parts around": f"{EP} {CAPACITY} --moe-overlap-partitions 2",
@@ -54,13 +56,22 @@ def test_deferral_is_bitwise(found):
     assert found["two parts around, deferred"] == found["two parts around"]
 
 
+def test_interleaved_micro_batches_are_bitwise(found):
+    assert found["all"] == found["two parts around"]
+    assert found["two micro-batches"] == found["deferred"]
+
+
 @pytest.mark.slow
 def test_a_pipeline_of_four_ranks():
     overlap = "--moe-overlap-partitions 2 --defer-weight-gradients"
     every, late = f"{EP} {PP} --num-layers 4", f"{EP} {PP} --num-layers 4 --moe-layer-freq [0]*2+[1]*2"
     variants = {"every": every, "every, overlapped": f"{every} {overlap}"}
     # A first stage without a MoE layer has nothing to overlap, and still runs like the stage after it.
+    variants |= {"every, two micro-batches": f"{every} --moe-overlap-micro-batches 2"}
+    variants |= {"every, all": f"{every} {overlap} --moe-overlap-micro-batches 2"}
     variants |= {"late": late, "late, overlapped": f"{late} {overlap}"}
     answers = run(4, curves, variants, timeout_seconds=600)
     for name in ("every", "late"):
         assert_same(answers[0][f"{name}, overlapped"], answers[0][name])
+    for name in ("every, two micro-batches", "every, all"):
+        assert_same(answers[0][name], answers[0]["every"])

@@ -6,10 +6,10 @@ All dispatches are issued, then per chunk the experts and its combine; backward 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.list_builder import ListBuilder
+from moe_overlap.plan.list_builder import Draft, build_list
 from moe_overlap.plan.operators import BACKWARD, COMBINE, DISPATCH, EXPERTS, parse_operator
 
 CHUNKED_BUFFERS = ("received", "computed", "returned", "dcomputed", "dreceived", "drows")
@@ -18,41 +18,43 @@ CHUNKED_BUFFERS = ("received", "computed", "returned", "dcomputed", "dreceived",
 
 def chunk_list(instructions: Sequence[Instruction], degree: int) -> tuple[Instruction, ...]:
     """A list without partitions, its MoE layers pipelined over `degree` chunks."""
-    to = ListBuilder(instructions[0].stage)
+    return build_list(instructions[0].stage, _chunked(instructions, degree))
+
+
+def _chunked(instructions: Sequence[Instruction], degree: int) -> Iterator[Draft]:
     for i in instructions:
         operator = parse_operator(i.name)
         backward = operator.suffix == BACKWARD
         first, last = (COMBINE, DISPATCH) if backward else (DISPATCH, COMBINE)
         if operator.part == first:
             for piece in range(degree):
-                _add(to, i, degree, piece)
+                yield _draft(i, degree, piece)
         elif operator.part == EXPERTS:
             # The exchange behind the experts carries what they write; its own place in the list may be later.
             after = next(j for j in instructions[i.id :] if parse_operator(j.name).part == last)
             for piece in range(degree):
-                _add(to, i, degree, piece)
-                _add(to, after, degree, piece)
+                yield _draft(i, degree, piece)
+                yield _draft(after, degree, piece)
         elif operator.part != last:
-            _add(to, i, degree, None)
-    return to.finish()
+            yield _draft(i, degree, None)
 
 
-def _add(to: ListBuilder, i: Instruction, degree: int, piece: int | None) -> None:
-    to.add(
-        i.kind,
-        i.name,
+def _draft(i: Instruction, degree: int, piece: int | None) -> Draft:
+    return Draft(
+        kind=i.kind,
+        name=i.name,
         channel=i.channel,
         chunk=i.chunk,
         micro_batch=i.micro_batch,
         partition=i.partition if piece is None else (piece,),
         reads=_cut(i.reads, degree, piece),
         writes=_cut(i.writes, degree, piece),
-        sent_bytes=i.bytes if piece is None else i.bytes * (piece + 1) // degree - i.bytes * piece // degree,
+        bytes=i.bytes if piece is None else i.bytes * (piece + 1) // degree - i.bytes * piece // degree,
         peers=i.peers,
     )
 
 
-def _cut(buffers: Iterable[str], degree: int, piece: int | None) -> list[str]:
+def _cut(buffers: Iterable[str], degree: int, piece: int | None) -> tuple[str, ...]:
     """The pieces of chunked buffers that an instruction touches: its own, or all of them."""
     cut: list[str] = []
     for buffer in buffers:
@@ -60,4 +62,4 @@ def _cut(buffers: Iterable[str], degree: int, piece: int | None) -> list[str]:
             cut.append(buffer)
         else:
             cut += [f"{buffer}.p{n}" for n in (range(degree) if piece is None else (piece,))]
-    return cut
+    return tuple(cut)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.exits import end_process
 from tools.link_bed.egress import EgressClock
 from tools.link_bed.profile import UPDATE_PARTS, ProcessorClock, median_seconds
 from tools.link_bed.variants import Variant
@@ -286,4 +287,4 @@ def _variant(values: dict[str, Any]) -> Variant:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -58,14 +58,14 @@ def test_what_flags_say_is_executed(recompute: Recompute) -> None:
             "stages[0].overlap.gradient_chunk_bytes 4096: chunked gradient reduction is not executed; write 0",
         ),
         (
-            {"overlap": StageOverlap(micro_batches_in_flight=2)},
+            {"overlap": StageOverlap(micro_batches_in_flight=3)},
             {},
-            "stages[0].overlap.micro_batches_in_flight 2: interleaved micro-batches are not executed; write 1",
+            "stages[0].overlap.micro_batches_in_flight 3: two micro-batches are interleaved at most; write 2",
         ),
         (
             {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel", tutel_degree=2),))},
             {},
-            "stages[0].overlap.layers[0].mechanism tutel: not lowered; use none or partitioned",
+            "stages[0].overlap.layers[0].mechanism tutel: not lowered; use none, partitioned or cross_micro_batch",
         ),
         (
             {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, dispatcher="flex"),))},
