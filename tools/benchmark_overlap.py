@@ -7,7 +7,8 @@
 Ranks stand on hosts of their own, joined by links whose rate is chosen so that the all-to-alls of the sequential step take
 `ratio` times as long as the rest of it. All variants take turns in one run: megatron-core's all-to-all, the same point-to-point
 with receives first, the irregular dispatcher (the sequential step), Tutel-style pipelining, deferral of weight gradients,
-partitions of the batch, both, and both with a wait behind every issue, which must undo the gain.
+partitions of the batch, both, and both with a wait behind every issue, which must undo the gain. With --micro-batches of 2 or
+more also the backward pass of one under the forward exchanges of another, alone and with both ("all").
 
 --namespaces    network namespaces (root); the default where they can be made
 --emulator      the link is emulated inside the processes; the default elsewhere
@@ -183,7 +184,7 @@ def use_profile(bench: Benchmark, arguments: argparse.Namespace, say: Callable[[
 def choose(arguments: argparse.Namespace, gate: str) -> list[Variant]:
     """The variants asked for."""
     ranges = default_ranges(gate) if arguments.ranges is None else arguments.ranges
-    found = variants(gate, arguments.partitions, ranges, arguments.tutel, arguments.reach)
+    found = variants(gate, arguments.partitions, ranges, arguments.tutel, arguments.reach, arguments.micro_batches)
     if arguments.timer_compute:
         # Over timer compute there is one transport per variant; an emulated link has no half-duplex all-to-all.
         found = [v for v in found if not v.receive_first and not (v.plain and not arguments.namespaces)]
@@ -244,7 +245,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--reach", type=int, nargs="+", default=[], help="operators on each side of a MoE layer")
     parser.add_argument("--tutel", type=int, nargs="*", default=[2, 4], help="degrees of the baseline")
     parser.add_argument("--variants", nargs="+", help="only these; names as in the table")
-    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step, on every rank")
     parser.add_argument("--experts-per-rank", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=600.0, help="longest wait for a rank, in seconds")
     parser.add_argument("--json", action="store_true", help="print nothing but JSON")

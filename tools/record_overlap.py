@@ -60,6 +60,9 @@ SERIES = {
         "--timer-compute --ratio 0.5 1 --ranges experts after around --reach 0 1 2 3 --num-layers 4 --moe-layer-freq [0,1]*2",
     ),
     "ranks": Series("Ranks, weak scaling, timer compute", "--timer-compute --ranks 2 4 8 --ratio 0.5 1"),
+    "micro-batches": Series(
+        "Four micro-batches, timer compute", "--timer-compute --ratio 0.5 1 2 --micro-batches 4 --partitions 2 4"
+    ),
     "real": Series("Communication ratio, real compute", "--ratio 0.05 0.25 0.5 1 2"),
 }
 """In the order of their tables. Two experts per rank everywhere."""

@@ -23,6 +23,7 @@ GATE_FLAGS = {
 IRREGULAR = ("--moe-token-dispatcher-type", "irregular")
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
 DEFER = ("--defer-weight-gradients",)
+INTERLEAVE = ("--moe-overlap-micro-batches", "2")
 SEQUENTIAL = "irregular"
 """The variant that the others are measured against: same transport, nothing overlapped."""
 PLAIN, RECEIVE_FIRST = "alltoall", "alltoall receive-first"
@@ -61,6 +62,7 @@ def variants(
     ranges: Sequence[str],
     degrees: Sequence[int],
     reaches: Sequence[int] = (),
+    micro_batches: int = 1,
 ) -> list[Variant]:
     """All variants for one gate, in the order of their turns.
 
@@ -69,6 +71,8 @@ def variants(
         partitions, ranges: every combination is tried.
         degrees: of the Tutel-style pipeline.
         reaches: ranges by number of operators, for every number of partitions.
+        micro_batches: of a step; where there are several, the backward pass of one and the forward pass of another are
+            interleaved, too.
     """
     plain, base = (*ALLTOALL, *GATE_FLAGS.get(gate, TOP_2)), _base(gate)
     found = [
@@ -83,12 +87,17 @@ def variants(
             cut = (*base, "--moe-overlap-partitions", str(count), "--moe-overlap-range", name)
             found.append(Variant(f"partitions {count} {name}", cut))
             found.append(Variant(f"both {count} {name}", (*cut, *DEFER)))
-    both = found[-1]
+            if micro_batches > 1:
+                found.append(Variant(f"all {count} {name}", (*cut, *DEFER, *INTERLEAVE)))
+    widest = found[-1]
+    if micro_batches > 1:
+        found.append(Variant("micro-batches", (*base, *INTERLEAVE)))
+        found.append(Variant("micro-batches and deferral", (*base, *DEFER, *INTERLEAVE)))
     for reach in reaches:
         for count in partitions:
             cut = (*base, "--moe-overlap-partitions", str(count), "--moe-overlap-range", "experts")
             found.append(Variant(f"partitions {count} reach {reach}", cut, reach=reach))
-    return [*found, Variant(f"{both.name}, waiting", both.flags, waits=True)]
+    return [*found, Variant(f"{widest.name}, waiting", widest.flags, waits=True)]
 
 
 def deferral(gate: str) -> Variant:
