@@ -140,7 +140,7 @@ class TimedExecutor(PlanExecutor):
         """An executor that shares everything but the operators with another one."""
         made = cls.__new__(cls)
         made.__dict__.update(executor.__dict__)
-        made._operators = [TimerOperators(o._dispatcher, sizes) for o in executor._operators]  # type: ignore[misc]
+        made._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
         made.profile = {}
         return made
 
