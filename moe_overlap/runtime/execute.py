@@ -40,6 +40,8 @@ class PlanExecutor:
         queue: takes the weight gradients that the list has computed later.
         clock: seed of the gates' draws.
         sequence_length, micro_batch_size: sizes of a micro-batch.
+    Attributes:
+        dispatcher: carries every exchange of tokens, of all chunks.
     """
 
     def __init__(
@@ -58,9 +60,14 @@ class PlanExecutor:
         self._chunks, self._optimizer, self._recorder = list(chunks), optimizer, recorder
         self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
         self._queue, self._clock, self.step = queue, clock, 0
-        dispatcher = IrregularDispatcher(Wires(groups.collection))
-        self._operators = [ChunkOperators(model, sequence_length, _mean_loss, dispatcher) for model in models]
+        self.dispatcher = IrregularDispatcher(Wires(groups.collection))
+        self._operators = [ChunkOperators(model, sequence_length, _mean_loss, self.dispatcher) for model in models]
         self._transfers = StageTransfers(groups, chunks[0].config, sequence_length, micro_batch_size)
+
+    @property
+    def recorder(self) -> SpanRecorder:
+        """Of the spans of its steps."""
+        return self._recorder
 
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
         """One training step."""

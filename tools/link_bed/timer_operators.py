@@ -55,7 +55,7 @@ class TimerOperators:
         """Take the time of a compute or weight-gradient instruction; a gate also decides the routing."""
         operator = parse_operator(instruction.name, "instruction")
         if operator.part == GATE and not operator.suffix:
-            state.handles[_key(instruction, operator)] = self._open(instruction, operator)
+            self._open(instruction, operator, state)
         seconds = self.seconds.of(instruction)
         if seconds > 0:
             time.sleep(seconds)
@@ -80,8 +80,19 @@ class TimerOperators:
         pending = start(rows, handle)
         return lambda: _drop(pending.wait())
 
-    def _open(self, i: Instruction, operator: Operator) -> Handle:
-        tokens = self._sizes.tokens // self.parts.get(i.name, 1)
+    def _open(self, i: Instruction, operator: Operator, state: StepState) -> None:
+        """Decide the routing: of one part by a gate that is cut, of every part that travels by one that is not."""
+        assert operator.layer is not None
+        travelling = self._travelling(operator.layer)
+        layer, micro_batch, _ = _key(i, operator)
+        for piece in i.partition or range(travelling):
+            state.handles[layer, micro_batch, piece] = self._routed(self._sizes.tokens // travelling, operator)
+
+    def _travelling(self, layer: int) -> int:
+        """Parts of a layer's rows, each with an exchange of counts."""
+        return self.parts.get(layer_operator(layer, COUNT), 1)
+
+    def _routed(self, tokens: int, operator: Operator) -> Handle:
         if tokens not in self._openings:
             experts, k = self._sizes.experts, self._sizes.experts_per_token
             chosen_TK = (torch.arange(tokens)[:, None] * k + torch.arange(k)[None, :]) % experts
@@ -94,7 +105,7 @@ class TimerOperators:
         layer, micro_batch, piece = key = _key(i, operator)
         assert layer is not None
         pieces = self.parts.get(i.name, 1)
-        if pieces == self.parts.get(layer_operator(layer, GATE), 1):
+        if pieces == self._travelling(layer):
             return state.handles[key]
         # Capacity chunks of a whole gate.
         whole = state.handles[layer, micro_batch, 0]
@@ -129,7 +140,7 @@ class TimedExecutor(PlanExecutor):
         """An executor that shares everything but the operators with another one."""
         made = cls.__new__(cls)
         made.__dict__.update(executor.__dict__)
-        made._operators = [TimerOperators(o._dispatcher, sizes) for o in executor._operators]  # type: ignore[misc]
+        made._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
         made.profile = {}
         return made
 

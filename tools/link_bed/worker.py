@@ -143,7 +143,7 @@ class TimerRank(Rank):
         self._job = self.assemble(profiled)
         self._real = self._job.runner
         assert isinstance(self._real, PlanExecutor), f"the list of {profiled.name!r} is not followed by the executor"
-        self._wires = wires_of_executor(self._real)[0]
+        self._wires = self._real.dispatcher.wires
         if self.clock is not None:
             emulate(self._wires, self.clock)
         self._point_to_point = self._wires.rows
@@ -183,7 +183,7 @@ class TimerRank(Rank):
     def _profile(self, steps: int) -> dict[str, float]:
         """Median processor seconds of every operator over real steps; the first one is left out."""
         feed = self._job.batches("train", 0)
-        recorder = self._real._recorder
+        recorder = self._real.recorder
         clock, recorder.clock = recorder.clock, ProcessorClock()
         try:
             spans = [self._real.run(self._job.instructions, feed).spans for _ in range(steps + 1)]
@@ -197,11 +197,17 @@ class TimerRank(Rank):
         from megatron.training.describe import describe_model, known_vocab_size
         from megatron.training.plan_of_run import plan_of_run
         from megatron.training.tokenizer_of_run import tokenizer_of_run
+        from moe_overlap.plan.validate import validate_plan
+        from tools.link_bed.reach import reaching
 
         parsed = self.parse(variant)
         vocabulary = known_vocab_size(parsed.config) or tokenizer_of_run(parsed.config.data).vocab_size
         model = describe_model(parsed.config, vocabulary, parsed.name)
-        return plan_of_run(parsed.config, model, dist.get_world_size()), model
+        plan = plan_of_run(parsed.config, model, dist.get_world_size())
+        if variant.reach is not None:
+            plan = reaching(plan, model, variant.reach)
+            validate_plan(plan, model, variant.name)
+        return plan, model
 
     def _sizes(self, variant: Variant) -> Any:
         import torch
@@ -215,18 +221,13 @@ class TimerRank(Rank):
         return Sizes(tokens, model.num_experts, model.router_topk, model.hidden_size, dtype)
 
 
-def wires_of_executor(executor: Any) -> list[Any]:
-    """The wires of the executor's dispatchers."""
-    return list({id(wires): wires for wires in (o._dispatcher.wires for o in executor._operators)}.values())
-
-
 def wires_of(job: Any) -> list[Any]:
     """Every wire of an assembled run."""
     from megatron.training.model import unwrap
     from moe_overlap.runtime.execute import PlanExecutor
 
     if isinstance(job.runner, PlanExecutor):
-        return wires_of_executor(job.runner)
+        return [job.runner.dispatcher.wires]
     layers = [layer for chunk in job.chunks for layer in unwrap(chunk).decoder.layers]
     dispatchers = [layer.mlp.token_dispatcher for layer in layers if hasattr(layer.mlp, "token_dispatcher")]
     return [dispatcher.stages.wires for dispatcher in dispatchers]
