@@ -33,8 +33,15 @@ class ListBuilder:
         writes: Iterable[str] = (),
         sent_bytes: int = 0,
         peers: tuple[int, ...] = (),
-    ) -> None:
-        """Append one instruction; its id is its place."""
+        after: Iterable[int] = (),
+    ) -> int:
+        """Append one instruction.
+
+        Args:
+            after: what it waits for besides what its buffers say.
+        Returns:
+            Its id, which is its place.
+        """
         read, written = tuple(reads), tuple(writes)
         instruction = Instruction(
             id=len(self._list),
@@ -49,7 +56,7 @@ class ListBuilder:
             writes=written,
             bytes=sent_bytes,
             peers=peers,
-            after=self._dependencies(channel, read, written),
+            after=self._dependencies(channel, read, written, after),
         )
         self._list.append(instruction)
         for buffer in written:
@@ -57,13 +64,16 @@ class ListBuilder:
         for buffer in read:
             if buffer not in written:
                 self._readers.setdefault(buffer, []).append(instruction.id)
+        return instruction.id
 
     def finish(self) -> tuple[Instruction, ...]:
         """The list."""
         return tuple(self._list)
 
-    def _dependencies(self, channel: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> tuple[int, ...]:
-        found: set[int] = set()
+    def _dependencies(
+        self, channel: str, reads: tuple[str, ...], writes: tuple[str, ...], after: Iterable[int]
+    ) -> tuple[int, ...]:
+        found: set[int] = set(after)
         for buffer in reads:
             if buffer in self._writer and buffer not in writes:
                 found.add(self._writer[buffer])

@@ -1,8 +1,8 @@
 """A plan, lowered: the static instruction list of one rank. What runs is decided here and nowhere else.
 
 A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a pass,
-ranges of operators run in partitions, and weight gradients stand under exchanges, where the plan says so. What it asks
-for and is not lowered yet is refused by field.
+ranges of operators run in partitions, and weight gradients stand under exchanges, where the plan says so; gradients that
+are complete are reduced between exchanges. What it asks for and is not lowered yet is refused by field.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators, payload
 from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
+from moe_overlap.plan.gradient_gaps import with_gradient_pieces
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.layer_buffers import placed
 from moe_overlap.plan.list_builder import ListBuilder
@@ -42,6 +43,7 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
             passes.forward(step.chunk, step.micro_batch)
         else:
             passes.backward(step.chunk, step.micro_batch)
+    to = with_gradient_pieces(plan, stage_index, model, to)
     lower_update(plan, stage_index, model, to)
     return to.finish()
 
