@@ -182,11 +182,11 @@ class ParallelConfig:
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the data-parallel ranks (ZeRO-1); always on here."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients bucket by bucket during the backward pass."""
+    """Reduce gradients bucket by bucket during the backward pass; with planned overlap, piece by piece between exchanges."""
     overlap_param_gather: bool = False
     """Gather the updated weights during the next forward pass."""
     ddp_bucket_size: int | None = None
-    """Parameters per gradient bucket."""
+    """Parameters per gradient bucket, or piece; 40 million, or a million per data-parallel rank, unless given."""
     overlap_p2p_comm: bool = flag(True, off="--no-overlap-p2p-communication")
     """Overlap the interleaved pipeline's transfers with computation."""
     recompute_granularity: Literal["full", "selective"] | None = None

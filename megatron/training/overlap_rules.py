@@ -38,8 +38,7 @@ def executor_has_what_it_needs(config: Config) -> None:
     recompute = parallel.recompute_granularity
     rule = f"recomputation with {flag} is not executed yet"
     require(recompute is None, "--recompute-granularity", recompute, rule, f"drop it or {flag}")
-    rule = f"{flag} reduces gradients after the last backward pass"
-    require(not parallel.overlap_grad_reduce, "--overlap-grad-reduce", "", rule, f"drop it or {flag}")
+    rule = f"{flag} gathers the weights before the next forward pass"
     require(not parallel.overlap_param_gather, "--overlap-param-gather", "", rule, f"drop it or {flag}")
     rule = f"sequences that ranks share are not executed with {flag} yet"
     require(

@@ -11,7 +11,9 @@ from typing import Any
 from megatron.training.config import Config
 from megatron.training.describe import ParallelLayout, parallel_layout, stage_layers
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.overlap_from_words import OverlapWords, overlap_from_words
+from moe_overlap.plan.payload import GRADIENT_BYTES
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute, StagePlan
 
 
@@ -26,7 +28,7 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
     assert config.model.seq_length is not None
     chunks = stage_chunks(stage_layers(config), layout.virtual)
     alike = [_stage(config, layout, index, ranges) for index, ranges in enumerate(chunks)]
-    stages = tuple(_overlapped(config, model, stage, len(alike), index) for index, stage in enumerate(alike))
+    stages = tuple(_overlapped(config, model, layout, stage, index) for index, stage in enumerate(alike))
     return Plan(
         model=Named(name=model.name, sha256=content_sha256(dataclasses.asdict(model))),
         cluster=Named(name=f"{world_size}-processes", sha256=content_sha256({"processes": world_size})),
@@ -87,7 +89,17 @@ def _stage(config: Config, layout: ParallelLayout, index: int, chunks: tuple[tup
     )
 
 
-def _overlapped(config: Config, model: ModelDescription, stage: StagePlan, stages: int, index: int) -> StagePlan:
+def _gradient_chunk_bytes(config: Config, layout: ParallelLayout) -> int:
+    """Of the executor's reductions between exchanges: --ddp-bucket-size, or upstream's default for it."""
+    if not config.parallel.overlap_grad_reduce:
+        return 0
+    parameters = config.parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data * layout.context)
+    return parameters * GRADIENT_BYTES
+
+
+def _overlapped(
+    config: Config, model: ModelDescription, layout: ParallelLayout, stage: StagePlan, index: int
+) -> StagePlan:
     overlap = config.overlap
     words = OverlapWords(
         partitions=overlap.moe_overlap_partitions or 1,
@@ -100,7 +112,9 @@ def _overlapped(config: Config, model: ModelDescription, stage: StagePlan, stage
     )
     if words.partitions == words.micro_batches == 1 and not words.defer:
         return stage
-    decided = overlap_from_words(words, stage, model, holds_embedding=index == 0, holds_head=index == stages - 1)
+    chunked = StageOverlap(gradient_chunk_bytes=_gradient_chunk_bytes(config, layout))
+    stage, ends = dataclasses.replace(stage, overlap=chunked), (index == 0, index == layout.pipeline - 1)
+    decided = overlap_from_words(words, stage, model, holds_embedding=ends[0], holds_head=ends[1])
     return dataclasses.replace(stage, overlap=decided)
 
 

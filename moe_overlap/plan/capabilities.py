@@ -69,13 +69,14 @@ LOWERED = Limits(
 """What `lower` knows."""
 EXECUTED = Limits(
     plan=(Limit("precision", _only("fp32", "bf16"), "not executed", "use fp32 or bf16"),),
-    stage=(
-        Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),
-        Limit("overlap.gradient_chunk_bytes", _only(0), "chunked gradient reduction is not executed", "write 0"),
-    ),
+    stage=(Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),),
     layer=(Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),),
 )
 """What the runtime executes of that."""
+NOTHING_OVERLAPPED = (
+    Limit("overlap.gradient_chunk_bytes", _only(0), "no layer of this plan overlaps anything", "write 0"),
+)
+"""What only the executor does, which follows plans with overlapped layers."""
 SHAPE_FIELDS = ("micro_batch_size", "gradient_accumulation_steps", "tensor", "context", "data")
 """Stages that differ here need transfers."""
 UNIFORM_FIELDS = (
@@ -122,6 +123,8 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
         _refuse_partitions_of(stage, f"{source} {path}")
     _refuse_differences(plan, UNIFORM_FIELDS, source)
+    if not any(stage.overlap.layers for stage in plan.stages):
+        _refuse_values(plan.stages[0], NOTHING_OVERLAPPED, f"{source} stages[0].")
 
 
 def _stages(plan: Plan) -> Iterator[tuple[str, StagePlan]]:

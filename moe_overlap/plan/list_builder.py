@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind
 
@@ -23,16 +23,20 @@ class Draft:
     bytes: int = 0
     peers: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, instruction: Instruction) -> Draft:
+        """What an instruction of a list was made from."""
+        return cls(**{field.name: getattr(instruction, field.name) for field in fields(cls)})
+
 
 def build_list(stage: int, drafts: Iterable[Draft]) -> tuple[Instruction, ...]:
     """The list of one rank of a stage: drafts in issue order, with ids and what each has to wait for."""
-    builder = _ListBuilder(stage)
-    for draft in drafts:
-        builder.append(draft)
+    builder = ListBuilder(stage)
+    builder.extend(drafts)
     return builder.finish()
 
 
-class _ListBuilder:
+class ListBuilder:
     """Appends instructions of one rank.
 
     `after` is what the buffers say: what is read comes after who wrote it, what is written after who wrote or read it.
@@ -45,8 +49,14 @@ class _ListBuilder:
         self._writer: dict[str, int] = {}
         self._readers: dict[str, list[int]] = {}
 
-    def append(self, draft: Draft) -> None:
-        """Append one instruction; its id is its place."""
+    def append(self, draft: Draft, after: Iterable[int] = ()) -> int:
+        """Append one instruction.
+
+        Args:
+            after: what it waits for besides what its buffers say.
+        Returns:
+            Its id, which is its place.
+        """
         instruction = Instruction(
             id=len(self._list),
             kind=draft.kind,
@@ -60,7 +70,7 @@ class _ListBuilder:
             writes=draft.writes,
             bytes=draft.bytes,
             peers=draft.peers,
-            after=self._dependencies(draft.channel, draft.reads, draft.writes),
+            after=self._dependencies(draft.channel, draft.reads, draft.writes, after),
         )
         self._list.append(instruction)
         for buffer in draft.writes:
@@ -68,13 +78,21 @@ class _ListBuilder:
         for buffer in draft.reads:
             if buffer not in draft.writes:
                 self._readers.setdefault(buffer, []).append(instruction.id)
+        return instruction.id
+
+    def extend(self, drafts: Iterable[Draft]) -> None:
+        """Append several."""
+        for draft in drafts:
+            self.append(draft)
 
     def finish(self) -> tuple[Instruction, ...]:
         """The list."""
         return tuple(self._list)
 
-    def _dependencies(self, channel: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> tuple[int, ...]:
-        found: set[int] = set()
+    def _dependencies(
+        self, channel: str, reads: tuple[str, ...], writes: tuple[str, ...], after: Iterable[int]
+    ) -> tuple[int, ...]:
+        found: set[int] = set(after)
         for buffer in reads:
             if buffer in self._writer and buffer not in writes:
                 found.add(self._writer[buffer])

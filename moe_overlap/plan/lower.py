@@ -2,8 +2,8 @@
 
 A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a pass,
 ranges of operators run in partitions, and weight gradients stand under exchanges; a backward pass is interleaved with the
-forward pass of another micro-batch; each where the plan says so. What it asks for and is not lowered yet is refused by
-field.
+forward pass of another micro-batch; gradients that are complete are reduced between exchanges; each where the plan says so.
+What it asks for and is not lowered yet is refused by field.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators, payload
 from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
+from moe_overlap.plan.gradient_gaps import fill_gaps, gradient_pieces
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.layer_buffers import placed
-from moe_overlap.plan.list_builder import Draft, build_list
+from moe_overlap.plan.list_builder import Draft, ListBuilder, build_list
 from moe_overlap.plan.lower_layers import LayerLowering
 from moe_overlap.plan.lower_update import lower_update
 from moe_overlap.plan.micro_batch_order import interleave
@@ -42,8 +43,14 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
     for steps in pipeline_blocks(plan, index):
         written = [list(passes.write(step)) for step in steps]
         drafts += interleave(*written) if len(written) == 2 else written[0]
-    drafts += lower_update(plan, index, model)
-    return build_list(index, drafts)
+    to = ListBuilder(index)
+    pieces = gradient_pieces(plan, index, model)
+    if pieces:
+        fill_gaps(build_list(index, drafts), pieces, to)
+    else:
+        to.extend(drafts)
+    to.extend(lower_update(plan, index, model))
+    return to.finish()
 
 
 @dataclass(frozen=True, slots=True)

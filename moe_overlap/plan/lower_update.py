@@ -25,24 +25,22 @@ def optimizer_parts(plan: Plan, stage_index: int) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
-    """Everything after the last backward pass.
+def is_replicated(stage: StagePlan) -> bool:
+    """Whether another rank holds a copy of a parameter."""
+    return stage.data * stage.context > 1 or stage.expert_data > 1
 
-    One reduction per rank, or per part in pieces of `gradient_chunk_bytes`, last part first, as the backward pass
-    finishes them.
-    """
+
+def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
+    """Everything after the last backward pass; pieces of gradients stand among the passes already (gradient_gaps.py)."""
     stage = plan.stages[stage_index]
     parts = optimizer_parts(plan, stage_index)
     sizes = {part: payload.part_size(part, plan, stage, model) for part in parts}
     totals = tuple(f"gradient.{part}" for part in parts)
-    replicated = stage.data * stage.context > 1 or stage.expert_data > 1
+    replicated = is_replicated(stage)
     if replicated and stage.overlap.gradient_chunk_bytes == 0:
         whole = sum(sizes.values(), PartSize(0, 0))
         sent = whole.reduction_bytes(stage)
         yield Draft(kind="collective", name="gradients", channel=DATA_CHANNEL, reads=totals, writes=totals, bytes=sent)
-    elif replicated:
-        for part in reversed(parts):
-            yield from _reduce_in_pieces(part, sizes[part], stage)
     alone = plan.world_size == 1
     yield Draft(
         kind="compute" if alone else "collective",
@@ -61,21 +59,3 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
         shards = tuple(f"parameters.{part}" for part in parts)
         sent = sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
         yield Draft(kind="collective", name="parameters", channel=DATA_CHANNEL, reads=shards, writes=shards, bytes=sent)
-
-
-def _reduce_in_pieces(part: str, size: PartSize, stage: StagePlan) -> Iterator[Draft]:
-    held = size.gradient_bytes
-    leaving = size.reduction_bytes(stage)
-    pieces = -(-held // stage.overlap.gradient_chunk_bytes)
-    total = f"gradient.{part}"
-    for piece in range(pieces):
-        ends = [min(held, n * stage.overlap.gradient_chunk_bytes) * leaving // held for n in (piece, piece + 1)]
-        yield Draft(
-            kind="collective",
-            name=f"gradients.{part}",
-            channel=DATA_CHANNEL,
-            partition=(piece,),
-            reads=(total,),
-            writes=(total,),
-            bytes=ends[1] - ends[0],
-        )

@@ -19,6 +19,7 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.bind import ChunkOperators, StepState, set_aux_loss_scale
 from moe_overlap.runtime.buffers import Buffers
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
+from moe_overlap.runtime.gradient_pieces import GradientPieces
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
 from moe_overlap.runtime.routing.draws import DrawClock
@@ -29,6 +30,8 @@ from moe_overlap.runtime.update import StepUpdate, micro_batch_loss, micro_batch
 from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
 
 UPDATE_PARTS = ("gradients", "parameters", "optimizer")
+PIECES = "gradients."
+"""Reductions that stand among the passes, by part."""
 
 
 class PlanExecutor:
@@ -39,6 +42,7 @@ class PlanExecutor:
         models: the GPTModel inside each of them.
         queue: takes the weight gradients that the list has computed later.
         clock: seed of the gates' draws.
+        pieces: reduces what the list has of gradients among its passes; None: DDP reduces at the end.
         sequence_length, micro_batch_size: sizes of a micro-batch.
     Attributes:
         dispatcher: carries every exchange of tokens, of all chunks.
@@ -54,12 +58,13 @@ class PlanExecutor:
         *,
         queue: WeightGradQueue,
         clock: DrawClock,
+        pieces: GradientPieces | None = None,
         sequence_length: int,
         micro_batch_size: int,
     ) -> None:
         self._chunks, self._optimizer, self._recorder = list(chunks), optimizer, recorder
         self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
-        self._queue, self._clock, self.step = queue, clock, 0
+        self._queue, self._clock, self._pieces, self.step = queue, clock, pieces, 0
         self.dispatcher = IrregularDispatcher(Wires(groups.collection))
         self._operators = [ChunkOperators(model, sequence_length, _mean_loss, self.dispatcher) for model in models]
         self._transfers = StageTransfers(groups, chunks[0].config, sequence_length, micro_batch_size)
@@ -77,9 +82,9 @@ class PlanExecutor:
             chunk.train()
         state = self._state(instructions, batches)
         set_aux_loss_scale(state.micro_batches, next(self._chunks[0].parameters()).device)
-        self._follow([i for i in instructions if not i.name.startswith(UPDATE_PARTS)], state)
+        self._follow([i for i in instructions if not _is_update(i)], state)
         self._queue.assert_empty()
-        self._update.reduce()
+        self._update.reduce(over_replicas=self._pieces.finish if self._pieces is not None else None)
         get_moe_layer_wise_logging_tracker().clear()
         return self._update.finish(instructions, state.reports)
 
@@ -90,7 +95,7 @@ class PlanExecutor:
         for chunk in self._chunks:
             chunk.eval()
         state = self._state(instructions, batches)
-        forward = [i for i in instructions if not i.name.startswith(UPDATE_PARTS) and not _is_backward(i)]
+        forward = [i for i in instructions if not _is_update(i) and not _is_backward(i)]
         self._follow(forward, state)
         loss, tokens = self._update.mean_loss(state.reports)
         get_moe_layer_wise_logging_tracker().clear()
@@ -134,8 +139,12 @@ class PlanExecutor:
     def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
         """Start a communication; the answer waits for it and ends its span."""
         self._recorder.place(i.chunk or 0, i.micro_batch or 0)
-        span = self._recorder.background(i.name, "ep" if i.kind == "collective" else "pp")
-        if i.kind == "collective":
+        span = self._recorder.background(i.name, i.channel.partition(".")[0])
+        if i.name.startswith(PIECES):
+            assert self._pieces is not None
+            part, (piece,) = i.name.removeprefix(PIECES), i.partition
+            wait = self._pieces.start(part, piece, state.buffers.partitions(i))
+        elif i.kind == "collective":
             wait = self._operators[i.chunk or 0].exchange(i, state)
         else:
             wait = self._transfers.start(i, state.buffers)
@@ -157,8 +166,12 @@ class PlanExecutor:
         self._recorder.begin(i.name)
 
 
+def _is_update(i: Instruction) -> bool:
+    return i.name.startswith(UPDATE_PARTS) and not i.name.startswith(PIECES)
+
+
 def _is_backward(i: Instruction) -> bool:
-    return ".backward" in i.name or i.name.endswith((".recompute", ".dW"))
+    return i.name.startswith(PIECES) or ".backward" in i.name or i.name.endswith((".recompute", ".dW"))
 
 
 def _mean_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:

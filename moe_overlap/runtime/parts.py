@@ -49,6 +49,15 @@ def defer_planned_gradients(modules: Sequence[torch.nn.Module], overlap: StageOv
     return defer_planned(modules, overlap, queue)
 
 
+def marks_of_gradient_pieces(modules: Sequence[torch.nn.Module], overlap: StageOverlap) -> list[torch.nn.Parameter]:
+    """Parameters that must begin a gradient bucket so that a plan's pieces can be reduced part by part."""
+    if overlap.gradient_chunk_bytes == 0:
+        return []
+    from moe_overlap.runtime.gradient_pieces import bucket_marks
+
+    return bucket_marks(modules)
+
+
 def make_runner(
     plan: Plan,
     chunks: Sequence[Any],
@@ -73,7 +82,9 @@ def make_runner(
         sizes = {"sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
         return MegatronStepRunner(chunks, optimizer, groups, recorder, clock=clock, **sizes)
     from moe_overlap.runtime.execute import PlanExecutor
+    from moe_overlap.runtime.gradient_pieces import GradientPieces
 
+    in_pieces = any(stage.overlap.gradient_chunk_bytes for stage in plan.stages)
     return PlanExecutor(
         chunks,
         models,
@@ -82,6 +93,7 @@ def make_runner(
         recorder,
         queue=queue,
         clock=clock,
+        pieces=GradientPieces(chunks) if in_pieces else None,
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
     )

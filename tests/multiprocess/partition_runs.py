@@ -18,6 +18,22 @@ Curve = list[tuple[float, float]]
 
 def curves(variants: dict[str, str]) -> dict[str, Curve]:
     """Loss and gradient norm of three steps of every variant, flags added to BASE. Collective."""
+    found = {}
+    for name, flags in variants.items():
+        job, feed = assembled(flags)
+        found[name] = [_step(job, step, feed) for step in range(3)]
+    return found
+
+
+def spans_of_a_step(flags: str) -> list[tuple[str, str, float, float]]:
+    """Name, channel, start and end of what a step recorded, its update left out. Collective."""
+    job, feed = assembled(flags)
+    spans = job.runner.run(job.instructions, feed).spans
+    return [(s.name, s.channel, s.start, s.end) for s in spans if not s.name.startswith(("optimizer", "parameters"))]
+
+
+def assembled(flags: str) -> tuple[Any, Any]:
+    """The run of these flags added to BASE, and its samples."""
     from megatron.training import cpu_backend
     from megatron.training.quiet import quiet_libraries
 
@@ -30,15 +46,12 @@ def curves(variants: dict[str, str]) -> dict[str, Curve]:
     from megatron.training.arguments import parse
     from megatron.training.validation import validate
 
-    found = {}
-    for name, flags in variants.items():
-        parsed = parse([*BASE.split(), *flags.split()])
-        validate(parsed.config, dist.get_world_size())
-        job = pretrain_moe.assemble(parsed, dist.get_rank()).job
-        feed = job.batches("train", 0)
-        assert feed is not None
-        found[name] = [_step(job, step, feed) for step in range(3)]
-    return found
+    parsed = parse([*BASE.split(), *flags.split()])
+    validate(parsed.config, dist.get_world_size())
+    job = pretrain_moe.assemble(parsed, dist.get_rank()).job
+    feed = job.batches("train", 0)
+    assert feed is not None
+    return job, feed
 
 
 def _step(job: Any, step: int, feed: Any) -> tuple[float, float]:

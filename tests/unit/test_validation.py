@@ -210,9 +210,9 @@ RULES = [
         "--hidden-dropout 0.1: its masks would depend on how the micro-batch is cut; use 0",
     ),
     (
-        f"{OVERLAP} --defer-weight-gradients --overlap-grad-reduce",
+        f"{OVERLAP} --defer-weight-gradients --overlap-grad-reduce --overlap-param-gather",
         2,
-        "--overlap-grad-reduce: --defer-weight-gradients reduces gradients after the last backward pass; "
+        "--overlap-param-gather: --defer-weight-gradients gathers the weights before the next forward pass; "
         "drop it or --defer-weight-gradients",
     ),
     (

@@ -55,7 +55,7 @@ def test_what_flags_say_is_executed(recompute: Recompute) -> None:
         (
             {"overlap": StageOverlap(gradient_chunk_bytes=4096)},
             {},
-            "stages[0].overlap.gradient_chunk_bytes 4096: chunked gradient reduction is not executed; write 0",
+            "stages[0].overlap.gradient_chunk_bytes 4096: no layer of this plan overlaps anything; write 0",
         ),
         (
             {"overlap": StageOverlap(micro_batches_in_flight=3)},
