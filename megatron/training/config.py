@@ -405,6 +405,8 @@ class OverlapConfig:
     """Cut each micro-batch into this many parts around the MoE layers: one computes while another is exchanged."""
     moe_overlap_range: Literal["experts", "after", "around"] = "around"
     """Which operators run in parts: gate to merge, gate to the next layer's attention, or attention to merge."""
+    moe_overlap_capacity_chunks: int | None = None
+    """Run dispatch, experts and combine in 2, 4 or 8 chunks of each expert's rows instead (Tutel's pipeline)."""
     defer_weight_gradients: bool = False
     """Compute weight gradients while a backward all-to-all is under way."""
     max_deferred_bytes: int = 1 << 30

@@ -90,14 +90,15 @@ def _stage(config: Config, layout: ParallelLayout, index: int, chunks: tuple[tup
 def _overlapped(config: Config, model: ModelDescription, stage: StagePlan, stages: int, index: int) -> StagePlan:
     overlap = config.overlap
     words = OverlapWords(
-        partitions=overlap.moe_overlap_partitions or 1,
+        partitions=1 if overlap.moe_overlap_partitions is None else overlap.moe_overlap_partitions,
         range_word=overlap.moe_overlap_range,
+        capacity_chunks=1 if overlap.moe_overlap_capacity_chunks is None else overlap.moe_overlap_capacity_chunks,
         gate=overlap.moe_gate,
         dispatcher="irregular",
         defer=overlap.defer_weight_gradients,
         max_deferred_bytes=overlap.max_deferred_bytes,
     )
-    if words.partitions == 1 and not words.defer:
+    if words.partitions == words.capacity_chunks == 1 and not words.defer:
         return stage
     decided = overlap_from_words(words, stage, model, holds_embedding=index == 0, holds_head=index == stages - 1)
     return dataclasses.replace(stage, overlap=decided)
