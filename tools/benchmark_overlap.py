@@ -188,8 +188,6 @@ def choose(arguments: argparse.Namespace, gate: str) -> list[Variant]:
     if arguments.timer_compute:
         # Over timer compute there is one transport per variant; an emulated link has no half-duplex all-to-all.
         found = [v for v in found if not v.receive_first and not (v.plain and not arguments.namespaces)]
-    else:
-        found = [v for v in found if not v.chunks and not v.waits]
     if arguments.variants is None:
         return found
     known = [variant.name for variant in found]

@@ -407,6 +407,8 @@ class OverlapConfig:
     """Which operators run in parts: gate to merge, gate to the next layer's attention, or attention to merge."""
     moe_overlap_micro_batches: int = 1
     """With 2, the backward pass of one micro-batch runs beside the forward pass of another, each under the other's all-to-all."""
+    moe_overlap_capacity_chunks: int | None = None
+    """Run dispatch, experts and combine in 2, 4 or 8 chunks of each expert's rows instead (Tutel's pipeline)."""
     defer_weight_gradients: bool = False
     """Compute weight gradients while a backward all-to-all is under way."""
     max_deferred_bytes: int = 1 << 30

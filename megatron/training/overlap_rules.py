@@ -5,7 +5,9 @@ from __future__ import annotations
 from megatron.training.config import Config
 from megatron.training.describe import virtual_stages
 from megatron.training.rule import Rule, require
-from moe_overlap.plan.gate_rules import GATE_FACTS, check_gate
+from moe_overlap.plan.gate_rules import check_gate, require_partitionable
+from moe_overlap.plan.overlap import LayerOverlap
+from moe_overlap.plan.serialize import load_plan
 
 
 def gate_agrees_with_router_flags(config: Config) -> None:
@@ -21,11 +23,26 @@ def gate_agrees_with_router_flags(config: Config) -> None:
 
 def overlapped_by(config: Config) -> str | None:
     """The flag that has the executor run the step, or None where megatron-core's schedule does."""
-    if (config.overlap.moe_overlap_partitions or 1) != 1:
+    return overlap_flag(config) or ("--plan" if _planned_layers(config) else None)
+
+
+def overlap_flag(config: Config) -> str | None:
+    """The flag that decides an overlap by hand, or None where a plan may."""
+    overlap = config.overlap
+    if (overlap.moe_overlap_partitions or 1) != 1:
         return "--moe-overlap-partitions"
-    if config.overlap.moe_overlap_micro_batches != 1:
+    if overlap.moe_overlap_micro_batches != 1:
         return "--moe-overlap-micro-batches"
-    return "--defer-weight-gradients" if config.overlap.defer_weight_gradients else None
+    if (overlap.moe_overlap_capacity_chunks or 1) != 1:
+        return "--moe-overlap-capacity-chunks"
+    return "--defer-weight-gradients" if overlap.defer_weight_gradients else None
+
+
+def _planned_layers(config: Config) -> list[LayerOverlap]:
+    """What --plan decides for the layers."""
+    if config.overlap.plan is None:
+        return []
+    return [layer for stage in load_plan(config.overlap.plan).stages for layer in stage.overlap.layers]
 
 
 def executor_has_what_it_needs(config: Config) -> None:
@@ -50,14 +67,17 @@ def executor_has_what_it_needs(config: Config) -> None:
 
 
 def partitions_keep_the_mathematics(config: Config) -> None:
-    parts = config.overlap.moe_overlap_partitions
+    flag, gate, parts = "--moe-overlap-partitions", config.overlap.moe_gate, config.overlap.moe_overlap_partitions
+    if (parts or 1) == 1:
+        parts = max((layer.partitions or 1 for layer in _planned_layers(config)), default=1)
+        flag = "--plan"
     if parts is None or parts == 1:
         return
-    flag, gate = "--moe-overlap-partitions", config.overlap.moe_gate
-    require(gate is not None, flag, parts, "capacity passes from part to part in our gates only", "add --moe-gate topk")
-    whole = gate is not None and not GATE_FACTS[gate].partitionable_before
-    rule = "needs the whole micro-batch, and parts behind such a gate are not executed yet"
-    require(not whole, "--moe-gate", gate, rule, f"use topk, switch, random or hash, or drop {flag}")
+    rule = "capacity passes from part to part in our gates only"
+    require(gate is not None, flag, parts, rule, "add --moe-gate topk")
+    if flag != "--plan":
+        assert gate is not None
+        require_partitionable(gate, config.overlap.moe_overlap_range)
     for name, value in (
         ("--hidden-dropout", config.model.hidden_dropout),
         ("--attention-dropout", config.model.attention_dropout),

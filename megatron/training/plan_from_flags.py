@@ -102,15 +102,16 @@ def _overlapped(
 ) -> StagePlan:
     overlap = config.overlap
     words = OverlapWords(
-        partitions=overlap.moe_overlap_partitions or 1,
+        partitions=1 if overlap.moe_overlap_partitions is None else overlap.moe_overlap_partitions,
         range_word=overlap.moe_overlap_range,
+        capacity_chunks=1 if overlap.moe_overlap_capacity_chunks is None else overlap.moe_overlap_capacity_chunks,
         gate=overlap.moe_gate,
         dispatcher="irregular",
         defer=overlap.defer_weight_gradients,
         max_deferred_bytes=overlap.max_deferred_bytes,
         micro_batches=overlap.moe_overlap_micro_batches,
     )
-    if words.partitions == words.micro_batches == 1 and not words.defer:
+    if words.partitions == words.capacity_chunks == words.micro_batches == 1 and not words.defer:
         return stage
     chunked = StageOverlap(gradient_chunk_bytes=_gradient_chunk_bytes(config, layout))
     stage, ends = dataclasses.replace(stage, overlap=chunked), (index == 0, index == layout.pipeline - 1)

@@ -6,15 +6,16 @@ import dataclasses
 from typing import Any
 
 from megatron.training.config import Config
+from megatron.training.overlap_rules import overlap_flag
 from megatron.training.plan_from_flags import plan_from_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_unsupported
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.validate import validate_plan
 
-_DESCRIPTIVE = frozenset({"model", "cluster", "predicted", "mesh"})
+_DESCRIPTIVE = frozenset({"model", "cluster", "predicted", "mesh", "search_limits"})
 """Fields of a plan that say where it comes from, not what runs."""
 
 
@@ -32,8 +33,33 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     plan = load_plan(source)
     validate_plan(plan, model, source)
     refuse_unsupported(plan, source)
+    if overlap_flag(config) is None:
+        _require_gate(source, plan, config.overlap.moe_gate)
+        from_flags = _with_overlap_of(plan, from_flags)
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
     return plan
+
+
+def _require_gate(source: str, plan: Plan, gate: str | None) -> None:
+    """The flags build the gates that a plan counts on."""
+    for s, stage in enumerate(plan.stages):
+        for n, layer in enumerate(stage.overlap.layers):
+            _require_equal(f"{source} stages[{s}].overlap.layers[{n}].gate", layer.gate, gate)
+
+
+def _with_overlap_of(plan: Plan, flagged: Plan) -> Plan:
+    """The plan of flags that decide no overlap, with what another one decides for the layers."""
+
+    def overlapped(stage: StagePlan, planned: StagePlan) -> StagePlan:
+        decided = planned.overlap
+        overlap = dataclasses.replace(
+            stage.overlap, layers=decided.layers, max_deferred_bytes=decided.max_deferred_bytes
+        )
+        return dataclasses.replace(stage, overlap=overlap)
+
+    if len(plan.stages) != len(flagged.stages):
+        return flagged
+    return dataclasses.replace(flagged, stages=tuple(map(overlapped, flagged.stages, plan.stages)))
 
 
 def _require_equal(place: str, planned: Any, flagged: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.ranges import needs_whole_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +58,9 @@ LOWERED = Limits(
     layer=(
         Limit(
             "mechanism",
-            _only("none", "partitioned", "cross_micro_batch"),
+            _only("none", "partitioned", "tutel", "cross_micro_batch"),
             "not lowered",
-            "use none, partitioned or cross_micro_batch",
+            "use none, partitioned, tutel or cross_micro_batch",
         ),
         Limit("axis", _only(None, "batch"), "only the batch is cut", "write batch"),
     ),
@@ -121,7 +120,7 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
     _refuse_limits(plan, EXECUTED, source)
     for path, stage in _stages(plan):
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
-        _refuse_partitions_of(stage, f"{source} {path}")
+        _refuse_cuts_of(stage, f"{source} {path}")
     _refuse_differences(plan, UNIFORM_FIELDS, source)
     if not any(stage.overlap.layers for stage in plan.stages):
         _refuse_values(plan.stages[0], NOTHING_OVERLAPPED, f"{source} stages[0].")
@@ -162,19 +161,17 @@ def _refuse_partial_selection(stage: StagePlan, subject: str) -> None:
         raise ConfigError(subject, stage.recompute.layers, rule, f"write {longest}")
 
 
-def _refuse_partitions_of(stage: StagePlan, subject: str) -> None:
-    """What the executor does not cut into partitions, or not with them."""
+def _refuse_cuts_of(stage: StagePlan, subject: str) -> None:
+    """What the executor does not cut into partitions or chunks of capacity, or not with them."""
     for index, layer in enumerate(stage.overlap.layers):
-        if layer.mechanism != "partitioned":
+        if layer.mechanism not in ("partitioned", "tutel"):
             continue
-        field, value = f"{subject}.overlap.layers[{index}].gate", _shown(layer.gate)
-        if layer.gate is None:
-            raise ConfigError(field, value, "only a gate of ours hands capacity to the next partition", "write topk")
-        if needs_whole_batch(layer):
-            rule = "needs the whole micro-batch, and partitions behind such a gate are not executed"
-            raise ConfigError(field, value, rule, "use topk, switch, random or hash")
+        if layer.mechanism == "partitioned" and layer.gate is None:
+            rule = "only a gate of ours hands capacity to the next partition"
+            raise ConfigError(f"{subject}.overlap.layers[{index}].gate", "null", rule, "write topk")
         if stage.recompute.granularity != "none":
-            rule = "partitions that are recomputed are not executed"
+            cut = "partitions" if layer.mechanism == "partitioned" else "capacity chunks"
+            rule = f"{cut} that are recomputed are not executed"
             raise ConfigError(f"{subject}.recompute.granularity", stage.recompute.granularity, rule, "write none")
 
 

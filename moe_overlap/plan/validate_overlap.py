@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.overlap import LayerOverlap, Mechanism, StageOverlap
+from moe_overlap.plan.overlap import TUTEL_DEGREES, LayerOverlap, Mechanism, StageOverlap
 from moe_overlap.plan.plan import StagePlan
 from moe_overlap.plan.validate_ranges import validate_ranges
 from moe_overlap.plan.validate_slots import validate_slots
 
-TUTEL_DEGREES = (1, 2, 4, 8)
 FIELDS_OF: dict[Mechanism, tuple[str, ...]] = {
     "none": (),
     "tutel": ("tutel_degree",),

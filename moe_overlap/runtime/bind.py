@@ -20,8 +20,9 @@ from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import BACKWARD, COMBINE, COUNT, DISPATCH, Operator, parse_operator
-from moe_overlap.runtime.buffers import BATCH, Buffers, stem_of
-from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher
+from moe_overlap.runtime.buffers import BATCH, Buffers, is_part, stem_of
+from moe_overlap.runtime.dispatch.capacity_chunks import CapacityChunk, capacity_chunks, join_chunks
+from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.islands import Island
 from moe_overlap.runtime.routing.gate import Gate
 from moe_overlap.runtime.step import Batch
@@ -44,6 +45,8 @@ class StepState:
     islands: dict[Place, Island] = field(default_factory=dict)
     handles: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     """Dispatcher handles by layer, micro-batch, partition."""
+    chunks: dict[tuple[int, int], Sequence[CapacityChunk]] = field(default_factory=dict)
+    """Capacity chunks of layers whose rows travel in them, by layer and micro-batch."""
     routing: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Capacity used so far, by layer and micro-batch."""
     normed: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
@@ -146,23 +149,27 @@ class ChunkOperators:
 
     def _moe_gate(self, i: Instruction, operator: Operator, state: StepState) -> None:
         n = _layer(operator)
-        layer, key = self._layers[n], (n, _micro_batch(i), _partition(i))
+        layer, keys = self._layers[n], travelling(i, n, i.writes, "rows")
 
-        def route(hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        def route(hidden_SBH: Tensor) -> tuple[Tensor, ...]:
             normed_SBH = TransformerLayer._forward_pre_mlp_layernorm(layer, hidden_SBH)
-            probs_TE, map_TE = self._route(layer.mlp, normed_SBH, i, state, n)
-            hidden_TH = normed_SBH.reshape(-1, normed_SBH.shape[-1])
-            rows, state.handles[key] = self._dispatcher.permute(hidden_TH, probs_TE, map_TE, f"L{n}.moe")
-            return rows, normed_SBH
+            routed_TE = self._route(layer.mlp, normed_SBH, i, state, n)
+            samples, rows = normed_SBH.shape[BATCH], []
+            parts = zip(*(_cut(x, samples, len(keys)) for x in (normed_SBH, *routed_TE)), strict=True)
+            for key, (x_TH, probs_TE, map_TE) in zip(keys, parts, strict=True):
+                packed, state.handles[key] = self._dispatcher.permute(x_TH, probs_TE, map_TE, f"L{n}.moe")
+                rows.append(packed)
+            return (*rows, normed_SBH)
 
         island = Island(route, [state.buffers.read(i, _read(i, "a"))])
+        *rows, normed_SBH = island.outputs
         if not _writes(i, "counts"):
             # Nothing leaves the rank: there is no count instruction, and the counts are known at once.
-            self._dispatcher.start_counts(state.handles[key]).wait()
+            self._dispatcher.start_counts(state.handles[keys[0]]).wait()
         state.islands[_place(i, operator)] = island
-        state.buffers.write(i, _written(i, "rows"), island.outputs[0])
+        state.buffers.write_each(i, _written(i, "rows"), rows)
         if layer.mlp.use_shared_expert:
-            state.normed[key] = island.outputs[1]
+            state.normed.update(zip(keys, normed_SBH.chunk(len(keys), dim=BATCH), strict=True))
 
     def _route(
         self, moe: Any, normed_SBH: Tensor, i: Instruction, state: StepState, layer: int
@@ -180,10 +187,16 @@ class ChunkOperators:
         return moe.router.route(normed_SBH, routing, _partition(i))
 
     def _moe_gate_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
-        key = (_layer(operator), _micro_batch(i), _partition(i))
+        n, m = _layer(operator), _micro_batch(i)
+        drows = state.buffers.read_each(i, _read(i, "drows"))
+        keys = travelling(i, n, i.reads, "drows")
+        if (n, m) in state.chunks:
+            keys = [(n, m, 0)]
+            drows = [join_chunks(state.chunks.pop((n, m)), drows, state.handles[keys[0]].row_sources_N.shape[0])]
+        dnormed = [state.normed.pop(key) for key in keys if key in state.normed]
         island = state.islands.pop(_place(i, operator))
-        drows = state.buffers.read(i, _read(i, "drows"))
-        state.buffers.add(i, _written(i, "da"), island.backward(drows, state.normed.pop(key, None))[0])
+        dnormed_SBH = torch.cat(dnormed, dim=BATCH) if dnormed else None
+        state.buffers.add(i, _written(i, "da"), island.backward(*drows, dnormed_SBH)[0])
 
     def _moe_shared(self, i: Instruction, operator: Operator, state: StepState) -> None:
         layer, key = self._layers[_layer(operator)], (_layer(operator), _micro_batch(i), _partition(i))
@@ -199,7 +212,7 @@ class ChunkOperators:
 
     def _moe_experts(self, i: Instruction, operator: Operator, state: StepState) -> None:
         n = _layer(operator)
-        layer, handle = self._layers[n], state.handles[(n, _micro_batch(i), _partition(i))]
+        layer, handle = self._layers[n], handle_of(i, operator, state, self._dispatcher)
         dispatcher = self._dispatcher
 
         def experts(received: Tensor) -> Tensor:
@@ -216,7 +229,7 @@ class ChunkOperators:
 
     def _moe_merge(self, i: Instruction, operator: Operator, state: StepState) -> None:
         n = _layer(operator)
-        layer, handle = self._layers[n], state.handles[(n, _micro_batch(i), _partition(i))]
+        layer, handle = self._layers[n], handle_of(i, operator, state, self._dispatcher)
 
         def merge(returned: Tensor, residual_SBH: Tensor, shared_SBH: Tensor | None) -> Tensor:
             output_SBH = self._dispatcher.unpermute(returned, handle).view_as(residual_SBH)
@@ -225,8 +238,13 @@ class ChunkOperators:
             return TransformerLayer._forward_post_mlp(layer, (output_SBH, None), residual_SBH)
 
         source = next(stem for stem in ("returned", "computed") if _reads(i, stem))
-        stems = [_read(i, source), _read(i, "a"), _read(i, "shared") if _reads(i, "shared") else ""]
-        self._forward(i, operator, state, merge, stems, [_written(i, "h")])
+        returned = state.buffers.read_each(i, _read(i, source))
+        if (n, _micro_batch(i)) in state.chunks:
+            returned = [join_chunks(state.chunks[n, _micro_batch(i)], returned)]
+        shared_SBH = state.buffers.read(i, _read(i, "shared")) if _reads(i, "shared") else None
+        island = Island(merge, [*returned, state.buffers.read(i, _read(i, "a")), shared_SBH])
+        state.islands[_place(i, operator)] = island
+        state.buffers.write(i, _written(i, "h"), island.outputs[0])
 
     def _moe_merge_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
         target = next(stem for stem in ("dreturned", "dcomputed") if _writes(i, stem))
@@ -240,19 +258,20 @@ class ChunkOperators:
             What waits for it and stores what has arrived.
         """
         i, operator = instruction, parse_operator(instruction.name, "instruction")
-        handle = state.handles[(_layer(operator), _micro_batch(i), _partition(i))]
         if operator.part == COUNT:
-            counts = self._dispatcher.start_counts(handle)
+            counts = self._dispatcher.start_counts(handle_of(i, operator, state, self._dispatcher))
             return lambda: _discard(counts.wait())
         source, target = _EXCHANGED[operator.part, operator.suffix]
+        (outgoing,) = state.buffers.read_each(i, _read(i, source))
+        handle = handle_of(i, operator, state, self._dispatcher)
+        if i.partition and _reads_whole(i, source):
+            outgoing = state.chunks[_layer(operator), _micro_batch(i)][_partition(i)].of(outgoing)
         start = {
             (DISPATCH, ""): self._dispatcher.start_dispatch,
             (DISPATCH, BACKWARD): self._dispatcher.start_dispatch_backward,
             (COMBINE, ""): self._dispatcher.start_combine,
             (COMBINE, BACKWARD): self._dispatcher.start_combine_backward,
         }[operator.part, operator.suffix]
-        outgoing = state.buffers.read(i, _read(i, source))
-        assert outgoing is not None
         pending = start(outgoing.detach(), handle)
         return lambda: state.buffers.write(i, _written(i, target), pending.wait())
 
@@ -302,6 +321,32 @@ def _place(i: Instruction, operator: Operator) -> Place:
     return (operator.part, operator.layer, _micro_batch(i), _partition(i))
 
 
+def _cut(tokens: Tensor, samples: int, parts: int) -> list[Tensor]:
+    """Tokens [T, X] or [S, B, X] of each of so many parts of the samples: [T of the part, X]."""
+    width = tokens.shape[-1]
+    return [part.reshape(-1, width) for part in tokens.reshape(-1, samples, width).chunk(parts, dim=BATCH)]
+
+
+def travelling(i: Instruction, layer: int, names: Sequence[str], kind: str) -> list[tuple[int, int, int]]:
+    """Layer, micro-batch and partition of everything that leaves a gate: a whole one may let its rows travel in parts."""
+    count = 1 if i.partition else sum(name.split(".")[0] == kind for name in names)
+    return [(layer, _micro_batch(i), _partition(i) + part) for part in range(count)]
+
+
+def handle_of(i: Instruction, operator: Operator, state: StepState, dispatcher: IrregularDispatcher) -> Handle:
+    """Of the rows that an instruction handles: those of its part of the batch, or of its capacity chunk.
+
+    Chunks are cut where a dispatch sends its share of rows that the gate left whole.
+    """
+    n, m = _layer(operator), _micro_batch(i)
+    if i.partition and (n, m) not in state.chunks and operator.part == DISPATCH and _reads_whole(i, "rows"):
+        state.chunks[n, m] = capacity_chunks(dispatcher, state.handles[n, m, 0], state.buffers.partitions(i))
+    if i.partition and (n, m) in state.chunks:
+        return state.chunks[n, m][_partition(i)].handle
+    handle: Handle = state.handles[n, m, _partition(i)]
+    return handle
+
+
 def _partition(i: Instruction) -> int:
     return i.partition[0] if i.partition else 0
 
@@ -322,6 +367,11 @@ def _reads(i: Instruction, kind: str) -> bool:
 
 def _writes(i: Instruction, kind: str) -> bool:
     return any(name.split(".")[0] == kind for name in i.writes)
+
+
+def _reads_whole(i: Instruction, kind: str) -> bool:
+    """Whether it reads such a buffer that does not stand in parts."""
+    return any(name.split(".")[0] == kind and not is_part(name) for name in i.reads)
 
 
 def _read(i: Instruction, kind: str) -> str:

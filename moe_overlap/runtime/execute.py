@@ -1,14 +1,15 @@
 """Runs an instruction list, and decides nothing.
 
 For each instruction in turn: wait for what its `after` names, then run it. Compute runs at once; a communication is started and
-waited for by whoever names it. The list's transfers and exchanges are point-to-point with tags of their own, so any number may be
-in flight on a channel.
+waited for by whoever names it or a later one of its channel. The list's transfers and exchanges are point-to-point with tags of
+their own, so any number may be in flight on a channel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class PlanExecutor:
         sequence_length, micro_batch_size: sizes of a micro-batch.
     Attributes:
         dispatcher: carries every exchange of tokens, of all chunks.
+        waits: wait for every exchange where it is started, so that nothing overlaps: the control of a benchmark.
     """
 
     def __init__(
@@ -64,7 +66,8 @@ class PlanExecutor:
     ) -> None:
         self._chunks, self._optimizer, self._recorder = list(chunks), optimizer, recorder
         self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
-        self._queue, self._clock, self._pieces, self.step = queue, clock, pieces, 0
+        self._queue, self._clock, self._pieces = queue, clock, pieces
+        self.step, self.waits = 0, False
         self.dispatcher = IrregularDispatcher(Wires(groups.collection))
         self._operators = [ChunkOperators(model, sequence_length, _mean_loss, self.dispatcher) for model in models]
         self._transfers = StageTransfers(groups, chunks[0].config, sequence_length, micro_batch_size)
@@ -113,7 +116,7 @@ class PlanExecutor:
         )
 
     def _follow(self, instructions: Sequence[Instruction], state: StepState) -> None:
-        started: dict[int, Callable[[], None]] = {}
+        started: dict[int, _Started] = {}
         last_reader = {buffer: i.id for i in instructions for buffer in (*i.reads, *i.writes)}
         for i in instructions:
             for number in i.after:
@@ -122,7 +125,9 @@ class PlanExecutor:
                 self._enter(i)
                 self._operators[i.chunk or 0].compute(i, state)
             elif i.kind in ("collective", "point-to-point"):
-                started[i.id] = self._start(i, state)
+                started[i.id] = _Started(i.channel, self._start(i, state))
+                if self.waits and i.kind == "collective":
+                    self._wait(i.id, started)
             elif i.kind == "weight-gradient":
                 self._enter(i)
                 self._queue.run(i.name)
@@ -155,11 +160,14 @@ class PlanExecutor:
 
         return finish
 
-    def _wait(self, number: int, started: dict[int, Callable[[], None]]) -> None:
-        finish = started.pop(number, None)
-        if finish is not None:
+    def _wait(self, number: int, started: dict[int, _Started]) -> None:
+        """Wait for a communication and, as a channel runs in order, for what was started on its channel before."""
+        if number not in started:
+            return
+        channel = started[number].channel
+        for earlier in [n for n, other in started.items() if n <= number and other.channel == channel]:
             self._recorder.end()
-            finish()
+            started.pop(earlier).finish()
 
     def _enter(self, i: Instruction) -> None:
         self._recorder.place(i.chunk or 0, i.micro_batch or 0)
@@ -168,6 +176,14 @@ class PlanExecutor:
 
 def _is_update(i: Instruction) -> bool:
     return i.name.startswith(UPDATE_PARTS) and not i.name.startswith(PIECES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A communication under way; `finish` waits for it and ends its span."""
+
+    channel: str
+    finish: Callable[[], None]
 
 
 def _is_backward(i: Instruction) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 BASE = """
@@ -12,16 +13,29 @@ BASE = """
     --moe-token-dispatcher-type irregular --moe-gate topk --micro-batch-size 4 --global-batch-size 16 --train-iters 4
     --lr 1e-3 --mock-data --vocab-size 257 --tokenizer-type NullTokenizer --num-workers 0 --eval-iters 0 --log-interval 1000
 """
+CROWDED = (
+    "--moe-router-topk 1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0"
+)
+"""With a bias on the router: every token goes to the last expert, so that the other experts and one rank get none."""
 
 Curve = list[tuple[float, float]]
 
 
-def curves(variants: dict[str, str]) -> dict[str, Curve]:
-    """Loss and gradient norm of three steps of every variant, flags added to BASE. Collective."""
-    found = {}
-    for name, flags in variants.items():
-        job, feed = assembled(flags)
-        found[name] = [_step(job, step, feed) for step in range(3)]
+def curves(variants: dict[str, str], crowded: dict[str, str] | None = None) -> dict[str, Curve]:
+    """Loss and gradient norm of three steps of every variant, flags added to BASE. Collective.
+
+    Args:
+        crowded: variants that run with CROWDED.
+    """
+    found = {name: _curve(*assembled(flags)) for name, flags in variants.items()}
+    for name, flags in (crowded or {}).items():
+        job, feed = assembled(f"{flags} {CROWDED}")
+        biases = [module.expert_bias for module in job.chunks[0].modules() if hasattr(module, "expert_bias")]
+        for bias in biases:
+            bias.copy_(bias.new_tensor([0.0] * (len(bias) - 1) + [9.0]))
+        found[name] = _curve(job, feed)
+        # What got tokens is pushed down, what got none is pulled up.
+        assert biases and all(bias[-1] < 9.0 and (bias[:-1] > 0).all() for bias in biases), biases
     return found
 
 
@@ -33,7 +47,7 @@ def spans_of_a_step(flags: str) -> list[tuple[str, str, float, float]]:
 
 
 def assembled(flags: str) -> tuple[Any, Any]:
-    """The run of these flags added to BASE, and its samples."""
+    """The run of these flags added to BASE, and its samples. Collective."""
     from megatron.training import cpu_backend
     from megatron.training.quiet import quiet_libraries
 
@@ -54,8 +68,30 @@ def assembled(flags: str) -> tuple[Any, Any]:
     return job, feed
 
 
+def _curve(job: Any, feed: Any) -> Curve:
+    return [_step(job, step, feed) for step in range(3)]
+
+
 def _step(job: Any, step: int, feed: Any) -> tuple[float, float]:
     job.runner.step = step
     result = job.runner.run(job.instructions, feed)
     job.scheduler.step(increment=job.global_batch_size)
     return result.loss, result.grad_norm
+
+
+def write_plan(path: Path, flags: str, layers: dict[int, dict[str, Any]]) -> str:
+    """The plan of flags for two ranks, with some fields of some layers replaced; returns its name."""
+    import dataclasses
+
+    from megatron.training.arguments import parse
+    from megatron.training.describe import describe_model
+    from megatron.training.plan_from_flags import plan_from_flags
+    from moe_overlap.plan.serialize import save_plan
+
+    config = parse([*BASE.split(), *flags.split()]).config
+    plan = plan_from_flags(config, describe_model(config, 257), 2)
+    (stage,) = plan.stages
+    changed = [dataclasses.replace(layer, **layers.get(layer.layer, {})) for layer in stage.overlap.layers]
+    overlap = dataclasses.replace(stage.overlap, layers=tuple(changed))
+    save_plan(dataclasses.replace(plan, stages=(dataclasses.replace(stage, overlap=overlap),)), path)
+    return str(path)

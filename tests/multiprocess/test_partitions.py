@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multiprocess.partition_runs import curves
+from tests.multiprocess.partition_runs import curves, write_plan
 from tests.spawn import run
 
 EP, PP = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -18,18 +18,54 @@ OVERLAPPED = {
     "two parts around, deferred": f"{EP} --moe-overlap-partitions 2 --defer-weight-gradients",
     "two micro-batches": f"{EP} --moe-overlap-micro-batches 2",
     "all": f"{EP} --moe-overlap-micro-batches 2 --moe-overlap-partitions 2 --defer-weight-gradients",
+    "two chunks of capacity": f"{EP} --moe-overlap-capacity-chunks 2",
+    "eight chunks of capacity, deferred": f"{EP} --moe-overlap-capacity-chunks 8 --defer-weight-gradients",
 }
 WITH_CAPACITY = {
     "two parts around": f"{EP} {CAPACITY} --moe-overlap-partitions 2",
     "four parts around, deferred": f"{EP} {CAPACITY} --moe-overlap-partitions 4 --defer-weight-gradients",
 }
+PRIORITIZED = f"{EP} --moe-gate batch_prioritized --moe-expert-capacity-factor"
+CHOICE = f"{EP} --moe-gate expert_choice --moe-expert-capacity-factor 1 --moe-aux-loss-coeff 0"
+BEHIND_WHOLE_GATES = {
+    f"{PRIORITIZED} 0.5": "--moe-overlap-partitions 4 --moe-overlap-range experts",
+    f"{PRIORITIZED} 1": "--moe-overlap-partitions 2 --moe-overlap-range after --defer-weight-gradients",
+    CHOICE: "--moe-overlap-partitions 2 --moe-overlap-range after",
+}
+CROWDED = {
+    "two parts around, deferred": "--moe-overlap-partitions 2 --defer-weight-gradients",
+    "two chunks of capacity": "--moe-overlap-capacity-chunks 2",
+}
+WHOLE = {"mechanism": "none", "partitions": None, "first_operator": None, "last_operator": None, "axis": None}
+FOUR_EXPERTS = {"partitions": 4, "first_operator": "L1.moe.gate", "last_operator": "L1.moe.merge"}
+PLANS = {
+    "two parts, four, uncut, deferred": (
+        f"{EP} --moe-overlap-partitions 2 --defer-weight-gradients",
+        {1: {"partitions": 4}, 2: WHOLE},
+    ),
+    "two parts to the next attention, four parts of the experts": (
+        f"{EP} --moe-overlap-partitions 2 --moe-overlap-range after",
+        {1: FOUR_EXPERTS},
+    ),
+    "two parts, chunks of capacity, four parts": (
+        f"{EP} --moe-overlap-partitions 2",
+        {1: WHOLE | {"mechanism": "tutel", "tutel_degree": 2}, 2: {"partitions": 4}},
+    ),
+}
+"""Flags whose plan is written to a file, and what is changed there: neighbours that are cut otherwise."""
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
     variants = {"plain": EP, "plain with capacity": f"{EP} {CAPACITY}"}
     variants |= OVERLAPPED | {f"capacity: {name}": flags for name, flags in WITH_CAPACITY.items()}
-    first, second = run(2, curves, variants, timeout_seconds=400)
+    for gate, cut in BEHIND_WHOLE_GATES.items():
+        variants |= {gate: gate, f"{gate} {cut}": f"{gate} {cut}"}
+    for number, (name, (flags, layers)) in enumerate(PLANS.items()):
+        variants[name] = f"{EP} --plan {write_plan(folder / f'{number}.json', flags, layers)}"
+    crowded = {"crowded": EP} | {f"crowded: {name}": f"{EP} {flags}" for name, flags in CROWDED.items()}
+    first, second = run(2, curves, variants, crowded, timeout_seconds=400)
     assert first == second, "loss and norm are known to every rank"
     return first
 
@@ -50,6 +86,22 @@ def test_capacity_passes_from_part_to_part(found, name):
     """The same tokens are dropped as in the whole micro-batch: another C/K split would move the loss."""
     assert found["plain"] != found["plain with capacity"], "the capacity drops nothing, so this shows nothing"
     assert_same(found[f"capacity: {name}"], found["plain with capacity"])
+
+
+@pytest.mark.parametrize("gate", BEHIND_WHOLE_GATES)
+def test_parts_travel_behind_a_gate_of_the_whole_micro_batch(found, gate):
+    assert found[gate] != found["plain"]
+    assert_same(found[f"{gate} {BEHIND_WHOLE_GATES[gate]}"], found[gate])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_neighbours_that_are_cut_otherwise(found, name):
+    assert_same(found[name], found["plain"])
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_all_tokens_to_one_expert_and_none_to_a_rank(found, name):
+    assert_same(found[f"crowded: {name}"], found["crowded"])
 
 
 def test_deferral_is_bitwise(found):

@@ -32,6 +32,7 @@ OWN_FLAGS = {
     "log_json",
     "max_deferred_bytes",
     "moe_gate",
+    "moe_overlap_capacity_chunks",
     "moe_overlap_micro_batches",
     "moe_overlap_partitions",
     "moe_overlap_range",

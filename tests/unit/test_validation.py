@@ -205,6 +205,18 @@ RULES = [
         "use irregular",
     ),
     (
+        f"{OVERLAP} --moe-overlap-capacity-chunks 2 --moe-token-dispatcher-type alltoall",
+        2,
+        "--moe-token-dispatcher-type alltoall: --moe-overlap-capacity-chunks exchanges tokens by the irregular "
+        "dispatcher; use irregular",
+    ),
+    (
+        f"{OVERLAP} --moe-overlap-partitions 2 --moe-gate batch_prioritized --moe-expert-capacity-factor 1",
+        2,
+        "--moe-overlap-range around: the gate batch_prioritized sorts the tokens of the whole micro-batch, which can then "
+        "not be partitioned before the MoE layer; use after or experts, or --moe-gate topk or switch or random or hash",
+    ),
+    (
         f"{OVERLAP} --moe-overlap-partitions 2 --hidden-dropout 0.1",
         2,
         "--hidden-dropout 0.1: its masks would depend on how the micro-batch is cut; use 0",

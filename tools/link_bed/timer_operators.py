@@ -12,15 +12,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, Operator, layer_operator, parse_operator
-from moe_overlap.runtime.bind import StepState
-from moe_overlap.runtime.dispatch.counts import Counts
+from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, parse_operator
+from moe_overlap.runtime.bind import StepState, handle_of, travelling
 from moe_overlap.runtime.dispatch.exchange import Pending
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.dispatch.packing import extra_columns
@@ -49,13 +47,15 @@ class TimerOperators:
         self.parts: Mapping[str, int] = {}
         self._openings: dict[int, Handle] = {}
         self._zeros: dict[tuple[int, int], Tensor] = {}
-        self._chunks: dict[tuple[int, int, int], Handle] = {}
 
     def compute(self, instruction: Instruction, state: StepState) -> None:
         """Take the time of a compute or weight-gradient instruction; a gate also decides the routing."""
         operator = parse_operator(instruction.name, "instruction")
         if operator.part == GATE and not operator.suffix:
-            self._open(instruction, operator, state)
+            assert operator.layer is not None
+            places = travelling(instruction, operator.layer, instruction.writes, "rows")
+            parts = max(self.parts.get(instruction.name, 1), len(places))
+            state.handles |= {place: self._open(operator.layer, parts) for place in places}
         seconds = self.seconds.of(instruction)
         if seconds > 0:
             time.sleep(seconds)
@@ -63,7 +63,7 @@ class TimerOperators:
     def exchange(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
         """Start an exchange; the answer waits for it."""
         operator = parse_operator(instruction.name, "instruction")
-        handle, dispatcher = self._handle(instruction, operator, state), self._dispatcher
+        handle, dispatcher = handle_of(instruction, operator, state, self._dispatcher), self._dispatcher
         if operator.part == COUNT:
             counting = dispatcher.start_counts(handle)
             return lambda: _drop(counting.wait())
@@ -80,41 +80,15 @@ class TimerOperators:
         pending = start(rows, handle)
         return lambda: _drop(pending.wait())
 
-    def _open(self, i: Instruction, operator: Operator, state: StepState) -> None:
-        """Decide the routing: of one part by a gate that is cut, of every part that travels by one that is not."""
-        assert operator.layer is not None
-        travelling = self._travelling(operator.layer)
-        layer, micro_batch, _ = _key(i, operator)
-        for piece in i.partition or range(travelling):
-            state.handles[layer, micro_batch, piece] = self._routed(self._sizes.tokens // travelling, operator)
-
-    def _travelling(self, layer: int) -> int:
-        """Parts of a layer's rows, each with an exchange of counts."""
-        return self.parts.get(layer_operator(layer, COUNT), 1)
-
-    def _routed(self, tokens: int, operator: Operator) -> Handle:
+    def _open(self, layer: int, parts: int) -> Handle:
+        tokens = self._sizes.tokens // parts
         if tokens not in self._openings:
             experts, k = self._sizes.experts, self._sizes.experts_per_token
             chosen_TK = (torch.arange(tokens)[:, None] * k + torch.arange(k)[None, :]) % experts
             map_TE = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen_TK, True)
             self._openings[tokens] = self._dispatcher.open(map_TE, torch.float32, "moe")
-        name, tag = f"L{operator.layer}.moe", self._dispatcher.take_tags()
+        name, tag = f"L{layer}.moe", self._dispatcher.take_tags()
         return dataclasses.replace(self._openings[tokens], name=name, tag=tag, arriving=None)
-
-    def _handle(self, i: Instruction, operator: Operator, state: StepState) -> Handle:
-        layer, micro_batch, piece = key = _key(i, operator)
-        assert layer is not None
-        pieces = self.parts.get(i.name, 1)
-        if pieces == self._travelling(layer):
-            return state.handles[key]
-        # Capacity chunks of a whole gate.
-        whole = state.handles[layer, micro_batch, 0]
-        if operator.suffix == "" and operator.part == DISPATCH:
-            counts = _Known(whole.counts.chunk(piece, pieces))
-            rows = whole.row_sources_N[: sum(counts.counts.sent)]
-            tag = self._dispatcher.take_tags()
-            self._chunks[key] = dataclasses.replace(whole, tag=tag, arriving=counts, row_sources_N=rows)
-        return self._chunks[key]
 
     def _rows(self, rows: int, columns: int) -> Tensor:
         if (rows, columns) not in self._zeros:
@@ -128,12 +102,10 @@ class TimedExecutor(PlanExecutor):
     Attributes:
         profile: operator -> seconds of an uncut micro-batch (profile.py).
         scale: factor of all of them; 0 leaves the communication alone.
-        waits: wait for every communication where it is started, so that nothing overlaps.
     """
 
     profile: Mapping[str, float]
     scale: float = 1.0
-    waits: bool = False
 
     @classmethod
     def over(cls, executor: PlanExecutor, sizes: Sizes) -> TimedExecutor:
@@ -157,24 +129,6 @@ class TimedExecutor(PlanExecutor):
         self._follow(listed, self._state(listed, batches))
         return StepResult(math.nan, 0, math.nan, False, None, tuple(self._recorder.spans()))
 
-    def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
-        finish = super()._start(i, state)
-        if not self.waits:
-            return finish
-        self._recorder.end()
-        finish()
-        return _nothing
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Known:
-    """Counts that need no exchange."""
-
-    counts: Counts
-
-    def wait(self) -> Counts:
-        return self.counts
-
 
 def _as_compute(i: Instruction) -> Instruction:
     """A sleep is a sleep: weight gradients need no queue."""
@@ -188,14 +142,5 @@ def _parts(instructions: Sequence[Instruction]) -> dict[str, int]:
     return parts
 
 
-def _key(i: Instruction, operator: Operator) -> tuple[Any, int, int]:
-    assert i.micro_batch is not None
-    return operator.layer, i.micro_batch, i.partition[0] if i.partition else 0
-
-
 def _drop(arrived: object) -> None:
     """What arrives has no meaning."""
-
-
-def _nothing() -> None:
-    """Waited for already."""

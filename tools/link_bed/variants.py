@@ -37,8 +37,7 @@ class Variant:
         flags: behind the job's own.
         plain: megatron-core's own dispatcher; runs in processes that import no overlap code.
         receive_first: its all-to-all is replaced by point-to-point.
-        chunks: degree of the Tutel-style pipeline; 0: none.
-        waits: every communication is waited for where it starts.
+        waits: every exchange is waited for where it starts.
         reach: operators on each side of a MoE layer that run in its partitions; None: what the flags say.
     """
 
@@ -46,7 +45,6 @@ class Variant:
     flags: tuple[str, ...]
     plain: bool = False
     receive_first: bool = False
-    chunks: int = 0
     waits: bool = False
     reach: int | None = None
 
@@ -79,7 +77,7 @@ def variants(
         Variant(PLAIN, plain, plain=True),
         Variant(RECEIVE_FIRST, plain, plain=True, receive_first=True),
         Variant(SEQUENTIAL, base),
-        *(Variant(f"tutel {degree}", base, chunks=degree) for degree in degrees),
+        *(Variant(f"tutel {degree}", (*base, "--moe-overlap-capacity-chunks", str(degree))) for degree in degrees),
         deferral(gate),
     ]
     for name in ranges:

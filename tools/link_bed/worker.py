@@ -106,6 +106,8 @@ class RealRank(Rank):
     def add(self, variant: Variant) -> None:
         """Assemble a variant."""
         job = self.assemble(variant)
+        if variant.waits:
+            job.runner.waits = True
         self._wires[variant.name] = [] if variant.plain else wires_of(job)
         if self.clock is not None and not variant.plain:
             from tools.link_bed.emulator import emulate
@@ -155,12 +157,9 @@ class TimerRank(Rank):
         import torch.distributed as dist
 
         from moe_overlap.plan.lower import lower
-        from tools.link_bed.chunked_list import chunk_list
 
         plan, model = self._plan(variant)
         instructions = lower(plan, model, dist.get_rank())
-        if variant.chunks:
-            instructions = chunk_list(instructions, variant.chunks)
         self.runs[variant.name] = Run(variant, self._executor, instructions, itertools.repeat({}))
 
     def answer(self, order: dict[str, Any]) -> Any:

@@ -63,9 +63,9 @@ def test_what_flags_say_is_executed(recompute: Recompute) -> None:
             "stages[0].overlap.micro_batches_in_flight 3: two micro-batches are interleaved at most; write 2",
         ),
         (
-            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel", tutel_degree=2),))},
+            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="fused"),))},
             {},
-            "stages[0].overlap.layers[0].mechanism tutel: not lowered; use none, partitioned or cross_micro_batch",
+            "stages[0].overlap.layers[0].mechanism fused: not lowered; use none, partitioned, tutel or cross_micro_batch",
         ),
         (
             {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, dispatcher="flex"),))},
@@ -94,12 +94,6 @@ def test_refused_by_field(stage: dict[str, Any], run: dict[str, Any], message: s
     [
         (None, {}, "overlap.layers[0].gate null: only a gate of ours hands capacity to the next partition; write topk"),
         (
-            "batch_prioritized",
-            {},
-            "overlap.layers[0].gate batch_prioritized: needs the whole micro-batch, and partitions behind such a gate "
-            "are not executed; use topk, switch, random or hash",
-        ),
-        (
             "topk",
             {"recompute": Recompute(layers=1, granularity="full")},
             "recompute.granularity full: partitions that are recomputed are not executed; write none",
@@ -121,6 +115,16 @@ def test_partitions_that_are_lowered_and_not_executed(gate: Any, stage: dict[str
     with pytest.raises(ConfigError) as caught:
         refuse_unsupported(plan)
     assert str(caught.value) == f"plan.json stages[0].{message}"
+
+
+def test_chunks_of_capacity_that_are_recomputed() -> None:
+    layer = LayerOverlap(layer=0, mechanism="tutel", tutel_degree=2)
+    stage = {"data": 2, "expert": 2, "overlap": StageOverlap(layers=(layer,))}
+    refuse_unsupported(plan_samples.plan(stage=stage))
+    again = plan_samples.plan(stage=stage | {"recompute": Recompute(layers=1, granularity="full")})
+    refuse_what_cannot_be_lowered(again)
+    with pytest.raises(ConfigError, match="recompute.granularity full: capacity chunks that are recomputed"):
+        refuse_unsupported(again)
 
 
 @pytest.mark.parametrize(
