@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_overlap.runtime.step import TOKEN_COUNT
+from moe_overlap.describe.batch import TOKEN_COUNT
 
 _SEQUENCE_AXIS = {"tokens": 1, "labels": 1, "loss_mask": 1, "position_ids": 1, "attention_mask": 2}
 

@@ -16,12 +16,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
+from moe_overlap.describe.batch import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
 from moe_overlap.runtime.routing.draws import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.step import TOKEN_COUNT, Batch, StepResult
+from moe_overlap.runtime.step import Batch, StepResult
 from moe_overlap.runtime.transfers import RecordedTransfers
 from moe_overlap.runtime.update import StepUpdate, micro_batch_loss, micro_batches_of
 

@@ -10,8 +10,6 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.spans import Span
 
 Batch = dict[str, Any]
-TOKEN_COUNT = "token_count"
-"""Key of a batch whose sequences several ranks share: tokens of the whole sequences that count in the loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.context_parallel import TOKEN_COUNT, part_of_batch, positions
+from megatron.training.context_parallel import part_of_batch, positions
 from megatron.training.without_te import SdpaAttention
+from moe_overlap.describe.batch import TOKEN_COUNT
 from tests.spawn import run
 
 
