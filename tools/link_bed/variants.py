@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tools.link_bed.reduction_lists import Reduction
+
 MODEL = """
     --num-layers 2 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 256 --seq-length 256
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
@@ -33,6 +35,7 @@ class Variant:
         receive_first: its all-to-all is replaced by point-to-point.
         chunks: degree of the Tutel-style pipeline; 0: none.
         waits: every communication is waited for where it starts.
+        reduction: when the gradient of the head is reduced, see reduction_lists.py; timer compute only.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Variant:
     receive_first: bool = False
     chunks: int = 0
     waits: bool = False
+    reduction: Reduction = "as listed"
 
 
 def variants(gate: str, partitions: Sequence[int], ranges: Sequence[str], degrees: Sequence[int]) -> list[Variant]:
