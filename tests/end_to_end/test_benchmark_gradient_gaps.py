@@ -31,7 +31,9 @@ def test_a_gradient_of_100_megabytes_fills_the_gaps() -> None:
     record = json.loads(ended.stdout)
     assert 2 * record["sent_bytes"] > 100e6 and record["pieces"] > 4
     rows = record["variants"]
-    step, exchanges = ({name: row[figure][1] for name, row in rows.items()} for figure in ("step", "exchanges"))
+    step = {name: row["step"][1] for name, row in rows.items()}
+    # Of the quietest turn: other work on the machine only lengthens an exchange.
+    exchanges = {name: row["exchanges"][0] for name, row in rows.items()}
     assert exchanges["at once"] > 1.1 * exchanges["none"], "a link without contention would show nothing"
     assert exchanges["in gaps"] <= 1.05 * exchanges["none"]
     assert step["in gaps"] < step["at once"] and step["in gaps"] < step["at the end"]
