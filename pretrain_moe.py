@@ -93,12 +93,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from moe_overlap.runtime.groups import build_groups
     from moe_overlap.runtime.moe_layer import adapt_layer
     from moe_overlap.runtime.optimizer import MegatronLayerwiseOptimizer
-    from moe_overlap.runtime.parts import (
-        defer_planned_gradients,
-        gate_and_dispatcher,
-        make_runner,
-        marks_of_gradient_pieces,
-    )
+    from moe_overlap.runtime.parts import defer_planned_gradients, gate_and_dispatcher, gradient_marks, make_runner
     from moe_overlap.runtime.routing.draws import DrawClock
     from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
 
@@ -120,7 +115,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     modules = build_model(config, model, plan, groups.collection, groups.stage, adapt)
     queue = WeightGradQueue(stage.overlap.max_deferred_bytes or None)
     deferred = defer_planned_gradients(modules, stage.overlap, queue)
-    marks = marks_of_gradient_pieces(modules, stage.overlap)
+    marks = gradient_marks(modules, stage.overlap)
     chunks = wrap_chunks(config, modules, groups.collection, marks, weight_gradients_come_later=deferred)
     optimizer = make_optimizer(config, chunks, groups.collection)
     scheduler = make_scheduler(config, optimizer, plan.global_batch_size, total_steps)

@@ -66,26 +66,52 @@ def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece
     completes = _completions(passes, pieces)
     last_exchange = max((i.id for i in passes if i.channel == EXPERT_CHANNEL), default=-1)
     waiting: deque[Piece] = deque()
-    pending: list[int] = []
+    link = _Link()
     travelling: list[int] = []
     places: dict[int, int] = {}
     for i in passes:
-        waited_for = max((number for number in i.after if number in pending), default=-1)
-        ended = [places[number] for number in pending if number <= waited_for]
-        pending = [number for number in pending if number > waited_for]
-        if ended and not pending and i.channel == COMPUTE:
+        ended = [places[number] for number in link.ended_by(i)]
+        if ended and not link.pending and i.channel == COMPUTE:
             free = len(waiting) if i.id > last_exchange else 1
             travelling += [_reduce(waiting.popleft(), ended, to) for _ in range(min(free, len(waiting)))]
         is_exchange = i.channel == EXPERT_CHANNEL
         places[i.id] = to.append(Draft.of(i), travelling if is_exchange else ())
         if is_exchange:
-            pending.append(i.id)
+            link.pending.append(i.id)
             travelling = []
         waiting.extend(piece for part in completes.get(i.id, ()) for piece in pieces[part])
-        while waiting and not pending and i.id > last_exchange:
+        while waiting and not link.pending and i.id > last_exchange:
             _reduce(waiting.popleft(), (), to)
     for piece in waiting:
-        _reduce(piece, [places[number] for number in pending], to)
+        _reduce(piece, [places[number] for number in link.pending], to)
+
+
+def gaps(passes: Sequence[Instruction]) -> list[list[Instruction]]:
+    """The computation of each gap, in order; the last one has no exchange behind it."""
+    found: list[list[Instruction]] = []
+    link = _Link()
+    for i in passes:
+        if link.ended_by(i) and not link.pending and i.channel == COMPUTE:
+            found.append([])
+        if i.channel == EXPERT_CHANNEL:
+            link.pending.append(i.id)
+        elif found and not link.pending and i.channel == COMPUTE:
+            found[-1].append(i)
+    return found
+
+
+class _Link:
+    """Exchanges that nobody has waited for so far, in order of their start."""
+
+    def __init__(self) -> None:
+        self.pending: list[int] = []
+
+    def ended_by(self, i: Instruction) -> list[int]:
+        """Those that have finished when `i` starts; they are pending no more."""
+        waited_for = max((number for number in i.after if number in self.pending), default=-1)
+        ended = [number for number in self.pending if number <= waited_for]
+        self.pending = [number for number in self.pending if number > waited_for]
+        return ended
 
 
 def _completions(passes: Sequence[Instruction], parts: Iterable[str]) -> dict[int, list[str]]:

@@ -85,7 +85,7 @@ class PlanExecutor:
             chunk.train()
         state = self._state(instructions, batches)
         set_aux_loss_scale(state.micro_batches, next(self._chunks[0].parameters()).device)
-        self._follow([i for i in instructions if not _is_update(i)], state)
+        self._follow([i for i in instructions if not is_update(i)], state)
         self._queue.assert_empty()
         self._update.reduce(over_replicas=self._pieces.finish if self._pieces is not None else None)
         get_moe_layer_wise_logging_tracker().clear()
@@ -98,7 +98,7 @@ class PlanExecutor:
         for chunk in self._chunks:
             chunk.eval()
         state = self._state(instructions, batches)
-        forward = [i for i in instructions if not _is_update(i) and not _is_backward(i)]
+        forward = [i for i in instructions if not is_update(i) and not _is_backward(i)]
         self._follow(forward, state)
         loss, tokens = self._update.mean_loss(state.reports)
         get_moe_layer_wise_logging_tracker().clear()
@@ -174,7 +174,8 @@ class PlanExecutor:
         self._recorder.begin(i.name)
 
 
-def _is_update(i: Instruction) -> bool:
+def is_update(i: Instruction) -> bool:
+    """Whether an instruction stands behind the passes."""
     return i.name.startswith(UPDATE_PARTS) and not i.name.startswith(PIECES)
 
 

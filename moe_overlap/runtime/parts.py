@@ -49,7 +49,7 @@ def defer_planned_gradients(modules: Sequence[torch.nn.Module], overlap: StageOv
     return defer_planned(modules, overlap, queue)
 
 
-def marks_of_gradient_pieces(modules: Sequence[torch.nn.Module], overlap: StageOverlap) -> list[torch.nn.Parameter]:
+def gradient_marks(modules: Sequence[torch.nn.Module], overlap: StageOverlap) -> list[torch.nn.Parameter]:
     """Parameters that must begin a gradient bucket so that a plan's pieces can be reduced part by part."""
     if overlap.gradient_chunk_bytes == 0:
         return []

@@ -69,3 +69,14 @@ def test_smallest_world() -> None:
     assert smallest_world(parse(f"{BASE} {flags} --pipeline-model-parallel-size 4".split()).config) == 32
     flags = "--tensor-model-parallel-size 2 --expert-model-parallel-size 8"
     assert smallest_world(parse(f"{BASE} {flags}".split()).config) == 16
+
+
+def test_gradient_pieces_are_asked_for_in_parameters() -> None:
+    overlapped = "--expert-model-parallel-size 2 --moe-token-dispatcher-type irregular --defer-weight-gradients"
+    for words, expected in (
+        (overlapped, 0),
+        (f"{overlapped} --overlap-grad-reduce --ddp-bucket-size 5000", 20_000),
+        (f"{overlapped} --overlap-grad-reduce", 160_000_000),
+        ("--overlap-grad-reduce --ddp-bucket-size 5000", 0),
+    ):
+        assert [stage.overlap.gradient_chunk_bytes for stage in plan_of(words, 2).stages] == [expected]

@@ -19,10 +19,10 @@ from torch import Tensor
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, parse_operator
 from moe_overlap.runtime.bind import StepState, handle_of, travelling
-from moe_overlap.runtime.dispatch.exchange import Pending
+from moe_overlap.runtime.dispatch.exchange import Exchange, Pending
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.dispatch.packing import extra_columns
-from moe_overlap.runtime.execute import UPDATE_PARTS, PlanExecutor
+from moe_overlap.runtime.execute import PIECES, PlanExecutor, is_update
 from moe_overlap.runtime.step import Batch, StepResult
 from tools.link_bed.profile import ListSeconds, apply_profile
 
@@ -96,6 +96,26 @@ class TimerOperators:
         return self._zeros[rows, columns]
 
 
+class ZeroPieces:
+    """In the place of `GradientPieces`: exchanges as many zeros as the list says."""
+
+    def __init__(self, replicas: Exchange) -> None:
+        self.replicas = replicas
+        self._sent_bytes: dict[tuple[str, int], int] = {}
+
+    def take_sizes(self, instructions: Sequence[Instruction]) -> None:
+        """The pieces of the next step."""
+        pieces = [i for i in instructions if i.name.startswith(PIECES)]
+        self._sent_bytes = {(i.name, i.partition[0]): i.bytes for i in pieces}
+
+    def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
+        """Start one piece; the answer waits for it."""
+        name, size = PIECES + part, self.replicas.size
+        rows = torch.zeros(size, self._sent_bytes[name, piece] // (size - 1), dtype=torch.uint8)
+        pending = self.replicas.start(rows, [1] * size, [1] * size, tag=self.replicas.take_tags(1), name=name)
+        return lambda: _drop(pending.wait())
+
+
 class TimedExecutor(PlanExecutor):
     """The executor over `TimerOperators`: forward and backward of a list, without the update.
 
@@ -108,11 +128,16 @@ class TimedExecutor(PlanExecutor):
     scale: float = 1.0
 
     @classmethod
-    def over(cls, executor: PlanExecutor, sizes: Sizes) -> TimedExecutor:
-        """An executor that shares everything but the operators with another one."""
+    def over(cls, executor: PlanExecutor, sizes: Sizes, replicas: Exchange) -> TimedExecutor:
+        """An executor that shares everything but the operators with another one.
+
+        Args:
+            replicas: what gradients are exchanged over.
+        """
         made = cls.__new__(cls)
         made.__dict__.update(executor.__dict__)
         made._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
+        made._pieces = ZeroPieces(replicas)  # type: ignore[assignment]
         made.profile = {}
         return made
 
@@ -120,11 +145,13 @@ class TimedExecutor(PlanExecutor):
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
         """Forward and backward. Loss and norm are not numbers, and no weight moves."""
         scaled = {name: seconds * self.scale for name, seconds in self.profile.items()}
-        listed = [_as_compute(i) for i in instructions if not i.name.startswith(UPDATE_PARTS)]
+        listed = [_as_compute(i) for i in instructions if not is_update(i)]
         seconds = apply_profile(scaled, listed)
         for operators in self._operators:
             assert isinstance(operators, TimerOperators)
             operators.seconds, operators.parts = seconds, _parts(listed)
+        assert isinstance(self._pieces, ZeroPieces)
+        self._pieces.take_sizes(listed)
         self._recorder.start_step()
         self._follow(listed, self._state(listed, batches))
         return StepResult(math.nan, 0, math.nan, False, None, tuple(self._recorder.spans()))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_overlap.plan.gate_rules import GATE_FACTS
+from tools.link_bed.reduction_lists import Reduction
 
 MODEL = """
     --num-layers 2 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 256 --seq-length 256
@@ -39,6 +40,7 @@ class Variant:
         receive_first: its all-to-all is replaced by point-to-point.
         waits: every exchange is waited for where it starts.
         reach: operators on each side of a MoE layer that run in its partitions; None: what the flags say.
+        reduction: when the gradient of the head is reduced, see reduction_lists.py; timer compute only.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Variant:
     receive_first: bool = False
     waits: bool = False
     reach: int | None = None
+    reduction: Reduction = "as listed"
 
 
 def default_ranges(gate: str) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ class Rank:
         raise ValueError(f"unknown order {order}")
 
     def step(self, run: Run, scale: float) -> dict[str, float]:
-        """One step; `step` is forward and backward, `whole` has the update, too."""
+        """One step. `step`: forward and backward; `whole`: the update, too; `exchanges`: sum of the all-to-alls' spans."""
         import torch.distributed as dist
 
         from moe_overlap.runtime.spans import communication_seconds
@@ -72,9 +72,15 @@ class Rank:
         begin = time.perf_counter()
         result = run.runner.run(run.instructions, run.feed)
         whole = time.perf_counter() - begin
-        passes = [span for span in result.spans if not span.name.startswith(UPDATE_PARTS)]
-        update = min((span.start for span in result.spans if span.name.startswith(UPDATE_PARTS)), default=whole)
-        return {"step": update, "whole": whole, "exposed": communication_seconds(passes)[1]}
+        passes = [span for span in result.spans if not _is_update(span.name)]
+        update = min((span.start for span in result.spans if _is_update(span.name)), default=whole)
+        exchanges = sum(span.end - span.start for span in passes if span.channel == "ep")
+        return {
+            "step": update,
+            "whole": whole,
+            "exposed": communication_seconds(passes)[1],
+            "exchanges": exchanges,
+        }
 
     def parse(self, variant: Variant) -> Any:
         """The command line of a variant, validated."""
@@ -135,8 +141,9 @@ class TimerRank(Rank):
     """
 
     def __init__(self, job: Sequence[str], emulator: bool, profiled: Variant) -> None:
+        from moe_overlap.runtime.dispatch.exchange import Exchange
         from moe_overlap.runtime.execute import PlanExecutor
-        from tools.link_bed.emulator import emulate
+        from tools.link_bed.emulator import EmulatedExchange, emulate
         from tools.link_bed.gloo_wire import GlooAllToAll
         from tools.link_bed.timer_operators import TimedExecutor
 
@@ -146,20 +153,24 @@ class TimerRank(Rank):
         self._real = self._job.runner
         assert isinstance(self._real, PlanExecutor), f"the list of {profiled.name!r} is not followed by the executor"
         self._wires = self._real.dispatcher.wires
+        replicas = self._real._update._groups.collection.dp_cp
+        over_replicas = Exchange(replicas)
         if self.clock is not None:
             emulate(self._wires, self.clock)
+            over_replicas = EmulatedExchange(replicas, self.clock)
         self._point_to_point = self._wires.rows
         self._gloo = GlooAllToAll(self._wires.rows.group)
-        self._executor = TimedExecutor.over(self._real, self._sizes(profiled))
+        self._executor = TimedExecutor.over(self._real, self._sizes(profiled), over_replicas)
 
     def add(self, variant: Variant) -> None:
         """Lower a variant's plan."""
         import torch.distributed as dist
 
         from moe_overlap.plan.lower import lower
+        from tools.link_bed.reduction_lists import with_reduction
 
         plan, model = self._plan(variant)
-        instructions = lower(plan, model, dist.get_rank())
+        instructions = with_reduction(lower(plan, model, dist.get_rank()), variant.reduction)
         self.runs[variant.name] = Run(variant, self._executor, instructions, itertools.repeat({}))
 
     def answer(self, order: dict[str, Any]) -> Any:
@@ -218,6 +229,11 @@ class TimerRank(Rank):
         dtype = torch.float32 if ACTIVATION_BYTES[plan.precision] == 4 else torch.bfloat16
         tokens = tokens_of_rank(plan, plan.stages[0])
         return Sizes(tokens, model.num_experts, model.router_topk, model.hidden_size, dtype)
+
+
+def _is_update(name: str) -> bool:
+    """Reductions in pieces (`gradients.L3`) belong to the passes they stand among."""
+    return name.startswith(UPDATE_PARTS) and not name.startswith("gradients.")
 
 
 def wires_of(job: Any) -> list[Any]:
