@@ -92,8 +92,6 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
     if plan.loss_stage != len(plan.stages) - 1:
         last = len(plan.stages) - 1
         raise ConfigError(f"{source} loss_stage", plan.loss_stage, "the loss runs on the last stage", f"write {last}")
-    for path, stage in _stages(plan):
-        _refuse_interleaved_partitions(plan, stage, f"{source} {path}.overlap")
     _refuse_differences(plan, SHAPE_FIELDS, source)
 
 
@@ -131,13 +129,6 @@ def _refuse_values(owner: object, limits: tuple[Limit, ...], prefix: str) -> Non
             raise ConfigError(head + limit.field, _shown(value), limit.rule, limit.fix)
 
 
-def _refuse_interleaved_partitions(plan: Plan, stage: StagePlan, subject: str) -> None:
-    for index, layer in enumerate(stage.overlap.layers):
-        if plan.pipeline_schedule == "interleaved-1f1b" and layer.mechanism == "partitioned":
-            rule = "partitions are not lowered under interleaved-1f1b"
-            raise ConfigError(f"{subject}.layers[{index}].mechanism", layer.mechanism, rule, "use 1f1b or write none")
-
-
 def _refuse_partial_selection(stage: StagePlan, subject: str) -> None:
     """Megatron recomputes the selected modules of every layer."""
     longest = max(last - first for first, last in stage.chunks)
@@ -157,9 +148,6 @@ def _refuse_partitions_of(stage: StagePlan, subject: str) -> None:
         if needs_whole_batch(layer):
             rule = "needs the whole micro-batch, and partitions behind such a gate are not executed"
             raise ConfigError(field, value, rule, "use topk, switch, random or hash")
-        if stage.recompute.granularity != "none":
-            rule = "partitions that are recomputed are not executed"
-            raise ConfigError(f"{subject}.recompute.granularity", stage.recompute.granularity, rule, "write none")
 
 
 def _refuse_differences(plan: Plan, fields: tuple[str, ...], source: str) -> None:

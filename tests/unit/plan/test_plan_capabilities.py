@@ -90,24 +90,26 @@ def test_refused_by_field(stage: dict[str, Any], run: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize(
-    ("gate", "stage", "message"),
+    ("gate", "message"),
     [
-        (None, {}, "overlap.layers[0].gate null: only a gate of ours hands capacity to the next partition; write topk"),
+        (None, "overlap.layers[0].gate null: only a gate of ours hands capacity to the next partition; write topk"),
         (
             "batch_prioritized",
-            {},
             "overlap.layers[0].gate batch_prioritized: needs the whole micro-batch, and partitions behind such a gate "
             "are not executed; use topk, switch, random or hash",
         ),
-        (
-            "topk",
-            {"recompute": Recompute(layers=1, granularity="full")},
-            "recompute.granularity full: partitions that are recomputed are not executed; write none",
-        ),
     ],
 )
-def test_partitions_that_are_lowered_and_not_executed(gate: Any, stage: dict[str, Any], message: str) -> None:
-    layer = LayerOverlap(
+def test_partitions_that_are_lowered_and_not_executed(gate: Any, message: str) -> None:
+    plan = plan_samples.plan(stage={"data": 2, "expert": 2, "overlap": StageOverlap(layers=(cut(gate),))})
+    refuse_what_cannot_be_lowered(plan)
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsupported(plan)
+    assert str(caught.value) == f"plan.json stages[0].{message}"
+
+
+def cut(gate: Any) -> LayerOverlap:
+    return LayerOverlap(
         layer=0,
         gate=gate,
         mechanism="partitioned",
@@ -116,11 +118,13 @@ def test_partitions_that_are_lowered_and_not_executed(gate: Any, stage: dict[str
         last_operator="L0.moe.merge",
         axis="batch",
     )
-    plan = plan_samples.plan(stage={**stage, "data": 2, "expert": 2, "overlap": StageOverlap(layers=(layer,))})
-    refuse_what_cannot_be_lowered(plan)
-    with pytest.raises(ConfigError) as caught:
-        refuse_unsupported(plan)
-    assert str(caught.value) == f"plan.json stages[0].{message}"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_partitions_are_executed_with_recomputation_and_interleaved(chunks: int) -> None:
+    again = Recompute(layers=1, granularity="full")
+    stage = {"data": 2, "expert": 2, "recompute": again, "overlap": StageOverlap(layers=(cut("topk"),))}
+    refuse_unsupported(plan_samples.plan(layers=4, stages=2, chunks=chunks, stage=stage))
 
 
 @pytest.mark.parametrize(
