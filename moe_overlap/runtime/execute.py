@@ -16,6 +16,8 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lifetimes import last_uses
+from moe_overlap.plan.operators import RECOMPUTE
 from moe_overlap.runtime.bind import ChunkOperators, StepState, set_aux_loss_scale
 from moe_overlap.runtime.buffers import Buffers
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
@@ -59,7 +61,9 @@ class PlanExecutor:
         self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
         self._queue, self._clock, self.step = queue, clock, 0
         dispatcher = IrregularDispatcher(Wires(groups.collection))
-        self._operators = [ChunkOperators(model, sequence_length, _mean_loss, dispatcher) for model in models]
+        self._per_token = chunks[0].config.calculate_per_token_loss
+        loss = _summed_loss if self._per_token else _mean_loss
+        self._operators = [ChunkOperators(model, sequence_length, loss, dispatcher) for model in models]
         self._transfers = StageTransfers(groups, chunks[0].config, sequence_length, micro_batch_size)
 
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
@@ -69,10 +73,11 @@ class PlanExecutor:
         for chunk in self._chunks:
             chunk.train()
         state = self._state(instructions, batches)
-        set_aux_loss_scale(state.micro_batches, next(self._chunks[0].parameters()).device)
+        device = next(self._chunks[0].parameters()).device
+        set_aux_loss_scale(state.loss_scale, device)
         self._follow([i for i in instructions if not i.name.startswith(UPDATE_PARTS)], state)
         self._queue.assert_empty()
-        self._update.reduce()
+        self._update.reduce(_tokens_of(state.reports, device) if self._per_token else None)
         get_moe_layer_wise_logging_tracker().clear()
         return self._update.finish(instructions, state.reports)
 
@@ -96,13 +101,19 @@ class PlanExecutor:
             for partition in i.partition:
                 parts[i.name] = max(parts.get(i.name, 0), partition + 1)
         arrived = [next(batches) for _ in range(micro_batches)]
+        again = (i.name.removesuffix(f".{RECOMPUTE}") for i in instructions if i.name.endswith(f".{RECOMPUTE}"))
         return StepState(
-            Buffers(lambda i: parts.get(i.name, 1)), arrived, micro_batches, self._clock.seed, self.step * micro_batches
+            Buffers(lambda i: parts.get(i.name, 1)),
+            arrived,
+            1.0 if self._per_token else 1.0 / micro_batches,
+            self._clock.seed,
+            self.step * micro_batches,
+            frozenset(again),
         )
 
     def _follow(self, instructions: Sequence[Instruction], state: StepState) -> None:
         started: dict[int, Callable[[], None]] = {}
-        last_reader = {buffer: i.id for i in instructions for buffer in (*i.reads, *i.writes)}
+        ends = last_uses(instructions)
         for i in instructions:
             for number in i.after:
                 self._wait(number, started)
@@ -116,9 +127,9 @@ class PlanExecutor:
                 self._queue.run(i.name)
             else:
                 raise ValueError(f"no binding for {i}")
-            for buffer in (*i.reads, *i.writes):
-                if last_reader[buffer] == i.id and i.kind == "compute":
-                    state.buffers.drop(buffer)
+            # What a communication under way reads, it holds itself.
+            for buffer in ends[i.id]:
+                state.buffers.drop(buffer)
         for number in list(started):
             self._wait(number, started)
         self._recorder.end()
@@ -152,6 +163,17 @@ class PlanExecutor:
 
 def _is_backward(i: Instruction) -> bool:
     return ".backward" in i.name or i.name.endswith((".recompute", ".dW"))
+
+
+def _tokens_of(reports: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tokens that count in this rank's micro-batches, int64; 0 off the last stage."""
+    return sum((report[1].long() for report in reports), torch.zeros((), dtype=torch.int64, device=device))
+
+
+def _summed_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss for --calculate-per-token-loss: the gradients are divided by the tokens of the step when all are summed."""
+    total, tokens = micro_batch_loss(losses_BS, mask_BS)
+    return total, torch.stack([total.detach(), tokens.detach()])
 
 
 def _mean_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
