@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron.training.config import Config
-from megatron.training.describe import virtual_stages
 from megatron.training.rule import Rule, require
 from moe_overlap.plan.gate_rules import GATE_FACTS, check_gate
 
@@ -27,21 +26,25 @@ def overlapped_by(config: Config) -> str | None:
 
 
 def executor_has_what_it_needs(config: Config) -> None:
-    flag, parallel, moe = overlapped_by(config), config.parallel, config.moe
-    if flag is None:
-        return
-    dispatcher = moe.moe_token_dispatcher_type
-    rule = f"{flag} exchanges tokens by the irregular dispatcher"
+    flag = overlapped_by(config)
+    if flag is not None:
+        require_executable(config, flag)
+
+
+def require_executable(config: Config, why: str) -> None:
+    """The flags that the executor needs, or does not go with.
+
+    Args:
+        why: the flag or the plan that has the executor run the step.
+    """
+    parallel, dispatcher = config.parallel, config.moe.moe_token_dispatcher_type
+    rule = f"{why} exchanges tokens by the irregular dispatcher"
     require(dispatcher == "irregular", "--moe-token-dispatcher-type", dispatcher, rule, "use irregular")
-    recompute = parallel.recompute_granularity
-    rule = f"recomputation with {flag} is not executed yet"
-    require(recompute is None, "--recompute-granularity", recompute, rule, f"drop it or {flag}")
-    rule = f"{flag} reduces gradients after the last backward pass"
-    require(not parallel.overlap_grad_reduce, "--overlap-grad-reduce", "", rule, f"drop it or {flag}")
-    require(not parallel.overlap_param_gather, "--overlap-param-gather", "", rule, f"drop it or {flag}")
-    per_token = config.training.calculate_per_token_loss
-    rule = f"is not executed with {flag} yet"
-    require(not per_token, "--calculate-per-token-loss", "", rule, f"drop it or {flag}")
+    fix = f"drop it or {why}"
+    rule = f"{why} reduces gradients after the last backward pass"
+    require(not parallel.overlap_grad_reduce, "--overlap-grad-reduce", "", rule, fix)
+    rule = f"{why} gathers weights at the end of the step; hooks would send them among the first exchanges of the next"
+    require(not parallel.overlap_param_gather, "--overlap-param-gather", "", rule, fix)
 
 
 def partitions_keep_the_mathematics(config: Config) -> None:
@@ -53,13 +56,16 @@ def partitions_keep_the_mathematics(config: Config) -> None:
     whole = gate is not None and not GATE_FACTS[gate].partitionable_before
     rule = "needs the whole micro-batch, and parts behind such a gate are not executed yet"
     require(not whole, "--moe-gate", gate, rule, f"use topk, switch, random or hash, or drop {flag}")
+    require_no_dropout(config)
+
+
+def require_no_dropout(config: Config) -> None:
+    """Where micro-batches are cut, by flags or by a plan."""
     for name, value in (
         ("--hidden-dropout", config.model.hidden_dropout),
         ("--attention-dropout", config.model.attention_dropout),
     ):
         require(value == 0, name, value, "its masks would depend on how the micro-batch is cut", "use 0")
-    rule = "the parts of an interleaved pipeline are not executed yet"
-    require(virtual_stages(config) == 1, flag, parts, rule, "drop the virtual stages or the flag")
 
 
 OVERLAP_RULES: tuple[Rule, ...] = (
