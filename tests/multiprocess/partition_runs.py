@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 BASE = """
@@ -9,15 +10,41 @@ BASE = """
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0
     --hidden-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
-    --moe-token-dispatcher-type irregular --moe-gate topk --micro-batch-size 4 --global-batch-size 16 --train-iters 4
+    --moe-token-dispatcher-type irregular --micro-batch-size 4 --global-batch-size 16 --train-iters 4
     --lr 1e-3 --mock-data --vocab-size 257 --tokenizer-type NullTokenizer --num-workers 0 --eval-iters 0 --log-interval 1000
 """
 
 Curve = list[tuple[float, float]]
 
 
-def curves(variants: dict[str, str]) -> dict[str, Curve]:
-    """Loss and gradient norm of three steps of every variant, flags added to BASE. Collective."""
+def curves(variants: dict[str, str], steps: int = 3) -> dict[str, Curve]:
+    """Loss and gradient norm of the first steps of every variant, flags added to BASE. Collective."""
+    found = {}
+    for name, flags in variants.items():
+        job = _job(flags)
+        feed = _uneven(job.batches("train", 0))
+        found[name] = [_step(job, step, feed) for step in range(steps)]
+    return found
+
+
+def peak_bytes(variants: dict[str, str]) -> dict[str, int]:
+    """Most bytes that one step of every variant holds on this rank beside parameters, gradients and optimizer state."""
+    from megatron.training.memory import StorageTracker, held_tensors
+
+    found = {}
+    for name, flags in variants.items():
+        job = _job(flags)
+        feed = job.batches("train", 0)
+        _step(job, 0, feed)
+        held = held_tensors(job.chunks, job.optimizer)
+        with StorageTracker(held) as tracker:
+            before = tracker.bytes
+            _step(job, 1, feed)
+        found[name] = tracker.peak_bytes - before
+    return found
+
+
+def _job(flags: str) -> Any:
     from megatron.training import cpu_backend
     from megatron.training.quiet import quiet_libraries
 
@@ -30,15 +57,24 @@ def curves(variants: dict[str, str]) -> dict[str, Curve]:
     from megatron.training.arguments import parse
     from megatron.training.validation import validate
 
-    found = {}
-    for name, flags in variants.items():
-        parsed = parse([*BASE.split(), *flags.split()])
-        validate(parsed.config, dist.get_world_size())
-        job = pretrain_moe.assemble(parsed, dist.get_rank()).job
-        feed = job.batches("train", 0)
-        assert feed is not None
-        found[name] = [_step(job, step, feed) for step in range(3)]
-    return found
+    parsed = parse([*BASE.split(), *flags.split()])
+    validate(parsed.config, dist.get_world_size())
+    return pretrain_moe.assemble(parsed, dist.get_rank()).job
+
+
+def _uneven(feed: Any) -> Iterator[Any]:
+    """The batches, with unequally many tokens that count, and documents where the batches tell documents apart."""
+    import torch
+
+    for number, batch in enumerate(feed):
+        counted = batch["tokens"] % (2 + number % 3) == 0
+        made = {**batch, "loss_mask": counted.float()}
+        if "attention_mask" in batch:
+            document_BS = (batch["tokens"] % 5 == 0).cumsum(1)
+            apart_BSS = document_BS[:, :, None] != document_BS[:, None, :]
+            later_SS = torch.ones(apart_BSS.shape[1:], dtype=torch.bool).triu(1)
+            made["attention_mask"] = (apart_BSS | later_SS)[:, None]
+        yield made
 
 
 def _step(job: Any, step: int, feed: Any) -> tuple[float, float]:
