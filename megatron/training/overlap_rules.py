@@ -14,8 +14,9 @@ def gate_agrees_with_router_flags(config: Config) -> None:
     require(config.moe.num_experts is not None, "--moe-gate", gate, "the model has no experts", "add --num-experts")
     check_gate(gate, config.moe)
     recompute = config.parallel.recompute_granularity
+    numbered = gate != "random" or recompute is None or overlapped_by(config) is not None
     rule = "draws anew in a recomputation, which may meet another micro-batch's number"
-    require(gate != "random" or recompute is None, "--moe-gate", gate, rule, "drop --recompute-granularity or use hash")
+    require(numbered, "--moe-gate", gate, rule, "drop --recompute-granularity or use hash")
 
 
 def overlapped_by(config: Config) -> str | None:

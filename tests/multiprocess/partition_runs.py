@@ -18,12 +18,14 @@ Curve = list[tuple[float, float]]
 
 
 def curves(variants: dict[str, str], steps: int = 3) -> dict[str, Curve]:
-    """Loss and gradient norm of the first steps of every variant, flags added to BASE. Collective."""
+    """Loss and gradient norm of the first steps of every variant, flags added to BASE, then loss and tokens of an evaluation."""
     found = {}
     for name, flags in variants.items():
         job = _job(flags)
         feed = _uneven(job.batches("train", 0))
         found[name] = [_step(job, step, feed) for step in range(steps)]
+        evaluated = job.runner.evaluate(job.instructions, feed)
+        found[name].append((evaluated.loss, float(evaluated.tokens)))
     return found
 
 
@@ -42,6 +44,16 @@ def peak_bytes(variants: dict[str, str]) -> dict[str, int]:
             _step(job, 1, feed)
         found[name] = tracker.peak_bytes - before
     return found
+
+
+def dense_passes(flags: str) -> int:
+    """How often one step runs the first layer's dense MLP, with its only micro-batch."""
+    job = _job(flags)
+    calls: list[None] = []
+    layer = job.chunks[0].module.decoder.layers[0]
+    layer.mlp.linear_fc1.register_forward_hook(lambda *_: calls.append(None))
+    _step(job, 0, job.batches("train", 0))
+    return len(calls)
 
 
 def _job(flags: str) -> Any:

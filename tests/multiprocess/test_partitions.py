@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multiprocess.partition_runs import curves, peak_bytes
+from tests.multiprocess.partition_runs import curves, dense_passes, peak_bytes
 from tests.spawn import run
 
 RANKS, GATE, PP = "--expert-model-parallel-size 2", "--moe-gate topk", "--pipeline-model-parallel-size 2"
@@ -111,6 +111,7 @@ VARIED = {
     "every balancing": (f"{EP} {BIAS} {LOSSES}", f"{TWO} {UNIFORM} 1"),
     "megatron-core's router": (f"{RANKS} {BIAS} --moe-input-jitter-eps 0.1", f"{DEFER} {UNIFORM} 1"),
     "random routing": (f"{RANKS} --moe-router-force-load-balancing", f"{DEFER} {UNIFORM} 1"),
+    "random gate": (f"{RANKS} --moe-gate random --moe-aux-loss-coeff 0", f"{TWO} {UNIFORM} 1"),
     "dropout, MoE layers": (f"{RANKS} {DROPOUT}", f"{DEFER} {SELECTIVE} moe core_attn"),
     "dropout on a split sequence": (SPLIT, f"{DEFER} {BLOCK} 2"),
     "documents apart": (f"{EP} {DOCUMENTS}", "--moe-overlap-partitions 4 --moe-overlap-range after"),
@@ -138,7 +139,7 @@ def test_what_a_model_may_have_survives_the_cut():
 
 @pytest.mark.slow
 def test_recomputed_activations_are_not_kept():
-    """The executor needs what megatron-core needs, and a quarter more at most: exchanges under way and parts."""
+    """The executor needs what megatron-core needs, and a fifth more at most: exchanges under way and parts."""
     deep = f"{EP} --num-layers 8"
     recomputes = {"nothing": "", "layers": f"{UNIFORM} 1", "MoE layers": f"{SELECTIVE} moe"}
     overlaps = {"plain": "", "deferred": DEFER, "two parts": TWO}
@@ -146,9 +147,18 @@ def test_recomputed_activations_are_not_kept():
     held = run(2, peak_bytes, variants, timeout_seconds=600)[0]
     for name in ("deferred", "two parts"):
         for again in recomputes:
-            assert held[f"{name}, {again}"] < 1.25 * held[f"plain, {again}"], held
+            assert held[f"{name}, {again}"] < 1.2 * held[f"plain, {again}"], held
         assert held[f"{name}, layers"] < 0.3 * held[f"{name}, nothing"], held
         assert held[f"{name}, MoE layers"] < 0.6 * held[f"{name}, nothing"], held
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_runs_twice_and_not_more():
+    """megatron-core's own checkpoint would run it a third time."""
+    dense_first = f"{EP} --moe-layer-freq [0,1,1] --global-batch-size 8 {DEFER}"
+    assert run(2, dense_passes, dense_first) == [1, 1]
+    assert run(2, dense_passes, f"{dense_first} {SELECTIVE} mlp") == [2, 2]
+    assert run(2, dense_passes, f"{dense_first} {UNIFORM} 1") == [2, 2]
 
 
 @pytest.mark.slow
