@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from megatron.training.config import Config
-from megatron.training.overlap_rules import overlap_flag
+from megatron.training.overlap_rules import overlap_flag, require_executable, require_no_dropout
 from megatron.training.plan_from_flags import plan_from_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -36,6 +36,11 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     if overlap_flag(config) is None:
         _require_gate(source, plan, config.overlap.moe_gate)
         from_flags = _with_overlap_of(plan, from_flags)
+    layers = [layer for stage in plan.stages for layer in stage.overlap.layers]
+    if layers:
+        require_executable(config, source)
+    if any(layer.mechanism == "partitioned" for layer in layers):
+        require_no_dropout(config)
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
     return plan
 

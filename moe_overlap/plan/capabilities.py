@@ -98,7 +98,6 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
         last = len(plan.stages) - 1
         raise ConfigError(f"{source} loss_stage", plan.loss_stage, "the loss runs on the last stage", f"write {last}")
     for path, stage in _stages(plan):
-        _refuse_interleaved_partitions(plan, stage, f"{source} {path}.overlap")
         if plan.pipeline_schedule == "interleaved-1f1b" and stage.overlap.micro_batches_in_flight > 1:
             rule = "micro-batches are not interleaved under interleaved-1f1b"
             raise ConfigError(
@@ -146,13 +145,6 @@ def _refuse_values(owner: object, limits: tuple[Limit, ...], prefix: str) -> Non
             raise ConfigError(head + limit.field, _shown(value), limit.rule, limit.fix)
 
 
-def _refuse_interleaved_partitions(plan: Plan, stage: StagePlan, subject: str) -> None:
-    for index, layer in enumerate(stage.overlap.layers):
-        if plan.pipeline_schedule == "interleaved-1f1b" and layer.mechanism == "partitioned":
-            rule = "partitions are not lowered under interleaved-1f1b"
-            raise ConfigError(f"{subject}.layers[{index}].mechanism", layer.mechanism, rule, "use 1f1b or write none")
-
-
 def _refuse_partial_selection(stage: StagePlan, subject: str) -> None:
     """Megatron recomputes the selected modules of every layer."""
     longest = max(last - first for first, last in stage.chunks)
@@ -169,9 +161,8 @@ def _refuse_cuts_of(stage: StagePlan, subject: str) -> None:
         if layer.mechanism == "partitioned" and layer.gate is None:
             rule = "only a gate of ours hands capacity to the next partition"
             raise ConfigError(f"{subject}.overlap.layers[{index}].gate", "null", rule, "write topk")
-        if stage.recompute.granularity != "none":
-            cut = "partitions" if layer.mechanism == "partitioned" else "capacity chunks"
-            rule = f"{cut} that are recomputed are not executed"
+        if layer.mechanism == "tutel" and stage.recompute.granularity != "none":
+            rule = "capacity chunks that are recomputed are not executed"
             raise ConfigError(f"{subject}.recompute.granularity", stage.recompute.granularity, rule, "write none")
 
 

@@ -2,6 +2,7 @@
 
 Binding decides nothing: which operator runs when, on which part of the batch, and what waits for what stands in the list. A
 forward operator is an island (islands.py) under its layer, micro-batch and partition; its backward runs that island backward.
+One that stands in the list a second time, as a recomputation, is an island there only.
 
 Legend: S sequence, B batch (of the partition), H hidden, T = S · B tokens, E experts.
 """
@@ -9,7 +10,9 @@ Legend: S sequence, B batch (of the partition), H hidden, T = S · B tokens, E e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +22,22 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, COMBINE, COUNT, DISPATCH, Operator, parse_operator
+from moe_overlap.plan.operators import (
+    BACKWARD,
+    COMBINE,
+    COUNT,
+    DISPATCH,
+    GATE,
+    MERGE,
+    RECOMPUTE,
+    Operator,
+    parse_operator,
+)
 from moe_overlap.runtime.buffers import BATCH, Buffers, is_part, stem_of
 from moe_overlap.runtime.dispatch.capacity_chunks import CapacityChunk, capacity_chunks, join_chunks
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.islands import Island
+from moe_overlap.runtime.recompute import LayerDraws, recompute_by_the_list
 from moe_overlap.runtime.routing.gate import Gate
 from moe_overlap.runtime.step import Batch
 
@@ -37,11 +51,14 @@ class StepState:
 
     buffers: Buffers
     batches: Sequence[Batch]
-    micro_batches: int
+    loss_scale: float
+    """Of every micro-batch's loss, auxiliary losses included, in the gradients."""
     seed: int
     """Of the gates' draws."""
     first_micro_batch: int
     """Number of this step's first micro-batch in the run."""
+    recomputed: frozenset[str] = frozenset()
+    """Names of the operators that the backward pass runs a second time."""
     islands: dict[Place, Island] = field(default_factory=dict)
     handles: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     """Dispatcher handles by layer, micro-batch, partition."""
@@ -73,12 +90,32 @@ class ChunkOperators:
         self._model, self._loss, self._dispatcher = model, loss, dispatcher
         self._layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         self._rotary = model.rotary_pos_emb(sequence_length) if hasattr(model, "rotary_pos_emb") else None
+        self._draws = LayerDraws(model.config)
+        for layer in model.decoder.layers:
+            recompute_by_the_list(layer)
 
     def compute(self, instruction: Instruction, state: StepState) -> None:
         """Run a compute instruction."""
         operator = parse_operator(instruction.name, "instruction")
-        method = getattr(self, "_" + operator.part.replace(".", "_") + ("_backward" if operator.suffix else ""))
-        method(instruction, operator, state)
+        place, name = _place(instruction, operator), "_" + operator.part.replace(".", "_")
+        if operator.suffix == BACKWARD:
+            getattr(self, name + "_backward")(instruction, operator, state)
+            return
+        run = partial(getattr(self, name), instruction, operator, state)
+        if operator.suffix == RECOMPUTE:
+            with self._draws.again(place):
+                run()
+            return
+        has_backward = torch.is_grad_enabled()
+        repeated = has_backward and instruction.name in state.recomputed
+        with_graph = has_backward and not repeated
+        drawing = self._draws.first(place, repeated) if operator.layer is not None else nullcontext()
+        with drawing, torch.set_grad_enabled(with_graph):
+            run()
+        if not with_graph:
+            del state.islands[place]
+            if operator.part == MERGE:
+                del state.handles[(_layer(operator), *place[2:])]
 
     # Embedding, head
 
@@ -118,7 +155,7 @@ class ChunkOperators:
 
     def _head_loss_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
         island = state.islands.pop(_place(i, operator))
-        scale = torch.ones_like(island.outputs[0]) / state.micro_batches
+        scale = torch.full_like(island.outputs[0], state.loss_scale)
         state.buffers.write(i, "dnormed", island.backward(scale)[0])
 
     # Attention, dense MLP
@@ -195,12 +232,17 @@ class ChunkOperators:
             drows = [join_chunks(state.chunks.pop((n, m)), drows, state.handles[keys[0]].row_sources_N.shape[0])]
         dnormed = [state.normed.pop(key) for key in keys if key in state.normed]
         island = state.islands.pop(_place(i, operator))
+        for key in keys:
+            del state.handles[key]
         dnormed_SBH = torch.cat(dnormed, dim=BATCH) if dnormed else None
         state.buffers.add(i, _written(i, "da"), island.backward(*drows, dnormed_SBH)[0])
 
     def _moe_shared(self, i: Instruction, operator: Operator, state: StepState) -> None:
         layer, key = self._layers[_layer(operator)], (_layer(operator), _micro_batch(i), _partition(i))
-        island = Island(lambda x: MoELayer.shared_experts_compute(layer.mlp, x), [state.normed.pop(key)])
+        normed = state.normed.pop(key, None)
+        if normed is None:
+            normed = _normed_of_gate(key, state)
+        island = Island(lambda x: MoELayer.shared_experts_compute(layer.mlp, x), [normed])
         state.islands[_place(i, operator)] = island
         state.buffers.write(i, _written(i, "shared"), island.outputs[0])
 
@@ -261,7 +303,8 @@ class ChunkOperators:
         if operator.part == COUNT:
             counts = self._dispatcher.start_counts(handle_of(i, operator, state, self._dispatcher))
             return lambda: _discard(counts.wait())
-        source, target = _EXCHANGED[operator.part, operator.suffix]
+        way = (operator.part, BACKWARD if operator.suffix == BACKWARD else "")
+        source, target = _EXCHANGED[way]
         (outgoing,) = state.buffers.read_each(i, _read(i, source))
         handle = handle_of(i, operator, state, self._dispatcher)
         if i.partition and _reads_whole(i, source):
@@ -271,7 +314,7 @@ class ChunkOperators:
             (DISPATCH, BACKWARD): self._dispatcher.start_dispatch_backward,
             (COMBINE, ""): self._dispatcher.start_combine,
             (COMBINE, BACKWARD): self._dispatcher.start_combine_backward,
-        }[operator.part, operator.suffix]
+        }[way]
         pending = start(outgoing.detach(), handle)
         return lambda: state.buffers.write(i, _written(i, target), pending.wait())
 
@@ -299,22 +342,31 @@ class ChunkOperators:
                 state.buffers.write(i, stem, gradient)
 
 
+def _normed_of_gate(key: tuple[int, int, int], state: StepState) -> Tensor:
+    """Input of a shared expert that is recomputed alone: the gate's island, which is still there, holds it."""
+    layer, micro_batch, partition = key
+    gate = state.islands.get((GATE, *key)) or state.islands[GATE, layer, micro_batch, 0]
+    *rows, normed_SBH = gate.outputs
+    parts: tuple[Tensor, ...] = normed_SBH.chunk(len(rows), dim=BATCH)
+    return parts[partition] if len(rows) > 1 else parts[0]
+
+
 _EXCHANGED = {
     (DISPATCH, ""): ("rows", "received"),
     (DISPATCH, BACKWARD): ("dreceived", "drows"),
     (COMBINE, ""): ("computed", "returned"),
     (COMBINE, BACKWARD): ("dreturned", "dcomputed"),
 }
-"""What an exchange sends and what arrives, by part and suffix."""
+"""What an exchange sends and what arrives, by part and direction."""
 
 
 def _discard(value: object) -> None:
     """The counts stay in their handle."""
 
 
-def set_aux_loss_scale(micro_batches: int, device: torch.device) -> None:
-    """Auxiliary losses are added in the routers' backward: each micro-batch counts its share."""
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device) / micro_batches)
+def set_aux_loss_scale(scale: float, device: torch.device) -> None:
+    """Auxiliary losses are added in the routers' backward, at the scale of the loss."""
+    MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), scale, device=device))
 
 
 def _place(i: Instruction, operator: Operator) -> Place:

@@ -17,6 +17,8 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lifetimes import last_uses
+from moe_overlap.plan.operators import RECOMPUTE
 from moe_overlap.runtime.bind import ChunkOperators, StepState, set_aux_loss_scale
 from moe_overlap.runtime.buffers import Buffers
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
@@ -69,7 +71,9 @@ class PlanExecutor:
         self._queue, self._clock, self._pieces = queue, clock, pieces
         self.step, self.waits = 0, False
         self.dispatcher = IrregularDispatcher(Wires(groups.collection))
-        self._operators = [ChunkOperators(model, sequence_length, _mean_loss, self.dispatcher) for model in models]
+        self._per_token = chunks[0].config.calculate_per_token_loss
+        loss = _summed_loss if self._per_token else _mean_loss
+        self._operators = [ChunkOperators(model, sequence_length, loss, self.dispatcher) for model in models]
         self._transfers = StageTransfers(groups, chunks[0].config, sequence_length, micro_batch_size)
 
     @property
@@ -84,10 +88,14 @@ class PlanExecutor:
         for chunk in self._chunks:
             chunk.train()
         state = self._state(instructions, batches)
-        set_aux_loss_scale(state.micro_batches, next(self._chunks[0].parameters()).device)
+        device = next(self._chunks[0].parameters()).device
+        set_aux_loss_scale(state.loss_scale, device)
         self._follow([i for i in instructions if not is_update(i)], state)
         self._queue.assert_empty()
-        self._update.reduce(over_replicas=self._pieces.finish if self._pieces is not None else None)
+        self._update.reduce(
+            _tokens_of(state.reports, device) if self._per_token else None,
+            over_replicas=self._pieces.finish if self._pieces is not None else None,
+        )
         get_moe_layer_wise_logging_tracker().clear()
         return self._update.finish(instructions, state.reports)
 
@@ -111,13 +119,19 @@ class PlanExecutor:
             for partition in i.partition:
                 parts[i.name] = max(parts.get(i.name, 0), partition + 1)
         arrived = [next(batches) for _ in range(micro_batches)]
+        again = (i.name.removesuffix(f".{RECOMPUTE}") for i in instructions if i.name.endswith(f".{RECOMPUTE}"))
         return StepState(
-            Buffers(lambda i: parts.get(i.name, 1)), arrived, micro_batches, self._clock.seed, self.step * micro_batches
+            Buffers(lambda i: parts.get(i.name, 1)),
+            arrived,
+            1.0 if self._per_token else 1.0 / micro_batches,
+            self._clock.seed,
+            self.step * micro_batches,
+            frozenset(again),
         )
 
     def _follow(self, instructions: Sequence[Instruction], state: StepState) -> None:
         started: dict[int, _Started] = {}
-        last_reader = {buffer: i.id for i in instructions for buffer in (*i.reads, *i.writes)}
+        ends = last_uses(instructions)
         for i in instructions:
             for number in i.after:
                 self._wait(number, started)
@@ -133,9 +147,9 @@ class PlanExecutor:
                 self._queue.run(i.name)
             else:
                 raise ValueError(f"no binding for {i}")
-            for buffer in (*i.reads, *i.writes):
-                if last_reader[buffer] == i.id and i.kind == "compute":
-                    state.buffers.drop(buffer)
+            # What a communication under way reads, it holds itself.
+            for buffer in ends[i.id]:
+                state.buffers.drop(buffer)
         for number in list(started):
             self._wait(number, started)
         self._recorder.end()
@@ -189,6 +203,17 @@ class _Started:
 
 def _is_backward(i: Instruction) -> bool:
     return i.name.startswith(PIECES) or ".backward" in i.name or i.name.endswith((".recompute", ".dW"))
+
+
+def _tokens_of(reports: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tokens that count in this rank's micro-batches, int64; 0 off the last stage."""
+    return sum((report[1].long() for report in reports), torch.zeros((), dtype=torch.int64, device=device))
+
+
+def _summed_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss for --calculate-per-token-loss: the gradients are divided by the tokens of the step when all are summed."""
+    total, tokens = micro_batch_loss(losses_BS, mask_BS)
+    return total, torch.stack([total.detach(), tokens.detach()])
 
 
 def _mean_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ BASE = """
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0
     --hidden-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
-    --moe-token-dispatcher-type irregular --moe-gate topk --micro-batch-size 4 --global-batch-size 16 --train-iters 4
+    --moe-token-dispatcher-type irregular --micro-batch-size 4 --global-batch-size 16 --train-iters 4
     --lr 1e-3 --mock-data --vocab-size 257 --tokenizer-type NullTokenizer --num-workers 0 --eval-iters 0 --log-interval 1000
 """
 CROWDED = (
@@ -21,22 +22,48 @@ CROWDED = (
 Curve = list[tuple[float, float]]
 
 
-def curves(variants: dict[str, str], crowded: dict[str, str] | None = None) -> dict[str, Curve]:
-    """Loss and gradient norm of three steps of every variant, flags added to BASE. Collective.
+def curves(variants: dict[str, str], crowded: dict[str, str] | None = None, steps: int = 3) -> dict[str, Curve]:
+    """Loss and gradient norm of the first steps of every variant, flags added to BASE, then loss and tokens of an evaluation.
 
     Args:
         crowded: variants that run with CROWDED.
     """
-    found = {name: _curve(*assembled(flags)) for name, flags in variants.items()}
+    found = {name: _curve(*assembled(flags), steps) for name, flags in variants.items()}
     for name, flags in (crowded or {}).items():
         job, feed = assembled(f"{flags} {CROWDED}")
         biases = [module.expert_bias for module in job.chunks[0].modules() if hasattr(module, "expert_bias")]
         for bias in biases:
             bias.copy_(bias.new_tensor([0.0] * (len(bias) - 1) + [9.0]))
-        found[name] = _curve(job, feed)
+        found[name] = _curve(job, feed, steps)
         # What got tokens is pushed down, what got none is pulled up.
         assert biases and all(bias[-1] < 9.0 and (bias[:-1] > 0).all() for bias in biases), biases
     return found
+
+
+def peak_bytes(variants: dict[str, str]) -> dict[str, int]:
+    """Most bytes that one step of every variant holds on this rank beside parameters, gradients and optimizer state."""
+    from megatron.training.memory import StorageTracker, held_tensors
+
+    found = {}
+    for name, flags in variants.items():
+        job, feed = assembled(flags)
+        _step(job, 0, feed)
+        held = held_tensors(job.chunks, job.optimizer)
+        with StorageTracker(held) as tracker:
+            before = tracker.bytes
+            _step(job, 1, feed)
+        found[name] = tracker.peak_bytes - before
+    return found
+
+
+def dense_passes(flags: str) -> int:
+    """How often one step runs the first layer's dense MLP, with its only micro-batch."""
+    job, feed = assembled(flags)
+    calls: list[None] = []
+    layer = job.chunks[0].module.decoder.layers[0]
+    layer.mlp.linear_fc1.register_forward_hook(lambda *_: calls.append(None))
+    _step(job, 0, feed)
+    return len(calls)
 
 
 def spans_of_a_step(flags: str) -> list[tuple[str, str, float, float]]:
@@ -65,11 +92,28 @@ def assembled(flags: str) -> tuple[Any, Any]:
     job = pretrain_moe.assemble(parsed, dist.get_rank()).job
     feed = job.batches("train", 0)
     assert feed is not None
-    return job, feed
+    return job, _uneven(feed)
 
 
-def _curve(job: Any, feed: Any) -> Curve:
-    return [_step(job, step, feed) for step in range(3)]
+def _curve(job: Any, feed: Any, steps: int) -> Curve:
+    curve = [_step(job, step, feed) for step in range(steps)]
+    evaluated = job.runner.evaluate(job.instructions, feed)
+    return [*curve, (evaluated.loss, float(evaluated.tokens))]
+
+
+def _uneven(feed: Any) -> Iterator[Any]:
+    """The batches, with unequally many tokens that count, and documents where the batches tell documents apart."""
+    import torch
+
+    for number, batch in enumerate(feed):
+        counted = batch["tokens"] % (2 + number % 3) == 0
+        made = {**batch, "loss_mask": counted.float()}
+        if "attention_mask" in batch:
+            document_BS = (batch["tokens"] % 5 == 0).cumsum(1)
+            apart_BSS = document_BS[:, :, None] != document_BS[:, None, :]
+            later_SS = torch.ones(apart_BSS.shape[1:], dtype=torch.bool).triu(1)
+            made["attention_mask"] = (apart_BSS | later_SS)[:, None]
+        yield made
 
 
 def _step(job: Any, step: int, feed: Any) -> tuple[float, float]:

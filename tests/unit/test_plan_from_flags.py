@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from megatron.training.arguments import parse
 from megatron.training.describe import describe_model, padded_vocab_size, smallest_world, stage_layers
 from megatron.training.plan_from_flags import plan_from_flags, stage_chunks
+from megatron.training.plan_of_run import plan_of_run
 from megatron.training.validation import validate
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import save_plan
 from moe_overlap.plan.validate import validate_plan
 
 BASE = (
@@ -52,6 +59,39 @@ def test_recompute() -> None:
     assert (block.stages[0].recompute.granularity, block.stages[0].recompute.layers) == ("full", 3)
     chosen = plan_of("--recompute-granularity selective --recompute-modules moe", 1)
     assert (chosen.stages[0].recompute.modules, chosen.stages[0].recompute.layers) == (("moe",), 8)
+
+
+IRREGULAR = "--expert-model-parallel-size 2 --micro-batch-size 2 --moe-gate topk --moe-token-dispatcher-type irregular"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            f"{IRREGULAR} --hidden-dropout 0",
+            "--attention-dropout 0.1: its masks would depend on how the micro-batch is cut; use 0",
+        ),
+        (
+            f"{IRREGULAR} {NO_DROPOUT} --moe-token-dispatcher-type alltoall",
+            "--moe-token-dispatcher-type alltoall: cut.json exchanges tokens by the irregular dispatcher; use irregular",
+        ),
+        (
+            f"{IRREGULAR} {NO_DROPOUT} --overlap-grad-reduce",
+            "--overlap-grad-reduce: cut.json reduces gradients after the last backward pass; drop it or cut.json",
+        ),
+    ],
+)
+def test_what_a_plan_cuts_is_held_against_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_plan(plan_of(f"{IRREGULAR} {NO_DROPOUT} --moe-overlap-partitions 2", 2), Path("cut.json"))
+    config = parse(f"{BASE} {flags} --plan cut.json".split()).config
+    validate(config, 2)
+    with pytest.raises(ConfigError) as caught:
+        plan_of_run(config, describe_model(config, 257), 2)
+    assert str(caught.value) == line
 
 
 def test_derived_sizes() -> None:

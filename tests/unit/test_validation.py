@@ -228,6 +228,12 @@ RULES = [
         "drop it or --defer-weight-gradients",
     ),
     (
+        f"{OVERLAP} --defer-weight-gradients --overlap-param-gather",
+        2,
+        "--overlap-param-gather: --defer-weight-gradients gathers weights at the end of the step; "
+        "hooks would send them among the first exchanges of the next; drop it or --defer-weight-gradients",
+    ),
+    (
         "--hidden-size 66",
         1,
         "--num-attention-heads 4: hidden size 66 is not divisible by 4 heads; change one of them or give --kv-channels",

@@ -89,19 +89,17 @@ def test_refused_by_field(stage: dict[str, Any], run: dict[str, Any], message: s
     assert str(caught.value) == f"plan.json {message}"
 
 
-@pytest.mark.parametrize(
-    ("gate", "stage", "message"),
-    [
-        (None, {}, "overlap.layers[0].gate null: only a gate of ours hands capacity to the next partition; write topk"),
-        (
-            "topk",
-            {"recompute": Recompute(layers=1, granularity="full")},
-            "recompute.granularity full: partitions that are recomputed are not executed; write none",
-        ),
-    ],
-)
-def test_partitions_that_are_lowered_and_not_executed(gate: Any, stage: dict[str, Any], message: str) -> None:
-    layer = LayerOverlap(
+def test_partitions_that_are_lowered_and_not_executed() -> None:
+    message = "overlap.layers[0].gate null: only a gate of ours hands capacity to the next partition; write topk"
+    plan = plan_samples.plan(stage={"data": 2, "expert": 2, "overlap": StageOverlap(layers=(cut(None),))})
+    refuse_what_cannot_be_lowered(plan)
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsupported(plan)
+    assert str(caught.value) == f"plan.json stages[0].{message}"
+
+
+def cut(gate: Any) -> LayerOverlap:
+    return LayerOverlap(
         layer=0,
         gate=gate,
         mechanism="partitioned",
@@ -110,11 +108,13 @@ def test_partitions_that_are_lowered_and_not_executed(gate: Any, stage: dict[str
         last_operator="L0.moe.merge",
         axis="batch",
     )
-    plan = plan_samples.plan(stage={**stage, "data": 2, "expert": 2, "overlap": StageOverlap(layers=(layer,))})
-    refuse_what_cannot_be_lowered(plan)
-    with pytest.raises(ConfigError) as caught:
-        refuse_unsupported(plan)
-    assert str(caught.value) == f"plan.json stages[0].{message}"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_partitions_are_executed_with_recomputation_and_interleaved(chunks: int) -> None:
+    again = Recompute(layers=1, granularity="full")
+    stage = {"data": 2, "expert": 2, "recompute": again, "overlap": StageOverlap(layers=(cut("topk"),))}
+    refuse_unsupported(plan_samples.plan(layers=4, stages=2, chunks=chunks, stage=stage))
 
 
 def test_chunks_of_capacity_that_are_recomputed() -> None:
