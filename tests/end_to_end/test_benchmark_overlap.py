@@ -20,7 +20,7 @@ SMALL = """
     --micro-batch-size 4 --seq-length 64
 """.split()
 TIMED = """
-    --timer-compute --compute-seconds 0.4 --ratio 1.5 --repeats 5 --moe-ffn-hidden-size 64 --json
+    --timer-compute --compute-seconds 0.4 --ratio 2.5 --repeats 5 --moe-ffn-hidden-size 64 --json
 """.split()
 """Exchanges of 4 MiB, so that the burst that a limited link carries for nothing after every pause hardly counts."""
 
@@ -47,6 +47,7 @@ def test_timer_compute() -> None:
         "tutel 2",
         "tutel 4",
         "deferral",
+        "chunks 4 and deferral",
         "partitions 2 around",
         both,
         f"{both}, waiting",
@@ -73,12 +74,12 @@ def test_exposed_spans_are_what_a_free_link_saves(timed: dict[str, Any]) -> None
     for name, row in timed.items():
         spans = row["exposed_seconds"]["median"] - row["free_exposed_seconds"]
         assert spans == pytest.approx(row["exposed_by_difference"], rel=0.05), name
-        assert row["exposed_by_difference"] > 0.1, "there is something to compare"
+        assert row["exposed_by_difference"] > 0.3, "more than what other work on the machine adds"
 
 
 @pytest.mark.slow
 def test_a_wait_behind_every_issue_undoes_the_gain(timed: dict[str, Any]) -> None:
-    assert timed["both 2 around"]["speedup"]["median"] > 1.25
+    assert timed["both 2 around"]["speedup"]["median"] > 1.2
     assert timed["both 2 around, waiting"]["speedup"]["median"] < 1.05
 
 
@@ -109,6 +110,7 @@ def test_real_compute() -> None:
         "tutel 2",
         "tutel 4",
         "deferral",
+        "chunks 4 and deferral",
         "partitions 2 around",
         both,
         f"{both}, waiting",

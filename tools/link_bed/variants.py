@@ -25,6 +25,7 @@ IRREGULAR = ("--moe-token-dispatcher-type", "irregular")
 ALLTOALL = ("--moe-token-dispatcher-type", "alltoall")
 DEFER = ("--defer-weight-gradients",)
 INTERLEAVE = ("--moe-overlap-micro-batches", "2")
+CHUNKS = "--moe-overlap-capacity-chunks"
 SEQUENTIAL = "irregular"
 """The variant that the others are measured against: same transport, nothing overlapped."""
 PLAIN, RECEIVE_FIRST = "alltoall", "alltoall receive-first"
@@ -70,7 +71,7 @@ def variants(
     Args:
         gate: of `--moe-gate`; the baselines use megatron-core's router.
         partitions, ranges: every combination is tried.
-        degrees: of the Tutel-style pipeline.
+        degrees: of the Tutel-style pipeline; the last one also with deferral.
         reaches: ranges by number of operators, for every number of partitions.
         micro_batches: of a step; where there are several, the backward pass of one and the forward pass of another are
             interleaved, too.
@@ -80,8 +81,9 @@ def variants(
         Variant(PLAIN, plain, plain=True),
         Variant(RECEIVE_FIRST, plain, plain=True, receive_first=True),
         Variant(SEQUENTIAL, base),
-        *(Variant(f"tutel {degree}", (*base, "--moe-overlap-capacity-chunks", str(degree))) for degree in degrees),
+        *(Variant(f"tutel {degree}", (*base, CHUNKS, str(degree))) for degree in degrees),
         deferral(gate),
+        *(Variant(f"chunks {degree} and deferral", (*base, CHUNKS, str(degree), *DEFER)) for degree in degrees[-1:]),
     ]
     for name in ranges:
         for count in partitions:
