@@ -57,6 +57,11 @@ PLANS = {
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     variants = {"plain": EP, "plain with capacity": f"{EP} {CAPACITY}"}
+    one = f"{EP} --micro-batch-size 1 --global-batch-size 4"
+    variants |= {
+        "one sample": one,
+        "one sample, chunks": f"{one} --moe-overlap-capacity-chunks 2 --defer-weight-gradients",
+    }
     variants |= OVERLAPPED | {f"capacity: {name}": flags for name, flags in WITH_CAPACITY.items()}
     for gate, cut in BEHIND_WHOLE_GATES.items():
         variants |= {gate: gate, f"{gate} {cut}": f"{gate} {cut}"}
@@ -102,6 +107,10 @@ def test_all_tokens_to_one_expert_and_none_to_a_rank(found, name):
     assert_same(found[f"crowded: {name}"], found["crowded"])
 
 
+def test_a_micro_batch_of_one_sample(found):
+    assert_same(found["one sample, chunks"], found["one sample"])
+
+
 def test_deferral_is_bitwise(found):
     assert found["two parts around, deferred"] == found["two parts around"]
 
@@ -113,6 +122,11 @@ def test_a_pipeline_of_four_ranks():
     variants = {"every": every, "every, overlapped": f"{every} {overlap}"}
     # A first stage without a MoE layer has nothing to overlap, and still runs like the stage after it.
     variants |= {"late": late, "late, overlapped": f"{late} {overlap}"}
+    virtual = f"{every} --num-virtual-stages-per-pipeline-rank 2"
+    chunked = f"{virtual} --moe-overlap-capacity-chunks 2 --defer-weight-gradients"
+    variants |= {"virtual": virtual, "virtual, overlapped": chunked}
+    gate = f"{every} --moe-gate batch_prioritized --moe-expert-capacity-factor 1"
+    variants |= {"whole gate": gate, "whole gate, overlapped": f"{gate} {overlap} --moe-overlap-range after"}
     answers = run(4, curves, variants, timeout_seconds=600)
-    for name in ("every", "late"):
+    for name in ("every", "late", "virtual", "whole gate"):
         assert_same(answers[0][f"{name}, overlapped"], answers[0][name])
