@@ -26,6 +26,7 @@ def lose(rank: int, how: str, folder: Path, ranks: int, *more: str) -> Launch:
     return Launch([*losing, SMALL_ARGS, *OVERLAPPED, *more], folder, ranks, PROGRAM)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_with_the_operation(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     sizes = ("--num-experts", "6", "--expert-model-parallel-size", "3", "--global-batch-size", "12")
