@@ -5,6 +5,7 @@ Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. tor
 
 from __future__ import annotations
 
+import datetime
 import os
 import sys
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     from megatron.training.announce import announce_end
     from megatron.training.initialize import start_process
     from megatron.training.training import TrainingFailed
+    from moe_overlap.runtime.step import CommunicationFailed
 
     process = start_process(parsed.config)
     try:
@@ -67,6 +69,10 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
         announce_end(loop.job.log, argv, parsed.config, process.world_size, loop.reason)
     except TrainingFailed as error:
         return leave(process.rank, f"error: {error}", 1)
+    except CommunicationFailed as error:
+        # Each rank speaks for itself: rank 0 may be the one that is gone, and they do not all miss the same peer.
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
     finally:
         dist.destroy_process_group()
     return 0
@@ -107,7 +113,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     total_steps = config.training.train_iters or (config.training.train_samples or 0) // plan.global_batch_size
 
     # Who runs it: process groups, model, optimizer, and the runner that ties them to the instructions.
-    groups = build_groups(plan)
+    groups = build_groups(plan, datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes))
     seed_everything(config.training.seed, groups.collection)
     recorder, clock = spans.SpanRecorder(), DrawClock(config.training.seed)
     parts = gate_and_dispatcher(config.overlap.moe_gate, config.moe.moe_token_dispatcher_type, clock)
@@ -166,6 +172,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         covered=recorder.covered,
         write_trace=lambda measured: trace.write_trace(trace_path, measured, rank),
         parameter_norm=layerwise.parameter_norm,
+        deferred=queue.figures if deferred else dict,
         global_batch_size=plan.global_batch_size,
         total_steps=total_steps,
         flops_per_token=training_flops_per_token(model, plan.sequence_length),

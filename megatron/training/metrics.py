@@ -29,6 +29,8 @@ class StepMetrics:
     consumed_samples: int
     optional: dict[str, float]
     """Figures behind flags: params_norm, num_zeros_in_grad, model_tflops."""
+    deferred: dict[str, int]
+    """Weight gradients put aside so far: deferred_peak_bytes they held, deferred_early ones that had no room; else empty."""
 
 
 class MetricsLog:
@@ -55,7 +57,7 @@ class MetricsLog:
         """Record one training step."""
         if self._json is not None:
             row = asdict(metrics)
-            row.update(row.pop("optional"))
+            row.update(row.pop("optional") | row.pop("deferred"))
             self._json.write(json.dumps(row) + "\n")
             self._json.flush()
         if self._board is not None and metrics.step % self._config.tensorboard_log_interval == 0:
@@ -89,6 +91,9 @@ def step_line(metrics: StepMetrics, total: int) -> str:
     width = len(str(total))
     share = metrics.exposed_comm_seconds / metrics.step_seconds if metrics.step_seconds else 0.0
     optional = "".join(f"  {name} {value:.4g}" for name, value in metrics.optional.items())
+    if metrics.deferred:
+        held, early = metrics.deferred["deferred_peak_bytes"], metrics.deferred["deferred_early"]
+        optional += f"  deferred {held / 2**20:.1f} MiB, {early} early"
     return (
         f"step {metrics.step:>{width + 2}}/{total}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.2f}"
         f"  lr {metrics.learning_rate:.1e}  {_thousands(metrics.tokens_per_second):>6} tok/s  {metrics.step_seconds:.2f} s"
@@ -103,7 +108,7 @@ def _thousands(value: float) -> str:
 
 def _board_values(metrics: StepMetrics) -> dict[str, float]:
     row = asdict(metrics)
-    optional = row.pop("optional")
+    optional = row.pop("optional") | row.pop("deferred")
     return {
         name: value for name, value in (row | optional).items() if isinstance(value, (int, float)) and name != "step"
     }

@@ -46,6 +46,7 @@ class Job:
         covered: channels those seconds cover.
         write_trace: takes the spans of the last step, for --trace.
         parameter_norm: norm of all parameters, a collective.
+        deferred: figures of the weight gradients put aside so far; empty where none are.
         flops_per_token: of the model, forward and backward.
     """
 
@@ -62,6 +63,7 @@ class Job:
     covered: tuple[str, ...]
     write_trace: Callable[[Sequence[Any]], None]
     parameter_norm: Callable[[], float]
+    deferred: Callable[[], dict[str, int]]
     global_batch_size: int
     total_steps: int
     flops_per_token: float
@@ -157,6 +159,7 @@ class TrainingLoop:
                 resident_bytes=resident_bytes(),
                 consumed_samples=samples,
                 optional=self._optional(result, seconds),
+                deferred=job.deferred(),
             )
         )
         return result.spans

@@ -28,7 +28,7 @@ from moe_overlap.runtime.optimizer import LayerwiseOptimizer
 from moe_overlap.runtime.routing.draws import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.stage_transfers import StageTransfers
-from moe_overlap.runtime.step import Batch, StepResult
+from moe_overlap.runtime.step import Batch, StepResult, naming
 from moe_overlap.runtime.update import StepUpdate, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
 
@@ -159,17 +159,19 @@ class PlanExecutor:
         """Start a communication; the answer waits for it and ends its span."""
         self._recorder.place(i.chunk or 0, i.micro_batch or 0)
         span = self._recorder.background(i.name, i.channel.partition(".")[0])
-        if i.name.startswith(PIECES):
-            assert self._pieces is not None
-            part, (piece,) = i.name.removeprefix(PIECES), i.partition
-            wait = self._pieces.start(part, piece, state.buffers.partitions(i))
-        elif i.kind == "collective":
-            wait = self._operators[i.chunk or 0].exchange(i, state)
-        else:
-            wait = self._transfers.start(i, state.buffers)
+        with naming(i.name):
+            if i.name.startswith(PIECES):
+                assert self._pieces is not None
+                part, (piece,) = i.name.removeprefix(PIECES), i.partition
+                wait = self._pieces.start(part, piece, state.buffers.partitions(i))
+            elif i.kind == "collective":
+                wait = self._operators[i.chunk or 0].exchange(i, state)
+            else:
+                wait = self._transfers.start(i, state.buffers)
 
         def finish() -> None:
-            wait()
+            with naming(i.name):
+                wait()
             self._recorder.finish_background(span)
 
         return finish

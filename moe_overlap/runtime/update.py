@@ -16,7 +16,7 @@ from moe_overlap.runtime.gradients import finalize_gradients
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
 from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.step import StepResult
+from moe_overlap.runtime.step import StepResult, naming
 
 
 class StepUpdate:
@@ -33,7 +33,7 @@ class StepUpdate:
 
     def reduce(self, token_count: Tensor | None = None, over_replicas: Callable[[], None] | None = None) -> None:
         """Reduce the gradients over every group that shares a parameter; arguments as `finalize_gradients`."""
-        with self._replica_span("gradients"):
+        with naming("gradients"), self._replica_span("gradients"):
             config = self._chunks[0].config
             finalize_gradients(self._chunks, token_count, self._groups.collection, config, over_replicas)
 

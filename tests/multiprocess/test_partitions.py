@@ -79,6 +79,11 @@ def pairs(variants: dict[str, tuple[str, str]]) -> dict[str, str]:
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     variants = {"plain": EP, "plain with capacity": f"{EP} {CAPACITY}"} | pairs(OTHER_PLAIN)
+    one = f"{EP} --micro-batch-size 1 --global-batch-size 4"
+    variants |= {
+        "one sample": one,
+        "one sample, chunks": f"{one} --moe-overlap-capacity-chunks 2 --defer-weight-gradients",
+    }
     variants |= OVERLAPPED | {f"capacity: {name}": flags for name, flags in WITH_CAPACITY.items()}
     for gate, cut in BEHIND_WHOLE_GATES.items():
         variants |= {gate: gate, f"{gate} {cut}": f"{gate} {cut}"}
@@ -122,6 +127,10 @@ def test_neighbours_that_are_cut_otherwise(found, name):
 @pytest.mark.parametrize("name", CROWDED)
 def test_all_tokens_to_one_expert_and_none_to_a_rank(found, name):
     assert_same(found[f"crowded: {name}"], found["crowded"])
+
+
+def test_a_micro_batch_of_one_sample(found):
+    assert_same(found["one sample, chunks"], found["one sample"])
 
 
 def test_deferral_is_bitwise(found):
@@ -228,6 +237,10 @@ def test_a_pipeline_of_four_ranks():
     both = {"every": (every, overlap), "late": (late, overlap)}
     both |= {"two micro-batches": (every, "--moe-overlap-micro-batches 2")}
     both |= {"all": (every, f"{overlap} --moe-overlap-micro-batches 2")}
+    virtual = f"{every} --num-virtual-stages-per-pipeline-rank 2"
+    both |= {"virtual": (virtual, "--moe-overlap-capacity-chunks 2 --defer-weight-gradients")}
+    gate = f"{every} --moe-gate batch_prioritized --moe-expert-capacity-factor 1"
+    both |= {"whole gate": (gate, f"{overlap} --moe-overlap-range after")}
     answers = run(4, curves, pairs(both), timeout_seconds=600)
     for name in both:
         assert_same(answers[0][name], answers[0][f"plain: {name}"])

@@ -31,6 +31,7 @@ def metrics(**changes: Any) -> StepMetrics:
         "resident_bytes": 900 * 2**20,
         "consumed_samples": 16,
         "optional": {},
+        "deferred": {},
     }
     return StepMetrics(**{**values, **changes})
 
@@ -42,6 +43,8 @@ def test_the_line_of_a_step() -> None:
     )
     assert " 841 tok/s" in step_line(metrics(tokens_per_second=841.2), 300)
     assert step_line(metrics(optional={"params_norm": 12.3456}), 300).endswith("MiB  params_norm 12.35")
+    held = {"deferred_peak_bytes": 3 * 2**19, "deferred_early": 2}
+    assert step_line(metrics(deferred=held), 300).endswith("peak 412 MiB  deferred 1.5 MiB, 2 early")
     assert "(0%)" in step_line(metrics(step_seconds=0.0), 300)
     assert len({len(step_line(metrics(step=step), 300)) for step in (1, 10, 300)}) == 1
 
@@ -55,7 +58,9 @@ def test_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0]["loss"] == 5.556123456789012  # in full precision
     assert set(rows[0]) >= DOCUMENTED and rows[0]["params_norm"] == 2.5 and "optional" not in rows[0]
-    assert set(rows[0]) == {field.name for field in dataclasses.fields(StepMetrics)} - {"optional"} | {"params_norm"}
+    assert set(rows[0]) == {field.name for field in dataclasses.fields(StepMetrics)} - {"optional", "deferred"} | {
+        "params_norm"
+    }
     assert all(isinstance(rows[0][name], int) for name in ("step", "peak_bytes", "resident_bytes", "consumed_samples"))
     printed = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert printed == ["1/20", "10/20", "20/20"]
