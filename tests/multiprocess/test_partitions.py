@@ -207,14 +207,14 @@ def test_what_a_model_may_have_survives_the_cut():
 
 @pytest.mark.slow
 def test_recomputed_activations_are_not_kept():
-    """The executor needs what megatron-core needs, and a fifth more at most: exchanges under way and parts."""
+    """With recomputation the executor needs a fifth more than megatron-core at most: exchanges under way and parts."""
     deep = f"{EP} --num-layers 8"
     recomputes = {"nothing": "", "layers": f"{UNIFORM} 1", "MoE layers": f"{SELECTIVE} moe"}
     overlaps = {"plain": "", "deferred": DEFER, "two parts": TWO}
     variants = {f"{o}, {r}": f"{deep} {overlaps[o]} {recomputes[r]}" for o in overlaps for r in recomputes}
     held = run(2, peak_bytes, variants, timeout_seconds=600)[0]
     for name in ("deferred", "two parts"):
-        for again in recomputes:
+        for again in ("layers", "MoE layers"):
             assert held[f"{name}, {again}"] < 1.2 * held[f"plain, {again}"], held
         assert held[f"{name}, layers"] < 0.3 * held[f"{name}, nothing"], held
         assert held[f"{name}, MoE layers"] < 0.6 * held[f"{name}, nothing"], held
