@@ -6,8 +6,6 @@ from megatron.training.config import Config
 from megatron.training.describe import virtual_stages
 from megatron.training.rule import Rule, require
 from moe_overlap.plan.gate_rules import check_gate, require_partitionable
-from moe_overlap.plan.overlap import LayerOverlap
-from moe_overlap.plan.serialize import load_plan
 
 
 def gate_agrees_with_router_flags(config: Config) -> None:
@@ -17,18 +15,13 @@ def gate_agrees_with_router_flags(config: Config) -> None:
     require(config.moe.num_experts is not None, "--moe-gate", gate, "the model has no experts", "add --num-experts")
     check_gate(gate, config.moe)
     recompute = config.parallel.recompute_granularity
-    numbered = gate != "random" or recompute is None or overlapped_by(config) is not None
+    numbered = gate != "random" or recompute is None or overlap_flag(config) is not None
     rule = "draws anew in a recomputation, which may meet another micro-batch's number"
     require(numbered, "--moe-gate", gate, rule, "drop --recompute-granularity or use hash")
 
 
-def overlapped_by(config: Config) -> str | None:
-    """The flag that has the executor run the step, or None where megatron-core's schedule does."""
-    return overlap_flag(config) or ("--plan" if _planned_layers(config) else None)
-
-
 def overlap_flag(config: Config) -> str | None:
-    """The flag that decides an overlap by hand, or None where a plan may."""
+    """The flag that decides an overlap by hand, or None where a plan may (plan_of_run.py holds it against the flags)."""
     overlap = config.overlap
     if (overlap.moe_overlap_partitions or 1) != 1:
         return "--moe-overlap-partitions"
@@ -39,15 +32,8 @@ def overlap_flag(config: Config) -> str | None:
     return "--defer-weight-gradients" if overlap.defer_weight_gradients else None
 
 
-def _planned_layers(config: Config) -> list[LayerOverlap]:
-    """What --plan decides for the layers."""
-    if config.overlap.plan is None:
-        return []
-    return [layer for stage in load_plan(config.overlap.plan).stages for layer in stage.overlap.layers]
-
-
 def executor_has_what_it_needs(config: Config) -> None:
-    flag = overlapped_by(config)
+    flag = overlap_flag(config)
     if flag is not None:
         require_executable(config, flag)
 
@@ -75,16 +61,12 @@ def require_executable(config: Config, why: str) -> None:
 
 def partitions_keep_the_mathematics(config: Config) -> None:
     flag, gate, parts = "--moe-overlap-partitions", config.overlap.moe_gate, config.overlap.moe_overlap_partitions
-    if (parts or 1) == 1:
-        parts = max((layer.partitions or 1 for layer in _planned_layers(config)), default=1)
-        flag = "--plan"
     if parts is None or parts == 1:
         return
     rule = "capacity passes from part to part in our gates only"
     require(gate is not None, flag, parts, rule, "add --moe-gate topk")
-    if flag != "--plan":
-        assert gate is not None
-        require_partitionable(gate, config.overlap.moe_overlap_range)
+    assert gate is not None
+    require_partitionable(gate, config.overlap.moe_overlap_range)
     require_no_dropout(config)
 
 

@@ -7,7 +7,7 @@ import math
 from megatron.training.config import Config
 from megatron.training.describe import expert_tensor_size, smallest_world, stage_layers, virtual_stages
 from megatron.training.flags import one_of
-from megatron.training.overlap_rules import overlapped_by
+from megatron.training.overlap_rules import overlap_flag
 from megatron.training.rule import Rule, at_least, divisors, require
 from moe_overlap.describe.errors import ConfigError
 
@@ -154,7 +154,7 @@ def full_recompute_fits_the_stages(config: Config) -> None:
 
 def gradient_overlap_fits(config: Config) -> None:
     parallel = config.parallel
-    if overlapped_by(config) is not None:
+    if overlap_flag(config) is not None:
         return  # overlap_rules.py refuses both
     fits = parallel.overlap_grad_reduce or not parallel.overlap_param_gather
     require(

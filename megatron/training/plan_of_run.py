@@ -8,6 +8,7 @@ from typing import Any
 from megatron.training.config import Config
 from megatron.training.overlap_rules import overlap_flag, require_executable, require_no_dropout
 from megatron.training.plan_from_flags import plan_from_flags
+from megatron.training.rule import require
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_unsupported
@@ -36,13 +37,22 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     if overlap_flag(config) is None:
         _require_gate(source, plan, config.overlap.moe_gate)
         from_flags = _with_overlap_of(plan, from_flags)
-    layers = [layer for stage in plan.stages for layer in stage.overlap.layers]
-    if layers:
-        require_executable(config, source)
-    if any(layer.mechanism == "partitioned" for layer in layers):
-        require_no_dropout(config)
+    _require_flags_of_overlap(source, plan, config)
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
     return plan
+
+
+def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
+    """What the executor of an overlapping plan needs of the flags that build the model."""
+    overlaps = [stage.overlap for stage in plan.stages]
+    layers = [layer for overlap in overlaps for layer in overlap.layers]
+    if layers or any(overlap.micro_batches_in_flight > 1 for overlap in overlaps):
+        require_executable(config, source)
+        at_the_end = not any(overlap.gradient_chunk_bytes for overlap in overlaps)
+        rule = f"{source} reduces gradients at the end of the step (gradient_chunk_bytes 0)"
+        require(not (config.parallel.overlap_grad_reduce and at_the_end), "--overlap-grad-reduce", "", rule, "drop it")
+    if any(layer.mechanism == "partitioned" for layer in layers):
+        require_no_dropout(config)
 
 
 def _require_gate(source: str, plan: Plan, gate: str | None) -> None:
@@ -56,11 +66,7 @@ def _with_overlap_of(plan: Plan, flagged: Plan) -> Plan:
     """The plan of flags that decide no overlap, with what another one decides for the layers."""
 
     def overlapped(stage: StagePlan, planned: StagePlan) -> StagePlan:
-        decided = planned.overlap
-        overlap = dataclasses.replace(
-            stage.overlap, layers=decided.layers, max_deferred_bytes=decided.max_deferred_bytes
-        )
-        return dataclasses.replace(stage, overlap=overlap)
+        return dataclasses.replace(stage, overlap=planned.overlap)
 
     if len(plan.stages) != len(flagged.stages):
         return flagged

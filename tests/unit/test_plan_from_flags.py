@@ -78,7 +78,7 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
         ),
         (
             f"{IRREGULAR} {NO_DROPOUT} --overlap-grad-reduce",
-            "--overlap-grad-reduce: cut.json reduces gradients after the last backward pass; drop it or cut.json",
+            "--overlap-grad-reduce: cut.json reduces gradients at the end of the step (gradient_chunk_bytes 0); drop it",
         ),
     ],
 )
