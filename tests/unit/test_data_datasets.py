@@ -279,6 +279,43 @@ def test_the_builtin_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(list((tmp_path / "cache").glob("*.idx"))) == 1
 
 
+def test_two_jobs_prepare_the_corpus_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower one never takes away what the faster one has published, and reads the same."""
+    cache, published = tmp_path / "cache", list[str]()
+    documents, rename, unlink = corpus.builtin_corpus_documents, Path.replace, Path.unlink
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.py").write_text("# text\n")
+    monkeypatch.setattr(corpus, "standard_library_folder", lambda: tmp_path / "lib")
+
+    def prepare() -> str:
+        return indexed.prepare_builtin_corpus(cache, ByteTokenizer(), lambda work: work()).prefix
+
+    def overtaken() -> Iterator[str]:
+        """The second job begins and ends while the first one writes."""
+        monkeypatch.setattr(indexed, "builtin_corpus_documents", documents)
+        published.append(prepare())
+        yield from documents()
+
+    def still_there() -> None:
+        for prefix in published:
+            assert check_indexed_dataset(prefix).sequences == 1
+
+    def watched_replace(path: Path, target: str) -> Path:
+        done = rename(path, target)
+        still_there()
+        return done
+
+    def watched_unlink(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        still_there()
+
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    monkeypatch.setattr(Path, "unlink", watched_unlink)
+    monkeypatch.setattr(indexed, "builtin_corpus_documents", overtaken)
+    assert [prepare()] == published
+    assert len(list(cache.iterdir())) == 2
+
+
 def test_the_running_interpreter_has_a_corpus_worth_training_on() -> None:
     text_bytes = 0
     for text in corpus.builtin_corpus_documents():
