@@ -374,13 +374,41 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
     tensorboard_log_interval: int = 1
-    """Steps between TensorBoard points."""
+    """Steps between points of TensorBoard and W&B."""
+    tensorboard_queue_size: int = 1000
+    """Points that TensorBoard keeps before it writes them."""
+    wandb_project: str | None = None
+    """Project at Weights & Biases that gets the same points as TensorBoard."""
+    wandb_exp_name: str | None = None
+    """Name of the run there."""
+    wandb_entity: str | None = None
+    """Team or user there; default the account's own."""
+    wandb_save_dir: str | None = None
+    """Folder for its local files; default the working folder."""
     log_throughput: bool = False
     """Add model TFLOP/s per device to the log."""
     log_params_norm: bool = False
     """Add the norm of all parameters to the log."""
     log_num_zeros_in_grad: bool = False
     """Add the number of zero gradients to the log."""
+    log_memory_to_tensorboard: bool = False
+    """Memory to TensorBoard: mem-max-allocated-bytes, on CUDA also what is reserved and allocated."""
+    log_memory_interval: int | None = None
+    """Steps between console lines with the memory of every rank."""
+    log_world_size_to_tensorboard: bool = False
+    """Number of processes to TensorBoard."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Perplexity of evaluations to TensorBoard."""
+    log_timers_to_tensorboard: bool = False
+    """Step time, and the timers of --timing-log-level, to TensorBoard: the slowest rank's."""
+    timing_log_level: Literal["0", "1", "2"] = "0"
+    """Timers: none beside the step's; phases of a step; parts of the phases."""
+    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    """Which ranks' timers the console shows."""
+    moe_per_layer_logging: bool = False
+    """Load, drops and score entropy of every MoE layer to TensorBoard, every --log-interval steps."""
+    log_expert_load: str | None = None
+    """Append tokens per expert, drops and score entropy of every MoE layer to this file, every --log-interval steps."""
     profile: bool = False
     """Profile the steps of --profile-step-start to --profile-step-end (needs --use-pytorch-profiler)."""
     use_pytorch_profiler: bool = False

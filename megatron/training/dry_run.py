@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import textwrap
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +16,7 @@ from megatron.training.describe import (
     smallest_world,
 )
 from megatron.training.flags import config_flags, flag_texts
+from megatron.training.packages import is_installed, packages_of
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
 from megatron.training.validation import validate
@@ -25,6 +25,14 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.parameters import ParameterCount, Share, model_parameters, rank_parameters
 from moe_overlap.plan.plan import Plan
 
+W_AND_B = ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
+CURVES = (
+    "log_memory_to_tensorboard",
+    "log_world_size_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_timers_to_tensorboard",
+    "moe_per_layer_logging",
+)
 _WIDTH = 120
 _COLUMN = 14
 
@@ -122,7 +130,22 @@ def idle_flags(parsed: ParsedArguments) -> list[tuple[str, str]]:
         idle.append(("--tokenizer-model", "read for --tokenizer-type HuggingFaceTokenizer only"))
     if data.vocab_file is not None and (data.tokenizer_type or data.vocab_size):
         idle.append(("--vocab-file", "counts where neither --tokenizer-type nor --vocab-size is given"))
-    return idle
+    return idle + _idle_logging(parsed.config)
+
+
+def _idle_logging(config: Config) -> list[tuple[str, str]]:
+    """Flags about curves where nobody draws them."""
+    logging = config.logging
+    details = [
+        f"--{name.replace('_', '-')}" for name in W_AND_B if getattr(logging, name) and not logging.wandb_project
+    ]
+    curves = [f"--{name.replace('_', '-')}" for name in CURVES if getattr(logging, name)]
+    if logging.tensorboard_dir or logging.wandb_project:
+        curves = []
+    return [
+        *((name, "belongs to --wandb-project") for name in details),
+        *((name, "there is neither --tensorboard-dir nor --wandb-project") for name in curves),
+    ]
 
 
 def missing_files(config: Config) -> list[tuple[str, str]]:
@@ -213,13 +236,9 @@ def stage_parameters(model: ModelDescription, plan: Plan, stage: int) -> Paramet
         expert_tensor=part.expert_tensor,
         first_stage=stage == plan.embedding_stage,
         last_stage=stage == plan.loss_stage,
-        split_latents=not (cuda_is_there() and _is_installed("transformer_engine")),
+        split_latents=not (cuda_is_there() and is_installed("transformer_engine")),
     )
     return rank_parameters(model, share)
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _lacking(config: Config, layout: ParallelLayout) -> list[str]:
@@ -229,8 +248,11 @@ def _lacking(config: Config, layout: ParallelLayout) -> list[str]:
         lines.append(("CUDA", "no GPU: training runs on the CPU, over gloo"))
     elif gpus < layout.world_size:
         lines.append(("CUDA", f"{gpus} GPUs here, {layout.world_size} processes: several machines are needed"))
-    if not _is_installed("transformer_engine"):
+    if not is_installed("transformer_engine"):
         lines.append(("Transformer Engine", "not installed: torch's attention and norms run instead"))
+    for flag, _, package in packages_of(config):
+        if not is_installed(package):
+            lines.append((flag, f"needs the package {package}: pip install {package}"))
     for flag, path in missing_files(config):
         after = ": training would start afresh" if flag == "--load" else ""
         lines.append((flag, f"{path} does not exist{after}"))

@@ -176,12 +176,21 @@ def checkpoints_have_a_folder(config: Config) -> None:
         require(not on or checkpoint.load, flag, "", rule, fix)
 
 
+def reports_are_due_at_some_step(config: Config) -> None:
+    logging = config.logging
+    intervals = (
+        ("--log-interval", logging.log_interval),
+        ("--tensorboard-log-interval", logging.tensorboard_log_interval),
+        ("--tensorboard-queue-size", logging.tensorboard_queue_size),
+        ("--log-memory-interval", logging.log_memory_interval),
+    )
+    at_least(1, intervals)
+    path, rule, fix = logging.log_expert_load, "a dense model has no experts", "add --num-experts or drop the flag"
+    require(path is None or config.moe.num_experts is not None, "--log-expert-load", path, rule, fix)
+
+
 def profile_can_be_written(config: Config) -> None:
     logging = config.logging
-    at_least(
-        1,
-        (("--log-interval", logging.log_interval), ("--tensorboard-log-interval", logging.tensorboard_log_interval)),
-    )
     if not logging.profile:
         rule, fix = "belongs to --profile", "add that flag or drop this one"
         require(not logging.use_pytorch_profiler, "--use-pytorch-profiler", "", rule, fix)
@@ -209,5 +218,6 @@ RUN_RULES: tuple[Rule, ...] = (
     training_counts_are_positive,
     data_are_named,
     checkpoints_have_a_folder,
+    reports_are_due_at_some_step,
     profile_can_be_written,
 )

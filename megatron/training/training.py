@@ -18,6 +18,7 @@ from megatron.training.checkpointing import Progress
 from megatron.training.config import Config
 from megatron.training.memory import StorageTracker, held_tensors, resident_bytes
 from megatron.training.metrics import MetricsLog, StepMetrics
+from megatron.training.reports import Reports
 
 Batches = Iterator[dict[str, Any]]
 
@@ -46,6 +47,7 @@ class Job:
         covered: channels those seconds cover.
         write_trace: takes the spans of the last step, for --trace.
         parameter_norm: norm of all parameters, a collective.
+        reports: what is reported beside the steps' figures.
         flops_per_token: of the model, forward and backward.
     """
 
@@ -62,6 +64,7 @@ class Job:
     covered: tuple[str, ...]
     write_trace: Callable[[Sequence[Any]], None]
     parameter_norm: Callable[[], float]
+    reports: Reports
     global_batch_size: int
     total_steps: int
     flops_per_token: float
@@ -121,6 +124,7 @@ class TrainingLoop:
                 if reason is not None:
                     self.reason = reason
                     break
+        job.reports.flush_loads(self.progress.iteration)
         if self._config.overlap.trace is not None and spans:
             job.write_trace(spans)
 
@@ -142,6 +146,8 @@ class TrainingLoop:
         samples = self.progress.train_samples + job.global_batch_size
         self.progress = replace(self.progress, iteration=iteration, train_samples=samples)
         communication, exposed = job.measure(result.spans)
+        peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes
+        resident = resident_bytes()
         job.log.log(
             StepMetrics(
                 step=iteration,
@@ -153,12 +159,14 @@ class TrainingLoop:
                 comm_seconds=communication,
                 exposed_comm_seconds=exposed,
                 comm_covered=job.covered,
-                peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes,
-                resident_bytes=resident_bytes(),
+                peak_bytes=peak_bytes,
+                resident_bytes=resident,
                 consumed_samples=samples,
                 optional=self._optional(result, seconds),
-            )
+            ),
+            job.reports.curves(iteration, seconds, peak_bytes, result.spans),
         )
+        job.reports.after_step(iteration, peak_bytes, resident)
         return result.spans
 
     def _memory_tracker(self) -> StorageTracker | None:

@@ -70,11 +70,10 @@ WITHOUT_EFFECT = (
     ),
     _group(
         "logging and diagnosis that this fork does not have: see --log-json, --tensorboard-dir and --profile",
-        "wandb-* log-timers-to-tensorboard log-memory-to-tensorboard log-validation-ppl-to-tensorboard "
-        "log-world-size-to-tensorboard *-log-loss-scale-to-tensorboard log-memory-interval log-device-memory-used "
-        "log-energy log-progress log-max-attention-logit log-straggler *straggler* timing-log-* logging-level "
-        "tensorboard-queue-size no-one-logger one-logger-* otel-* app-tag-* no-barrier-with-level-1-timing "
-        "config-logger-dir moe-per-layer-logging nvtx-ranges pytorch-profiler-* record-shapes "
+        "*-log-loss-scale-to-tensorboard log-device-memory-used "
+        "log-energy log-progress log-max-attention-logit log-straggler *straggler* logging-level "
+        "no-one-logger one-logger-* otel-* app-tag-* no-barrier-with-level-1-timing "
+        "config-logger-dir nvtx-ranges pytorch-profiler-* record-shapes "
         "record-memory-history memory-snapshot-path *flight-recorder* dump-param-to-param-group-map "
         "run-workload-inspector-server test-mode",
     ),

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from moe_overlap.describe.expert_load import ExpertLoad
+from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.runtime.groups import StageGroups
@@ -47,6 +49,19 @@ def defer_planned_gradients(modules: Sequence[torch.nn.Module], overlap: StageOv
     from moe_overlap.runtime.split_backward import defer_planned
 
     return defer_planned(modules, overlap, queue)
+
+
+def count_expert_loads(models: Sequence[Any], model: ModelDescription) -> Callable[[int, int], list[ExpertLoad]]:
+    """Have the routers count what they decide; the answer sums it over all ranks, for a range of steps (a collective).
+
+    Args:
+        models: the GPTModel of each of this rank's chunks.
+    """
+    from moe_overlap.runtime.routing.meter import RouterMeters
+
+    device = next(models[0].parameters()).device
+    assert model.num_experts is not None
+    return RouterMeters(models, model.num_layers, model.num_experts, device).collect
 
 
 def make_runner(
