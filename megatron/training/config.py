@@ -309,12 +309,30 @@ class DataConfig:
     """Random tokens instead of a dataset."""
     data_cache_path: str | None = None
     """Folder for dataset indices and the built-in corpus."""
-    tokenizer_type: Literal["ByteTokenizer", "HuggingFaceTokenizer", "NullTokenizer"] | None = None
+    tokenizer_type: (
+        Literal[
+            "ByteTokenizer",
+            "NullTokenizer",
+            "GPT2BPETokenizer",
+            "HuggingFaceTokenizer",
+            "TikTokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+        ]
+        | None
+    ) = None
     """Tokenizer; default bytes."""
     tokenizer_model: str | None = None
     """The tokenizer's file or folder."""
     vocab_file: str | None = None
-    """GPT-2's vocab.json of data that are tokenized already: without --tokenizer-type its entries are the vocabulary."""
+    """GPT-2's vocab.json, for GPT2BPETokenizer; without --tokenizer-type its entries are the vocabulary of tokenized data."""
+    merge_file: str | None = None
+    """GPT-2's merges.txt, for GPT2BPETokenizer."""
+    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    """How TikTokenizer cuts text into words; default v2."""
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens of TikTokenizer, the first of its ids."""
     vocab_size: int | None = None
     """Vocabulary before padding; default the tokenizer's."""
     reset_position_ids: bool = False

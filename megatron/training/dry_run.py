@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron.training.arguments import ParsedArguments
-from megatron.training.config import Config
+from megatron.training.config import Config, DataConfig
 from megatron.training.describe import (
     ParallelLayout,
     describe_model,
@@ -15,10 +15,11 @@ from megatron.training.describe import (
     parallel_layout,
     smallest_world,
 )
-from megatron.training.flags import config_flags, flag_texts
+from megatron.training.flags import config_flags, flag_texts, one_of
 from megatron.training.packages import is_installed, packages_of
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
+from megatron.training.tokenizers import MODEL_TYPES
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -126,10 +127,14 @@ def idle_flags(parsed: ParsedArguments) -> list[tuple[str, str]]:
     if parsed.config.parallel.use_distributed_optimizer:
         idle.append(("--use-distributed-optimizer", "always so here"))
     data = parsed.config.data
-    if data.tokenizer_model is not None and data.tokenizer_type != "HuggingFaceTokenizer":
-        idle.append(("--tokenizer-model", "read for --tokenizer-type HuggingFaceTokenizer only"))
-    if data.vocab_file is not None and (data.tokenizer_type or data.vocab_size):
-        idle.append(("--vocab-file", "counts where neither --tokenizer-type nor --vocab-size is given"))
+    if data.tokenizer_model is not None and data.tokenizer_type not in MODEL_TYPES:
+        idle.append(("--tokenizer-model", f"read for --tokenizer-type {one_of(MODEL_TYPES)} only"))
+    if data.vocab_file is not None and not _reads_vocab_file(data):
+        idle.append(("--vocab-file", "counts for GPT2BPETokenizer, and without --tokenizer-type and --vocab-size"))
+    if data.merge_file is not None and data.tokenizer_type != "GPT2BPETokenizer":
+        idle.append(("--merge-file", "read for --tokenizer-type GPT2BPETokenizer only"))
+    if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
+        idle.append(("--tiktoken-pattern", "read for --tokenizer-type TikTokenizer only"))
     return idle + _idle_logging(parsed.config)
 
 
@@ -148,6 +153,10 @@ def _idle_logging(config: Config) -> list[tuple[str, str]]:
     ]
 
 
+def _reads_vocab_file(data: DataConfig) -> bool:
+    return data.tokenizer_type == "GPT2BPETokenizer" or not (data.tokenizer_type or data.vocab_size)
+
+
 def missing_files(config: Config) -> list[tuple[str, str]]:
     """Flags that name a file or folder that is not there, with its path: training raises, a dry run lists them."""
     data, missing = config.data, []
@@ -155,8 +164,9 @@ def missing_files(config: Config) -> list[tuple[str, str]]:
         if not _is_number(word):
             missing += [("--data-path", word + end) for end in (".idx", ".bin") if not Path(word + end).is_file()]
     for flag, path in (
-        ("--tokenizer-model", data.tokenizer_model if data.tokenizer_type == "HuggingFaceTokenizer" else None),
-        ("--vocab-file", None if data.tokenizer_type or data.vocab_size else data.vocab_file),
+        ("--tokenizer-model", data.tokenizer_model if data.tokenizer_type in MODEL_TYPES else None),
+        ("--vocab-file", data.vocab_file if _reads_vocab_file(data) else None),
+        ("--merge-file", data.merge_file if data.tokenizer_type == "GPT2BPETokenizer" else None),
         ("--load", config.checkpoint.load),
         ("--plan", config.overlap.plan),
     ):

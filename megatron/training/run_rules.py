@@ -6,7 +6,8 @@ from signal import valid_signals
 
 from megatron.training.config import Config
 from megatron.training.rule import Rule, at_least, fraction, require
-from megatron.training.tokenizers import ByteTokenizer
+from megatron.training.tokenizer_of_run import tokenizer_files
+from megatron.training.tokenizers import ByteTokenizer, check_tokenizer_flags
 
 
 def learning_rate_is_given(config: Config) -> None:
@@ -134,12 +135,8 @@ def data_are_named(config: Config) -> None:
     rule, fix = f"the tokenizer has {least} ids", f"use at least {least} or drop the flag"
     require(data.vocab_size is None or data.vocab_size >= least, "--vocab-size", data.vocab_size, rule, fix)
     at_least(0, (("--num-workers", data.num_workers),))
-    if data.tokenizer_type == "HuggingFaceTokenizer":
-        rule, fix = "needs the tokenizer's files", "add --tokenizer-model FOLDER"
-        require(data.tokenizer_model is not None, "--tokenizer-type", data.tokenizer_type, rule, fix)
-    if data.tokenizer_type == "NullTokenizer":
-        rule, fix = "needs the number of ids", "add --vocab-size N"
-        require(data.vocab_size is not None, "--tokenizer-type", data.tokenizer_type, rule, fix)
+    check_tokenizer_flags(data.tokenizer_type, tokenizer_files(data), data.vocab_size)
+    at_least(7, (("--tiktoken-num-special-tokens", data.tiktoken_num_special_tokens),))
 
 
 def checkpoints_have_a_folder(config: Config) -> None:

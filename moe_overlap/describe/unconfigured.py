@@ -83,7 +83,7 @@ WITHOUT_EFFECT = (
     ),
     _group(
         "data loading details",
-        "dataloader-defer-npy-index-mmap dataloader-fast-cache-load num-dataset-builder-threads merge-file "
+        "dataloader-defer-npy-index-mmap dataloader-fast-cache-load num-dataset-builder-threads "
         "tokenizer-hf-use-fast tokenizer-hf-no-use-fast",
     ),
     _group(
@@ -200,7 +200,7 @@ REFUSED = (
         "use --data-path and --split",
     ),
     _group(
-        "tokenizers are ByteTokenizer, HuggingFaceTokenizer and NullTokenizer",
+        "tokenizers are used as their files describe them",
         "tokenizer-* tiktoken-* *-tokenizer-* legacy-tokenizer vocab-extra-ids null-tokenizer-* "
         "allow-ambiguous-pad-tokens trust-remote-code use-gigatoken chat-template disable-use-tokenizer-model-*",
         "use --tokenizer-type and --tokenizer-model",
@@ -262,7 +262,7 @@ CHOICES = {
 }
 CHOICE_GROUPS = {
     "--optimizer": "this fork has AdamW and SGD",
-    "--tokenizer-type": "its files are read by Hugging Face's tokenizers only",
+    "--tokenizer-type": "it belongs to models of another kind than GPT",
     "--ckpt-format": "checkpoints are written by megatron.core.dist_checkpointing",
 }
 
