@@ -303,6 +303,16 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = None
     """Prefixes of indexed datasets, or weights and prefixes in turn; default the built-in corpus."""
+    data_args_path: str | None = None
+    """File with the words of --data-path."""
+    train_data_path: tuple[str, ...] | None = None
+    """As --data-path, for training alone; what has no path of its own is left out."""
+    valid_data_path: tuple[str, ...] | None = None
+    """As --data-path, for validation alone."""
+    test_data_path: tuple[str, ...] | None = None
+    """As --data-path, for the test alone."""
+    per_split_data_args_path: str | None = None
+    """JSON file with the words of these three flags as lists under train, valid and test."""
     split: str | None = None
     """Parts for training, validation and test, such as 969,30,1."""
     mock_data: bool = False

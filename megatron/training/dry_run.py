@@ -8,6 +8,7 @@ from typing import TextIO
 
 from megatron.training.arguments import ParsedArguments
 from megatron.training.config import Config, DataConfig
+from megatron.training.data_source import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.describe import (
     ParallelLayout,
     describe_model,
@@ -160,10 +161,12 @@ def _reads_vocab_file(data: DataConfig) -> bool:
 def missing_files(config: Config) -> list[tuple[str, str]]:
     """Flags that name a file or folder that is not there, with its path: training raises, a dry run lists them."""
     data, missing = config.data, []
-    for word in data.data_path or ():
-        if not _is_number(word):
-            missing += [("--data-path", word + end) for end in (".idx", ".bin") if not Path(word + end).is_file()]
+    arguments = ((ARGS, data.data_args_path), (PER_SPLIT_ARGS, data.per_split_data_args_path))
+    if all(path is None or Path(path).is_file() for _, path in arguments):
+        for prefix in data_source(data).prefixes:
+            missing += [("--data-path", prefix + end) for end in (".idx", ".bin") if not Path(prefix + end).is_file()]
     for flag, path in (
+        *arguments,
         ("--tokenizer-model", data.tokenizer_model if data.tokenizer_type in MODEL_TYPES else None),
         ("--vocab-file", data.vocab_file if _reads_vocab_file(data) else None),
         ("--merge-file", data.merge_file if data.tokenizer_type == "GPT2BPETokenizer" else None),
@@ -178,14 +181,6 @@ def missing_files(config: Config) -> list[tuple[str, str]]:
 def cuda_is_there() -> bool:
     """Whether the NVIDIA driver shows a GPU; asks the file system, not torch."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _line(head: str, text: str) -> str:

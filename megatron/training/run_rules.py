@@ -5,6 +5,7 @@ from __future__ import annotations
 from signal import valid_signals
 
 from megatron.training.config import Config
+from megatron.training.data_source import check_data_flags
 from megatron.training.rule import Rule, at_least, fraction, require
 from megatron.training.tokenizer_of_run import tokenizer_files
 from megatron.training.tokenizers import ByteTokenizer, check_tokenizer_flags
@@ -119,9 +120,7 @@ def training_counts_are_positive(config: Config) -> None:
 
 def data_are_named(config: Config) -> None:
     data = config.data
-    rule = "--mock-data replaces the dataset"
-    shown = " ".join(data.data_path or ())
-    require(data.data_path is None or not data.mock_data, "--data-path", shown, rule, "drop one of the two")
+    check_data_flags(data)
     if data.split is not None:
         parts = data.split.split(",")
         fits = len(parts) <= 3 and all(part.strip().replace(".", "", 1).isdigit() for part in parts)

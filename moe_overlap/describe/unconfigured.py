@@ -193,11 +193,10 @@ REFUSED = (
         _DROP,
     ),
     _group(
-        "one dataset blend, cut by --split",
-        "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path "
+        "datasets are blended by weight, and samples packed from whole documents in order",
         "per-dataset-sequences-path mid-level-dataset-surplus dataloader-inter-document-masking sft sft-* fim-* "
         "no-data-sharding object-storage-cache-path *-msc use-same-sampling-seed-across-dp-ranks",
-        "use --data-path and --split",
+        "use --data-path, or a path for each part",
     ),
     _group(
         "tokenizers are used as their files describe them",
