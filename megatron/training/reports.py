@@ -48,8 +48,9 @@ class Reports:
         if not self._has_boards:
             return values
         self._board.add(phases)
-        is_due = iteration % config.tensorboard_log_interval == 0
-        if config.log_timers_to_tensorboard and is_due:
+        if iteration % config.tensorboard_log_interval != 0:
+            return values
+        if config.log_timers_to_tensorboard:
             values["iteration-time"] = step_seconds
             if self._level:
                 values |= slowest(self._board.take())

@@ -188,9 +188,9 @@ def test_a_blend_for_each_part(tmp_path: Path, one_rank: None) -> None:
     assert {i for s in samples_of(made.valid) for i in s} == {3, 256} and len(made.valid or ()) >= 4
     assert made.test is None  # it has no path
     assert made.source == f"train 3 {prefixes[0]} 1 {prefixes[1]}, valid {prefixes[2]}, ByteTokenizer"
-    numbered(tmp_path / "d3", 40, 4)  # rewritten: old indices must not be read
+    numbered(tmp_path / "d3", 80, 4)  # rewritten: old indices must not be read
     made = build_datasets(flags, ByteTokenizer(), sequence_length=8, seed=1, samples=(200, 4, 4))
-    assert {i for s in samples_of(made.valid) for i in s} == {4, 256}
+    assert {i for s in samples_of(made.valid) for i in s} == {4, 256} and len(made.valid or ()) == (80 * 9 - 1) // 8
     alone = DataConfig(valid_data_path=(prefixes[0],), data_cache_path=str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match="--train-data-path: is missing"):
         build_datasets(alone, ByteTokenizer(), sequence_length=8, seed=1, samples=(5, 5, 0))
