@@ -9,6 +9,7 @@ import datetime
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,8 +51,10 @@ def require_our_portion() -> None:
 def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     """Everything from the import of torch to the last evaluation."""
     from megatron.training import cpu_backend
+    from megatron.training.packages import require_packages
     from megatron.training.quiet import quiet_libraries
 
+    require_packages(parsed.config)
     quiet_libraries()
     if cpu_backend.is_needed():
         cpu_backend.install()
@@ -91,6 +94,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.model import build_model, unwrap
     from megatron.training.optimizer import make_optimizer, make_scheduler, wrap_chunks
     from megatron.training.plan_of_run import plan_of_run
+    from megatron.training.reports import Reports, uses_expert_loads
     from megatron.training.tokenizer_of_run import tokenizer_of_run
     from megatron.training.training import Job, TrainingLoop
     from moe_overlap.describe.flops import training_flops_per_token
@@ -99,7 +103,14 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from moe_overlap.runtime.groups import build_groups
     from moe_overlap.runtime.moe_layer import adapt_layer
     from moe_overlap.runtime.optimizer import MegatronLayerwiseOptimizer
-    from moe_overlap.runtime.parts import defer_planned_gradients, gate_and_dispatcher, gradient_marks, make_runner
+    from moe_overlap.runtime.parts import (
+        count_expert_loads,
+        defer_planned_gradients,
+        gate_and_dispatcher,
+        gradient_marks,
+        make_runner,
+    )
+    from moe_overlap.runtime.phases import phase_seconds
     from moe_overlap.runtime.routing.draws import DrawClock
     from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
 
@@ -155,8 +166,9 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     )
     checkpoints = Checkpointer(config, chunks, optimizer, scheduler, groups.collection, model_fingerprint(config))
     progress = checkpoints.load() or Progress()
-    log = MetricsLog(config.logging, rank, total_steps)
+    log = MetricsLog(config.logging, rank, total_steps, asdict(config))
     announce(log, parsed, model, dist.get_world_size(), source.description)
+    counted = count_expert_loads([unwrap(chunk) for chunk in chunks], model) if uses_expert_loads(config) else None
     trace_path = Path(config.overlap.trace or "") if rank == 0 else Path(f"{config.overlap.trace}.rank{rank}")
     job = Job(
         config=config,
@@ -173,6 +185,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         write_trace=lambda measured: trace.write_trace(trace_path, measured, rank),
         parameter_norm=layerwise.parameter_norm,
         deferred=queue.figures if deferred else dict,
+        reports=Reports(config.logging, log, phase_seconds, counted),
         global_batch_size=plan.global_batch_size,
         total_steps=total_steps,
         flops_per_token=training_flops_per_token(model, plan.sequence_length),

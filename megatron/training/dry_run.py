@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import textwrap
 from pathlib import Path
 from typing import TextIO
 
 from megatron.training.arguments import ParsedArguments
-from megatron.training.config import Config
+from megatron.training.config import Config, DataConfig
+from megatron.training.data_source import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.describe import (
     ParallelLayout,
     describe_model,
@@ -17,9 +17,11 @@ from megatron.training.describe import (
     parallel_layout,
     smallest_world,
 )
-from megatron.training.flags import config_flags, flag_texts
+from megatron.training.flags import config_flags, flag_texts, one_of
+from megatron.training.packages import is_installed, packages_of
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
+from megatron.training.tokenizers import MODEL_TYPES
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -28,6 +30,14 @@ from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.plan import Plan
 
+W_AND_B = ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
+CURVES = (
+    "log_memory_to_tensorboard",
+    "log_world_size_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_timers_to_tensorboard",
+    "moe_per_layer_logging",
+)
 _WIDTH = 120
 _COLUMN = 14
 
@@ -139,22 +149,48 @@ def idle_flags(parsed: ParsedArguments) -> list[tuple[str, str]]:
     if parsed.config.parallel.use_distributed_optimizer:
         idle.append(("--use-distributed-optimizer", "always so here"))
     data = parsed.config.data
-    if data.tokenizer_model is not None and data.tokenizer_type != "HuggingFaceTokenizer":
-        idle.append(("--tokenizer-model", "read for --tokenizer-type HuggingFaceTokenizer only"))
-    if data.vocab_file is not None and (data.tokenizer_type or data.vocab_size):
-        idle.append(("--vocab-file", "counts where neither --tokenizer-type nor --vocab-size is given"))
-    return idle
+    if data.tokenizer_model is not None and data.tokenizer_type not in MODEL_TYPES:
+        idle.append(("--tokenizer-model", f"read for --tokenizer-type {one_of(MODEL_TYPES)} only"))
+    if data.vocab_file is not None and not _reads_vocab_file(data):
+        idle.append(("--vocab-file", "counts for GPT2BPETokenizer, and without --tokenizer-type and --vocab-size"))
+    if data.merge_file is not None and data.tokenizer_type != "GPT2BPETokenizer":
+        idle.append(("--merge-file", "read for --tokenizer-type GPT2BPETokenizer only"))
+    if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
+        idle.append(("--tiktoken-pattern", "read for --tokenizer-type TikTokenizer only"))
+    return idle + _idle_logging(parsed.config)
+
+
+def _idle_logging(config: Config) -> list[tuple[str, str]]:
+    """Flags about curves where nobody draws them."""
+    logging = config.logging
+    details = [
+        f"--{name.replace('_', '-')}" for name in W_AND_B if getattr(logging, name) and not logging.wandb_project
+    ]
+    curves = [f"--{name.replace('_', '-')}" for name in CURVES if getattr(logging, name)]
+    if logging.tensorboard_dir or logging.wandb_project:
+        curves = []
+    return [
+        *((name, "belongs to --wandb-project") for name in details),
+        *((name, "there is neither --tensorboard-dir nor --wandb-project") for name in curves),
+    ]
+
+
+def _reads_vocab_file(data: DataConfig) -> bool:
+    return data.tokenizer_type == "GPT2BPETokenizer" or not (data.tokenizer_type or data.vocab_size)
 
 
 def missing_files(config: Config) -> list[tuple[str, str]]:
     """Flags that name a file or folder that is not there, with its path: training raises, a dry run lists them."""
     data, missing = config.data, []
-    for word in data.data_path or ():
-        if not _is_number(word):
-            missing += [("--data-path", word + end) for end in (".idx", ".bin") if not Path(word + end).is_file()]
+    arguments = ((ARGS, data.data_args_path), (PER_SPLIT_ARGS, data.per_split_data_args_path))
+    if all(path is None or Path(path).is_file() for _, path in arguments):
+        for prefix in data_source(data).prefixes:
+            missing += [("--data-path", prefix + end) for end in (".idx", ".bin") if not Path(prefix + end).is_file()]
     for flag, path in (
-        ("--tokenizer-model", data.tokenizer_model if data.tokenizer_type == "HuggingFaceTokenizer" else None),
-        ("--vocab-file", None if data.tokenizer_type or data.vocab_size else data.vocab_file),
+        *arguments,
+        ("--tokenizer-model", data.tokenizer_model if data.tokenizer_type in MODEL_TYPES else None),
+        ("--vocab-file", data.vocab_file if _reads_vocab_file(data) else None),
+        ("--merge-file", data.merge_file if data.tokenizer_type == "GPT2BPETokenizer" else None),
         ("--load", config.checkpoint.load),
         ("--plan", config.overlap.plan),
     ):
@@ -166,14 +202,6 @@ def missing_files(config: Config) -> list[tuple[str, str]]:
 def cuda_is_there() -> bool:
     """Whether the NVIDIA driver shows a GPU; asks the file system, not torch."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _line(head: str, text: str) -> str:
@@ -234,13 +262,9 @@ def stage_parameters(model: ModelDescription, plan: Plan, stage: int) -> Paramet
         expert_tensor=part.expert_tensor,
         first_stage=stage == plan.embedding_stage,
         last_stage=stage == plan.loss_stage,
-        split_latents=not (cuda_is_there() and _is_installed("transformer_engine")),
+        split_latents=not (cuda_is_there() and is_installed("transformer_engine")),
     )
     return rank_parameters(model, share)
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _lacking(config: Config, layout: ParallelLayout) -> list[str]:
@@ -250,8 +274,11 @@ def _lacking(config: Config, layout: ParallelLayout) -> list[str]:
         lines.append(("CUDA", "no GPU: training runs on the CPU, over gloo"))
     elif gpus < layout.world_size:
         lines.append(("CUDA", f"{gpus} GPUs here, {layout.world_size} processes: several machines are needed"))
-    if not _is_installed("transformer_engine"):
+    if not is_installed("transformer_engine"):
         lines.append(("Transformer Engine", "not installed: torch's attention and norms run instead"))
+    for flag, _, package in packages_of(config):
+        if not is_installed(package):
+            lines.append((flag, f"needs the package {package}: pip install {package}"))
     for flag, path in missing_files(config):
         after = ": training would start afresh" if flag == "--load" else ""
         lines.append((flag, f"{path} does not exist{after}"))

@@ -60,7 +60,11 @@ def _flag_lines(flag: Flag, doc: str) -> list[str]:
     head = "  " + ", ".join(names) + _value_words(flag)
     default = "" if flag.kind == "switch" or flag.default is None else f" (default {_shown(flag.default)})"
     text = f"Turn off: {doc[0].lower()}{doc[1:]}" if flag.off is not None else doc
-    return [head, *textwrap.wrap(text + default, _WIDTH, initial_indent=" " * _INDENT, subsequent_indent=" " * _INDENT)]
+    heads = [head] if len(head) <= _WIDTH else textwrap.wrap(head.replace(",", ", "), _WIDTH, subsequent_indent=" " * 6)
+    return [
+        *heads,
+        *textwrap.wrap(text + default, _WIDTH, initial_indent=" " * _INDENT, subsequent_indent=" " * _INDENT),
+    ]
 
 
 def _value_words(flag: Flag) -> str:

@@ -70,11 +70,10 @@ WITHOUT_EFFECT = (
     ),
     _group(
         "logging and diagnosis that this fork does not have: see --log-json, --tensorboard-dir and --profile",
-        "wandb-* log-timers-to-tensorboard log-memory-to-tensorboard log-validation-ppl-to-tensorboard "
-        "log-world-size-to-tensorboard *-log-loss-scale-to-tensorboard log-memory-interval log-device-memory-used "
-        "log-energy log-progress log-max-attention-logit log-straggler *straggler* timing-log-* logging-level "
-        "tensorboard-queue-size no-one-logger one-logger-* otel-* app-tag-* no-barrier-with-level-1-timing "
-        "config-logger-dir moe-per-layer-logging nvtx-ranges pytorch-profiler-* record-shapes "
+        "*-log-loss-scale-to-tensorboard log-device-memory-used "
+        "log-energy log-progress log-max-attention-logit log-straggler *straggler* logging-level "
+        "no-one-logger one-logger-* otel-* app-tag-* no-barrier-with-level-1-timing "
+        "config-logger-dir nvtx-ranges pytorch-profiler-* record-shapes "
         "record-memory-history memory-snapshot-path *flight-recorder* dump-param-to-param-group-map "
         "run-workload-inspector-server test-mode",
     ),
@@ -84,7 +83,7 @@ WITHOUT_EFFECT = (
     ),
     _group(
         "data loading details",
-        "dataloader-defer-npy-index-mmap dataloader-fast-cache-load num-dataset-builder-threads merge-file "
+        "dataloader-defer-npy-index-mmap dataloader-fast-cache-load num-dataset-builder-threads "
         "tokenizer-hf-use-fast tokenizer-hf-no-use-fast",
     ),
     _group(
@@ -196,14 +195,13 @@ REFUSED = (
         _DROP,
     ),
     _group(
-        "one dataset blend, cut by --split",
-        "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path "
+        "datasets are blended by weight, and samples packed from whole documents in order",
         "per-dataset-sequences-path mid-level-dataset-surplus dataloader-inter-document-masking sft sft-* fim-* "
         "no-data-sharding object-storage-cache-path *-msc use-same-sampling-seed-across-dp-ranks",
-        "use --data-path and --split",
+        "use --data-path, or a path for each part",
     ),
     _group(
-        "tokenizers are ByteTokenizer, HuggingFaceTokenizer and NullTokenizer",
+        "tokenizers are used as their files describe them",
         "tokenizer-* tiktoken-* *-tokenizer-* legacy-tokenizer vocab-extra-ids null-tokenizer-* "
         "allow-ambiguous-pad-tokens trust-remote-code use-gigatoken chat-template disable-use-tokenizer-model-*",
         "use --tokenizer-type and --tokenizer-model",
@@ -265,7 +263,7 @@ CHOICES = {
 }
 CHOICE_GROUPS = {
     "--optimizer": "this fork has AdamW and SGD",
-    "--tokenizer-type": "its files are read by Hugging Face's tokenizers only",
+    "--tokenizer-type": "it belongs to models of another kind than GPT",
     "--ckpt-format": "checkpoints are written by megatron.core.dist_checkpointing",
 }
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from moe_overlap.describe.expert_load import ExpertLoad
+from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.runtime.groups import StageGroups
@@ -56,6 +58,19 @@ def gradient_marks(modules: Sequence[torch.nn.Module], overlap: StageOverlap) ->
     from moe_overlap.runtime.gradient_pieces import bucket_marks
 
     return bucket_marks(modules)
+
+
+def count_expert_loads(models: Sequence[Any], model: ModelDescription) -> Callable[[int, int], list[ExpertLoad]]:
+    """Have the routers count what they decide; the answer sums it over all ranks, for a range of steps (a collective).
+
+    Args:
+        models: the GPTModel of each of this rank's chunks.
+    """
+    from moe_overlap.runtime.routing.meter import RouterMeters
+
+    device = next(models[0].parameters()).device
+    assert model.num_experts is not None
+    return RouterMeters(models, model.num_layers, model.num_experts, device).collect
 
 
 def make_runner(

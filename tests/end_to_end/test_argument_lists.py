@@ -54,8 +54,9 @@ LEFT_OUT = {
     "--fp8-format": 1,
     "--fp8-recipe": 1,
     "--fp8-param-gather": 0,
+    "--wandb-project": 1,
 }
-"""Refused switches of the DeepSeek list, with their number of values."""
+"""Refused switches of the DeepSeek list, and a package that need not be installed here, with their number of values."""
 
 
 def without_refused(words: list[str]) -> list[str]:

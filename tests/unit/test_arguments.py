@@ -29,6 +29,7 @@ OTHER_DEFAULTS = {
 OWN_FLAGS = {
     "defer_weight_gradients",
     "keep_last_checkpoints",
+    "log_expert_load",
     "log_json",
     "max_deferred_bytes",
     "moe_gate",

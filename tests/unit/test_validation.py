@@ -173,6 +173,7 @@ RULES = [
         1,
         "--train-samples 10: a run counts steps or samples; give --train-iters or --train-samples",
     ),
+    ("--log-memory-interval 0", 1, "--log-memory-interval 0: must be at least 1; use 1 or more"),
     ("--vocab-size 200", 1, "--vocab-size 200: the tokenizer has 257 ids; use at least 257 or drop the flag"),
     ("--min-lr 1", 1, "--min-lr 1.0: is above --lr 0.001; use 0.001 or less"),
     ("--save-interval 5", 1, "--save-interval 5: there is no folder to save to; add --save FOLDER"),
@@ -224,8 +225,8 @@ RULES = [
     (
         f"{OVERLAP} --defer-weight-gradients --overlap-grad-reduce --overlap-param-gather",
         2,
-        "--overlap-param-gather: --defer-weight-gradients gathers the weights before the next forward pass; "
-        "drop it or --defer-weight-gradients",
+        "--overlap-param-gather: --defer-weight-gradients gathers weights at the end of the step; "
+        "hooks would send them among the first exchanges of the next; drop it or --defer-weight-gradients",
     ),
     (
         f"{OVERLAP} --defer-weight-gradients --overlap-param-gather",
