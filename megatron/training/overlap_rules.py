@@ -50,10 +50,6 @@ def require_executable(config: Config, why: str) -> None:
     fix = f"drop it or {why}"
     rule = f"{why} gathers weights at the end of the step; hooks would send them among the first exchanges of the next"
     require(not parallel.overlap_param_gather, "--overlap-param-gather", "", rule, fix)
-    rule = f"sequences that ranks share are not executed with {why} yet"
-    require(
-        parallel.context_parallel_size == 1, "--context-parallel-size", parallel.context_parallel_size, rule, "use 1"
-    )
     chunked, recompute = (config.overlap.moe_overlap_capacity_chunks or 1) != 1, parallel.recompute_granularity
     rule = "capacity chunks that are recomputed are not executed"
     require(recompute is None or not chunked, "--recompute-granularity", recompute, rule, fix)

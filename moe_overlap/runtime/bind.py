@@ -77,14 +77,14 @@ class ChunkOperators:
 
     Args:
         model: the GPTModel of the chunk, without wrappers around its pieces.
-        loss: from per-token losses [B, S] and a loss mask to (loss, [sum, tokens]).
+        loss: from per-token losses [B, S] and their micro-batch to (loss, [sum, tokens]).
     """
 
     def __init__(
         self,
         model: Any,
         sequence_length: int,
-        loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        loss: Callable[[Tensor, Batch], tuple[Tensor, Tensor]],
         dispatcher: IrregularDispatcher,
     ) -> None:
         self._model, self._loss, self._dispatcher = model, loss, dispatcher
@@ -147,7 +147,7 @@ class ChunkOperators:
                 rotary_pos_cos=None,
                 rotary_pos_sin=None,
             )
-            loss, report = self._loss(losses_BS, batch["loss_mask"])
+            loss, report = self._loss(losses_BS, batch)
             state.reports.append(report)
             return loss
 

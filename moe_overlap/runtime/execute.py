@@ -16,6 +16,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
+from moe_overlap.describe.batch import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lifetimes import last_uses
 from moe_overlap.plan.operators import RECOMPUTE
@@ -72,6 +73,8 @@ class PlanExecutor:
         self.step, self.waits = 0, False
         self.dispatcher = IrregularDispatcher(Wires(groups.collection))
         self._per_token = chunks[0].config.calculate_per_token_loss
+        # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
+        self._context_size = groups.collection.cp.size()
         loss = _summed_loss if self._per_token else _mean_loss
         self._operators = [ChunkOperators(model, sequence_length, loss, self.dispatcher) for model in models]
         self._transfers = StageTransfers(groups, chunks[0].config, sequence_length, micro_batch_size)
@@ -123,7 +126,7 @@ class PlanExecutor:
         return StepState(
             Buffers(lambda i: parts.get(i.name, 1)),
             arrived,
-            1.0 if self._per_token else 1.0 / micro_batches,
+            1.0 if self._per_token else self._context_size / micro_batches,
             self._clock.seed,
             self.step * micro_batches,
             frozenset(again),
@@ -212,12 +215,13 @@ def _tokens_of(reports: Sequence[Tensor], device: torch.device) -> Tensor:
     return sum((report[1].long() for report in reports), torch.zeros((), dtype=torch.int64, device=device))
 
 
-def _summed_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
+def _summed_loss(losses_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Loss for --calculate-per-token-loss: the gradients are divided by the tokens of the step when all are summed."""
-    total, tokens = micro_batch_loss(losses_BS, mask_BS)
+    total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
     return total, torch.stack([total.detach(), tokens.detach()])
 
 
-def _mean_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
-    total, tokens = micro_batch_loss(losses_BS, mask_BS)
-    return total / tokens.clamp(min=1), torch.stack([total.detach(), tokens.detach()])
+def _mean_loss(losses_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean over the tokens of the micro-batch; where ranks share its sequences, each sums its own part."""
+    total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
+    return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), torch.stack([total.detach(), tokens.detach()])

@@ -26,6 +26,7 @@ class StageTransfers:
     def __init__(self, groups: StageGroups, config: Any, sequence_length: int, micro_batch_size: int) -> None:
         self._group = groups.collection.pp
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        split *= config.context_parallel_size
         self._shape = (sequence_length // split, micro_batch_size, config.hidden_size)
         self._dtype = config.pipeline_dtype
 

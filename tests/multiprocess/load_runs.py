@@ -21,7 +21,7 @@ def loads(variants: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
 
     found = {}
     for name, flags in variants.items():
-        base = BASE.replace("--moe-gate topk", "") if "alltoall" in flags else BASE
+        base = BASE if "alltoall" in flags else f"{BASE} --moe-gate topk"
         parsed = parse([*base.split(), *flags.split()])
         validate(parsed.config, dist.get_world_size())
         assert parsed.config.logging.log_expert_load is not None

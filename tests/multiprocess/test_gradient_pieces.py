@@ -7,7 +7,7 @@ import pytest
 from tests.multiprocess.partition_runs import curves, spans_of_a_step
 from tests.spawn import run
 
-EP, DEFER = "--expert-model-parallel-size 2", "--defer-weight-gradients"
+EP, DEFER = "--expert-model-parallel-size 2 --moe-gate topk", "--defer-weight-gradients"
 PIECES = "--overlap-grad-reduce --ddp-bucket-size 1500"
 # Without clipping the norm, whose squares are summed shard by shard, touches no weight: losses can be compared bitwise.
 OVERLAPPED = {

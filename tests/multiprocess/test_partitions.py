@@ -14,6 +14,7 @@ UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-n
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 DEFER, TWO, PER_TOKEN = "--defer-weight-gradients", "--moe-overlap-partitions 2", "--calculate-per-token-loss"
+CONTEXT = "--context-parallel-size 2"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 OVERLAPPED = {
     "two parts around": f"{EP} --moe-overlap-partitions 2",
@@ -65,6 +66,7 @@ PLANS = {
 
 OTHER_PLAIN = {
     "loss per token": (f"{EP} {PER_TOKEN}", f"{TWO} {DEFER}"),
+    "shared sequences": (f"{EP} {CONTEXT}", f"{TWO} {DEFER} --moe-overlap-micro-batches 2"),
     "dropout": (f"{RANKS} {DROPOUT}", f"{DEFER} {UNIFORM} 1"),
 }
 """Flags of a plain run, and what the overlapped run adds to them."""
@@ -151,6 +153,10 @@ def test_tokens_weigh_alike_in_unequal_micro_batches(found):
         "every micro-batch has as many tokens, so this shows nothing"
     )
     assert_same(found["loss per token"], found["plain: loss per token"])
+
+
+def test_sequences_shared_by_ranks(found):
+    assert_same(found["shared sequences"], found["plain: shared sequences"])
 
 
 def test_a_recomputation_draws_the_same_dropout(found):
