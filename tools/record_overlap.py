@@ -52,18 +52,30 @@ class Series:
 SERIES = {
     "ratios": Series(
         "Communication ratio, timer compute",
-        "--timer-compute --ratio 0.05 0.25 0.5 1 2 --partitions 2 4 --tutel 2 4 8",
+        "--timer-compute --ratio 0.05 0.25 0.5 1 2 --partitions 2 4 --tutel 2 4 8 --variants alltoall 'tutel 2' 'tutel 4' "
+        "'tutel 8' deferral 'partitions 2 around' 'both 2 around' 'both 4 around'",
     ),
-    "gates": Series("Gates, timer compute", "--timer-compute --ratio 0.5 1 --gates switch topk batch_prioritized"),
+    "micro-batches": Series(
+        "Four micro-batches, timer compute",
+        "--timer-compute --ratio 1 --micro-batches 4 --variants 'tutel 4' 'both 2 around' 'micro-batches' "
+        "'micro-batches and deferral' 'all 2 around'",
+    ),
+    "gates": Series(
+        "Gates, timer compute", "--timer-compute --ratio 1 --tutel 4 --gates switch topk batch_prioritized"
+    ),
+    "ranks": Series(
+        "Ranks, weak scaling, timer compute",
+        "--timer-compute --ranks 2 4 8 --ratio 1 --variants 'tutel 4' 'partitions 2 around' 'both 2 around'",
+    ),
     "ranges": Series(
         "Ranges, timer compute; four layers, every other one a mixture of experts (Lancet, figure 6)",
-        "--timer-compute --ratio 0.5 1 --ranges experts after around --reach 0 1 2 3 --num-layers 4 --moe-layer-freq [0,1]*2",
+        "--timer-compute --ratio 1 --tutel 4 --reach 0 1 2 3 --num-layers 4 --moe-layer-freq [0,1]*2",
     ),
-    "ranks": Series("Ranks, weak scaling, timer compute", "--timer-compute --ranks 2 4 8 --ratio 0.5 1"),
-    "micro-batches": Series(
-        "Four micro-batches, timer compute", "--timer-compute --ratio 0.5 1 2 --micro-batches 4 --partitions 2 4"
+    "real": Series(
+        "Communication ratio, real compute",
+        "--ratio 0.05 0.5 1 --variants alltoall 'alltoall receive-first' 'tutel 2' 'tutel 4' deferral 'partitions 2 around' "
+        "'both 2 around' 'both 2 around, waiting'",
     ),
-    "real": Series("Communication ratio, real compute", "--ratio 0.05 0.25 0.5 1 2"),
 }
 """In the order of their tables. Two experts per rank everywhere."""
 
