@@ -5,6 +5,7 @@ Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. tor
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
         require_our_portion()
         from megatron.training.arguments import parse
         from megatron.training.dry_run import dry_run
+        from megatron.training.start_rules import require_startable, this_machine
         from megatron.training.validation import validate
 
         parsed = parse(argv)
@@ -36,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
             dry_run(parsed, parsed.world_size, sys.stdout)
             return 0
         validate(parsed.config, int(os.environ.get("WORLD_SIZE", "1")))
+        require_startable(parsed, this_machine())
         return train(parsed, argv)
     except ConfigError as error:
         return leave(rank, f"error: {error}", 2)
@@ -91,6 +94,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     import torch.distributed as dist
 
     from megatron.training.announce import announce
+    from megatron.training.batch_sizes import batch_sizes
     from megatron.training.batch_source import BatchSource
     from megatron.training.checkpointing import Checkpointer, Progress, model_fingerprint
     from megatron.training.describe import describe_model, known_vocab_size
@@ -98,6 +102,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.metrics import MetricsLog
     from megatron.training.model import build_model, unwrap
     from megatron.training.optimizer import make_optimizer, make_scheduler, wrap_chunks
+    from megatron.training.plan_from_flags import with_global_batch
     from megatron.training.plan_of_run import plan_of_run
     from megatron.training.tokenizer_of_run import tokenizer_of_run
     from megatron.training.training import Job, TrainingLoop
@@ -118,7 +123,8 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     plan = plan_of_run(config, model, dist.get_world_size())
     instructions = lower(plan, model, rank)
     stage = plan.stages[plan.stage_of(rank)]
-    total_steps = config.training.train_iters or (config.training.train_samples or 0) // plan.global_batch_size
+    sizes = batch_sizes(config, stage.data)
+    total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
 
     # Who runs it: process groups, model, optimizer, and the runner that ties them to the instructions.
     groups = build_groups(plan)
@@ -167,6 +173,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         config=config,
         runner=runner,
         instructions=instructions,
+        instructions_of=functools.cache(lambda size: lower(with_global_batch(plan, size), model, rank)),
         chunks=chunks,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -178,6 +185,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         write_trace=lambda measured: trace.write_trace(trace_path, measured, rank),
         parameter_norm=layerwise.parameter_norm,
         global_batch_size=plan.global_batch_size,
+        batch_sizes=sizes,
         total_steps=total_steps,
         flops_per_token=training_flops_per_token(model, plan.sequence_length),
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import textwrap
 from pathlib import Path
 from typing import TextIO
 
 from megatron.training.arguments import ParsedArguments
+from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
 from megatron.training.describe import (
     ParallelLayout,
@@ -17,8 +17,10 @@ from megatron.training.describe import (
     smallest_world,
 )
 from megatron.training.flags import config_flags, flag_texts
+from megatron.training.idle import idle_flags
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
+from megatron.training.start_rules import Machine, obstacles, this_machine
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -49,7 +51,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         raise ConfigError("--world-size", error.value, error.rule, error.fix.replace("start", "use")) from None
     vocabulary = known_vocab_size(config)
     model = describe_model(config, vocabulary or 0, parsed.name)
-    layout = parallel_layout(config, world)
+    layout, machine = parallel_layout(config, world), this_machine()
     plan_is_missing = ("--plan", config.overlap.plan) in missing_files(config)
     plan = (plan_from_flags if plan_is_missing else plan_of_run)(config, model, world)
     lines = [
@@ -67,7 +69,8 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         "",
         "parameters per rank",
         *_parameter_table(model, plan),
-        *_lacking(config, layout),
+        *_lacking(config, layout, machine),
+        *_obstacles(parsed, machine),
     ]
     print("\n".join(lines), file=out)
 
@@ -87,6 +90,7 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
         f"{name} {size}"
         for name, size in (
             ("TP", layout.tensor),
+            ("CP", layout.context),
             ("PP", layout.pipeline),
             ("virtual stages", layout.virtual),
             ("EP", layout.expert),
@@ -95,7 +99,9 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
         if size > 1 or (name == "ETP" and config.moe.num_experts is not None and layout.tensor > 1)
     ]
     processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
-    batches = f"global batch {layout.global_batch_size} in {layout.micro_batches} micro-batches"
+    smallest = batch_sizes(config, layout.data).sizes[0]
+    grown = f"{smallest} to " if smallest != layout.global_batch_size else ""
+    batches = f"global batch {grown}{layout.global_batch_size} in {layout.micro_batches} micro-batches"
     training = config.training
     length = f"{training.train_samples} samples" if training.train_samples else f"{training.train_iters or 0} steps"
     names = ", ".join([*sizes, f"DP {layout.data} with ZeRO-1"])
@@ -110,41 +116,23 @@ def quantity(number: int) -> str:
     return str(number)
 
 
-def idle_flags(parsed: ParsedArguments) -> list[tuple[str, str]]:
-    """Accepted flags without effect on this run, each with the reason: a run says so once."""
-    idle = list(parsed.without_effect)
-    if parsed.config.parallel.sequence_parallel and parsed.config.parallel.tensor_model_parallel_size == 1:
-        idle.append(("--sequence-parallel", "one tensor-parallel rank: there is nothing to split"))
-    if parsed.config.parallel.use_distributed_optimizer:
-        idle.append(("--use-distributed-optimizer", "always so here"))
-    data = parsed.config.data
-    if data.tokenizer_model is not None and data.tokenizer_type != "HuggingFaceTokenizer":
-        idle.append(("--tokenizer-model", "read for --tokenizer-type HuggingFaceTokenizer only"))
-    if data.vocab_file is not None and (data.tokenizer_type or data.vocab_size):
-        idle.append(("--vocab-file", "counts where neither --tokenizer-type nor --vocab-size is given"))
-    return idle
-
-
 def missing_files(config: Config) -> list[tuple[str, str]]:
     """Flags that name a file or folder that is not there, with its path: training raises, a dry run lists them."""
     data, missing = config.data, []
     for word in data.data_path or ():
         if not _is_number(word):
             missing += [("--data-path", word + end) for end in (".idx", ".bin") if not Path(word + end).is_file()]
+    no_files = data.tokenizer_type in (None, "ByteTokenizer", "NullTokenizer")
+    vocabulary_counts = data.tokenizer_type == "GPT2BPETokenizer" or not (data.tokenizer_type or data.vocab_size)
     for flag, path in (
-        ("--tokenizer-model", data.tokenizer_model if data.tokenizer_type == "HuggingFaceTokenizer" else None),
-        ("--vocab-file", None if data.tokenizer_type or data.vocab_size else data.vocab_file),
+        ("--tokenizer-model", None if no_files else data.tokenizer_model),
+        ("--vocab-file", data.vocab_file if vocabulary_counts else None),
         ("--load", config.checkpoint.load),
         ("--plan", config.overlap.plan),
     ):
         if path is not None and not Path(path).exists():
             missing.append((flag, path))
     return missing
-
-
-def cuda_is_there() -> bool:
-    """Whether the NVIDIA driver shows a GPU; asks the file system, not torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _is_number(word: str) -> bool:
@@ -191,15 +179,16 @@ def _without_effect(parsed: ParsedArguments) -> list[str]:
 
 
 def _parameter_table(model: ModelDescription, plan: Plan) -> list[str]:
-    lines = [f"  {'stage':<7}{'ranks':<12}{'layers':<24}{'total':>10}{'active':>10}{'embedding':>11}"]
+    lines = [f"  {'stage':<7}{'ranks':<16}{'layers':<24}{'total':>10}{'active':>10}{'embedding':>11}"]
     for index, stage in enumerate(plan.stages):
         count = stage_parameters(model, plan, index)
         first, last = stage.devices.ranks[0], stage.devices.ranks[-1]
         ranks = f"{first}-{last}" if last > first else str(first)
-        layers = " ".join(f"{first}-{last - 1}" for first, last in stage.chunks)
+        ranks = ranks if last - first + 1 == len(stage.devices.ranks) else f"{ranks} in part"
+        layers = " ".join(f"{first}-{last - 1}" if last > first else "-" for first, last in stage.chunks)
         layers = layers if len(layers) < 24 else f"{layers[:19]} ..."
         numbers = f"{quantity(count.total):>10}{quantity(count.active):>10}{quantity(count.embedding):>11}"
-        lines.append(f"  {index:<7}{ranks:<12}{layers:<24}{numbers}")
+        lines.append(f"  {index:<7}{ranks:<16}{layers:<24}{numbers}")
     return lines
 
 
@@ -213,25 +202,26 @@ def stage_parameters(model: ModelDescription, plan: Plan, stage: int) -> Paramet
         expert_tensor=part.expert_tensor,
         first_stage=stage == plan.embedding_stage,
         last_stage=stage == plan.loss_stage,
-        split_latents=not (cuda_is_there() and _is_installed("transformer_engine")),
+        split_latents=this_machine().lacks("Transformer Engine") is not None,
     )
     return rank_parameters(model, share)
 
 
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _lacking(config: Config, layout: ParallelLayout) -> list[str]:
+def _lacking(config: Config, layout: ParallelLayout, machine: Machine) -> list[str]:
     lines = []
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if not cuda_is_there():
+    if not machine.cuda:
         lines.append(("CUDA", "no GPU: training runs on the CPU, over gloo"))
     elif gpus < layout.world_size:
         lines.append(("CUDA", f"{gpus} GPUs here, {layout.world_size} processes: several machines are needed"))
-    if not _is_installed("transformer_engine"):
+    if "transformer_engine" not in machine.packages:
         lines.append(("Transformer Engine", "not installed: torch's attention and norms run instead"))
     for flag, path in missing_files(config):
         after = ": training would start afresh" if flag == "--load" else ""
         lines.append((flag, f"{path} does not exist{after}"))
     return ["", "this machine lacks", *(f"  {head:<20}{text}" for head, text in lines)] if lines else []
+
+
+def _obstacles(parsed: ParsedArguments, machine: Machine) -> list[str]:
+    stops = [f"  {obstacle}" for obstacle in obstacles(parsed, machine)]
+    return ["", "a start here stops at", *stops] if stops else []

@@ -1,12 +1,14 @@
 """Modules for a machine without Transformer Engine, CPU or GPU: attention by torch SDPA, norms that know sequence parallelism.
 
-The classes plug into megatron-core's layer specs. `repair_imports()` mends the two places where megatron-core 0.16.1 takes
+The classes plug into megatron-core's layer specs. `repair_imports()` mends the places where megatron-core 0.16.1 takes
 Transformer Engine for granted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,11 +32,16 @@ def transformer_engine_is_installed() -> bool:
 def repair_imports() -> None:
     """Give names that megatron-core leaves undefined without Transformer Engine the value it tests for.
 
-    moe/moe_utils.py:1192 reads `te_general_gemm` (router gating); multi_latent_attention.py:184 believes in `TELinear`.
+    moe/moe_utils.py:1192 reads `te_general_gemm` (router gating); multi_latent_attention.py:184 believes in `TELinear`;
+    tensor_parallel/random.py:588 asks Transformer Engine whether fp8 is on (recomputed norms), as it takes False for a recipe.
     """
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
+    random.fp8_autocast = lambda **_: contextlib.nullcontext()
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
 
@@ -106,9 +113,10 @@ class TorchNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.rms_norm = config.normalization == "RMSNorm"
+        self.weight_offset = 1 if config.layernorm_zero_centered_gamma else 0
         names = ("weight",) if self.rms_norm else ("weight", "bias")
         for name in names:
-            fill = torch.ones if name == "weight" else torch.zeros
+            fill = torch.ones if name == "weight" and not self.weight_offset else torch.zeros
             parameter = torch.nn.Parameter(
                 fill(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
             )
@@ -118,9 +126,10 @@ class TorchNorm(torch.nn.Module):
     def forward(self, x_SBE: Tensor) -> Tensor:
         """Normalise the last axis; the shape stays."""
         shape = self.weight.shape
+        weight = self.weight + self.weight_offset if self.weight_offset else self.weight
         if self.rms_norm:
-            return F.rms_norm(x_SBE, shape, self.weight, self.eps)
-        return F.layer_norm(x_SBE, shape, self.weight, self.bias, self.eps)
+            return F.rms_norm(x_SBE, shape, weight, self.eps)
+        return F.layer_norm(x_SBE, shape, weight, self.bias, self.eps)
 
 
 class ExpertOutput(RowParallelLinear):

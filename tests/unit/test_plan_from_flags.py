@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron.training.arguments import parse
-from megatron.training.describe import describe_model, padded_vocab_size, smallest_world, stage_layers
-from megatron.training.plan_from_flags import plan_from_flags, stage_chunks
+from megatron.training.describe import describe_model, padded_vocab_size, smallest_world
+from megatron.training.plan_from_flags import plan_from_flags
+from megatron.training.stages import stage_chunks, stage_layers
 from megatron.training.validation import validate
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
@@ -44,7 +45,7 @@ def test_virtual_stages_are_chunks() -> None:
 def test_unequal_stages() -> None:
     plan = plan_of("--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 2", 3)
     assert [stage.chunks for stage in plan.stages] == [((0, 2),), ((2, 5),), ((5, 8),)]
-    assert stage_chunks((2, 4, 2), 2) == [((0, 1), (4, 5)), ((1, 3), (5, 7)), ((3, 4), (7, 8))]
+    assert stage_chunks([[1, 1], [2, 2], [1, 1]]) == [((0, 1), (4, 5)), ((1, 3), (5, 7)), ((3, 4), (7, 8))]
 
 
 def test_recompute() -> None:
