@@ -17,6 +17,7 @@ from megatron.training.config import Config
 from megatron.training.flags import Flag, config_flags, flag_texts, one_of
 from megatron.training.help import help_text
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.shell_script import script_flags
 from moe_overlap.describe.unconfigured import awaited, choice_refusal, refusal, without_effect_reason
 from moe_overlap.describe.upstream_flags import UpstreamFlag, load_upstream_flags
 
@@ -110,7 +111,7 @@ def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path,
     """The words of a command line with each `@FILE` replaced by the words in the file.
 
     Files are read as a shell would: quotes, comments after `#`, several words per line. `@OTHER` inside a file is
-    relative to that file.
+    relative to that file. Of a shell script the flags of its training command are read (`shell_script.py`).
     """
     for word in argv:
         if not word.startswith("@"):
@@ -120,7 +121,9 @@ def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path,
         if path.resolve() in inside:
             raise ConfigError(word, "", "the file includes itself", "remove that line")
         try:
-            words = shlex.split(path.read_text(encoding="utf-8"), comments=True)
+            text = path.read_text(encoding="utf-8")
+            is_script = path.suffix in (".sh", ".sbatch", ".slurm")
+            words = list(script_flags(text, {}, word).words) if is_script else shlex.split(text, comments=True)
         except OSError as error:
             raise ConfigError(word, "", f"cannot read {path}: {error.strerror}", "correct the path") from None
         except ValueError as error:

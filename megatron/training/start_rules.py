@@ -75,7 +75,8 @@ def _lacking(words: str, need: str, machine: Machine) -> Iterator[ConfigError]:
     missing = machine.lacks(need)
     if missing is not None:
         fix = "drop the flag, or start where they are; --dry-run accepts it"
-        yield ConfigError(words, "", f"needs {need} on a GPU: this machine lacks {missing}", fix)
+        needed = "a GPU" if need == "CUDA" else f"{need} on a GPU"
+        yield ConfigError(words, "", f"needs {needed}: this machine lacks {missing}", fix)
 
 
 def _not_executed(config: Config) -> Iterator[ConfigError]:
