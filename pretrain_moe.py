@@ -117,8 +117,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
 
     # What runs: tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
-    config = parsed.config
-    tokenizer = tokenizer_of_run(config.data)
+    config, tokenizer = parsed.config, tokenizer_of_run(parsed.config.data)
     model = describe_model(config, known_vocab_size(config) or tokenizer.vocab_size, parsed.name)
     plan = plan_of_run(config, model, dist.get_world_size())
     instructions = lower(plan, model, rank)
@@ -130,8 +129,8 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     groups = build_groups(plan)
     seed_everything(config.training.seed, groups.collection)
     recorder, clock = spans.SpanRecorder(), DrawClock(config.training.seed)
-    parts = gate_and_dispatcher(config.overlap.moe_gate, config.moe.moe_token_dispatcher_type, clock)
-    adapt = adapt_layer(recorder, groups.collection, *parts)
+    gate = gate_and_dispatcher(config.overlap.moe_gate, config.moe.moe_token_dispatcher_type, clock)
+    adapt = adapt_layer(recorder, groups.collection, *gate)
     modules = build_model(config, model, plan, groups.collection, groups.stage, adapt)
     queue = WeightGradQueue(stage.overlap.max_deferred_bytes or None)
     deferred = defer_planned_gradients(modules, stage.overlap, queue)
@@ -168,7 +167,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     progress = checkpoints.load() or Progress()
     log = MetricsLog(config.logging, rank, total_steps)
     announce(log, parsed, model, dist.get_world_size(), source.description)
-    trace_path = Path(config.overlap.trace or "") if rank == 0 else Path(f"{config.overlap.trace}.rank{rank}")
+    trace_path = Path((config.overlap.trace or "") + (f".rank{rank}" if rank else ""))
     job = Job(
         config=config,
         runner=runner,

@@ -1,7 +1,7 @@
-"""What a dry run answers to argument lists of real jobs: `python tools/answer_lists.py [LISTS.json] [--write RECORD.md]`.
+"""What a dry run answers to lists of real jobs: `python tools/answer_lists.py [LISTS.json] [--write RECORD.md]`.
 
-A list is a JSON object with `name`, `moe` and `arguments`. "A start on the CPU stops at" is what a machine without a GPU lacks, or
-what is not executed yet; the first of its reasons. Files that the lists' users have are not asked for.
+A list is a JSON object with `name`, `moe` and `arguments`. What stops a start on the CPU is what the CPU lacks, or what is not
+executed yet; the record names the first reason. Files that the lists' users have are not asked for.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def record(answers: Sequence[Answer]) -> str:
     lines = [
         "# Argument lists of real Megatron-LM jobs",
         "",
-        "Written by `python tools/answer_lists.py --write examples/records/argument_lists.md`; a test keeps it equal. The lists are",
-        "those that upstream's tests start, with paths as `${...}` (`tests/golden/argument_lists.json`).",
+        "Written by `python tools/answer_lists.py --write examples/records/argument_lists.md`; a test keeps it equal. The",
+        "lists are those that upstream's tests start, with paths as `${...}` (`tests/golden/argument_lists.json`).",
         "",
-        f"Of {len(answers)} lists a dry run accepts {accepted}; {runnable} of them pass the checks of a start on a machine without a",
-        "GPU, the others stop there with the line on the right.",
+        f"Of {len(answers)} lists a dry run accepts {accepted}; {runnable} of them pass the checks of a start on a machine",
+        "without a GPU, the others stop there with the line on the right.",
         "",
         "| list | MoE | dry run | refused, or stops a start on the CPU, because |",
         "|---|---|---|---|",

@@ -52,7 +52,7 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
     for statement in _statements(text):
         assigned = _ASSIGNMENT.match(statement)
         if assigned and not _is_command(statement):
-            _assign(values, *assigned.groups(), environment)
+            _assign(values, assigned[1], assigned[2], assigned[3], environment)
         elif _is_command(statement):
             command = _filled(statement, values)
     if command is None:
