@@ -5,22 +5,29 @@ Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. tor
 
 from __future__ import annotations
 
+import datetime
 import functools
 import os
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import megatron.training
 from moe_overlap.describe.errors import ConfigError
-
-RANK_0_SPEAKS_WITHIN_SECONDS = 10
+from moe_overlap.exits import end_process, leave
 
 if TYPE_CHECKING:
     from megatron.training.arguments import ParsedArguments
+    from megatron.training.config import Config
     from megatron.training.training import TrainingLoop
+    from moe_overlap.describe.model import ModelDescription
+    from moe_overlap.plan.plan import Plan
+    from moe_overlap.runtime.groups import StageGroups
+    from moe_overlap.runtime.optimizer import MegatronLayerwiseOptimizer
+    from moe_overlap.runtime.spans import SpanRecorder
+    from moe_overlap.runtime.step import StepRunner
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,18 +51,6 @@ def main(argv: Sequence[str]) -> int:
         return leave(rank, f"error: {error}", 2)
 
 
-def leave(rank: int, line: str, status: int) -> int:
-    """End a run that failed on every rank: rank 0 says why, the others let it speak first.
-
-    torchrun ends every process as soon as one has failed; were another the first to go, nobody would read the line.
-    """
-    if rank == 0:
-        print(line, file=sys.stderr, flush=True)
-    else:
-        time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
-    return status
-
-
 def require_our_portion() -> None:
     """Refuse another package's `megatron.training`, before anything is imported from it."""
     if getattr(megatron.training, "PORTION", None) != "moe-overlap":
@@ -66,8 +61,10 @@ def require_our_portion() -> None:
 def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     """Everything from the import of torch to the last evaluation."""
     from megatron.training import cpu_backend
+    from megatron.training.packages import require_packages
     from megatron.training.quiet import quiet_libraries
 
+    require_packages(parsed.config)
     quiet_libraries()
     if cpu_backend.is_needed():
         cpu_backend.install()
@@ -76,6 +73,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     from megatron.training.announce import announce_end
     from megatron.training.initialize import start_process
     from megatron.training.training import TrainingFailed
+    from moe_overlap.runtime.step import CommunicationFailed
 
     process = start_process(parsed.config)
     try:
@@ -84,57 +82,53 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
         announce_end(loop.job.log, argv, parsed.config, process.world_size, loop.reason)
     except TrainingFailed as error:
         return leave(process.rank, f"error: {error}", 1)
+    except CommunicationFailed as error:
+        # Each rank speaks for itself: rank 0 may be the one that is gone, and they do not all miss the same peer.
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
     finally:
         dist.destroy_process_group()
     return 0
 
 
-def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
-    """A run from its flags: plan, groups, model, optimizer, data, checkpoint. Collective over the default process group."""
-    import torch.distributed as dist
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What runs the steps of a run on this rank."""
 
-    from megatron.training.announce import announce
-    from megatron.training.batch_sizes import batch_sizes
-    from megatron.training.batch_source import BatchSource
-    from megatron.training.checkpointing import Checkpointer, Progress, model_fingerprint
-    from megatron.training.describe import describe_model, known_vocab_size
-    from megatron.training.initialize import device_of_this_process, seed_everything
-    from megatron.training.metrics import MetricsLog
+    groups: StageGroups
+    recorder: SpanRecorder
+    chunks: Sequence[Any]
+    optimizer: Any
+    scheduler: Any
+    layerwise: MegatronLayerwiseOptimizer
+    runner: StepRunner
+    deferred: Callable[[], dict[str, int]]
+
+
+def build_machinery(config: Config, model: ModelDescription, plan: Plan, total_steps: int) -> Machinery:
+    """Process groups, model, optimizer, and the runner that ties them to a plan's instructions. Collective."""
+    from megatron.training.initialize import seed_everything
     from megatron.training.model import build_model, unwrap
     from megatron.training.optimizer import make_optimizer, make_scheduler, wrap_chunks
-    from megatron.training.plan_from_flags import with_global_batch
-    from megatron.training.plan_of_run import plan_of_run
-    from megatron.training.tokenizer_of_run import tokenizer_of_run
-    from megatron.training.training import Job, TrainingLoop
-    from moe_overlap.describe.flops import training_flops_per_token
-    from moe_overlap.plan.lower import lower
-    from moe_overlap.runtime import spans, trace
     from moe_overlap.runtime.groups import build_groups
     from moe_overlap.runtime.moe_layer import adapt_layer
     from moe_overlap.runtime.optimizer import MegatronLayerwiseOptimizer
-    from moe_overlap.runtime.parts import defer_planned_gradients, gate_and_dispatcher, make_runner
+    from moe_overlap.runtime.parts import defer_planned_gradients, gate_and_dispatcher, gradient_marks, make_runner
     from moe_overlap.runtime.routing.draws import DrawClock
+    from moe_overlap.runtime.spans import SpanRecorder
     from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
 
-    # What runs: tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
-    config, tokenizer = parsed.config, tokenizer_of_run(parsed.config.data)
-    model = describe_model(config, known_vocab_size(config) or tokenizer.vocab_size, parsed.name)
-    plan = plan_of_run(config, model, dist.get_world_size())
-    instructions = lower(plan, model, rank)
-    stage = plan.stages[plan.stage_of(rank)]
-    sizes = batch_sizes(config, stage.data)
-    total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
-
-    # Who runs it: process groups, model, optimizer, and the runner that ties them to the instructions.
-    groups = build_groups(plan)
+    groups = build_groups(plan, datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes))
+    stage = plan.stages[groups.stage]
     seed_everything(config.training.seed, groups.collection)
-    recorder, clock = spans.SpanRecorder(), DrawClock(config.training.seed)
-    gate = gate_and_dispatcher(config.overlap.moe_gate, config.moe.moe_token_dispatcher_type, clock)
-    adapt = adapt_layer(recorder, groups.collection, *gate)
+    recorder, clock = SpanRecorder(), DrawClock(config.training.seed)
+    parts = gate_and_dispatcher(config.overlap.moe_gate, config.moe.moe_token_dispatcher_type, clock)
+    adapt = adapt_layer(recorder, groups.collection, *parts)
     modules = build_model(config, model, plan, groups.collection, groups.stage, adapt)
     queue = WeightGradQueue(stage.overlap.max_deferred_bytes or None)
     deferred = defer_planned_gradients(modules, stage.overlap, queue)
-    chunks = wrap_chunks(config, modules, groups.collection, weight_gradients_come_later=deferred)
+    marks = gradient_marks(modules, stage.overlap)
+    chunks = wrap_chunks(config, modules, groups.collection, marks, weight_gradients_come_later=deferred)
     optimizer = make_optimizer(config, chunks, groups.collection)
     scheduler = make_scheduler(config, optimizer, plan.global_batch_size, total_steps)
     layerwise = MegatronLayerwiseOptimizer(
@@ -152,56 +146,85 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         sequence_length=plan.sequence_length,
         micro_batch_size=stage.micro_batch_size,
     )
+    figures = queue.figures if deferred else dict[str, int]
+    return Machinery(groups, recorder, chunks, optimizer, scheduler, layerwise, runner, figures)
 
-    # What it is fed, where it continues, what it reports.
+
+def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
+    """A run from its flags: plan, machinery, data, checkpoint, reports. Collective over the default process group."""
+    import torch.distributed as dist
+
+    from megatron.training.announce import announce
+    from megatron.training.batch_sizes import batch_sizes
+    from megatron.training.batch_source import BatchSource
+    from megatron.training.checkpointing import Checkpointer, Progress, model_fingerprint
+    from megatron.training.describe import describe_model, known_vocab_size
+    from megatron.training.initialize import device_of_this_process
+    from megatron.training.metrics import MetricsLog
+    from megatron.training.model import unwrap
+    from megatron.training.plan_from_flags import with_global_batch
+    from megatron.training.plan_of_run import plan_of_run
+    from megatron.training.reports import Reports, uses_expert_loads
+    from megatron.training.tokenizer_of_run import tokenizer_of_run
+    from megatron.training.training import Job, TrainingLoop
+    from moe_overlap.describe.flops import training_flops_per_token
+    from moe_overlap.plan.lower import lower
+    from moe_overlap.runtime import spans, trace
+    from moe_overlap.runtime.parts import count_expert_loads
+    from moe_overlap.runtime.phases import phase_seconds
+
+    # What runs: tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
+    config = parsed.config
+    tokenizer = tokenizer_of_run(config.data)
+    model = describe_model(config, known_vocab_size(config) or tokenizer.vocab_size, parsed.name)
+    plan = plan_of_run(config, model, dist.get_world_size())
+    instructions = lower(plan, model, rank)
+    sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
+    total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
+
+    # Who runs it, what it is fed, where it continues, what it reports.
+    run = build_machinery(config, model, plan, total_steps)
     source = BatchSource(
         config,
         tokenizer,
         total_steps=total_steps,
         global_batch_size=plan.global_batch_size,
-        data_rank=groups.data_rank,
-        data_size=groups.data_size,
+        data_rank=run.groups.data_rank,
+        data_size=run.groups.data_size,
+        context_rank=run.groups.collection.cp.rank(),
+        context_size=run.groups.collection.cp.size(),
         device=device_of_this_process(),
     )
-    checkpoints = Checkpointer(config, chunks, optimizer, scheduler, groups.collection, model_fingerprint(config))
+    fingerprint = model_fingerprint(config)
+    checkpoints = Checkpointer(config, run.chunks, run.optimizer, run.scheduler, run.groups.collection, fingerprint)
     progress = checkpoints.load() or Progress()
-    log = MetricsLog(config.logging, rank, total_steps)
+    log = MetricsLog(config.logging, rank, total_steps, asdict(config))
     announce(log, parsed, model, dist.get_world_size(), source.description)
+    counted = count_expert_loads([unwrap(chunk) for chunk in run.chunks], model) if uses_expert_loads(config) else None
     trace_path = Path((config.overlap.trace or "") + (f".rank{rank}" if rank else ""))
     job = Job(
         config=config,
-        runner=runner,
+        runner=run.runner,
         instructions=instructions,
         instructions_of=functools.cache(lambda size: lower(with_global_batch(plan, size), model, rank)),
-        chunks=chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        chunks=run.chunks,
+        optimizer=run.optimizer,
+        scheduler=run.scheduler,
         checkpoints=checkpoints,
         log=log,
         batches=source,
         measure=spans.communication_seconds,
-        covered=recorder.covered,
+        covered=run.recorder.covered,
         write_trace=lambda measured: trace.write_trace(trace_path, measured, rank),
-        parameter_norm=layerwise.parameter_norm,
+        parameter_norm=run.layerwise.parameter_norm,
+        deferred=run.deferred,
+        reports=Reports(config.logging, log, phase_seconds, counted),
         global_batch_size=plan.global_batch_size,
         batch_sizes=sizes,
         total_steps=total_steps,
         flops_per_token=training_flops_per_token(model, plan.sequence_length),
     )
     return TrainingLoop(job, progress)
-
-
-def end_process(status: int) -> NoReturn:
-    """Leave with this status. After a failure no destructor runs.
-
-    An error's frames may hold process groups whose threads still run; destroying those at exit aborts the process, and its
-    launcher would read signal 6 instead of the status.
-    """
-    if status:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(0)
 
 
 if __name__ == "__main__":

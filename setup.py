@@ -19,6 +19,8 @@ setup(
         "pandas",
     ],
     extras_require={
+        "data": ["pyarrow", "sentencepiece", "tiktoken", "tokenizers", "transformers<5"],
+        "logging": ["tensorboard", "wandb"],
         "gpu": ["transformer-engine[pytorch]", "triton"],
         "dev": ["mypy", "pytest", "ruff", "setuptools", "tensorboard", "transformers<5", "wheel"],
     },

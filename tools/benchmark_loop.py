@@ -21,6 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_overlap.exits import end_process
+
 DEFAULT_JOB = ["@examples/tiny-mixtral-8x7b.args"]
 
 
@@ -170,4 +175,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     # A script finds only what stands beside it: pretrain_moe.py is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -1,17 +1,23 @@
 """What overlapping the all-to-all gains, measured on one machine.
 
     tools/benchmark_overlap.py [--namespaces | --emulator] [--timer-compute] [--ranks 2] [--ratio 0.5 1] [--repeats 5]
-                               [--gates topk] [--partitions 2] [--ranges around] [--json] [flags of pretrain_moe.py]
+                               [--gates topk] [--partitions 2] [--ranges around] [--reach 0 1] [--json]
+                               [flags of pretrain_moe.py]
 
 Ranks stand on hosts of their own, joined by links whose rate is chosen so that the all-to-alls of the sequential step take
 `ratio` times as long as the rest of it. All variants take turns in one run: megatron-core's all-to-all, the same point-to-point
 with receives first, the irregular dispatcher (the sequential step), Tutel-style pipelining, deferral of weight gradients,
-partitions of the batch, both, and both with a wait behind every issue, which must undo the gain.
+partitions of the batch, both, and both with a wait behind every issue, which must undo the gain. With --micro-batches of 2 or
+more also the backward pass of one under the forward exchanges of another, alone and with both ("all").
 
 --namespaces    network namespaces (root); the default where they can be made
 --emulator      the link is emulated inside the processes; the default elsewhere
 --timer-compute operators sleep for their profiled time (processor seconds); communication stays real. Steadier, and for more
                 ranks than cores. Otherwise computation is real.
+--ranges        what runs in partitions; absent: around, or after where a gate needs the whole micro-batch
+--reach         with --timer-compute: also ranges of so many operators on each side of every MoE layer, as in Lancet's figure 6
+
+tools/record_overlap.py runs the series that examples/records has.
 """
 
 from __future__ import annotations
@@ -31,12 +37,13 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.gate_rules import GATE_FACTS, require_partitionable
 from tools.link_bed.bed import Bed, require_namespaces
 from tools.link_bed.cpu_group import CpuGroup
-from tools.link_bed.figures import Figures, Measured, Turn, table
+from tools.link_bed.figures import Figures, Measured, Totals, Turn, table
 from tools.link_bed.launch import FIRST_PORT, RankFailed, Ranks
 from tools.link_bed.profile import mean_of_ranks, step_seconds
-from tools.link_bed.variants import MODEL, PLAIN, SEQUENTIAL, Variant, deferral, job_flags, variants
+from tools.link_bed.variants import MODEL, PLAIN, SEQUENTIAL, Variant, default_ranges, deferral, job_flags, variants
 from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,7 +167,7 @@ def run(
             )
             measured = measure(bench, names, arguments.repeats, rate, arguments.timer_compute, say)
             rows = measured.figures(SEQUENTIAL, PLAIN if PLAIN in names else None)
-            records.append(record(arguments, ranks, gate, ratio, mbit, measured.ratio(SEQUENTIAL), rows))
+            records.append(record(arguments, ranks, gate, ratio, mbit, measured.totals(SEQUENTIAL), rows))
     return records
 
 
@@ -176,12 +183,11 @@ def use_profile(bench: Benchmark, arguments: argparse.Namespace, say: Callable[[
 
 def choose(arguments: argparse.Namespace, gate: str) -> list[Variant]:
     """The variants asked for."""
-    found = variants(gate, arguments.partitions, arguments.ranges, arguments.tutel)
+    ranges = default_ranges(gate) if arguments.ranges is None else arguments.ranges
+    found = variants(gate, arguments.partitions, ranges, arguments.tutel, arguments.reach, arguments.micro_batches)
     if arguments.timer_compute:
         # Over timer compute there is one transport per variant; an emulated link has no half-duplex all-to-all.
         found = [v for v in found if not v.receive_first and not (v.plain and not arguments.namespaces)]
-    else:
-        found = [v for v in found if not v.chunks and not v.waits]
     if arguments.variants is None:
         return found
     known = [variant.name for variant in found]
@@ -197,7 +203,7 @@ def record(
     gate: str,
     ratio: float,
     mbit: float,
-    measured_ratio: float,
+    totals: Totals,
     rows: list[Figures],
 ) -> dict[str, Any]:
     """What is reported of one gate, number of ranks and ratio."""
@@ -205,12 +211,14 @@ def record(
         "ranks": ranks,
         "gate": gate,
         "ratio_asked": ratio,
-        "ratio": measured_ratio,
+        "ratio": totals.ratio,
         "link_mbit": mbit,
         "links": "namespaces" if arguments.namespaces else "emulator",
         "compute": "timer" if arguments.timer_compute else "real",
         "repeats": arguments.repeats,
         "micro_batches": arguments.micro_batches,
+        "totals": dataclasses.asdict(totals) | {"bound": totals.bound, "bound_speedup": totals.bound_speedup},
+        "summary": str(totals),
         "variants": [dataclasses.asdict(row) for row in rows],
         "table": table(rows),
     }
@@ -231,10 +239,11 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gates", nargs="+", default=["topk"])
     parser.add_argument("--partitions", type=int, nargs="*", default=[2])
-    parser.add_argument("--ranges", nargs="+", default=["around"], choices=["experts", "after", "around"])
+    parser.add_argument("--ranges", nargs="+", choices=["experts", "after", "around"])
+    parser.add_argument("--reach", type=int, nargs="+", default=[], help="operators on each side of a MoE layer")
     parser.add_argument("--tutel", type=int, nargs="*", default=[2, 4], help="degrees of the baseline")
     parser.add_argument("--variants", nargs="+", help="only these; names as in the table")
-    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step, on every rank")
     parser.add_argument("--experts-per-rank", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=600.0, help="longest wait for a rank, in seconds")
     parser.add_argument("--json", action="store_true", help="print nothing but JSON")
@@ -258,9 +267,17 @@ def check(arguments: argparse.Namespace) -> None:
     for ranks in arguments.ranks:
         if ranks < 2:
             raise ConfigError("--ranks", ranks, "one rank exchanges nothing", "use 2, 4 or 8")
+    for reach in arguments.reach:
+        if reach < 0 or not arguments.timer_compute:
+            rule = "ranges of any operators have no flag, and are followed over timer compute only"
+            raise ConfigError("--reach", reach, rule, "add --timer-compute, and use 0 or more")
     if arguments.namespaces:
         require_namespaces()
     for gate in arguments.gates:
+        if gate not in GATE_FACTS:
+            raise ConfigError("--gates", gate, "no such gate", f"choose among {', '.join(GATE_FACTS)}")
+        for name in arguments.ranges or ():
+            require_partitionable(gate, name)
         choose(arguments, gate)
 
 
@@ -279,9 +296,8 @@ def main(argv: Sequence[str]) -> int:
                 records += run(arguments, [*MODEL, *rest], gate, ranks, say)
                 if not arguments.json:
                     for made in records[-len(arguments.ratio) :]:
-                        print(
-                            f"\n{ranks} ranks, {gate}, measured ratio {made['ratio']:.2f}\n{made['table']}", flush=True
-                        )
+                        head = f"{ranks} ranks, {gate}, measured ratio {made['ratio']:.2f}: {made['summary']}"
+                        print(f"\n{head}\n\n{made['table']}", flush=True)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -23,6 +23,7 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` and pretrain_moe.py are one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_overlap.exits import end_process
 from tools.compare_losses import read_losses, relative_differences
 
 LIMIT = 1e-5
@@ -64,7 +65,7 @@ class Layout:
 
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 EP, PP, VPP = "--expert-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank"
-ETP = "--expert-tensor-parallel-size"
+ETP, CP = "--expert-tensor-parallel-size", "--context-parallel-size"
 LAYOUTS = (
     Layout(REFERENCE, 1, ""),
     Layout(SPREAD, 1, "--micro-batch-size 2"),
@@ -76,12 +77,16 @@ LAYOUTS = (
     Layout("EP2, allgather dispatcher", 2, f"{EP} 2 --moe-token-dispatcher-type allgather"),
     Layout("TP2 with sequence parallel, ETP2", 2, "", tensor=2),
     Layout("TP2 with sequence parallel, EP2 ETP1", 2, f"{EP} 2 {ETP} 1", tensor=2),
+    Layout("CP2", 2, f"{CP} 2"),
+    Layout("CP2, EP2", 2, f"{CP} 2 {EP} 2"),
     Layout("PP2", 2, f"{PP} 2"),
     Layout("PP2, 2 virtual stages", 2, f"{PP} 2 {VPP} 2"),
     Layout("EP4", 4, f"{EP} 4"),
     Layout("EP2 × expert-DP2", 4, f"{EP} 2"),
     Layout("EP2 × PP2", 4, f"{EP} 2 {PP} 2"),
     Layout("EP2 × PP2, 2 virtual stages", 4, f"{EP} 2 {PP} 2 {VPP} 2"),
+    Layout("CP2 × TP2, EP2 ETP2", 4, f"{CP} 2 {EP} 2", tensor=2),
+    Layout("CP2 × PP2, EP2", 4, f"{CP} 2 {PP} 2 {EP} 2"),
     Layout("TP2 × PP2", 4, f"{PP} 2", tensor=2),
     Layout("TP2 × DP2, EP2 ETP2", 4, f"{EP} 2", tensor=2),
     Layout("TP2 × DP2, EP4 ETP1", 4, f"{EP} 4 {ETP} 1", tensor=2),
@@ -222,4 +227,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -4,9 +4,9 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8
 
 Inputs are told apart by their ending: .jsonl, .ndjson, .json (one JSON object per line; each of --json-keys becomes a
-dataset) and .txt (one document per file, or per line with --txt-documents line), all of them also with .gz. The flags
-are upstream's. The output appears when it is complete, and not at all after an error or a kill (a kill leaves
-PREFIX…partial-* files, which may be deleted).
+dataset) and .txt (one document per file, or per line with --txt-documents line), all of them also with .gz, and .parquet (one
+document per row; --json-keys names columns). The flags are upstream's. The output appears when it is complete, and not at all
+after an error or a kill (a kill leaves PREFIX…partial-* files, which may be deleted).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, NoReturn
 
 import numpy
 
-from megatron.training.tokenizers import Tokenizer, build_tokenizer
+from megatron.training.packages import is_installed
+from megatron.training.tokenizers import TYPES, Tokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
 from moe_overlap.describe.errors import ConfigError
 
 TASK_BYTES, TASK_DOCUMENTS = 1 << 20, 1000
 """A worker gets documents until one of these is reached."""
+PARQUET = ".parquet"
 UNSUPPORTED = {
     "--split-sentences": "sentences are for BERT and T5",
     "--keep-newlines": "it belongs to --split-sentences",
     "--lang": "it belongs to --split-sentences",
-    "--vocab-file": "GPT-2 files are read as a Hugging Face folder: --tokenizer-type HuggingFaceTokenizer",
-    "--merge-file": "GPT-2 files are read as a Hugging Face folder: --tokenizer-type HuggingFaceTokenizer",
     "--partitions": "--workers alone decides the parallelism",
     "--keep-sequential-samples": "documents always keep their order",
     "--find-optimal-num-workers": "set --workers to the number of cores",
@@ -63,7 +63,7 @@ class Encoding:
     """What a worker needs to know to turn documents into ids."""
 
     tokenizer_type: str | None
-    tokenizer_model: str | None
+    files: TokenizerFiles
     vocab_size: int | None
     keys: tuple[str, ...]
     append_eod: bool
@@ -93,15 +93,21 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     group = parser.add_argument_group("input")
-    group.add_argument("--input", nargs="+", required=True, metavar="FILE", help="text files, .jsonl or .txt, also .gz")
+    group.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files: .jsonl, .txt, .parquet")
     group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take; default text")
     group.add_argument("--txt-documents", choices=["file", "line"], default="file", help="what is a document of a .txt")
     group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", metavar="TYPE", help=f"{', '.join(TYPES)}; default the first")
     group.add_argument(
-        "--tokenizer-type", metavar="TYPE", help="ByteTokenizer (default), HuggingFaceTokenizer, NullTokenizer"
+        "--tokenizer-model", metavar="PATH", help="folder of a Hugging Face tokenizer, file of the other types"
     )
-    group.add_argument("--tokenizer-model", metavar="FOLDER", help="folder of a Hugging Face tokenizer")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary of NullTokenizer")
+    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary of NullTokenizer and TikTokenizer")
+    group.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts text; default v2")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="of TikTokenizer; default 1000"
+    )
     group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
     group = parser.add_argument_group("output")
     group.add_argument(
@@ -137,23 +143,53 @@ def check_inputs(paths: Sequence[str], keys: Sequence[str]) -> None:
             fix = "give its files" if Path(path).is_dir() else "check the path"
             raise ConfigError("--input", path, "is not a file", fix)
         kind = Path(path.removesuffix(".gz")).suffix
-        if kind not in (".txt", ".jsonl", ".ndjson", ".json"):
-            raise ConfigError(
-                "--input", path, "has an unknown ending", "use .txt, .jsonl, .ndjson or .json, also with .gz"
-            )
+        if kind not in (".txt", ".jsonl", ".ndjson", ".json", PARQUET) or path.endswith(PARQUET + ".gz"):
+            fix = "use .txt, .jsonl, .ndjson or .json, also with .gz, or .parquet"
+            raise ConfigError("--input", path, "has an unknown ending", fix)
+        if kind == PARQUET and not is_installed("pyarrow"):
+            raise ConfigError("--input", path, "needs the package pyarrow", 'pip install -e ".[data]"')
         if kind == ".txt" and tuple(keys) != ("text",):
             raise ConfigError(
                 "--json-keys", " ".join(keys), f"{path} is plain text", "drop the flag or give JSON files"
             )
 
 
-def read_documents(paths: Sequence[str], txt_documents: str) -> Iterator[Document]:
+def read_parquet(path: str, keys: Sequence[str]) -> Iterator[Document]:
+    """The rows of a parquet file as JSON records of the wanted columns, a portion of the file at a time.
+
+    Raises:
+        ConfigError: a column is missing, or the file is no parquet.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            missing = [key for key in keys if key not in file.schema_arrow.names]
+            if missing:
+                fix = f"name columns with --json-keys: {', '.join(file.schema_arrow.names)}"
+                raise ConfigError("--input", path, f"has no column {missing[0]!r}", fix)
+            row = 0
+            for portion in file.iter_batches(batch_size=TASK_DOCUMENTS, columns=list(keys)):
+                for record in portion.to_pylist():
+                    row += 1
+                    text = json.dumps({key: record[key] for key in keys}, default=str)
+                    yield Document(f"{path}:{row}", text.encode(), True)
+    except pyarrow.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError("--input", path, f"cannot be read ({reason})", "check or replace the file") from error
+
+
+def read_documents(paths: Sequence[str], txt_documents: str, keys: Sequence[str]) -> Iterator[Document]:
     """Documents of the files, in order, undecoded; blank lines are no documents.
 
     Raises:
         ConfigError: a file that cannot be read or unpacked.
     """
     for path in paths:
+        if path.endswith(PARQUET):
+            yield from read_parquet(path, keys)
+            continue
         is_json = not path.removesuffix(".gz").endswith(".txt")
         try:
             with open_text(path) as file:
@@ -170,7 +206,7 @@ def read_documents(paths: Sequence[str], txt_documents: str) -> Iterator[Documen
 @functools.lru_cache(maxsize=1)
 def tokenizer_of(encoding: Encoding) -> Tokenizer:
     """The tokenizer, built once per process."""
-    return build_tokenizer(encoding.tokenizer_type, encoding.tokenizer_model, encoding.vocab_size)
+    return build_tokenizer(encoding.tokenizer_type, encoding.files, encoding.vocab_size)
 
 
 def texts_of(document: Document, keys: Sequence[str]) -> list[str]:
@@ -264,7 +300,8 @@ def write(options: argparse.Namespace, encoding: Encoding) -> None:
     vocab_size = tokenizer_of(encoding).vocab_size
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(indexed_dataset(prefix, vocab_size)) for prefix in prefixes]
-        for result in encode_all(encoding, read_documents(options.input, options.txt_documents), options.workers):
+        incoming = read_documents(options.input, options.txt_documents, options.json_keys)
+        for result in encode_all(encoding, incoming, options.workers):
             if result.mistake is not None:
                 raise ConfigError(*result.mistake)
             for document in result.documents:
@@ -298,11 +335,12 @@ def main(arguments: Sequence[str]) -> int:
         check_inputs(options.input, options.json_keys)
         encoding = Encoding(
             options.tokenizer_type,
-            options.tokenizer_model,
+            TokenizerFiles(**{field.name: getattr(options, field.name) for field in fields(TokenizerFiles)}),
             options.vocab_size,
             tuple(options.json_keys),
             options.append_eod,
         )
+        refuse_unread_files(encoding.tokenizer_type, encoding.files)
         tokenizer_of(encoding)
         try:
             write(options, encoding)

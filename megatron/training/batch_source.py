@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron.training.config import Config
+from megatron.training.context_parallel import part_of_batch
 from megatron.training.data import BatchSampler, Dataset, batches, build_datasets, unigram_entropy
 from megatron.training.tokenizers import Tokenizer
 
@@ -18,6 +19,7 @@ class BatchSource:
     Args:
         total_steps, global_batch_size: size the datasets.
         data_rank, data_size: this rank's place among the replicas.
+        context_rank, context_size: its place among the ranks that share a sequence.
     Raises:
         ConfigError: data that cannot be read, on every rank.
     """
@@ -31,6 +33,8 @@ class BatchSource:
         global_batch_size: int,
         data_rank: int,
         data_size: int,
+        context_rank: int = 0,
+        context_size: int = 1,
         device: torch.device,
     ) -> None:
         training = config.training
@@ -48,6 +52,7 @@ class BatchSource:
         )
         self._config, self._vocab_size, self._device = config, tokenizer.vocab_size, device
         self._data_rank, self._data_size = data_rank, data_size
+        self._context_rank, self._context_size = context_rank, context_size
         self._entropies: dict[str, float] = {}
 
     @property
@@ -79,7 +84,7 @@ class BatchSource:
             order=self._config.data.dataloader_type or "single",
             seed=self._config.training.seed,
         )
-        return batches(
+        whole = batches(
             dataset,
             sampler,
             num_workers=self._config.data.num_workers,
@@ -87,3 +92,4 @@ class BatchSource:
             vocab_size=self._vocab_size,
             device=self._device,
         )
+        return (part_of_batch(batch, self._context_size, self._context_rank) for batch in whole)

@@ -191,11 +191,11 @@ class ParallelConfig:
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the data-parallel ranks (ZeRO-1); always on here."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients bucket by bucket during the backward pass."""
+    """Reduce gradients bucket by bucket during the backward pass; with planned overlap, piece by piece between exchanges."""
     overlap_param_gather: bool = False
     """Gather the updated weights during the next forward pass."""
     ddp_bucket_size: int | None = None
-    """Parameters per gradient bucket."""
+    """Parameters per gradient bucket, or piece; 40 million, or a million per data-parallel rank, unless given."""
     overlap_p2p_comm: bool = flag(True, off="--no-overlap-p2p-communication")
     """Overlap the interleaved pipeline's transfers with computation."""
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -326,6 +326,16 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = None
     """Prefixes of indexed datasets, or weights and prefixes in turn; default the built-in corpus."""
+    data_args_path: str | None = None
+    """File with the words of --data-path."""
+    train_data_path: tuple[str, ...] | None = None
+    """As --data-path, for training alone; what has no path of its own is left out."""
+    valid_data_path: tuple[str, ...] | None = None
+    """As --data-path, for validation alone."""
+    test_data_path: tuple[str, ...] | None = None
+    """As --data-path, for the test alone."""
+    per_split_data_args_path: str | None = None
+    """JSON file with the words of these three flags as lists under train, valid and test."""
     split: str | None = None
     """Parts for training, validation and test, such as 969,30,1."""
     mock_data: bool = False
@@ -335,13 +345,13 @@ class DataConfig:
     tokenizer_type: (
         Literal[
             "ByteTokenizer",
-            "HuggingFaceTokenizer",
+            "NullTokenizer",
             "GPT2BPETokenizer",
+            "HuggingFaceTokenizer",
+            "TikTokenizer",
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
             "Llama2Tokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
         ]
         | None
     ) = None
@@ -349,7 +359,13 @@ class DataConfig:
     tokenizer_model: str | None = None
     """The tokenizer's file or folder."""
     vocab_file: str | None = None
-    """GPT-2's vocab.json of data that are tokenized already: without --tokenizer-type its entries are the vocabulary."""
+    """GPT-2's vocab.json, for GPT2BPETokenizer; without --tokenizer-type its entries are the vocabulary of tokenized data."""
+    merge_file: str | None = None
+    """GPT-2's merges.txt, for GPT2BPETokenizer."""
+    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    """How TikTokenizer cuts text into words; default v2."""
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens of TikTokenizer, the first of its ids."""
     vocab_size: int | None = None
     """Vocabulary before padding; default the tokenizer's."""
     reset_position_ids: bool = False
@@ -409,13 +425,41 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     """Folder for TensorBoard."""
     tensorboard_log_interval: int = 1
-    """Steps between TensorBoard points."""
+    """Steps between points of TensorBoard and W&B."""
+    tensorboard_queue_size: int = 1000
+    """Points that TensorBoard keeps before it writes them."""
+    wandb_project: str | None = None
+    """Project at Weights & Biases that gets the same points as TensorBoard."""
+    wandb_exp_name: str | None = flag(None, of="logging.wandb_project")
+    """Name of the run there."""
+    wandb_entity: str | None = flag(None, of="logging.wandb_project")
+    """Team or user there; default the account's own."""
+    wandb_save_dir: str | None = flag(None, of="logging.wandb_project")
+    """Folder for its local files; default the working folder."""
     log_throughput: bool = False
     """Add model TFLOP/s per device to the log."""
     log_params_norm: bool = False
     """Add the norm of all parameters to the log."""
     log_num_zeros_in_grad: bool = False
     """Add the number of zero gradients to the log."""
+    log_memory_to_tensorboard: bool = False
+    """Memory to TensorBoard: mem-max-allocated-bytes, on CUDA also what is reserved and allocated."""
+    log_memory_interval: int | None = None
+    """Steps between console lines with the memory of every rank."""
+    log_world_size_to_tensorboard: bool = False
+    """Number of processes to TensorBoard."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Perplexity of evaluations to TensorBoard."""
+    log_timers_to_tensorboard: bool = False
+    """Step time, and the timers of --timing-log-level, to TensorBoard: the slowest rank's."""
+    timing_log_level: Literal["0", "1", "2"] = "0"
+    """Timers: none beside the step's; phases of a step; parts of the phases."""
+    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    """Which ranks' timers the console shows."""
+    moe_per_layer_logging: bool = False
+    """Load, drops and score entropy of every MoE layer to TensorBoard, every --log-interval steps."""
+    log_expert_load: str | None = None
+    """Append tokens per expert, drops and score entropy of every MoE layer to this file, every --log-interval steps."""
     profile: bool = False
     """Profile the steps of --profile-step-start to --profile-step-end (needs --use-pytorch-profiler)."""
     use_pytorch_profiler: bool = False
@@ -440,6 +484,10 @@ class OverlapConfig:
     """Cut each micro-batch into this many parts around the MoE layers: one computes while another is exchanged."""
     moe_overlap_range: Literal["experts", "after", "around"] = "around"
     """Which operators run in parts: gate to merge, gate to the next layer's attention, or attention to merge."""
+    moe_overlap_micro_batches: int = 1
+    """With 2, the backward pass of one micro-batch runs beside the forward pass of another, each under the other's all-to-all."""
+    moe_overlap_capacity_chunks: int | None = None
+    """Run dispatch, experts and combine in 2, 4 or 8 chunks of each expert's rows instead (Tutel's pipeline)."""
     defer_weight_gradients: bool = False
     """Compute weight gradients while a backward all-to-all is under way."""
     max_deferred_bytes: int = 1 << 30

@@ -37,9 +37,9 @@ from megatron.training.data_files import (
     Blend,
     cache_folder,
     check_indexed_dataset,
-    parse_blend,
     parse_split,
 )
+from megatron.training.data_source import DataSource, data_source
 from megatron.training.first_rank import on_every_rank, on_first_rank
 from megatron.training.indexed import cannot_write, prepare_builtin_corpus
 from megatron.training.tokenizers import Tokenizer
@@ -78,15 +78,17 @@ def build_datasets(
         ConfigError: on every rank, for data that are missing, corrupt, too few or not of this vocabulary, a wrong
             split, or a cache that cannot be written.
     """
-    if data.mock_data and data.data_path is not None:
-        raise ConfigError("--mock-data", "", "is set together with --data-path", "drop one of them")
     cache = cache_folder(data.data_cache_path)
-    blend, split, source = _source(data, tokenizer, cache)
+    source, split, shown = _source(data, tokenizer, cache)
+    parts = None
+    if source.parts is not None:
+        parts = [_as_pair(blend) if wanted else None for blend, wanted in zip(source.parts, samples, strict=True)]
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=sequence_length,
-        blend=(list(blend.prefixes), list(blend.weights) if blend.weights else None) if blend else None,
-        split=split,
+        blend=_as_pair(source.whole),
+        blend_per_split=parts,
+        split=None if parts else split,
         path_to_cache=None,
         mmap_bin_files=data.mmap_bin_files,
         tokenizer=tokenizer,
@@ -97,41 +99,58 @@ def build_datasets(
         create_attention_mask=data.reset_attention_mask,
     )
     # megatron-core would split mock data evenly whatever the flag says, and build a whole epoch of parts nobody reads.
-    matrix = convert_split_vector_to_split_matrix([part / sum(parse_split(split)) for part in parse_split(split)])
+    matrix = [(0.0, 1.0)] * len(PARTS)
+    if parts is None:
+        matrix = convert_split_vector_to_split_matrix([part / sum(parse_split(split)) for part in parse_split(split)])
     config.split_matrix = [part if wanted else None for part, wanted in zip(matrix, samples, strict=True)]
-    on_every_rank(lambda: _check_parts(blend, split, config.split_matrix, tokenizer))
+    on_every_rank(lambda: _check_parts(source, split, config.split_matrix, tokenizer))
 
-    key = [package_info.__version__, seed, sequence_length, split, samples, tokenizer.unique_identifiers, _state(blend)]
+    key = [
+        package_info.__version__,
+        seed,
+        sequence_length,
+        split,
+        samples,
+        tokenizer.unique_identifiers,
+        _state(source),
+    ]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     builder = BlendedMegatronDatasetBuilder(
         MockGPTDataset if data.mock_data else GPTDataset, list(samples), lambda: True, config
     )
     train, valid, test = _build_with_cache(builder, cache / "indices" / name)
-    _check_lengths((train, valid, test), samples)
-    return Datasets(train, valid, test, source)
+    _check_lengths((train, valid, test), samples, has_parts=parts is not None)
+    return Datasets(train, valid, test, shown)
 
 
-def _source(data: DataConfig, tokenizer: Tokenizer, cache: Path) -> tuple[Blend | None, str, str]:
-    """What the text is: prefixes (None for mock data), split, and the line for the user."""
-    split = data.split if data.split is not None else DEFAULT_SPLIT if data.data_path else BUILTIN_SPLIT
+def _as_pair(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:
+    """A blend in megatron-core's form."""
+    return None if blend is None else (list(blend.prefixes), list(blend.weights) if blend.weights else None)
+
+
+def _source(data: DataConfig, tokenizer: Tokenizer, cache: Path) -> tuple[DataSource, str, str]:
+    """What the text is: blends (none for mock data), split (of a single blend), and the line for the user."""
+    source = on_every_rank(lambda: data_source(data))
+    split = data.split if data.split is not None else DEFAULT_SPLIT if source.whole else BUILTIN_SPLIT
+    if source.parts is not None:
+        return source, split, f"{source}, {type(tokenizer).__name__}"
     shown = f"{type(tokenizer).__name__}, {'/'.join(f'{part:g}' for part in parse_split(split))} train/valid/test"
     if data.mock_data:
-        return None, split, f"mock data, {shown}"
-    if data.data_path is not None:
-        blend = parse_blend(data.data_path)
-        return blend, split, f"{' '.join(data.data_path)}, {shown}"
+        return source, split, f"mock data, {shown}"
+    if source.whole is not None:
+        return source, split, f"{source}, {shown}"
     corpus = prepare_builtin_corpus(cache, tokenizer, on_first_rank)
     text = f"Python standard library, {corpus.files:,} files, {corpus.text_bytes / 1e6:.0f} MB"
-    return Blend((corpus.prefix,), None), split, f"{text}, {shown}"
+    return DataSource(whole=Blend((corpus.prefix,), None)), split, f"{text}, {shown}"
 
 
-def _check_parts(blend: Blend | None, split: str, matrix: list[Any], tokenizer: Tokenizer) -> None:
+def _check_parts(source: DataSource, split: str, matrix: list[Any], tokenizer: Tokenizer) -> None:
     """Files fit together, ids are known, wanted parts hold tokens (megatron-core adds empty epochs for ever)."""
-    for prefix in blend.prefixes if blend else ():
+    for prefix in source.prefixes:
         facts = check_indexed_dataset(prefix)
         lengths = numpy.memmap(prefix + ".idx", "<i4", "r", offset=HEADER.size, shape=(facts.sequences,))
-        for part, bounds in zip(PARTS, matrix, strict=True):
-            if bounds is None:
+        for part, blend, bounds in zip(PARTS, source.blends, matrix, strict=True):
+            if bounds is None or blend is None or prefix not in blend.prefixes:
                 continue
             first, last = (round(bound * facts.sequences) for bound in bounds)
             if not lengths[first:last].any():
@@ -156,12 +175,10 @@ def _check_vocabulary(lowest: int, highest: int, vocab_size: int, prefix: object
         )
 
 
-def _state(blend: Blend | None) -> list[Any]:
-    """What identifies the content of a blend; megatron-core's own key misses rewritten files."""
-    files = [
-        Path(prefix + suffix).stat() for prefix in (blend.prefixes if blend else ()) for suffix in (".bin", ".idx")
-    ]
-    return [asdict(blend) if blend else None, [(f.st_size, f.st_mtime_ns) for f in files]]
+def _state(source: DataSource) -> list[Any]:
+    """What identifies the content of the blends; megatron-core's own key misses rewritten files."""
+    files = [Path(prefix + suffix).stat() for prefix in source.prefixes for suffix in (".bin", ".idx")]
+    return [asdict(source), [(f.st_size, f.st_mtime_ns) for f in files]]
 
 
 def _build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> tuple[Dataset | None, ...]:
@@ -212,7 +229,9 @@ def _check_visible(folder: Path) -> None:
         )
 
 
-def _check_lengths(parts: tuple[Dataset | None, ...], samples: tuple[int, int, int]) -> None:
+def _check_lengths(parts: tuple[Dataset | None, ...], samples: tuple[int, int, int], has_parts: bool) -> None:
+    if samples[0] and parts[0] is None and has_parts:
+        raise ConfigError("--train-data-path", "", "is missing: the parts have paths of their own", "name it as well")
     if samples[0] and parts[0] is None:
         raise ConfigError("--split", "", "leaves nothing for training", "give its first number a value")
     for name, dataset, wanted in zip(PARTS, parts, samples, strict=True):

@@ -42,30 +42,32 @@ class IndexedFacts:
     bytes_per_token: int
 
 
-def parse_blend(data_path: Sequence[str]) -> Blend:
+def parse_blend(data_path: Sequence[str], subject: str = "--data-path") -> Blend:
     """`P`, `P1 P2 …`, or `W1 P1 W2 P2 …` as Megatron reads them.
 
+    Args:
+        subject: the flag that gave the words.
     Raises:
         ConfigError: nothing is named, weights and prefixes do not alternate, or a weight is not positive.
     """
     words = [word.strip() for word in data_path]
     shown = " ".join(words)
     if not words or not all(words):
-        raise ConfigError("--data-path", shown or '""', "names no dataset", "give a prefix, or drop the flag")
+        raise ConfigError(subject, shown or '""', "names no dataset", "give a prefix, or drop the flag")
     numbers = [_number(word) for word in words]
     if all(number is None for number in numbers):
         return Blend(tuple(words), None)
     alternate = len(words) % 2 == 0 and all((number is not None) == (i % 2 == 0) for i, number in enumerate(numbers))
     if not alternate:
         raise ConfigError(
-            "--data-path",
+            subject,
             shown,
             "weights and prefixes must alternate",
             "write WEIGHT PREFIX WEIGHT PREFIX …, or prefixes only",
         )
     weights = tuple(number for number in numbers if number is not None)
     if not all(weight > 0 and math.isfinite(weight) for weight in weights):
-        raise ConfigError("--data-path", shown, "weights must be positive", "drop the datasets you do not want")
+        raise ConfigError(subject, shown, "weights must be positive", "drop the datasets you do not want")
     return Blend(tuple(words[1::2]), weights)
 
 

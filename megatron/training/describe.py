@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.training.batch_sizes import largest_batch
 from megatron.training.config import Config
+from megatron.training.file_tokenizers import TIKTOKEN_VOCAB_SIZE
 from megatron.training.stages import virtual_stages
 from megatron.training.tokenizers import ByteTokenizer
 from moe_overlap.describe.errors import ConfigError
@@ -101,8 +102,11 @@ def known_vocab_size(config: Config) -> int | None:
         return data.vocab_size
     if data.tokenizer_type == "ByteTokenizer" or (data.tokenizer_type is None and data.vocab_file is None):
         return ByteTokenizer.vocab_size
-    if data.tokenizer_type is None and data.vocab_file is not None and Path(data.vocab_file).is_file():
-        return vocab_file_entries(data.vocab_file)
+    if data.tokenizer_type == "TikTokenizer":
+        return TIKTOKEN_VOCAB_SIZE
+    path = data.vocab_file if data.tokenizer_type in (None, "GPT2BPETokenizer") else None
+    if path is not None and Path(path).is_file():
+        return vocab_file_entries(path)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from pathlib import Path
 from typing import TextIO
@@ -9,6 +10,7 @@ from typing import TextIO
 from megatron.training.arguments import ParsedArguments
 from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
+from megatron.training.data_source import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.describe import (
     ParallelLayout,
     describe_model,
@@ -17,14 +19,18 @@ from megatron.training.describe import (
     smallest_world,
 )
 from megatron.training.flags import config_flags, flag_texts
-from megatron.training.idle import idle_flags
+from megatron.training.idle import idle_flags, reads_vocab_file
+from megatron.training.packages import is_installed, packages_of
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
 from megatron.training.start_rules import Machine, obstacles, this_machine
+from megatron.training.tokenizers import MODEL_TYPES
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.parameters import ParameterCount, Share, model_parameters, rank_parameters
+from moe_overlap.plan.overlap import NO_OVERLAP
+from moe_overlap.plan.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.plan import Plan
 
 _WIDTH = 120
@@ -62,6 +68,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
             else [_line("vocabulary", "unknown without the tokenizer: word embeddings are not counted")]
         ),
         _line("layout", layout_line(layout, config)),
+        *([_line("in flight", in_flight_line(plan))] if has_pairs(plan) else []),
         "",
         "flags that differ from the defaults",
         *_changed_flags(config),
@@ -108,6 +115,22 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
     return f"{processes}: {names}, micro-batch {layout.micro_batch_size}, {batches}, {length}"
 
 
+def has_pairs(plan: Plan) -> bool:
+    """Whether a stage interleaves micro-batches."""
+    return any(stage.overlap.micro_batches_in_flight > 1 for stage in plan.stages)
+
+
+def in_flight_line(plan: Plan) -> str:
+    """What interleaving costs: `activations of at most 4, 2 micro-batches (stages 0, 1); 2, 1 without …`."""
+    alone = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, overlap=NO_OVERLAP) for s in plan.stages))
+    stages = range(len(plan.stages))
+    held, before = (
+        ", ".join(str(most_in_flight(pipeline_blocks(one, stage))) for stage in stages) for one in (plan, alone)
+    )
+    where = f" (stages {', '.join(map(str, stages))})" if len(stages) > 1 else ""
+    return f"activations of at most {held} micro-batches{where}; {before} without --moe-overlap-micro-batches"
+
+
 def quantity(number: int) -> str:
     """`14.2 M`: a number of parameters with three digits."""
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -119,28 +142,21 @@ def quantity(number: int) -> str:
 def missing_files(config: Config) -> list[tuple[str, str]]:
     """Flags that name a file or folder that is not there, with its path: training raises, a dry run lists them."""
     data, missing = config.data, []
-    for word in data.data_path or ():
-        if not _is_number(word):
-            missing += [("--data-path", word + end) for end in (".idx", ".bin") if not Path(word + end).is_file()]
-    no_files = data.tokenizer_type in (None, "ByteTokenizer", "NullTokenizer")
-    vocabulary_counts = data.tokenizer_type == "GPT2BPETokenizer" or not (data.tokenizer_type or data.vocab_size)
+    arguments = ((ARGS, data.data_args_path), (PER_SPLIT_ARGS, data.per_split_data_args_path))
+    if all(path is None or Path(path).is_file() for _, path in arguments):
+        for prefix in data_source(data).prefixes:
+            missing += [("--data-path", prefix + end) for end in (".idx", ".bin") if not Path(prefix + end).is_file()]
     for flag, path in (
-        ("--tokenizer-model", None if no_files else data.tokenizer_model),
-        ("--vocab-file", data.vocab_file if vocabulary_counts else None),
+        *arguments,
+        ("--tokenizer-model", data.tokenizer_model if data.tokenizer_type in MODEL_TYPES else None),
+        ("--vocab-file", data.vocab_file if reads_vocab_file(data) else None),
+        ("--merge-file", data.merge_file if data.tokenizer_type == "GPT2BPETokenizer" else None),
         ("--load", config.checkpoint.load),
         ("--plan", config.overlap.plan),
     ):
         if path is not None and not Path(path).exists():
             missing.append((flag, path))
     return missing
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _line(head: str, text: str) -> str:
@@ -216,6 +232,9 @@ def _lacking(config: Config, layout: ParallelLayout, machine: Machine) -> list[s
         lines.append(("CUDA", f"{gpus} GPUs here, {layout.world_size} processes: several machines are needed"))
     if "transformer_engine" not in machine.packages:
         lines.append(("Transformer Engine", "not installed: torch's attention and norms run instead"))
+    for flag, _, package in packages_of(config):
+        if not is_installed(package):
+            lines.append((flag, f"needs the package {package}: pip install {package}"))
     for flag, path in missing_files(config):
         after = ": training would start afresh" if flag == "--load" else ""
         lines.append((flag, f"{path} does not exist{after}"))

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.arguments import ParsedArguments
-from megatron.training.config import Config
-from megatron.training.flags import config_flags, spelling
+from megatron.training.config import Config, DataConfig
+from megatron.training.flags import config_flags, one_of, spelling
+from megatron.training.tokenizers import MODEL_TYPES
 
 FLEX_FIELD, FLEX = "moe.moe_token_dispatcher_type", "flex"
 """The one field of which a single choice has settings."""
+CURVES = (
+    "log_memory_to_tensorboard",
+    "log_world_size_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_timers_to_tensorboard",
+    "moe_per_layer_logging",
+)
+"""Fields of `logging` that ask for curves."""
 
 
 def idle_flags(parsed: ParsedArguments) -> list[tuple[str, str]]:
     """Flag and reason."""
     config = parsed.config
-    groups = (_settings(config), _parallel(config), _files(config))
+    groups = (_settings(config), _parallel(config), _data(config.data), _files(config), _logging(config))
     return [*parsed.without_effect, *(pair for group in groups for pair in group)]
 
 
@@ -67,13 +76,24 @@ def _parallel(config: Config) -> Iterator[tuple[str, str]]:
         yield "--moe-token-drop-policy", "nothing is dropped without --moe-expert-capacity-factor"
 
 
+def reads_vocab_file(data: DataConfig) -> bool:
+    """Whether --vocab-file counts: as a tokenizer's file, or as the number of ids of tokenized data."""
+    return data.tokenizer_type == "GPT2BPETokenizer" or not (data.tokenizer_type or data.vocab_size)
+
+
+def _data(data: DataConfig) -> Iterator[tuple[str, str]]:
+    if data.tokenizer_model is not None and data.tokenizer_type not in MODEL_TYPES:
+        yield "--tokenizer-model", f"read for --tokenizer-type {one_of(MODEL_TYPES)} only"
+    if data.vocab_file is not None and not reads_vocab_file(data):
+        yield "--vocab-file", "counts for GPT2BPETokenizer, and without --tokenizer-type and --vocab-size"
+    if data.merge_file is not None and data.tokenizer_type != "GPT2BPETokenizer":
+        yield "--merge-file", "read for --tokenizer-type GPT2BPETokenizer only"
+    if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
+        yield "--tiktoken-pattern", "read for --tokenizer-type TikTokenizer only"
+
+
 def _files(config: Config) -> Iterator[tuple[str, str]]:
-    data, checkpoint, logging = config.data, config.checkpoint, config.logging
-    if data.tokenizer_model is not None and data.tokenizer_type in (None, "ByteTokenizer", "NullTokenizer"):
-        yield "--tokenizer-model", "read for a --tokenizer-type with files only"
-    counted = data.tokenizer_type == "GPT2BPETokenizer" or not (data.tokenizer_type or data.vocab_size)
-    if data.vocab_file is not None and not counted:
-        yield "--vocab-file", "counts where neither --tokenizer-type nor --vocab-size is given"
+    checkpoint = config.checkpoint
     if checkpoint.ckpt_format != "torch_dist":
         yield "--ckpt-format", "checkpoints are written as torch_dist"
     saving = (
@@ -92,6 +112,13 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
     for flag, on in loading:
         if on and checkpoint.load is None:
             yield flag, "counts with --load only"
+
+
+def _logging(config: Config) -> Iterator[tuple[str, str]]:
+    logging = config.logging
+    for name in CURVES:
+        if getattr(logging, name) and not (logging.tensorboard_dir or logging.wandb_project):
+            yield spelling(f"logging.{name}"), "there is neither --tensorboard-dir nor --wandb-project"
     if logging.profile and not logging.use_pytorch_profiler:
         yield "--profile", "profiles with --use-pytorch-profiler only"
     if logging.use_pytorch_profiler and not logging.profile:

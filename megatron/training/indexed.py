@@ -25,8 +25,8 @@ CORPUS_FORMAT = 1
 class IndexedWriter:
     """PREFIX.bin and PREFIX.idx under construction; one sequence per document."""
 
-    def __init__(self, prefix: str, vocab_size: int) -> None:
-        self._prefix = prefix
+    def __init__(self, prefix: str, vocab_size: int, replaces_equal: bool = False) -> None:
+        self._prefix, self._replaces_equal = prefix, replaces_equal
         mark = f".partial-{uuid.uuid4().hex[:8]}"
         self._data, self._index = f"{prefix}.bin{mark}", f"{prefix}.idx{mark}"
         self._dtype = DType.optimal_dtype(vocab_size)
@@ -44,8 +44,9 @@ class IndexedWriter:
     def publish(self) -> None:
         """Give both files their names. The index comes last: without it the dataset does not exist."""
         self._builder.finalize(self._index)
-        with contextlib.suppress(FileNotFoundError):
-            Path(self._prefix + ".idx").unlink()
+        if not self._replaces_equal:
+            with contextlib.suppress(FileNotFoundError):
+                Path(self._prefix + ".idx").unlink()
         Path(self._data).replace(self._prefix + ".bin")
         Path(self._index).replace(self._prefix + ".idx")
 
@@ -58,15 +59,17 @@ class IndexedWriter:
 
 
 @contextlib.contextmanager
-def indexed_dataset(prefix: str, vocab_size: int) -> Iterator[IndexedWriter]:
+def indexed_dataset(prefix: str, vocab_size: int, replaces_equal: bool = False) -> Iterator[IndexedWriter]:
     """Write a dataset: it appears at `prefix` when the block ends, and not at all when the block fails or is killed.
 
     Args:
         prefix: path without ending; its folder is made.
         vocab_size: decides the width of an id, 2 bytes below 65,500.
+        replaces_equal: every writer of this prefix writes the same bytes. The old index then stays until the new one takes
+            its place, so that a reader finds a whole dataset however many writers work at once.
     """
     Path(prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
-    writer = IndexedWriter(prefix, vocab_size)
+    writer = IndexedWriter(prefix, vocab_size, replaces_equal)
     try:
         yield writer
         writer.publish()
@@ -105,7 +108,7 @@ def prepare_builtin_corpus(
             check_indexed_dataset(prefix)
             return BuiltinCorpus(prefix, summary.files, summary.text_bytes)
         try:
-            with indexed_dataset(prefix, tokenizer.vocab_size) as writer:
+            with indexed_dataset(prefix, tokenizer.vocab_size, replaces_equal=True) as writer:
                 for text in builtin_corpus_documents():
                     writer.add_document([*tokenizer.tokenize(text), tokenizer.eod])
         except OSError as error:

@@ -53,6 +53,18 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def device_memory() -> dict[str, float]:
+    """The CUDA allocator's figures under the names of Megatron-LM's curves; nothing on a CPU. Not yet run on hardware."""
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": float(stats["reserved_bytes.all.current"]),
+        "mem-allocated-bytes": float(stats["allocated_bytes.all.current"]),
+        "mem-allocated-count": float(stats["allocation.all.current"]),
+    }
+
+
 def held_tensors(chunks: Any, optimizer: Any) -> list[torch.Tensor]:
     """Parameters, gradient buffers and optimizer state of this rank."""
     tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.module.buffers())]

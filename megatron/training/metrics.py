@@ -1,13 +1,21 @@
-"""Where a step's figures go: one `log(metrics)` for console, JSON lines and TensorBoard."""
+"""Where a run's figures go: console, JSON lines, TensorBoard and W&B, the file of expert loads."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
+from megatron.training.boards import Boards
 from megatron.training.config import LoggingConfig
+from moe_overlap.describe.expert_load import ExpertLoad
+
+LARGEST_EXPONENT = 20
+"""Of a perplexity, as upstream bounds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,47 +37,65 @@ class StepMetrics:
     consumed_samples: int
     optional: dict[str, float]
     """Figures behind flags: params_norm, num_zeros_in_grad, model_tflops."""
+    deferred: dict[str, int]
+    """Weight gradients put aside so far: deferred_peak_bytes they held, deferred_early ones that had no room; else empty."""
 
 
 class MetricsLog:
-    """Console on rank 0, JSON lines on every rank, TensorBoard on rank 0.
+    """Console, TensorBoard, W&B and the file of expert loads on rank 0, JSON lines on every rank.
 
     Args:
         total_steps: for the console's counter.
+        settings: all flags of the run, for W&B.
     """
 
-    def __init__(self, config: LoggingConfig, rank: int, total_steps: int) -> None:
+    def __init__(
+        self, config: LoggingConfig, rank: int, total_steps: int, settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self._config, self._rank, self._total = config, rank, total_steps
-        self._json: IO[str] | None = None
-        if config.log_json is not None:
-            path = Path(config.log_json if rank == 0 else f"{config.log_json}.rank{rank}")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._json = path.open("a")
-        self._board: Any = None
-        if config.tensorboard_dir is not None and rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
+        path = config.log_json if rank == 0 or config.log_json is None else f"{config.log_json}.rank{rank}"
+        self._json = _appended(path)
+        self._loads = _appended(config.log_expert_load if rank == 0 else None)
+        self._boards = Boards(config, settings) if rank == 0 else None
 
-            self._board = SummaryWriter(config.tensorboard_dir)
+    def log(self, metrics: StepMetrics, board_only: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Record one training step.
 
-    def log(self, metrics: StepMetrics) -> None:
-        """Record one training step."""
+        Args:
+            board_only: curves of TensorBoard and W&B beside the metrics' own.
+        """
         if self._json is not None:
             row = asdict(metrics)
-            row.update(row.pop("optional"))
+            row.update(row.pop("optional") | row.pop("deferred"))
             self._json.write(json.dumps(row) + "\n")
             self._json.flush()
-        if self._board is not None and metrics.step % self._config.tensorboard_log_interval == 0:
-            for name, value in _board_values(metrics).items():
-                self._board.add_scalar(name, value, metrics.step)
+        if self._boards is not None and metrics.step % self._config.tensorboard_log_interval == 0:
+            self._boards.scalars({**_board_values(metrics), **board_only}, metrics.step)
         if self._rank == 0 and (metrics.step % self._config.log_interval == 0 or metrics.step == 1):
             print(step_line(metrics, self._total), flush=True)
 
     def log_evaluation(self, name: str, loss: float, step: int, note: str = "") -> None:
         """Record the loss on a split that is not trained on."""
-        if self._board is not None:
-            self._board.add_scalar(f"{name}/loss", loss, step)
+        if self._boards is not None:
+            values = {f"{name}/loss": loss}
+            if self._config.log_validation_ppl_to_tensorboard:
+                values[f"{name}/ppl"] = math.exp(min(loss, LARGEST_EXPONENT))
+            self._boards.scalars(values, step)
         if self._rank == 0:
             print(f"{name:<12} loss {loss:.4f}{note}", flush=True)
+
+    def log_loads(self, loads: Sequence[ExpertLoad]) -> None:
+        """Record how loaded the experts were, layer by layer."""
+        if self._loads is not None:
+            self._loads.writelines(load.to_line() + "\n" for load in loads)
+            self._loads.flush()
+        if self._boards is None or not self._config.moe_per_layer_logging:
+            return
+        for load in loads:
+            name = f"router/L{load.layer}"
+            values = {"imbalance": load.imbalance, "dropped_share": load.dropped_share, "entropy": load.entropy}
+            self._boards.scalars({f"{name}/{key}": value for key, value in values.items()}, load.last_step)
+            self._boards.loads(f"{name}/load", load.load, load.last_step)
 
     def say(self, subject: str, text: str) -> None:
         """One line on the console of rank 0."""
@@ -78,10 +104,17 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush and close the files."""
-        if self._json is not None:
-            self._json.close()
-        if self._board is not None:
-            self._board.close()
+        for part in (self._json, self._loads, self._boards):
+            if part is not None:
+                part.close()
+
+
+def _appended(path: str | None) -> IO[str] | None:
+    """A file to append to, in a folder that is made; None without a path."""
+    if path is None:
+        return None
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return Path(path).open("a")
 
 
 def step_line(metrics: StepMetrics, total: int) -> str:
@@ -89,6 +122,9 @@ def step_line(metrics: StepMetrics, total: int) -> str:
     width = len(str(total))
     share = metrics.exposed_comm_seconds / metrics.step_seconds if metrics.step_seconds else 0.0
     optional = "".join(f"  {name} {value:.4g}" for name, value in metrics.optional.items())
+    if metrics.deferred:
+        held, early = metrics.deferred["deferred_peak_bytes"], metrics.deferred["deferred_early"]
+        optional += f"  deferred {held / 2**20:.1f} MiB, {early} early"
     return (
         f"step {metrics.step:>{width + 2}}/{total}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.2f}"
         f"  lr {metrics.learning_rate:.1e}  {_thousands(metrics.tokens_per_second):>6} tok/s  {metrics.step_seconds:.2f} s"
@@ -103,7 +139,7 @@ def _thousands(value: float) -> str:
 
 def _board_values(metrics: StepMetrics) -> dict[str, float]:
     row = asdict(metrics)
-    optional = row.pop("optional")
+    optional = row.pop("optional") | row.pop("deferred")
     return {
         name: value for name, value in (row | optional).items() if isinstance(value, (int, float)) and name != "step"
     }

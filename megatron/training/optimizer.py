@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,37 +21,54 @@ def wrap_chunks(
     config: Config,
     chunks: Sequence[torch.nn.Module],
     groups: ProcessGroupCollection,
+    bucket_marks: Sequence[torch.nn.Parameter] = (),
     weight_gradients_come_later: bool = False,
 ) -> list[DistributedDataParallel]:
     """Give every chunk gradient buffers that are reduced over the data-parallel ranks.
 
     Args:
+        bucket_marks: parameters that begin a new bucket each; reductions are then started from outside, not by DDP.
         weight_gradients_come_later: modules announce their weights' gradients themselves, after their backward pass.
     """
     parallel, optimizer = config.parallel, config.optimizer
+    bucket_by_bucket = parallel.overlap_grad_reduce and not bucket_marks
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32
         or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16),
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_grad_reduce=bucket_by_bucket,
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=True,
         delay_wgrad_compute=weight_gradients_come_later,
-        bucket_size=parallel.ddp_bucket_size if parallel.overlap_grad_reduce else None,
+        bucket_size=parallel.ddp_bucket_size if bucket_by_bucket else None,
         fp8_param_gather=config.precision.fp8_param_gather,
         reuse_grad_buf_for_mxfp8_param_ag=config.precision.reuse_grad_buf_for_mxfp8_param_ag,
         gradient_reduce_div_fusion=torch.cuda.is_available(),
     )
-    return [
-        DistributedDataParallel(
-            config=get_model_config(chunk),
-            ddp_config=ddp_config,
-            module=chunk,
-            # As upstream: only the chunk that is needed first overlaps its buckets one by one.
-            disable_bucketing=index > 0,
-            pg_collection=groups,
-        )
-        for index, chunk in enumerate(chunks)
-    ]
+    with _alone_in_their_buckets(bucket_marks):
+        return [
+            DistributedDataParallel(
+                config=get_model_config(chunk),
+                ddp_config=ddp_config,
+                module=chunk,
+                # As upstream: only the chunk that is needed first overlaps its buckets one by one.
+                disable_bucketing=index > 0 and not bucket_marks,
+                pg_collection=groups,
+            )
+            for index, chunk in enumerate(chunks)
+        ]
+
+
+@contextmanager
+def _alone_in_their_buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Have DDP close the bucket before and behind each of these, as it does for tied embeddings (param_and_grad_buffer.py)."""
+    unmarked = [parameter for parameter in parameters if not getattr(parameter, "shared_embedding", False)]
+    for parameter in unmarked:
+        parameter.shared_embedding = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for parameter in unmarked:
+            del parameter.shared_embedding
 
 
 def make_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.training.config import Config
 from megatron.training.rule import Rule, require
 from megatron.training.stages import virtual_stages
-from moe_overlap.plan.gate_rules import GATE_FACTS, check_gate
+from moe_overlap.plan.gate_rules import check_gate, require_partitionable
 
 
 def gate_agrees_with_router_flags(config: Config) -> None:
@@ -15,55 +15,79 @@ def gate_agrees_with_router_flags(config: Config) -> None:
     require(config.moe.num_experts is not None, "--moe-gate", gate, "the model has no experts", "add --num-experts")
     check_gate(gate, config.moe)
     recompute = config.parallel.recompute_granularity
+    numbered = gate != "random" or recompute is None or overlap_flag(config) is not None
     rule = "draws anew in a recomputation, which may meet another micro-batch's number"
-    require(gate != "random" or recompute is None, "--moe-gate", gate, rule, "drop --recompute-granularity or use hash")
+    require(numbered, "--moe-gate", gate, rule, "drop --recompute-granularity or use hash")
 
 
-def overlapped_by(config: Config) -> str | None:
-    """The flag that has the executor run the step, or None where megatron-core's schedule does."""
-    if (config.overlap.moe_overlap_partitions or 1) != 1:
+def overlap_flag(config: Config) -> str | None:
+    """The flag that decides an overlap by hand, or None where a plan may (plan_of_run.py holds it against the flags)."""
+    overlap = config.overlap
+    if (overlap.moe_overlap_partitions or 1) != 1:
         return "--moe-overlap-partitions"
-    return "--defer-weight-gradients" if config.overlap.defer_weight_gradients else None
+    if overlap.moe_overlap_micro_batches != 1:
+        return "--moe-overlap-micro-batches"
+    if (overlap.moe_overlap_capacity_chunks or 1) != 1:
+        return "--moe-overlap-capacity-chunks"
+    return "--defer-weight-gradients" if overlap.defer_weight_gradients else None
 
 
 def executor_has_what_it_needs(config: Config) -> None:
-    flag, parallel, moe = overlapped_by(config), config.parallel, config.moe
-    if flag is None:
-        return
-    dispatcher = moe.moe_token_dispatcher_type
-    rule = f"{flag} exchanges tokens by the irregular dispatcher"
+    flag = overlap_flag(config)
+    if flag is not None:
+        require_executable(config, flag)
+
+
+def require_executable(config: Config, why: str) -> None:
+    """The flags that the executor needs, or does not go with.
+
+    Args:
+        why: the flag or the plan that has the executor run the step.
+    """
+    parallel, dispatcher = config.parallel, config.moe.moe_token_dispatcher_type
+    rule = f"{why} exchanges tokens by the irregular dispatcher"
     require(dispatcher == "irregular", "--moe-token-dispatcher-type", dispatcher, rule, "use irregular")
-    recompute = parallel.recompute_granularity
-    rule = f"recomputation with {flag} is not executed yet"
-    require(recompute is None, "--recompute-granularity", recompute, rule, f"drop it or {flag}")
-    rule = f"{flag} reduces gradients after the last backward pass"
-    require(not parallel.overlap_grad_reduce, "--overlap-grad-reduce", "", rule, f"drop it or {flag}")
-    require(not parallel.overlap_param_gather, "--overlap-param-gather", "", rule, f"drop it or {flag}")
-    per_token = config.training.calculate_per_token_loss
-    rule = f"is not executed with {flag} yet"
-    require(not per_token, "--calculate-per-token-loss", "", rule, f"drop it or {flag}")
+    fix = f"drop it or {why}"
+    rule = f"{why} gathers weights at the end of the step; hooks would send them among the first exchanges of the next"
+    require(not parallel.overlap_param_gather, "--overlap-param-gather", "", rule, fix)
+    rule = f"sequences that ranks share are not executed with {why} yet"
+    require(
+        parallel.context_parallel_size == 1, "--context-parallel-size", parallel.context_parallel_size, rule, "use 1"
+    )
+    chunked, recompute = (config.overlap.moe_overlap_capacity_chunks or 1) != 1, parallel.recompute_granularity
+    rule = "capacity chunks that are recomputed are not executed"
+    require(recompute is None or not chunked, "--recompute-granularity", recompute, rule, fix)
 
 
 def partitions_keep_the_mathematics(config: Config) -> None:
-    parts = config.overlap.moe_overlap_partitions
+    flag, gate, parts = "--moe-overlap-partitions", config.overlap.moe_gate, config.overlap.moe_overlap_partitions
     if parts is None or parts == 1:
         return
-    flag, gate = "--moe-overlap-partitions", config.overlap.moe_gate
-    require(gate is not None, flag, parts, "capacity passes from part to part in our gates only", "add --moe-gate topk")
-    whole = gate is not None and not GATE_FACTS[gate].partitionable_before
-    rule = "needs the whole micro-batch, and parts behind such a gate are not executed yet"
-    require(not whole, "--moe-gate", gate, rule, f"use topk, switch, random or hash, or drop {flag}")
+    rule = "capacity passes from part to part in our gates only"
+    require(gate is not None, flag, parts, rule, "add --moe-gate topk")
+    assert gate is not None
+    require_partitionable(gate, config.overlap.moe_overlap_range)
+    require_no_dropout(config)
+
+
+def require_no_dropout(config: Config) -> None:
+    """Where micro-batches are cut, by flags or by a plan."""
     for name, value in (
         ("--hidden-dropout", config.model.hidden_dropout),
         ("--attention-dropout", config.model.attention_dropout),
     ):
         require(value == 0, name, value, "its masks would depend on how the micro-batch is cut", "use 0")
-    rule = "the parts of an interleaved pipeline are not executed yet"
-    require(virtual_stages(config) == 1, flag, parts, rule, "drop the virtual stages or the flag")
+
+
+def interleaved_micro_batches_have_one_chunk(config: Config) -> None:
+    several, flag = config.overlap.moe_overlap_micro_batches, "--moe-overlap-micro-batches"
+    rule = "the passes of an interleaved pipeline are not interleaved again"
+    require(several == 1 or virtual_stages(config) == 1, flag, several, rule, "drop the virtual stages or the flag")
 
 
 OVERLAP_RULES: tuple[Rule, ...] = (
     gate_agrees_with_router_flags,
+    interleaved_micro_batches_have_one_chunk,
     executor_has_what_it_needs,
     partitions_keep_the_mathematics,
 )

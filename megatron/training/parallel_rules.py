@@ -8,6 +8,7 @@ from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
 from megatron.training.describe import expert_tensor_size, smallest_world
 from megatron.training.flags import one_of
+from megatron.training.overlap_rules import overlap_flag
 from megatron.training.rule import Rule, at_least, divisors, require
 from megatron.training.stages import chunk_sizes, counted_layers, layout_parts, stage_layers, virtual_stages
 from moe_overlap.describe.errors import ConfigError
@@ -36,20 +37,17 @@ def sizes_are_positive(config: Config) -> None:
 
 
 def sequence_divides(config: Config) -> None:
-    tensor, sequence = config.parallel.tensor_model_parallel_size, config.model.seq_length
+    parallel, sequence = config.parallel, config.model.seq_length
     assert sequence is not None
-    context = config.parallel.context_parallel_size
-    rule = f"--context-parallel-size {context} splits it into {2 * context} parts"
-    require(
-        context == 1 or sequence % (2 * context) == 0,
-        "--seq-length",
-        sequence,
-        rule,
-        f"use a multiple of {2 * context}",
-    )
-    if config.parallel.sequence_parallel:
-        rule = f"--sequence-parallel splits it over {tensor} ranks"
-        require(sequence % tensor == 0, "--seq-length", sequence, rule, f"use a multiple of {tensor}")
+    tensor = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    context = parallel.context_parallel_size
+    if context > 1:
+        rule = f"--context-parallel-size {context} cuts it into {2 * context} pieces"
+        rule += f" and --sequence-parallel each rank's part over {tensor} ranks" if tensor > 1 else ""
+        pieces = math.lcm(2 * context, context * tensor)
+        require(sequence % pieces == 0, "--seq-length", sequence, rule, f"use a multiple of {pieces}")
+    rule = f"--sequence-parallel splits it over {tensor} ranks"
+    require(sequence % tensor == 0, "--seq-length", sequence, rule, f"use a multiple of {tensor}")
 
 
 def layers_divide_by_stages(config: Config) -> None:
@@ -180,6 +178,8 @@ def full_recompute_fits_the_stages(config: Config) -> None:
 
 def gradient_overlap_fits(config: Config) -> None:
     parallel = config.parallel
+    if overlap_flag(config) is not None:
+        return  # overlap_rules.py refuses both
     fits = parallel.overlap_grad_reduce or not parallel.overlap_param_gather
     require(
         fits, "--overlap-param-gather", "", "works on the buckets of --overlap-grad-reduce", "add --overlap-grad-reduce"

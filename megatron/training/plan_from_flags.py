@@ -11,7 +11,9 @@ from megatron.training.config import Config
 from megatron.training.describe import ParallelLayout, parallel_layout
 from megatron.training.stages import chunk_sizes, stage_chunks
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.overlap_from_words import OverlapWords, overlap_from_words
+from moe_overlap.plan.payload import GRADIENT_BYTES
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute, StagePlan
 
 
@@ -27,7 +29,7 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
     assert config.model.seq_length is not None
     chunks = stage_chunks(chunk_sizes(config))
     alike = [_stage(config, layout, index, ranges) for index, ranges in enumerate(chunks)]
-    stages = tuple(_overlapped(config, model, stage, len(alike), index) for index, stage in enumerate(alike))
+    stages = tuple(_overlapped(config, model, layout, stage, index) for index, stage in enumerate(alike))
     return Plan(
         model=Named(name=model.name, sha256=content_sha256(dataclasses.asdict(model))),
         cluster=Named(name=f"{world_size}-processes", sha256=content_sha256({"processes": world_size})),
@@ -96,19 +98,33 @@ def _stage_ranks(layout: ParallelLayout, index: int, by_replica: bool) -> tuple[
     return tuple(first + place for first in firsts for place in range(part))
 
 
-def _overlapped(config: Config, model: ModelDescription, stage: StagePlan, stages: int, index: int) -> StagePlan:
+def _gradient_chunk_bytes(config: Config, layout: ParallelLayout) -> int:
+    """Of the executor's reductions between exchanges: --ddp-bucket-size, or upstream's default for it."""
+    if not config.parallel.overlap_grad_reduce:
+        return 0
+    parameters = config.parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data * layout.context)
+    return parameters * GRADIENT_BYTES
+
+
+def _overlapped(
+    config: Config, model: ModelDescription, layout: ParallelLayout, stage: StagePlan, index: int
+) -> StagePlan:
     overlap = config.overlap
     words = OverlapWords(
-        partitions=overlap.moe_overlap_partitions or 1,
+        partitions=1 if overlap.moe_overlap_partitions is None else overlap.moe_overlap_partitions,
         range_word=overlap.moe_overlap_range,
+        capacity_chunks=1 if overlap.moe_overlap_capacity_chunks is None else overlap.moe_overlap_capacity_chunks,
         gate=overlap.moe_gate,
         dispatcher="irregular",
         defer=overlap.defer_weight_gradients,
         max_deferred_bytes=overlap.max_deferred_bytes,
+        micro_batches=overlap.moe_overlap_micro_batches,
     )
-    if words.partitions == 1 and not words.defer:
+    if words.partitions == words.capacity_chunks == words.micro_batches == 1 and not words.defer:
         return stage
-    decided = overlap_from_words(words, stage, model, holds_embedding=index == 0, holds_head=index == stages - 1)
+    chunked = StageOverlap(gradient_chunk_bytes=_gradient_chunk_bytes(config, layout))
+    stage, ends = dataclasses.replace(stage, overlap=chunked), (index == 0, index == layout.pipeline - 1)
+    decided = overlap_from_words(words, stage, model, holds_embedding=ends[0], holds_head=ends[1])
     return dataclasses.replace(stage, overlap=decided)
 
 

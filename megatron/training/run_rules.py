@@ -7,8 +7,10 @@ from signal import valid_signals
 
 from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
+from megatron.training.data_source import check_data_flags
 from megatron.training.rule import Rule, at_least, fraction, require
-from megatron.training.tokenizers import ByteTokenizer
+from megatron.training.tokenizer_of_run import tokenizer_files
+from megatron.training.tokenizers import ByteTokenizer, check_tokenizer_flags
 
 
 def learning_rate_is_given(config: Config) -> None:
@@ -152,9 +154,7 @@ def _shown(words: Sequence[object] | None) -> str:
 
 def data_are_named(config: Config) -> None:
     data = config.data
-    rule = "--mock-data replaces the dataset"
-    shown = " ".join(data.data_path or ())
-    require(data.data_path is None or not data.mock_data, "--data-path", shown, rule, "drop one of the two")
+    check_data_flags(data)
     if data.split is not None:
         parts = data.split.split(",")
         fits = len(parts) <= 3 and all(part.strip().replace(".", "", 1).isdigit() for part in parts)
@@ -168,12 +168,8 @@ def data_are_named(config: Config) -> None:
     rule, fix = f"the tokenizer has {least} ids", f"use at least {least} or drop the flag"
     require(data.vocab_size is None or data.vocab_size >= least, "--vocab-size", data.vocab_size, rule, fix)
     at_least(0, (("--num-workers", data.num_workers),))
-    if data.tokenizer_type == "HuggingFaceTokenizer":
-        rule, fix = "needs the tokenizer's files", "add --tokenizer-model FOLDER"
-        require(data.tokenizer_model is not None, "--tokenizer-type", data.tokenizer_type, rule, fix)
-    if data.tokenizer_type == "NullTokenizer":
-        rule, fix = "needs the number of ids", "add --vocab-size N"
-        require(data.vocab_size is not None, "--tokenizer-type", data.tokenizer_type, rule, fix)
+    check_tokenizer_flags(data.tokenizer_type, tokenizer_files(data), data.vocab_size)
+    at_least(7, (("--tiktoken-num-special-tokens", data.tiktoken_num_special_tokens),))
 
 
 def checkpoint_intervals_fit(config: Config) -> None:
@@ -195,12 +191,21 @@ def checkpoint_intervals_fit(config: Config) -> None:
     at_least(0, (("--ckpt-step", checkpoint.ckpt_step),))
 
 
+def reports_are_due_at_some_step(config: Config) -> None:
+    logging = config.logging
+    intervals = (
+        ("--log-interval", logging.log_interval),
+        ("--tensorboard-log-interval", logging.tensorboard_log_interval),
+        ("--tensorboard-queue-size", logging.tensorboard_queue_size),
+        ("--log-memory-interval", logging.log_memory_interval),
+    )
+    at_least(1, intervals)
+    path, rule, fix = logging.log_expert_load, "a dense model has no experts", "add --num-experts or drop the flag"
+    require(path is None or config.moe.num_experts is not None, "--log-expert-load", path, rule, fix)
+
+
 def profile_can_be_written(config: Config) -> None:
     logging = config.logging
-    at_least(
-        1,
-        (("--log-interval", logging.log_interval), ("--tensorboard-log-interval", logging.tensorboard_log_interval)),
-    )
     if not (logging.profile and logging.use_pytorch_profiler):
         return
     require(
@@ -225,5 +230,6 @@ RUN_RULES: tuple[Rule, ...] = (
     batch_grows_by_samples,
     data_are_named,
     checkpoint_intervals_fit,
+    reports_are_due_at_some_step,
     profile_can_be_written,
 )

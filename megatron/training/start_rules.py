@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from megatron.training.arguments import ParsedArguments
 from megatron.training.config import Config
 from megatron.training.flags import config_flags, flag_texts
+from megatron.training.packages import is_installed
 from megatron.training.stages import chunk_sizes, stage_layers, virtual_stages
 from moe_overlap.describe.errors import ConfigError
 
@@ -33,7 +33,7 @@ class Machine:
 
 def this_machine() -> Machine:
     """Asks the file system and the installed packages, not torch."""
-    packages = (name for name in ("transformer_engine", "deep_ep") if importlib.util.find_spec(name) is not None)
+    packages = (name for name in ("transformer_engine", "deep_ep") if is_installed(name))
     return Machine(cuda_is_there(), frozenset(packages))
 
 
@@ -82,11 +82,6 @@ def _lacking(words: str, need: str, machine: Machine) -> Iterator[ConfigError]:
 def _not_executed(config: Config) -> Iterator[ConfigError]:
     """Values of fields that this fork executes in part."""
     parallel, model = config.parallel, config.model
-    if parallel.context_parallel_size > 1:
-        rule = "context parallelism: not executed yet"
-        yield ConfigError(
-            "--context-parallel-size", parallel.context_parallel_size, rule, "use 1; --dry-run accepts it"
-        )
     if model.position_embedding_type == "yarn":
         rule = "YaRN and scaled rotary positions: not executed yet"
         yield ConfigError("--position-embedding-type", "yarn", rule, "use rope; --dry-run accepts it")

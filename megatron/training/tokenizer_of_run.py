@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron.training.config import DataConfig
 from megatron.training.describe import vocab_file_entries
-from megatron.training.tokenizers import NullTokenizer, Tokenizer, build_tokenizer
+from megatron.training.tokenizers import NullTokenizer, Tokenizer, TokenizerFiles, build_tokenizer
 
 
 def tokenizer_of_run(data: DataConfig) -> Tokenizer:
@@ -15,6 +17,9 @@ def tokenizer_of_run(data: DataConfig) -> Tokenizer:
     """
     if data.tokenizer_type is None and data.vocab_file is not None:
         return NullTokenizer(vocab_file_entries(data.vocab_file))
-    # The flag may stand in an argument file whose tokenizer a later flag has replaced; a dry run lists it as without effect.
-    model = data.tokenizer_model if data.tokenizer_type == "HuggingFaceTokenizer" else None
-    return build_tokenizer(data.tokenizer_type, model, data.vocab_size)
+    return build_tokenizer(data.tokenizer_type, tokenizer_files(data), data.vocab_size)
+
+
+def tokenizer_files(data: DataConfig) -> TokenizerFiles:
+    """The flags that name a tokenizer's files; those that its type does not read are left alone (a dry run lists them)."""
+    return TokenizerFiles(**{field.name: getattr(data, field.name) for field in dataclasses.fields(TokenizerFiles)})

@@ -1,16 +1,28 @@
-"""Text to token ids: bytes (the default), a Hugging Face tokenizer, or numbers that are ids already. No torch."""
+"""Text to token ids: bytes (the default), a tokenizer's files, or numbers that are ids already. No torch."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.training.file_tokenizers import (
+    NO_PAD,
+    GPT2BPETokenizer,
+    SentencePieceTokenizer,
+    TikTokenizer,
+)
+from megatron.training.flags import one_of
+from megatron.training.packages import TOKENIZER_PACKAGES, require_package
 from moe_overlap.describe.errors import ConfigError
 
-NO_PAD = -1
-"""megatron-core masks tokens equal to `pad`; none of ours ever are, because samples are always full."""
+SENTENCE_PIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+"""One tokenizer by three names of upstream's."""
+MODEL_TYPES = ("HuggingFaceTokenizer", "TikTokenizer", *SENTENCE_PIECE_TYPES)
+"""Types that read --tokenizer-model."""
+TYPES = ("ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer", *MODEL_TYPES)
 
 
 class Tokenizer(Protocol):
@@ -112,12 +124,9 @@ class HuggingFaceTokenizer:
             raise ConfigError(
                 "--tokenizer-model", folder, "is not a folder", "give the folder that holds tokenizer.json"
             )
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ConfigError(
-                "--tokenizer-type", "HuggingFaceTokenizer", "needs the package transformers", "pip install transformers"
-            ) from error
+        require_package("--tokenizer-type", "HuggingFaceTokenizer", TOKENIZER_PACKAGES["HuggingFaceTokenizer"])
+        from transformers import AutoTokenizer
+
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the loader raises a dozen types, down to bare Exception, for a broken folder
@@ -162,46 +171,31 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode(list(ids)))
 
 
-def build_tokenizer(tokenizer_type: str | None, tokenizer_model: str | None, vocab_size: int | None) -> Tokenizer:
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """Where a tokenizer's files are, and how a tiktoken file becomes ids; each field is the flag of its name."""
+
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tiktoken_pattern: str | None = None
+
+
+def build_tokenizer(tokenizer_type: str | None, files: TokenizerFiles, vocab_size: int | None) -> Tokenizer:
     """The tokenizer the flags ask for; bytes without any.
 
     Args:
-        tokenizer_type: `ByteTokenizer`, `HuggingFaceTokenizer`, `NullTokenizer` or None.
-        tokenizer_model: a folder, for `HuggingFaceTokenizer`.
-        vocab_size: the vocabulary of `NullTokenizer`; for the others the least size of the model's embedding.
+        tokenizer_type: one of TYPES, or None.
+        vocab_size: the vocabulary of `NullTokenizer` and `TikTokenizer`; for the others the least size of the model's
+            embedding.
     Raises:
         ConfigError: an unknown type, a flag the type lacks or cannot use, missing files, a vocabulary too small.
     """
-    if tokenizer_model is not None and tokenizer_type != "HuggingFaceTokenizer":
-        raise ConfigError(
-            "--tokenizer-model",
-            tokenizer_model,
-            "is used by --tokenizer-type HuggingFaceTokenizer only",
-            "add that flag or drop this one",
-        )
+    check_tokenizer_flags(tokenizer_type, files, vocab_size)
     if vocab_size is not None and vocab_size < 2:
         raise ConfigError("--vocab-size", vocab_size, "must be at least 2", "give the number of token ids")
-    tokenizer: Tokenizer
-    match tokenizer_type:
-        case None | "ByteTokenizer":
-            tokenizer = ByteTokenizer()
-        case "HuggingFaceTokenizer":
-            if tokenizer_model is None:
-                raise ConfigError(
-                    "--tokenizer-type", tokenizer_type, "needs a tokenizer folder", "add --tokenizer-model FOLDER"
-                )
-            tokenizer = HuggingFaceTokenizer(tokenizer_model)
-        case "NullTokenizer":
-            if vocab_size is None:
-                raise ConfigError("--tokenizer-type", tokenizer_type, "needs a vocabulary", "add --vocab-size N")
-            tokenizer = NullTokenizer(vocab_size)
-        case _:
-            raise ConfigError(
-                "--tokenizer-type",
-                tokenizer_type,
-                "is not supported",
-                "use ByteTokenizer, HuggingFaceTokenizer or NullTokenizer",
-            )
+    tokenizer = _build(tokenizer_type, files, vocab_size)
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             "--vocab-size",
@@ -210,3 +204,52 @@ def build_tokenizer(tokenizer_type: str | None, tokenizer_model: str | None, voc
             f"use at least {tokenizer.vocab_size} or drop the flag",
         )
     return tokenizer
+
+
+def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, vocab_size: int | None) -> None:
+    """Raises ConfigError where a type is unknown or lacks a flag; opens no file."""
+    if tokenizer_type is not None and tokenizer_type not in TYPES:
+        raise ConfigError("--tokenizer-type", tokenizer_type, "is not supported", f"use {one_of(TYPES)}")
+    what = "FOLDER" if tokenizer_type == "HuggingFaceTokenizer" else "FILE"
+    lacking = (
+        (tokenizer_type in MODEL_TYPES and files.tokenizer_model is None, f"add --tokenizer-model {what}"),
+        (tokenizer_type == "GPT2BPETokenizer" and files.vocab_file is None, "add --vocab-file FILE"),
+        (tokenizer_type == "GPT2BPETokenizer" and files.merge_file is None, "add --merge-file FILE"),
+    )
+    for is_lacking, fix in lacking:
+        if is_lacking:
+            raise ConfigError("--tokenizer-type", tokenizer_type, "needs the tokenizer's files", fix)
+    if tokenizer_type == "NullTokenizer" and vocab_size is None:
+        raise ConfigError("--tokenizer-type", tokenizer_type, "needs the number of ids", "add --vocab-size N")
+
+
+def refuse_unread_files(tokenizer_type: str | None, files: TokenizerFiles) -> None:
+    """Raises ConfigError for a file that the type does not read."""
+    by_gpt2, by_model = ("GPT2BPETokenizer",), MODEL_TYPES
+    for flag, path, readers in (
+        ("--tokenizer-model", files.tokenizer_model, by_model),
+        ("--vocab-file", files.vocab_file, by_gpt2),
+        ("--merge-file", files.merge_file, by_gpt2),
+        ("--tiktoken-pattern", files.tiktoken_pattern, ("TikTokenizer",)),
+    ):
+        if path is not None and tokenizer_type not in readers:
+            rule = f"is used by --tokenizer-type {one_of(readers)} only"
+            raise ConfigError(flag, path, rule, "add that flag or drop this one")
+
+
+def _build(tokenizer_type: str | None, files: TokenizerFiles, vocab_size: int | None) -> Tokenizer:
+    if tokenizer_type in (None, "ByteTokenizer"):
+        return ByteTokenizer()
+    if tokenizer_type == "NullTokenizer":
+        assert vocab_size is not None
+        return NullTokenizer(vocab_size)
+    if tokenizer_type == "GPT2BPETokenizer":
+        assert files.vocab_file is not None and files.merge_file is not None
+        return GPT2BPETokenizer(files.vocab_file, files.merge_file)
+    assert tokenizer_type is not None and files.tokenizer_model is not None
+    if tokenizer_type == "HuggingFaceTokenizer":
+        return HuggingFaceTokenizer(files.tokenizer_model)
+    if tokenizer_type == "TikTokenizer":
+        special_tokens, pattern = files.tiktoken_num_special_tokens, files.tiktoken_pattern
+        return TikTokenizer(files.tokenizer_model, vocab_size, special_tokens, pattern)
+    return SentencePieceTokenizer(tokenizer_type, files.tokenizer_model)

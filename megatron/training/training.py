@@ -19,6 +19,7 @@ from megatron.training.checkpointing import Progress
 from megatron.training.config import Config
 from megatron.training.memory import StorageTracker, held_tensors, resident_bytes
 from megatron.training.metrics import MetricsLog, StepMetrics
+from megatron.training.reports import Reports
 
 Batches = Iterator[dict[str, Any]]
 
@@ -49,6 +50,8 @@ class Job:
         write_trace: takes the spans of the last step, for --trace.
         global_batch_size: the largest of `batch_sizes`.
         parameter_norm: norm of all parameters, a collective.
+        deferred: figures of the weight gradients put aside so far; empty where none are.
+        reports: what is reported beside the steps' figures.
         flops_per_token: of the model, forward and backward.
     """
 
@@ -66,6 +69,8 @@ class Job:
     covered: tuple[str, ...]
     write_trace: Callable[[Sequence[Any]], None]
     parameter_norm: Callable[[], float]
+    deferred: Callable[[], dict[str, int]]
+    reports: Reports
     global_batch_size: int
     batch_sizes: BatchSizes
     total_steps: int
@@ -126,6 +131,7 @@ class TrainingLoop:
                 if reason is not None:
                     self.reason = reason
                     break
+        job.reports.flush_loads(self.progress.iteration)
         if self._config.overlap.trace is not None and spans:
             job.write_trace(spans)
 
@@ -149,6 +155,8 @@ class TrainingLoop:
         samples = self.progress.train_samples + size
         self.progress = replace(self.progress, iteration=iteration, train_samples=samples)
         communication, exposed = job.measure(result.spans)
+        peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes
+        resident = resident_bytes()
         job.log.log(
             StepMetrics(
                 step=iteration,
@@ -160,12 +168,15 @@ class TrainingLoop:
                 comm_seconds=communication,
                 exposed_comm_seconds=exposed,
                 comm_covered=job.covered,
-                peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes,
-                resident_bytes=resident_bytes(),
+                peak_bytes=peak_bytes,
+                resident_bytes=resident,
                 consumed_samples=samples,
                 optional=self._optional(result, seconds),
-            )
+                deferred=job.deferred(),
+            ),
+            job.reports.curves(iteration, seconds, peak_bytes, result.spans),
         )
+        job.reports.after_step(iteration, peak_bytes, resident)
         return result.spans
 
     def _memory_tracker(self) -> StorageTracker | None:

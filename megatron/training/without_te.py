@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     RowParallelLinear,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+
+from megatron.training.context_parallel import GatherSequence, causal_mask
 
 # Legend: S sequence (a norm sees this rank's part), B batch, H heads, G key/value groups, D head width, E hidden size.
 
@@ -49,7 +54,8 @@ def repair_imports() -> None:
 class SdpaAttention(torch.nn.Module):
     """Causal core attention by torch.nn.functional.scaled_dot_product_attention; the constructor is megatron-core's.
 
-    The causal mask is implicit; a mask tensor (documents kept apart by --reset-attention-mask) replaces it.
+    The causal mask is implicit; a mask tensor (documents kept apart by --reset-attention-mask) replaces it. Under context
+    parallelism keys and values are gathered first (context_parallel.py).
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class SdpaAttention(torch.nn.Module):
         self.config = config
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self,
@@ -82,19 +89,24 @@ class SdpaAttention(torch.nn.Module):
         """Attend within each sample.
 
         Args:
-            query_SBHD, key_SBGD, value_SBGD: this rank's heads; the value's head width may differ.
-            attention_mask: [B, 1, S, S], true where attention is forbidden, or None for causal.
+            query_SBHD, key_SBGD, value_SBGD: this rank's heads and part of the sequence; the value's head width may differ.
+            attention_mask: [B, 1, S, whole S], true where attention is forbidden, or None for causal.
         Returns:
             [S, B, H · D of the values].
         """
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         assert packed_seq_params is None and attention_bias is None, "packed sequences do not reach this path"
+        allowed = None if attention_mask is None else ~attention_mask
+        if self.context_group is not None:
+            key_SBGD, value_SBGD = (GatherSequence.apply(x, self.context_group) for x in (key_SBGD, value_SBGD))
+            if allowed is None:
+                allowed = causal_mask(key_SBGD.shape[0], self.context_group, key_SBGD.device)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
         dropout = self.dropout if self.training else 0.0
         arguments = {
-            "attn_mask": None if attention_mask is None else ~attention_mask,
-            "is_causal": attention_mask is None,
+            "attn_mask": allowed,
+            "is_causal": allowed is None,
             "scale": self.softmax_scale,
             "enable_gqa": query.shape[1] != key.shape[1],
         }
@@ -152,11 +164,16 @@ class LatentSelfAttention(MLASelfAttention):
 
     megatron-core gathers the split ones over `parallel_state`'s group, and drops what other ranks' heads contribute to the
     gradient of the rotary key (multi_latent_attention.py:594, :607). In full width it takes its right path. With more than
-    one tensor-parallel rank that path needs sequence parallelism.
+    one tensor-parallel rank that path needs sequence parallelism. The direct projection of queries (no --q-lora-rank) gets the
+    group that megatron-core forgets to hand it (:393).
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, config: Any, submodules: Any, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any
+    ) -> None:
+        direct = ModuleSpec(module=submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
+        submodules = replace(submodules, linear_q_proj=direct)
+        super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
         if self.tp_group.size() > 1:
             for name in ("linear_q_down_proj", "linear_kv_down_proj"):
                 if hasattr(self, name):

@@ -66,6 +66,10 @@ WITHOUT_EFFECT = (
         "distributed-timeout-seconds-after-init train-sync-interval no-use-layer-wise-param-layout use-ring-exchange-p2p",
     ),
     _group(
+        "keys and values are gathered over the context ranks (Transformer Engine: sent around)",
+        "cp-comm-type hierarchical-context-parallel-sizes",
+    ),
+    _group(
         "overlap of Megatron-LM: this fork's own comes from --plan",
         "overlap-moe-expert-parallel-comm delay-wgrad-compute moe-shared-expert-overlap "
         "defer-embedding-wgrad-compute wgrad-deferral-limit ep-overlap-early-attn-memory-release "
@@ -87,11 +91,10 @@ WITHOUT_EFFECT = (
     ),
     _group(
         "logging and diagnosis that this fork does not have: see --log-json, --tensorboard-dir and --profile",
-        "wandb-* log-timers-to-tensorboard log-memory-to-tensorboard log-validation-ppl-to-tensorboard "
-        "log-world-size-to-tensorboard *-log-loss-scale-to-tensorboard log-memory-interval log-device-memory-used "
-        "log-energy log-progress log-max-attention-logit log-straggler *straggler* timing-log-* logging-level "
-        "tensorboard-queue-size no-one-logger one-logger-* otel-* app-tag-* no-barrier-with-level-1-timing "
-        "config-logger-dir moe-per-layer-logging nvtx-ranges pytorch-profiler-* record-shapes "
+        "*-log-loss-scale-to-tensorboard log-device-memory-used "
+        "log-energy log-progress log-max-attention-logit log-straggler *straggler* logging-level "
+        "no-one-logger one-logger-* otel-* app-tag-* no-barrier-with-level-1-timing "
+        "config-logger-dir nvtx-ranges pytorch-profiler-* record-shapes "
         "record-memory-history memory-snapshot-path *flight-recorder* dump-param-to-param-group-map "
         "run-workload-inspector-server test-mode moe-routing-trace-*",
     ),
@@ -119,7 +122,7 @@ WITHOUT_EFFECT = (
     _group("settings of --use-mup", "mup-*"),
     _group(
         "data loading details",
-        "dataloader-defer-npy-index-mmap dataloader-fast-cache-load num-dataset-builder-threads merge-file "
+        "dataloader-defer-npy-index-mmap dataloader-fast-cache-load num-dataset-builder-threads "
         "tokenizer-hf-use-fast tokenizer-hf-no-use-fast mid-level-dataset-surplus object-storage-cache-path *-msc "
         "use-gigatoken",
     ),
@@ -132,7 +135,7 @@ WITHOUT_EFFECT = (
 _DROP = "drop the flag"
 
 AWAITED = (
-    _group("context parallelism", "cp-comm-type *context-parallel* max-seqlen-per-dp-cp-rank"),
+    _group("context parallelism that differs from sequence to sequence", "*context-parallel max-seqlen-per-dp-cp-rank"),
     _group("multi-token prediction", "mtp-num-layers mtp-loss-scaling-factor mtp-standalone"),
     _group("attention over a window", "window-size window-attn-skip-freq"),
     _group("attention sinks", "softmax-type"),
@@ -162,11 +165,7 @@ AWAITED = (
     ),
     _group("a changing order of the data", "iterations-to-skip phase-transition-iterations"),
     _group("batches that shrink to fit the ranks", "decrease-batch-size-if-needed"),
-    _group(
-        "datasets per split",
-        "train-data-path valid-data-path test-data-path data-args-path per-split-data-args-path "
-        "per-dataset-sequences-path",
-    ),
+    _group("datasets of counted sequences", "per-dataset-sequences-path"),
     _group("fill-in-the-middle samples", "fim-*"),
     _group("fine-tuning samples", "sft sft-* chat-template dataloader-inter-document-masking"),
     _group("unlike data order of the replicas", "no-data-sharding use-same-sampling-seed-across-dp-ranks"),

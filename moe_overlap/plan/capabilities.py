@@ -9,7 +9,6 @@ from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.ranges import needs_whole_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +53,29 @@ LOWERED = Limits(
         Limit("offload.gradients", _only(0), "offloading is not executed", "write 0.0"),
         Limit("offload.optimizer", _only(0), "offloading is not executed", "write 0.0"),
         Limit("offload.activations", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("overlap.micro_batches_in_flight", _only(1), "interleaved micro-batches are not executed", "write 1"),
+        Limit("overlap.micro_batches_in_flight", _only(1, 2), "two micro-batches are interleaved at most", "write 2"),
     ),
     layer=(
-        Limit("mechanism", _only("none", "partitioned"), "not lowered", "use none or partitioned"),
+        Limit(
+            "mechanism",
+            _only("none", "partitioned", "tutel", "cross_micro_batch"),
+            "not lowered",
+            "use none, partitioned, tutel or cross_micro_batch",
+        ),
         Limit("axis", _only(None, "batch"), "only the batch is cut", "write batch"),
     ),
 )
 """What `lower` knows."""
 EXECUTED = Limits(
     plan=(Limit("precision", _only("fp32", "bf16"), "not executed", "use fp32 or bf16"),),
-    stage=(
-        Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),
-        Limit("overlap.gradient_chunk_bytes", _only(0), "chunked gradient reduction is not executed", "write 0"),
-    ),
+    stage=(Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),),
     layer=(Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),),
 )
 """What the runtime executes of that."""
+NOTHING_OVERLAPPED = (
+    Limit("overlap.gradient_chunk_bytes", _only(0), "no layer of this plan overlaps anything", "write 0"),
+)
+"""What only the executor does, which follows plans with overlapped layers."""
 SHAPE_FIELDS = ("micro_batch_size", "gradient_accumulation_steps", "tensor", "context", "data")
 """Stages that differ here need transfers."""
 UNIFORM_FIELDS = (
@@ -93,7 +98,14 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
         last = len(plan.stages) - 1
         raise ConfigError(f"{source} loss_stage", plan.loss_stage, "the loss runs on the last stage", f"write {last}")
     for path, stage in _stages(plan):
-        _refuse_interleaved_partitions(plan, stage, f"{source} {path}.overlap")
+        if plan.pipeline_schedule == "interleaved-1f1b" and stage.overlap.micro_batches_in_flight > 1:
+            rule = "micro-batches are not interleaved under interleaved-1f1b"
+            raise ConfigError(
+                f"{source} {path}.overlap.micro_batches_in_flight",
+                stage.overlap.micro_batches_in_flight,
+                rule,
+                "use 1f1b or write 1",
+            )
     _refuse_differences(plan, SHAPE_FIELDS, source)
 
 
@@ -107,8 +119,10 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
     _refuse_limits(plan, EXECUTED, source)
     for path, stage in _stages(plan):
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
-        _refuse_partitions_of(stage, f"{source} {path}")
+        _refuse_cuts_of(stage, f"{source} {path}")
     _refuse_differences(plan, UNIFORM_FIELDS, source)
+    if not any(stage.overlap.layers for stage in plan.stages):
+        _refuse_values(plan.stages[0], NOTHING_OVERLAPPED, f"{source} stages[0].")
 
 
 def _stages(plan: Plan) -> Iterator[tuple[str, StagePlan]]:
@@ -131,13 +145,6 @@ def _refuse_values(owner: object, limits: tuple[Limit, ...], prefix: str) -> Non
             raise ConfigError(head + limit.field, _shown(value), limit.rule, limit.fix)
 
 
-def _refuse_interleaved_partitions(plan: Plan, stage: StagePlan, subject: str) -> None:
-    for index, layer in enumerate(stage.overlap.layers):
-        if plan.pipeline_schedule == "interleaved-1f1b" and layer.mechanism == "partitioned":
-            rule = "partitions are not lowered under interleaved-1f1b"
-            raise ConfigError(f"{subject}.layers[{index}].mechanism", layer.mechanism, rule, "use 1f1b or write none")
-
-
 def _refuse_partial_selection(stage: StagePlan, subject: str) -> None:
     """Megatron recomputes the selected modules of every layer."""
     longest = max(last - first for first, last in stage.chunks)
@@ -146,19 +153,16 @@ def _refuse_partial_selection(stage: StagePlan, subject: str) -> None:
         raise ConfigError(subject, stage.recompute.layers, rule, f"write {longest}")
 
 
-def _refuse_partitions_of(stage: StagePlan, subject: str) -> None:
-    """What the executor does not cut into partitions, or not with them."""
+def _refuse_cuts_of(stage: StagePlan, subject: str) -> None:
+    """What the executor does not cut into partitions or chunks of capacity, or not with them."""
     for index, layer in enumerate(stage.overlap.layers):
-        if layer.mechanism != "partitioned":
+        if layer.mechanism not in ("partitioned", "tutel"):
             continue
-        field, value = f"{subject}.overlap.layers[{index}].gate", _shown(layer.gate)
-        if layer.gate is None:
-            raise ConfigError(field, value, "only a gate of ours hands capacity to the next partition", "write topk")
-        if needs_whole_batch(layer):
-            rule = "needs the whole micro-batch, and partitions behind such a gate are not executed"
-            raise ConfigError(field, value, rule, "use topk, switch, random or hash")
-        if stage.recompute.granularity != "none":
-            rule = "partitions that are recomputed are not executed"
+        if layer.mechanism == "partitioned" and layer.gate is None:
+            rule = "only a gate of ours hands capacity to the next partition"
+            raise ConfigError(f"{subject}.overlap.layers[{index}].gate", "null", rule, "write topk")
+        if layer.mechanism == "tutel" and stage.recompute.granularity != "none":
+            rule = "capacity chunks that are recomputed are not executed"
             raise ConfigError(f"{subject}.recompute.granularity", stage.recompute.granularity, rule, "write none")
 
 

@@ -35,7 +35,7 @@ class Instruction:
         stage: pipeline stage of the rank.
         chunk: virtual stage, None where it does not apply, as below.
         micro_batch: micro-batch of the step.
-        partition: pieces of the micro-batch, or the chunk of a gradient reduction; empty: not cut.
+        partition: pieces of the micro-batch or of its routed rows, or the chunk of a gradient reduction; empty: not cut.
         channel: what it occupies while it runs.
         reads, writes: buffers.
         bytes: planned bytes that leave the rank; 0 where nothing does.

@@ -3,8 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """An instruction before it has a place in a list; fields as there."""
+
+    kind: Kind
+    name: str
+    channel: str = COMPUTE
+    chunk: int | None = None
+    micro_batch: int | None = None
+    partition: tuple[int, ...] = ()
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    bytes: int = 0
+    peers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, instruction: Instruction) -> Draft:
+        """What an instruction of a list was made from."""
+        return cls(**{field.name: getattr(instruction, field.name) for field in fields(cls)})
+
+
+def build_list(stage: int, drafts: Iterable[Draft]) -> tuple[Instruction, ...]:
+    """The list of one rank of a stage: drafts in issue order, with ids and what each has to wait for."""
+    builder = ListBuilder(stage)
+    builder.extend(drafts)
+    return builder.finish()
 
 
 class ListBuilder:
@@ -20,50 +49,50 @@ class ListBuilder:
         self._writer: dict[str, int] = {}
         self._readers: dict[str, list[int]] = {}
 
-    def add(
-        self,
-        kind: Kind,
-        name: str,
-        *,
-        channel: str = COMPUTE,
-        chunk: int | None = None,
-        micro_batch: int | None = None,
-        partition: tuple[int, ...] = (),
-        reads: Iterable[str] = (),
-        writes: Iterable[str] = (),
-        sent_bytes: int = 0,
-        peers: tuple[int, ...] = (),
-    ) -> None:
-        """Append one instruction; its id is its place."""
-        read, written = tuple(reads), tuple(writes)
+    def append(self, draft: Draft, after: Iterable[int] = ()) -> int:
+        """Append one instruction.
+
+        Args:
+            after: what it waits for besides what its buffers say.
+        Returns:
+            Its id, which is its place.
+        """
         instruction = Instruction(
             id=len(self._list),
-            kind=kind,
-            name=name,
+            kind=draft.kind,
+            name=draft.name,
             stage=self._stage,
-            chunk=chunk,
-            micro_batch=micro_batch,
-            partition=partition,
-            channel=channel,
-            reads=read,
-            writes=written,
-            bytes=sent_bytes,
-            peers=peers,
-            after=self._dependencies(channel, read, written),
+            chunk=draft.chunk,
+            micro_batch=draft.micro_batch,
+            partition=draft.partition,
+            channel=draft.channel,
+            reads=draft.reads,
+            writes=draft.writes,
+            bytes=draft.bytes,
+            peers=draft.peers,
+            after=self._dependencies(draft.channel, draft.reads, draft.writes, after),
         )
         self._list.append(instruction)
-        for buffer in written:
+        for buffer in draft.writes:
             self._writer[buffer], self._readers[buffer] = instruction.id, []
-        for buffer in read:
-            if buffer not in written:
+        for buffer in draft.reads:
+            if buffer not in draft.writes:
                 self._readers.setdefault(buffer, []).append(instruction.id)
+        return instruction.id
+
+    def extend(self, drafts: Iterable[Draft]) -> None:
+        """Append several."""
+        for draft in drafts:
+            self.append(draft)
 
     def finish(self) -> tuple[Instruction, ...]:
         """The list."""
         return tuple(self._list)
 
-    def _dependencies(self, channel: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> tuple[int, ...]:
-        found: set[int] = set()
+    def _dependencies(
+        self, channel: str, reads: tuple[str, ...], writes: tuple[str, ...], after: Iterable[int]
+    ) -> tuple[int, ...]:
+        found: set[int] = set(after)
         for buffer in reads:
             if buffer in self._writer and buffer not in writes:
                 found.add(self._writer[buffer])

@@ -1,24 +1,28 @@
 """A plan, lowered: the static instruction list of one rank. What runs is decided here and nowhere else.
 
 A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a pass,
-ranges of operators run in partitions, and weight gradients stand under exchanges, where the plan says so. What it asks
-for and is not lowered yet is refused by field.
+ranges of operators run in partitions, and weight gradients stand under exchanges; a backward pass is interleaved with the
+forward pass of another micro-batch; gradients that are complete are reduced between exchanges; each where the plan says so.
+What it asks for and is not lowered yet is refused by field.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators, payload
 from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
+from moe_overlap.plan.gradient_gaps import fill_gaps, gradient_pieces
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.layer_buffers import placed
-from moe_overlap.plan.list_builder import ListBuilder
+from moe_overlap.plan.list_builder import Draft, ListBuilder, build_list
 from moe_overlap.plan.lower_layers import LayerLowering
 from moe_overlap.plan.lower_update import lower_update
+from moe_overlap.plan.micro_batch_order import interleave
 from moe_overlap.plan.operators import BACKWARD, EMBEDDING, HEAD_LOSS, HEAD_NORM
-from moe_overlap.plan.pipeline_order import pipeline_order
+from moe_overlap.plan.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.weight_gradients import saved_buffer
 
@@ -33,16 +37,19 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
         ConfigError: the plan uses a field that is not lowered yet.
     """
     refuse_what_cannot_be_lowered(plan)
-    stage_index = plan.stage_of(rank)
-    stage = plan.stages[stage_index]
-    to = ListBuilder(stage_index)
-    passes = _PassLowering(plan, model, stage_index, rank, LayerLowering(plan, stage, model, to), to)
-    for step in pipeline_order(plan, stage_index):
-        if step.direction == "forward":
-            passes.forward(step.chunk, step.micro_batch)
-        else:
-            passes.backward(step.chunk, step.micro_batch)
-    lower_update(plan, stage_index, model, to)
+    index = plan.stage_of(rank)
+    passes = _PassLowering(plan, model, index, rank, LayerLowering(plan, plan.stages[index], model))
+    drafts: list[Draft] = []
+    for steps in pipeline_blocks(plan, index):
+        written = [list(passes.write(step)) for step in steps]
+        drafts += interleave(*written) if len(written) == 2 else written[0]
+    to = ListBuilder(index)
+    pieces = gradient_pieces(plan, index, model)
+    if pieces:
+        fill_gaps(build_list(index, drafts), pieces, to)
+    else:
+        to.extend(drafts)
+    to.extend(lower_update(plan, index, model))
     return to.finish()
 
 
@@ -55,25 +62,29 @@ class _PassLowering:
     stage_index: int
     rank: int
     layers: LayerLowering
-    to: ListBuilder
 
-    def forward(self, chunk: int, micro_batch: int) -> None:
+    def write(self, step: Step) -> Iterator[Draft]:
+        """One pass."""
+        write = self._forward if step.direction == "forward" else self._backward
+        return write(step.chunk, step.micro_batch)
+
+    def _forward(self, chunk: int, micro_batch: int) -> Iterator[Draft]:
         """Receive or embed, layers, send or loss."""
         first, last = self.layers.stage.chunks[chunk]
         place = (chunk, micro_batch)
         if self._is_first(chunk):
-            self._compute(EMBEDDING, place, f"tokens -> h.L{first}")
+            yield self._compute(EMBEDDING, place, f"tokens -> h.L{first}")
         else:
-            self._transfer("receive", -1, place, f"h.L{first}")
-        self.layers.forward(range(first, last), chunk, micro_batch)
+            yield self._transfer("receive", -1, place, f"h.L{first}")
+        yield from self.layers.forward(range(first, last), chunk, micro_batch)
         if self._is_last(chunk):
-            self._compute(HEAD_NORM, place, f"h.L{last} -> normed")
-            self._compute(HEAD_LOSS, place, "normed labels -> loss")
+            yield self._compute(HEAD_NORM, place, f"h.L{last} -> normed")
+            yield self._compute(HEAD_LOSS, place, "normed labels -> loss")
         else:
-            self._transfer("send", +1, place, f"h.L{last}")
+            yield self._transfer("send", +1, place, f"h.L{last}")
 
-    def backward(self, chunk: int, micro_batch: int) -> None:
-        """The mirror of `forward`."""
+    def _backward(self, chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """The mirror of `_forward`."""
         first, last = self.layers.stage.chunks[chunk]
         place = (chunk, micro_batch)
         if self._is_last(chunk):
@@ -81,16 +92,16 @@ class _PassLowering:
             deferred = self.layers.deferred(HEAD_LOSS)
             saved = " ".join(saved_buffer(str(gradient)) for gradient in deferred)
             added = "" if deferred else total
-            self._compute(f"{HEAD_LOSS}.{BACKWARD}", place, f"loss {added} -> dnormed {added} {saved}")
-            self._compute(f"{HEAD_NORM}.{BACKWARD}", place, f"dnormed {total} -> dh.L{last} {total}")
+            yield self._compute(f"{HEAD_LOSS}.{BACKWARD}", place, f"loss {added} -> dnormed {added} {saved}")
+            yield self._compute(f"{HEAD_NORM}.{BACKWARD}", place, f"dnormed {total} -> dh.L{last} {total}")
         else:
-            self._transfer("receive", +1, place, f"dh.L{last}", backward=True)
-        self.layers.backward(range(first, last), chunk, micro_batch)
+            yield self._transfer("receive", +1, place, f"dh.L{last}", backward=True)
+        yield from self.layers.backward(range(first, last), chunk, micro_batch)
         if self._is_first(chunk):
             total = "gradient.embedding"
-            self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
+            yield self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
         else:
-            self._transfer("send", -1, place, f"dh.L{first}", backward=True)
+            yield self._transfer("send", -1, place, f"dh.L{first}", backward=True)
 
     def _is_first(self, chunk: int) -> bool:
         return self.stage_index == self.plan.embedding_stage and chunk == 0
@@ -98,13 +109,15 @@ class _PassLowering:
     def _is_last(self, chunk: int) -> bool:
         return self.stage_index == self.plan.loss_stage and chunk == len(self.layers.stage.chunks) - 1
 
-    def _compute(self, name: str, place: tuple[int, int], buffers: str) -> None:
+    def _compute(self, name: str, place: tuple[int, int], buffers: str) -> Draft:
         chunk, micro_batch = place
         reads, writes = ([placed(b, micro_batch) for b in side.split()] for side in buffers.split("->"))
         reads, writes = self.layers.buffers.name(reads, writes)
-        self.to.add("compute", name, chunk=chunk, micro_batch=micro_batch, reads=reads, writes=writes)
+        return Draft(
+            kind="compute", name=name, chunk=chunk, micro_batch=micro_batch, reads=tuple(reads), writes=tuple(writes)
+        )
 
-    def _transfer(self, action: str, step: int, place: tuple[int, int], buffer: str, backward: bool = False) -> None:
+    def _transfer(self, action: str, step: int, place: tuple[int, int], buffer: str, backward: bool = False) -> Draft:
         """A send or receive with the stage before (-1) or behind (+1); the boundary is named in forward direction."""
         chunk, micro_batch = place
         stages = self.plan.stages
@@ -113,15 +126,15 @@ class _PassLowering:
         name = operators.boundary_operator(action, *ends, backward)
         named = [placed(buffer, micro_batch)]
         reads, writes = self.layers.buffers.name(*((named, []) if action == "send" else ([], named)))
-        self.to.add(
-            "point-to-point",
-            name,
+        return Draft(
+            kind="point-to-point",
+            name=name,
             channel=f"pp.{name.partition('.')[2]}",
             chunk=chunk,
             micro_batch=micro_batch,
-            reads=reads,
-            writes=writes,
-            sent_bytes=payload.boundary_bytes(self.plan, self.layers.stage, self.model) if action == "send" else 0,
+            reads=tuple(reads),
+            writes=tuple(writes),
+            bytes=payload.boundary_bytes(self.plan, self.layers.stage, self.model) if action == "send" else 0,
             peers=(stages[other].devices.ranks[self._place_in_stage()],),
         )
 

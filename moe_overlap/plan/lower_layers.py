@@ -1,15 +1,15 @@
-"""Layers as instructions: the operators of layer_sequence.py, in the order of partition_order.py, with their buffers."""
+"""Layers as drafts: the operators of layer_sequence.py, in the order of partition_order.py, with their buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import payload
 from moe_overlap.plan.instructions import COMPUTE
 from moe_overlap.plan.layer_buffers import backward_buffers, forward_buffers, placed
 from moe_overlap.plan.layer_sequence import LayerOperator, LayerSequence
-from moe_overlap.plan.list_builder import ListBuilder
+from moe_overlap.plan.list_builder import Draft
 from moe_overlap.plan.operators import BACKWARD, COUNT, EXPERTS, GATE, Operator, parse_operator
 from moe_overlap.plan.partition_order import CutBuffers, Part, stage_major
 from moe_overlap.plan.plan import Plan, StagePlan
@@ -20,16 +20,16 @@ EXPERT_CHANNEL = "ep"
 
 
 class LayerLowering:
-    """Writes the layers of one stage into a list.
+    """Writes the layers of one stage.
 
     Attributes:
         buffers: what stands in parts so far.
     """
 
-    def __init__(self, plan: Plan, stage: StagePlan, model: ModelDescription, to: ListBuilder) -> None:
+    def __init__(self, plan: Plan, stage: StagePlan, model: ModelDescription) -> None:
         self.stage = stage
         self.buffers = CutBuffers()
-        self._plan, self._model, self._to = plan, model, to
+        self._plan, self._model = plan, model
         self._partitions = partitions_of(stage.overlap, stage.layers)
         self._sequence = LayerSequence(stage, model, is_cut=lambda layer: (layer, EXPERTS) in self._partitions)
         slots = [slot for layer in stage.overlap.layers for slot in layer.weight_gradient_slots.items()]
@@ -38,46 +38,46 @@ class LayerLowering:
         for operator in (parse_operator(name) for _, names in slots for name in names):
             self._deferred.setdefault((operator.part, operator.layer), []).append(operator)
 
-    def forward(self, layers: Sequence[int], chunk: int, micro_batch: int) -> None:
+    def forward(self, layers: Sequence[int], chunk: int, micro_batch: int) -> Iterator[Draft]:
         """The layers of a chunk forward."""
-        self._write(list(self._sequence.forward(layers)), chunk, micro_batch, last_first=False)
+        return self._write(list(self._sequence.forward(layers)), chunk, micro_batch, last_first=False)
 
-    def backward(self, layers: Sequence[int], chunk: int, micro_batch: int) -> None:
+    def backward(self, layers: Sequence[int], chunk: int, micro_batch: int) -> Iterator[Draft]:
         """The layers of a chunk backward, each with what it recomputes first."""
-        self._write(list(self._sequence.backward(layers)), chunk, micro_batch, last_first=True)
+        return self._write(list(self._sequence.backward(layers)), chunk, micro_batch, last_first=True)
 
     def deferred(self, part: str, layer: int | None = None) -> list[Operator]:
         """Weight gradients of an operator that are instructions of their own."""
         return self._deferred.get((part, layer), [])
 
-    def _write(self, sequence: list[LayerOperator], chunk: int, micro_batch: int, last_first: bool) -> None:
+    def _write(self, sequence: list[LayerOperator], chunk: int, micro_batch: int, last_first: bool) -> Iterator[Draft]:
         for operator, part in stage_major(sequence, self._count, lambda operator: operator.is_exchange, last_first):
-            self._operator(operator, part, chunk, micro_batch)
+            yield self._operator(operator, part, chunk, micro_batch)
             # Slots are backward exchanges: partition 0 is the last to start.
             if operator.name in self._slots and part.index == 0:
                 for name in self._slots[operator.name]:
-                    self._weight_gradient(parse_operator(name), chunk, micro_batch)
+                    yield self._weight_gradient(parse_operator(name), chunk, micro_batch)
 
     def _count(self, operator: LayerOperator) -> int:
         return self._partitions.get((operator.layer, operator.part), 1)
 
-    def _operator(self, operator: LayerOperator, part: Part, chunk: int, micro_batch: int) -> None:
+    def _operator(self, operator: LayerOperator, part: Part, chunk: int, micro_batch: int) -> Draft:
         reads, writes = self._buffers(operator, part, micro_batch)
         if operator.part == COUNT:
             sent_bytes = payload.count_bytes(self.stage, self._model)
         else:
             whole = payload.exchange_bytes(self._plan, self.stage, self._model, part.count)
             sent_bytes = whole if operator.is_exchange else 0
-        self._to.add(
-            "collective" if operator.is_exchange else "compute",
-            operator.name,
+        return Draft(
+            kind="collective" if operator.is_exchange else "compute",
+            name=operator.name,
             channel=EXPERT_CHANNEL if operator.is_exchange else COMPUTE,
             chunk=chunk,
             micro_batch=micro_batch,
             partition=part.partition,
-            reads=reads,
-            writes=writes,
-            sent_bytes=sent_bytes,
+            reads=tuple(reads),
+            writes=tuple(writes),
+            bytes=sent_bytes,
         )
 
     def _buffers(self, operator: LayerOperator, part: Part, micro_batch: int) -> tuple[list[str], list[str]]:
@@ -100,17 +100,17 @@ class LayerLowering:
         before, behind = _capacity(operator, part, placed(f"capacity.L{n}", micro_batch))
         return [*reads, *before], [*writes, *behind]
 
-    def _weight_gradient(self, gradient: Operator, chunk: int, micro_batch: int) -> None:
+    def _weight_gradient(self, gradient: Operator, chunk: int, micro_batch: int) -> Draft:
         saved = self.buffers.parts(placed(saved_buffer(str(gradient)), micro_batch))
         total = "gradient.head" if gradient.layer is None else f"gradient.L{gradient.layer}"
-        self._to.add(
-            "weight-gradient",
-            str(gradient),
+        return Draft(
+            kind="weight-gradient",
+            name=str(gradient),
             chunk=chunk,
             micro_batch=micro_batch,
             partition=tuple(range(len(saved))) if len(saved) > 1 else (),
-            reads=[*saved, total],
-            writes=[total],
+            reads=(*saved, total),
+            writes=(total,),
         )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators, payload
 from moe_overlap.plan.instructions import COMPUTE
-from moe_overlap.plan.list_builder import ListBuilder
+from moe_overlap.plan.list_builder import Draft
 from moe_overlap.plan.payload import PartSize
 from moe_overlap.plan.plan import Plan, StagePlan
 
@@ -23,55 +25,37 @@ def optimizer_parts(plan: Plan, stage_index: int) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def lower_update(plan: Plan, stage_index: int, model: ModelDescription, to: ListBuilder) -> None:
-    """Everything after the last backward pass.
+def is_replicated(stage: StagePlan) -> bool:
+    """Whether another rank holds a copy of a parameter."""
+    return stage.data * stage.context > 1 or stage.expert_data > 1
 
-    One reduction per rank, or per part in pieces of `gradient_chunk_bytes`, last part first, as the backward pass
-    finishes them.
-    """
+
+def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
+    """Everything after the last backward pass; pieces of gradients stand among the passes already (gradient_gaps.py)."""
     stage = plan.stages[stage_index]
     parts = optimizer_parts(plan, stage_index)
     sizes = {part: payload.part_size(part, plan, stage, model) for part in parts}
-    totals = [f"gradient.{part}" for part in parts]
-    replicated = stage.data * stage.context > 1 or stage.expert_data > 1
+    totals = tuple(f"gradient.{part}" for part in parts)
+    replicated = is_replicated(stage)
     if replicated and stage.overlap.gradient_chunk_bytes == 0:
         whole = sum(sizes.values(), PartSize(0, 0))
         sent = whole.reduction_bytes(stage)
-        to.add("collective", "gradients", channel=DATA_CHANNEL, reads=totals, writes=totals, sent_bytes=sent)
-    elif replicated:
-        for part in reversed(parts):
-            _reduce_in_pieces(part, sizes[part], stage, to)
+        yield Draft(kind="collective", name="gradients", channel=DATA_CHANNEL, reads=totals, writes=totals, bytes=sent)
     alone = plan.world_size == 1
-    to.add(
-        "compute" if alone else "collective",
-        operators.NORM,
+    yield Draft(
+        kind="compute" if alone else "collective",
+        name=operators.NORM,
         channel=COMPUTE if alone else DATA_CHANNEL,
         reads=totals,
-        writes=["norm"],
-        sent_bytes=0 if alone else NORM_BYTES,
+        writes=("norm",),
+        bytes=0 if alone else NORM_BYTES,
     )
     for part in parts:
-        reads = [f"gradient.{part}", f"state.{part}", "norm"]
-        to.add("optimizer", f"optimizer.{part}", reads=reads, writes=[f"parameters.{part}", f"state.{part}"])
-    if replicated and stage.zero_level > 0:
-        shards = [f"parameters.{part}" for part in parts]
-        sent = sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
-        to.add("collective", "parameters", channel=DATA_CHANNEL, reads=shards, writes=shards, sent_bytes=sent)
-
-
-def _reduce_in_pieces(part: str, size: PartSize, stage: StagePlan, to: ListBuilder) -> None:
-    held = size.gradient_bytes
-    leaving = size.reduction_bytes(stage)
-    pieces = -(-held // stage.overlap.gradient_chunk_bytes)
-    total = f"gradient.{part}"
-    for piece in range(pieces):
-        ends = [min(held, n * stage.overlap.gradient_chunk_bytes) * leaving // held for n in (piece, piece + 1)]
-        to.add(
-            "collective",
-            f"gradients.{part}",
-            channel=DATA_CHANNEL,
-            partition=(piece,),
-            reads=[total],
-            writes=[total],
-            sent_bytes=ends[1] - ends[0],
+        reads = (f"gradient.{part}", f"state.{part}", "norm")
+        yield Draft(
+            kind="optimizer", name=f"optimizer.{part}", reads=reads, writes=(f"parameters.{part}", f"state.{part}")
         )
+    if replicated and stage.zero_level > 0:
+        shards = tuple(f"parameters.{part}" for part in parts)
+        sent = sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
+        yield Draft(kind="collective", name="parameters", channel=DATA_CHANNEL, reads=shards, writes=shards, bytes=sent)

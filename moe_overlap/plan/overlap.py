@@ -9,6 +9,7 @@ Gate = Literal["topk", "switch", "batch_prioritized", "random", "hash", "expert_
 Mechanism = Literal["none", "tutel", "partitioned", "cross_micro_batch", "fused"]
 Axis = Literal["batch", "sequence", "capacity"]
 Dispatcher = Literal["alltoall", "allgather", "flex", "irregular"]
+TUTEL_DEGREES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.gate_rules import require_partitionable
-from moe_overlap.plan.overlap import NO_OVERLAP, Dispatcher, Gate, LayerOverlap, StageOverlap
+from moe_overlap.plan.overlap import NO_OVERLAP, TUTEL_DEGREES, Dispatcher, Gate, LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import StagePlan
 from moe_overlap.plan.ranges import RangeWord, range_of_word
 from moe_overlap.plan.validate_ranges import indivisible
 from moe_overlap.plan.weight_gradients import default_slots
 
-PARTITIONS_FLAG = "--moe-overlap-partitions"
+PARTITIONS_FLAG, CHUNKS_FLAG = "--moe-overlap-partitions", "--moe-overlap-capacity-chunks"
+MICRO_BATCHES_FLAG = "--moe-overlap-micro-batches"
 DEFER_FLAG, BYTES_FLAG = "--defer-weight-gradients", "--max-deferred-bytes"
 
 
@@ -24,17 +25,21 @@ class OverlapWords:
     Attributes:
         partitions: of every micro-batch; 1: not cut.
         range_word: what runs in partitions; read where there are several.
+        capacity_chunks: of dispatch, experts and combine (the Tutel-style pipeline); 1: none.
         gate, dispatcher: of every mixture-of-experts layer; None: the router's and the dispatcher's flags decide.
         defer: whether weight gradients run under backward exchanges, in program order.
         max_deferred_bytes: most bytes they may hold; read where they are deferred.
+        micro_batches: whose operators are interleaved; 1: one after the other.
     """
 
     partitions: int = 1
     range_word: RangeWord = "experts"
+    capacity_chunks: int = 1
     gate: Gate | None = None
     dispatcher: Dispatcher | None = None
     defer: bool = False
     max_deferred_bytes: int = 0
+    micro_batches: int = 1
 
 
 def overlap_from_words(
@@ -51,7 +56,8 @@ def overlap_from_words(
         stage: its chunks and sizes; `gradient_chunk_bytes` of its overlap is kept, the rest is replaced.
         holds_embedding, holds_head: whether the stage begins the model, and ends it.
     Raises:
-        ConfigError: partitions that do not divide the micro-batch, a gate that forbids the range, nothing to hide.
+        ConfigError: partitions that do not divide the micro-batch, a gate that forbids the range, partitions and chunks of
+            capacity at once, nothing to hide.
     """
     _check(words, stage, model)
     exchanges = stage.expert * stage.expert_tensor > 1
@@ -66,31 +72,46 @@ def overlap_from_words(
     return StageOverlap(
         gradient_chunk_bytes=stage.overlap.gradient_chunk_bytes,
         max_deferred_bytes=words.max_deferred_bytes if deferred else NO_OVERLAP.max_deferred_bytes,
+        micro_batches_in_flight=words.micro_batches,
         layers=decided,
     )
 
 
 def _layer(words: OverlapWords, layer: int, chunk: tuple[int, int], slots: dict[str, tuple[str, ...]]) -> LayerOverlap:
+    whole = LayerOverlap(layer=layer, gate=words.gate, dispatcher=words.dispatcher, weight_gradient_slots=slots)
+    if words.capacity_chunks > 1:
+        return replace(whole, mechanism="tutel", tutel_degree=words.capacity_chunks)
     if words.partitions == 1:
-        return LayerOverlap(layer=layer, gate=words.gate, dispatcher=words.dispatcher, weight_gradient_slots=slots)
+        return replace(whole, mechanism="cross_micro_batch") if words.micro_batches > 1 else whole
     first, last = range_of_word(words.range_word, layer, chunk)
-    return LayerOverlap(
-        layer=layer,
-        gate=words.gate,
+    return replace(
+        whole,
         mechanism="partitioned",
         partitions=words.partitions,
         first_operator=first,
         last_operator=last,
         axis="batch",
-        dispatcher=words.dispatcher,
-        weight_gradient_slots=slots,
     )
 
 
 def _check(words: OverlapWords, stage: StagePlan, model: ModelDescription) -> None:
     if words.partitions < 1:
         raise ConfigError(PARTITIONS_FLAG, words.partitions, "must be at least 1", "use 1 to cut nothing")
+    if words.micro_batches not in (1, 2):
+        rule = "one backward and one forward pass are interleaved"
+        raise ConfigError(MICRO_BATCHES_FLAG, words.micro_batches, rule, "use 2, or 1 to interleave nothing")
+    if words.micro_batches > stage.gradient_accumulation_steps:
+        rule = f"a step has {stage.gradient_accumulation_steps} micro-batch"
+        raise ConfigError(MICRO_BATCHES_FLAG, words.micro_batches, rule, "raise --global-batch-size or drop the flag")
+    chunks = words.capacity_chunks
+    if chunks not in TUTEL_DEGREES:
+        raise ConfigError(CHUNKS_FLAG, chunks, "must be 1, 2, 4 or 8", "choose one of them")
+    if chunks > 1 and words.partitions > 1:
+        rule = f"{PARTITIONS_FLAG} cuts the same all-to-alls another way"
+        raise ConfigError(CHUNKS_FLAG, chunks, rule, "drop one of them")
     asked = [(PARTITIONS_FLAG, str(words.partitions))] if words.partitions > 1 else []
+    asked += [(CHUNKS_FLAG, str(chunks))] if chunks > 1 else []
+    asked += [(MICRO_BATCHES_FLAG, str(words.micro_batches))] if words.micro_batches > 1 else []
     asked += [(DEFER_FLAG, "")] if words.defer else []
     for flag, value in asked:
         if not any(model.moe_layers):

@@ -61,10 +61,10 @@ class PartSize:
     def __add__(self, other: PartSize) -> PartSize:
         return PartSize(self.dense + other.dense, self.experts + other.experts)
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Of the accumulated gradients."""
-        return (self.dense + self.experts) * GRADIENT_BYTES
+    def replicated_bytes(self, stage: StagePlan) -> int:
+        """Of the accumulated gradients that a reduction takes in."""
+        dense = self.dense if stage.data * stage.context > 1 else 0
+        return (dense + (self.experts if stage.expert_data > 1 else 0)) * GRADIENT_BYTES
 
     def reduction_bytes(self, stage: StagePlan) -> int:
         """Leaving the rank in a gradient reduction: ring reduce-scatter (D - 1) / D, all-reduce (ZeRO 0) twice that."""

@@ -79,10 +79,42 @@ def _one_and_one(forward: list[Step], backward: list[Step], ahead: int) -> tuple
 
 def pipeline_order(plan: Plan, stage: int) -> tuple[Step, ...]:
     """The order of one stage of a plan."""
-    here = plan.stages[stage]
+    return tuple(step for block in pipeline_blocks(plan, stage) for step in block)
+
+
+def pipeline_blocks(plan: Plan, stage: int) -> tuple[tuple[Step, ...], ...]:
+    """The order of one stage of a plan in blocks: a pass, or a backward and a forward pass that run interleaved."""
+    here, stages = plan.stages[stage], len(plan.stages)
+    if here.overlap.micro_batches_in_flight > 1:
+        return paired_1f1b(stages, stage, here.gradient_accumulation_steps)
     if plan.pipeline_schedule == "1f1b":
-        return one_f_one_b(len(plan.stages), stage, here.gradient_accumulation_steps)
-    return interleaved(len(plan.stages), stage, len(here.chunks), here.gradient_accumulation_steps)
+        order = one_f_one_b(stages, stage, here.gradient_accumulation_steps)
+    else:
+        order = interleaved(stages, stage, len(here.chunks), here.gradient_accumulation_steps)
+    return tuple((step,) for step in order)
+
+
+def paired_1f1b(stages: int, stage: int, micro_batches: int) -> tuple[tuple[Step, ...], ...]:
+    """1F1B in which every backward pass runs beside the forward pass that follows it.
+
+    A stage hands on what a pair makes when the pair ends, so the stages before run twice as far ahead as in 1F1B; with
+    fewer the forward pass of a pair would have to wait for a pair of the stage before that has not begun.
+    """
+    ahead = min(2 * (stages - stage - 1) + 1, micro_batches)
+    forward = [Step("forward", 0, m) for m in range(micro_batches)]
+    backward = [Step("backward", 0, m) for m in range(micro_batches)]
+    paired = zip(backward, forward[ahead:], strict=False)
+    return (*((step,) for step in forward[:ahead]), *paired, *((step,) for step in backward[micro_batches - ahead :]))
+
+
+def most_in_flight(blocks: Sequence[Sequence[Step]]) -> int:
+    """Most passes of the stage whose activations are held at once: forward begun, backward not ended."""
+    held = most = 0
+    for block in blocks:
+        held += sum(step.direction == "forward" for step in block)
+        most = max(most, held)
+        held -= sum(step.direction == "backward" for step in block)
+    return most
 
 
 def check_orders(orders: Sequence[Sequence[Step]], chunks: int, micro_batches: int) -> None:

@@ -15,12 +15,26 @@ from typing import Literal
 
 from moe_overlap.plan import operators
 from moe_overlap.plan.gate_rules import GATE_FACTS
-from moe_overlap.plan.operators import ATTENTION, GATE, MERGE, MLP, MOE_PARTS, Operator, layer_operator, parse_operator
+from moe_overlap.plan.operators import (
+    ATTENTION,
+    COMBINE,
+    DISPATCH,
+    EXPERTS,
+    GATE,
+    MERGE,
+    MLP,
+    MOE_PARTS,
+    Operator,
+    layer_operator,
+    parse_operator,
+)
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 
 RangeWord = Literal["experts", "after", "around"]
 Place = tuple[int, str]
 """Layer, part."""
+CHUNKED_PARTS = (DISPATCH, EXPERTS, COMBINE)
+"""What the Tutel-style pipeline runs in chunks of each expert's rows; gate and merge stay whole (Lancet, Fig. 5a)."""
 
 
 def range_of_word(word: RangeWord, layer: int, chunk: tuple[int, int]) -> tuple[str, str]:
@@ -59,7 +73,7 @@ def needs_whole_batch(layer: LayerOverlap) -> bool:
 
 
 def partitions_of(overlap: StageOverlap, layers: Sequence[int]) -> dict[Place, int]:
-    """Partitions of every operator that runs in partitions.
+    """Partitions of every operator that runs in partitions, or in chunks of capacity.
 
     A gate that needs the whole micro-batch is not among them, though its range begins with it.
 
@@ -68,6 +82,9 @@ def partitions_of(overlap: StageOverlap, layers: Sequence[int]) -> dict[Place, i
     """
     found: dict[Place, int] = {}
     for layer in overlap.layers:
+        if layer.mechanism == "tutel":
+            assert layer.tutel_degree is not None
+            found |= {(layer.layer, part): layer.tutel_degree for part in CHUNKED_PARTS}
         if layer.mechanism != "partitioned":
             continue
         assert layer.partitions is not None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.overlap import LayerOverlap, Mechanism, StageOverlap
+from moe_overlap.plan.overlap import TUTEL_DEGREES, LayerOverlap, Mechanism, StageOverlap
 from moe_overlap.plan.plan import StagePlan
 from moe_overlap.plan.validate_ranges import validate_ranges
 from moe_overlap.plan.validate_slots import validate_slots
 
-TUTEL_DEGREES = (1, 2, 4, 8)
 FIELDS_OF: dict[Mechanism, tuple[str, ...]] = {
     "none": (),
     "tutel": ("tutel_degree",),
@@ -75,12 +74,15 @@ def _check_stage_sums(overlap: StageOverlap, subject: str) -> None:
     if overlap.max_deferred_bytes > 0 and not deferred:
         rule = "has no effect: no layer has weight_gradient_slots"
         raise ConfigError(f"{subject}.max_deferred_bytes", overlap.max_deferred_bytes, rule, "write 0 or add slots")
-    crossing = any(layer.mechanism == "cross_micro_batch" for layer in overlap.layers)
-    if crossing != (overlap.micro_batches_in_flight > 1):
-        rule = "layers with mechanism cross_micro_batch and at least 2 micro-batches in flight need each other"
-        raise ConfigError(
-            f"{subject}.micro_batches_in_flight", overlap.micro_batches_in_flight, rule, "change one of them"
-        )
+    for index, layer in enumerate(overlap.layers):
+        crosses, several = layer.mechanism == "cross_micro_batch", overlap.micro_batches_in_flight > 1
+        if crosses and not several:
+            rule = "mechanism cross_micro_batch needs at least 2 micro-batches in flight"
+            raise ConfigError(f"{subject}.micro_batches_in_flight", 1, rule, "write 2 or use another mechanism")
+        if several and not crosses and layer.mechanism != "partitioned":
+            rule = "with several micro-batches in flight a layer runs among them, in partitions or whole"
+            fix = "write cross_micro_batch or partitioned, or 1 micro-batch in flight"
+            raise ConfigError(f"{subject}.layers[{index}].mechanism", layer.mechanism, rule, fix)
 
 
 def _check_layer(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:

@@ -2,6 +2,7 @@
 
 Binding decides nothing: which operator runs when, on which part of the batch, and what waits for what stands in the list. A
 forward operator is an island (islands.py) under its layer, micro-batch and partition; its backward runs that island backward.
+One that stands in the list a second time, as a recomputation, is an island there only.
 
 Legend: S sequence, B batch (of the partition), H hidden, T = S · B tokens, E experts.
 """
@@ -9,7 +10,9 @@ Legend: S sequence, B batch (of the partition), H hidden, T = S · B tokens, E e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +22,22 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, COMBINE, COUNT, DISPATCH, Operator, parse_operator
-from moe_overlap.runtime.buffers import BATCH, Buffers, stem_of
-from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher
+from moe_overlap.plan.operators import (
+    BACKWARD,
+    COMBINE,
+    COUNT,
+    DISPATCH,
+    GATE,
+    MERGE,
+    RECOMPUTE,
+    Operator,
+    parse_operator,
+)
+from moe_overlap.runtime.buffers import BATCH, Buffers, is_part, stem_of
+from moe_overlap.runtime.dispatch.capacity_chunks import CapacityChunk, capacity_chunks, join_chunks
+from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.islands import Island
+from moe_overlap.runtime.recompute import LayerDraws, recompute_by_the_list
 from moe_overlap.runtime.routing.gate import Gate
 from moe_overlap.runtime.step import Batch
 
@@ -36,14 +51,19 @@ class StepState:
 
     buffers: Buffers
     batches: Sequence[Batch]
-    micro_batches: int
+    loss_scale: float
+    """Of every micro-batch's loss, auxiliary losses included, in the gradients."""
     seed: int
     """Of the gates' draws."""
     first_micro_batch: int
     """Number of this step's first micro-batch in the run."""
+    recomputed: frozenset[str] = frozenset()
+    """Names of the operators that the backward pass runs a second time."""
     islands: dict[Place, Island] = field(default_factory=dict)
     handles: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     """Dispatcher handles by layer, micro-batch, partition."""
+    chunks: dict[tuple[int, int], Sequence[CapacityChunk]] = field(default_factory=dict)
+    """Capacity chunks of layers whose rows travel in them, by layer and micro-batch."""
     routing: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Capacity used so far, by layer and micro-batch."""
     normed: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
@@ -70,12 +90,32 @@ class ChunkOperators:
         self._model, self._loss, self._dispatcher = model, loss, dispatcher
         self._layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         self._rotary = model.rotary_pos_emb(sequence_length) if hasattr(model, "rotary_pos_emb") else None
+        self._draws = LayerDraws(model.config)
+        for layer in model.decoder.layers:
+            recompute_by_the_list(layer)
 
     def compute(self, instruction: Instruction, state: StepState) -> None:
         """Run a compute instruction."""
         operator = parse_operator(instruction.name, "instruction")
-        method = getattr(self, "_" + operator.part.replace(".", "_") + ("_backward" if operator.suffix else ""))
-        method(instruction, operator, state)
+        place, name = _place(instruction, operator), "_" + operator.part.replace(".", "_")
+        if operator.suffix == BACKWARD:
+            getattr(self, name + "_backward")(instruction, operator, state)
+            return
+        run = partial(getattr(self, name), instruction, operator, state)
+        if operator.suffix == RECOMPUTE:
+            with self._draws.again(place):
+                run()
+            return
+        has_backward = torch.is_grad_enabled()
+        repeated = has_backward and instruction.name in state.recomputed
+        with_graph = has_backward and not repeated
+        drawing = self._draws.first(place, repeated) if operator.layer is not None else nullcontext()
+        with drawing, torch.set_grad_enabled(with_graph):
+            run()
+        if not with_graph:
+            del state.islands[place]
+            if operator.part == MERGE:
+                del state.handles[(_layer(operator), *place[2:])]
 
     # Embedding, head
 
@@ -115,7 +155,7 @@ class ChunkOperators:
 
     def _head_loss_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
         island = state.islands.pop(_place(i, operator))
-        scale = torch.ones_like(island.outputs[0]) / state.micro_batches
+        scale = torch.full_like(island.outputs[0], state.loss_scale)
         state.buffers.write(i, "dnormed", island.backward(scale)[0])
 
     # Attention, dense MLP
@@ -146,23 +186,27 @@ class ChunkOperators:
 
     def _moe_gate(self, i: Instruction, operator: Operator, state: StepState) -> None:
         n = _layer(operator)
-        layer, key = self._layers[n], (n, _micro_batch(i), _partition(i))
+        layer, keys = self._layers[n], travelling(i, n, i.writes, "rows")
 
-        def route(hidden_SBH: Tensor) -> tuple[Tensor, Tensor]:
+        def route(hidden_SBH: Tensor) -> tuple[Tensor, ...]:
             normed_SBH = TransformerLayer._forward_pre_mlp_layernorm(layer, hidden_SBH)
-            probs_TE, map_TE = self._route(layer.mlp, normed_SBH, i, state, n)
-            hidden_TH = normed_SBH.reshape(-1, normed_SBH.shape[-1])
-            rows, state.handles[key] = self._dispatcher.permute(hidden_TH, probs_TE, map_TE, f"L{n}.moe")
-            return rows, normed_SBH
+            routed_TE = self._route(layer.mlp, normed_SBH, i, state, n)
+            samples, rows = normed_SBH.shape[BATCH], []
+            parts = zip(*(_cut(x, samples, len(keys)) for x in (normed_SBH, *routed_TE)), strict=True)
+            for key, (x_TH, probs_TE, map_TE) in zip(keys, parts, strict=True):
+                packed, state.handles[key] = self._dispatcher.permute(x_TH, probs_TE, map_TE, f"L{n}.moe")
+                rows.append(packed)
+            return (*rows, normed_SBH)
 
         island = Island(route, [state.buffers.read(i, _read(i, "a"))])
+        *rows, normed_SBH = island.outputs
         if not _writes(i, "counts"):
             # Nothing leaves the rank: there is no count instruction, and the counts are known at once.
-            self._dispatcher.start_counts(state.handles[key]).wait()
+            self._dispatcher.start_counts(state.handles[keys[0]]).wait()
         state.islands[_place(i, operator)] = island
-        state.buffers.write(i, _written(i, "rows"), island.outputs[0])
+        state.buffers.write_each(i, _written(i, "rows"), rows)
         if layer.mlp.use_shared_expert:
-            state.normed[key] = island.outputs[1]
+            state.normed.update(zip(keys, normed_SBH.chunk(len(keys), dim=BATCH), strict=True))
 
     def _route(
         self, moe: Any, normed_SBH: Tensor, i: Instruction, state: StepState, layer: int
@@ -180,14 +224,25 @@ class ChunkOperators:
         return moe.router.route(normed_SBH, routing, _partition(i))
 
     def _moe_gate_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
-        key = (_layer(operator), _micro_batch(i), _partition(i))
+        n, m = _layer(operator), _micro_batch(i)
+        drows = state.buffers.read_each(i, _read(i, "drows"))
+        keys = travelling(i, n, i.reads, "drows")
+        if (n, m) in state.chunks:
+            keys = [(n, m, 0)]
+            drows = [join_chunks(state.chunks.pop((n, m)), drows, state.handles[keys[0]].row_sources_N.shape[0])]
+        dnormed = [state.normed.pop(key) for key in keys if key in state.normed]
         island = state.islands.pop(_place(i, operator))
-        drows = state.buffers.read(i, _read(i, "drows"))
-        state.buffers.add(i, _written(i, "da"), island.backward(drows, state.normed.pop(key, None))[0])
+        for key in keys:
+            del state.handles[key]
+        dnormed_SBH = torch.cat(dnormed, dim=BATCH) if dnormed else None
+        state.buffers.add(i, _written(i, "da"), island.backward(*drows, dnormed_SBH)[0])
 
     def _moe_shared(self, i: Instruction, operator: Operator, state: StepState) -> None:
         layer, key = self._layers[_layer(operator)], (_layer(operator), _micro_batch(i), _partition(i))
-        island = Island(lambda x: MoELayer.shared_experts_compute(layer.mlp, x), [state.normed.pop(key)])
+        normed = state.normed.pop(key, None)
+        if normed is None:
+            normed = _normed_of_gate(key, state)
+        island = Island(lambda x: MoELayer.shared_experts_compute(layer.mlp, x), [normed])
         state.islands[_place(i, operator)] = island
         state.buffers.write(i, _written(i, "shared"), island.outputs[0])
 
@@ -199,7 +254,7 @@ class ChunkOperators:
 
     def _moe_experts(self, i: Instruction, operator: Operator, state: StepState) -> None:
         n = _layer(operator)
-        layer, handle = self._layers[n], state.handles[(n, _micro_batch(i), _partition(i))]
+        layer, handle = self._layers[n], handle_of(i, operator, state, self._dispatcher)
         dispatcher = self._dispatcher
 
         def experts(received: Tensor) -> Tensor:
@@ -216,7 +271,7 @@ class ChunkOperators:
 
     def _moe_merge(self, i: Instruction, operator: Operator, state: StepState) -> None:
         n = _layer(operator)
-        layer, handle = self._layers[n], state.handles[(n, _micro_batch(i), _partition(i))]
+        layer, handle = self._layers[n], handle_of(i, operator, state, self._dispatcher)
 
         def merge(returned: Tensor, residual_SBH: Tensor, shared_SBH: Tensor | None) -> Tensor:
             output_SBH = self._dispatcher.unpermute(returned, handle).view_as(residual_SBH)
@@ -225,8 +280,13 @@ class ChunkOperators:
             return TransformerLayer._forward_post_mlp(layer, (output_SBH, None), residual_SBH)
 
         source = next(stem for stem in ("returned", "computed") if _reads(i, stem))
-        stems = [_read(i, source), _read(i, "a"), _read(i, "shared") if _reads(i, "shared") else ""]
-        self._forward(i, operator, state, merge, stems, [_written(i, "h")])
+        returned = state.buffers.read_each(i, _read(i, source))
+        if (n, _micro_batch(i)) in state.chunks:
+            returned = [join_chunks(state.chunks[n, _micro_batch(i)], returned)]
+        shared_SBH = state.buffers.read(i, _read(i, "shared")) if _reads(i, "shared") else None
+        island = Island(merge, [*returned, state.buffers.read(i, _read(i, "a")), shared_SBH])
+        state.islands[_place(i, operator)] = island
+        state.buffers.write(i, _written(i, "h"), island.outputs[0])
 
     def _moe_merge_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
         target = next(stem for stem in ("dreturned", "dcomputed") if _writes(i, stem))
@@ -240,19 +300,21 @@ class ChunkOperators:
             What waits for it and stores what has arrived.
         """
         i, operator = instruction, parse_operator(instruction.name, "instruction")
-        handle = state.handles[(_layer(operator), _micro_batch(i), _partition(i))]
         if operator.part == COUNT:
-            counts = self._dispatcher.start_counts(handle)
+            counts = self._dispatcher.start_counts(handle_of(i, operator, state, self._dispatcher))
             return lambda: _discard(counts.wait())
-        source, target = _EXCHANGED[operator.part, operator.suffix]
+        way = (operator.part, BACKWARD if operator.suffix == BACKWARD else "")
+        source, target = _EXCHANGED[way]
+        (outgoing,) = state.buffers.read_each(i, _read(i, source))
+        handle = handle_of(i, operator, state, self._dispatcher)
+        if i.partition and _reads_whole(i, source):
+            outgoing = state.chunks[_layer(operator), _micro_batch(i)][_partition(i)].of(outgoing)
         start = {
             (DISPATCH, ""): self._dispatcher.start_dispatch,
             (DISPATCH, BACKWARD): self._dispatcher.start_dispatch_backward,
             (COMBINE, ""): self._dispatcher.start_combine,
             (COMBINE, BACKWARD): self._dispatcher.start_combine_backward,
-        }[operator.part, operator.suffix]
-        outgoing = state.buffers.read(i, _read(i, source))
-        assert outgoing is not None
+        }[way]
         pending = start(outgoing.detach(), handle)
         return lambda: state.buffers.write(i, _written(i, target), pending.wait())
 
@@ -280,26 +342,61 @@ class ChunkOperators:
                 state.buffers.write(i, stem, gradient)
 
 
+def _normed_of_gate(key: tuple[int, int, int], state: StepState) -> Tensor:
+    """Input of a shared expert that is recomputed alone: the gate's island, which is still there, holds it."""
+    layer, micro_batch, partition = key
+    gate = state.islands.get((GATE, *key)) or state.islands[GATE, layer, micro_batch, 0]
+    *rows, normed_SBH = gate.outputs
+    parts: tuple[Tensor, ...] = normed_SBH.chunk(len(rows), dim=BATCH)
+    return parts[partition] if len(rows) > 1 else parts[0]
+
+
 _EXCHANGED = {
     (DISPATCH, ""): ("rows", "received"),
     (DISPATCH, BACKWARD): ("dreceived", "drows"),
     (COMBINE, ""): ("computed", "returned"),
     (COMBINE, BACKWARD): ("dreturned", "dcomputed"),
 }
-"""What an exchange sends and what arrives, by part and suffix."""
+"""What an exchange sends and what arrives, by part and direction."""
 
 
 def _discard(value: object) -> None:
     """The counts stay in their handle."""
 
 
-def set_aux_loss_scale(micro_batches: int, device: torch.device) -> None:
-    """Auxiliary losses are added in the routers' backward: each micro-batch counts its share."""
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device) / micro_batches)
+def set_aux_loss_scale(scale: float, device: torch.device) -> None:
+    """Auxiliary losses are added in the routers' backward, at the scale of the loss."""
+    MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), scale, device=device))
 
 
 def _place(i: Instruction, operator: Operator) -> Place:
     return (operator.part, operator.layer, _micro_batch(i), _partition(i))
+
+
+def _cut(tokens: Tensor, samples: int, parts: int) -> list[Tensor]:
+    """Tokens [T, X] or [S, B, X] of each of so many parts of the samples: [T of the part, X]."""
+    width = tokens.shape[-1]
+    return [part.reshape(-1, width) for part in tokens.reshape(-1, samples, width).chunk(parts, dim=BATCH)]
+
+
+def travelling(i: Instruction, layer: int, names: Sequence[str], kind: str) -> list[tuple[int, int, int]]:
+    """Layer, micro-batch and partition of everything that leaves a gate: a whole one may let its rows travel in parts."""
+    count = 1 if i.partition else sum(name.split(".")[0] == kind for name in names)
+    return [(layer, _micro_batch(i), _partition(i) + part) for part in range(count)]
+
+
+def handle_of(i: Instruction, operator: Operator, state: StepState, dispatcher: IrregularDispatcher) -> Handle:
+    """Of the rows that an instruction handles: those of its part of the batch, or of its capacity chunk.
+
+    Chunks are cut where a dispatch sends its share of rows that the gate left whole.
+    """
+    n, m = _layer(operator), _micro_batch(i)
+    if i.partition and (n, m) not in state.chunks and operator.part == DISPATCH and _reads_whole(i, "rows"):
+        state.chunks[n, m] = capacity_chunks(dispatcher, state.handles[n, m, 0], state.buffers.partitions(i))
+    if i.partition and (n, m) in state.chunks:
+        return state.chunks[n, m][_partition(i)].handle
+    handle: Handle = state.handles[n, m, _partition(i)]
+    return handle
 
 
 def _partition(i: Instruction) -> int:
@@ -322,6 +419,11 @@ def _reads(i: Instruction, kind: str) -> bool:
 
 def _writes(i: Instruction, kind: str) -> bool:
     return any(name.split(".")[0] == kind for name in i.writes)
+
+
+def _reads_whole(i: Instruction, kind: str) -> bool:
+    """Whether it reads such a buffer that does not stand in parts."""
+    return any(name.split(".")[0] == kind and not is_part(name) for name in i.reads)
 
 
 def _read(i: Instruction, kind: str) -> str:

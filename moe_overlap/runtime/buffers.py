@@ -1,13 +1,14 @@
 """The buffers of one step, by the names of the instruction list, and the batch parts an instruction sees of them.
 
-A micro-batch may be cut along its samples. An instruction of partition p that names a whole buffer sees the p-th part of it;
-a whole instruction that names the parts sees them joined. Tensors are [sequence, batch, hidden].
+A micro-batch may be cut along its samples. An instruction of partition p that names a whole buffer, or all parts of one that is
+cut otherwise than the instruction, sees the p-th part of the whole; a whole instruction that names the parts sees them joined.
+Tensors that are read and added to are [sequence, batch, hidden]; rows that travel are not, and are taken apart by name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,43 +34,33 @@ class Buffers:
         names = [name for name in instruction.reads if stem_of(name) == stem]
         if not names:
             return None
-        if len(names) > 1:
-            return torch.cat([self._tensors[name] for name in names], dim=BATCH)
-        tensor = self._tensors[names[0]]
-        if instruction.partition and not _is_part(names[0]):
-            return tensor.chunk(self.partitions(instruction), dim=BATCH)[instruction.partition[0]]
-        return tensor
+        tensors = [self._tensors[name] for name in names]
+        whole = torch.cat(tensors, dim=BATCH) if len(tensors) > 1 else tensors[0]
+        if not instruction.partition or (len(names) == 1 and is_part(names[0])):
+            return whole
+        return whole.chunk(self.partitions(instruction), dim=BATCH)[instruction.partition[0]]
+
+    def read_each(self, instruction: Instruction, stem: str) -> list[Tensor]:
+        """Every buffer that the instruction reads under the names that begin with `stem`, as it stands, in their order."""
+        return [self._tensors[name] for name in instruction.reads if stem_of(name) == stem]
 
     def write(self, instruction: Instruction, stem: str, tensor: Tensor | None) -> None:
-        """Store the result under the name the instruction gives it; names without a tensor stay unset."""
-        names = [name for name in instruction.writes if stem_of(name) == stem]
-        if not names or tensor is None:
-            return
-        if len(names) > 1:
-            for name, part in zip(names, tensor.chunk(len(names), dim=BATCH), strict=True):
-                self._tensors[name] = part
-        elif instruction.partition and not _is_part(names[0]):
-            self._write_part(names[0], tensor, instruction)
-        else:
-            self._tensors[names[0]] = tensor
+        """Store the result under the name the instruction gives it; a name without a tensor stays unset."""
+        if tensor is not None:
+            self.write_each(instruction, stem, [tensor])
 
-    def _write_part(self, name: str, part: Tensor, instruction: Instruction) -> None:
-        count = self.partitions(instruction)
-        if name not in self._tensors:
-            shape = list(part.shape)
-            shape[BATCH] *= count
-            self._tensors[name] = part.new_zeros(shape)
-        self._tensors[name].chunk(count, dim=BATCH)[instruction.partition[0]].copy_(part)
+    def write_each(self, instruction: Instruction, stem: str, tensors: Sequence[Tensor]) -> None:
+        """Store one tensor under each of the instruction's names that begin with `stem`, in their order."""
+        names = [name for name in instruction.writes if stem_of(name) == stem]
+        self._tensors.update(zip(names, tensors, strict=True))
 
     def add(self, instruction: Instruction, stem: str, gradient: Tensor | None) -> None:
-        """Add to a gradient that an earlier instruction wrote, or store it when it is the first."""
-        name = next((name for name in instruction.writes if stem_of(name) == stem), None)
-        if name is None or gradient is None:
+        """Add to a gradient, part by part where it stands in parts, or store it when it is the first."""
+        names = [name for name in instruction.writes if stem_of(name) == stem]
+        if gradient is None:
             return
-        if name in self._tensors:
-            self._tensors[name] = self._tensors[name] + gradient
-        else:
-            self._tensors[name] = gradient
+        for name, part in zip(names, gradient.chunk(len(names), dim=BATCH), strict=True):
+            self._tensors[name] = self._tensors[name] + part if name in self._tensors else part
 
     def drop(self, name: str) -> None:
         """Free a buffer nobody reads any more."""
@@ -81,5 +72,6 @@ def stem_of(name: str) -> str:
     return re.sub(r"(\.m\d+)?(\.p\d+)?$", "", name)
 
 
-def _is_part(name: str) -> bool:
+def is_part(name: str) -> bool:
+    """Whether a name is that of one part."""
     return re.search(r"\.p\d+$", name) is not None

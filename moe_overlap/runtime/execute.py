@@ -1,14 +1,15 @@
 """Runs an instruction list, and decides nothing.
 
 For each instruction in turn: wait for what its `after` names, then run it. Compute runs at once; a communication is started and
-waited for by whoever names it. The list's transfers and exchanges are point-to-point with tags of their own, so any number may be
-in flight on a channel.
+waited for by whoever names it or a later one of its channel. The list's transfers and exchanges are point-to-point with tags of
+their own, so any number may be in flight on a channel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +17,24 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lifetimes import last_uses
+from moe_overlap.plan.operators import RECOMPUTE
 from moe_overlap.runtime.bind import ChunkOperators, StepState, set_aux_loss_scale
 from moe_overlap.runtime.buffers import Buffers
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
+from moe_overlap.runtime.gradient_pieces import GradientPieces
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
 from moe_overlap.runtime.routing.draws import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.stage_transfers import StageTransfers
-from moe_overlap.runtime.step import Batch, StepResult
+from moe_overlap.runtime.step import Batch, StepResult, naming
 from moe_overlap.runtime.update import StepUpdate, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
 
 UPDATE_PARTS = ("gradients", "parameters", "optimizer")
+PIECES = "gradients."
+"""Reductions that stand among the passes, by part."""
 
 
 class PlanExecutor:
@@ -39,7 +45,11 @@ class PlanExecutor:
         models: the GPTModel inside each of them.
         queue: takes the weight gradients that the list has computed later.
         clock: seed of the gates' draws.
+        pieces: reduces what the list has of gradients among its passes; None: DDP reduces at the end.
         sequence_length, micro_batch_size: sizes of a micro-batch.
+    Attributes:
+        dispatcher: carries every exchange of tokens, of all chunks.
+        waits: wait for every exchange where it is started, so that nothing overlaps: the control of a benchmark.
     """
 
     def __init__(
@@ -52,15 +62,24 @@ class PlanExecutor:
         *,
         queue: WeightGradQueue,
         clock: DrawClock,
+        pieces: GradientPieces | None = None,
         sequence_length: int,
         micro_batch_size: int,
     ) -> None:
         self._chunks, self._optimizer, self._recorder = list(chunks), optimizer, recorder
         self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
-        self._queue, self._clock, self.step = queue, clock, 0
-        dispatcher = IrregularDispatcher(Wires(groups.collection))
-        self._operators = [ChunkOperators(model, sequence_length, _mean_loss, dispatcher) for model in models]
+        self._queue, self._clock, self._pieces = queue, clock, pieces
+        self.step, self.waits = 0, False
+        self.dispatcher = IrregularDispatcher(Wires(groups.collection))
+        self._per_token = chunks[0].config.calculate_per_token_loss
+        loss = _summed_loss if self._per_token else _mean_loss
+        self._operators = [ChunkOperators(model, sequence_length, loss, self.dispatcher) for model in models]
         self._transfers = StageTransfers(groups, chunks[0].config, sequence_length, micro_batch_size)
+
+    @property
+    def recorder(self) -> SpanRecorder:
+        """Of the spans of its steps."""
+        return self._recorder
 
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
         """One training step."""
@@ -69,10 +88,14 @@ class PlanExecutor:
         for chunk in self._chunks:
             chunk.train()
         state = self._state(instructions, batches)
-        set_aux_loss_scale(state.micro_batches, next(self._chunks[0].parameters()).device)
-        self._follow([i for i in instructions if not i.name.startswith(UPDATE_PARTS)], state)
+        device = next(self._chunks[0].parameters()).device
+        set_aux_loss_scale(state.loss_scale, device)
+        self._follow([i for i in instructions if not is_update(i)], state)
         self._queue.assert_empty()
-        self._update.reduce()
+        self._update.reduce(
+            _tokens_of(state.reports, device) if self._per_token else None,
+            over_replicas=self._pieces.finish if self._pieces is not None else None,
+        )
         get_moe_layer_wise_logging_tracker().clear()
         return self._update.finish(instructions, state.reports)
 
@@ -83,7 +106,7 @@ class PlanExecutor:
         for chunk in self._chunks:
             chunk.eval()
         state = self._state(instructions, batches)
-        forward = [i for i in instructions if not i.name.startswith(UPDATE_PARTS) and not _is_backward(i)]
+        forward = [i for i in instructions if not is_update(i) and not _is_backward(i)]
         self._follow(forward, state)
         loss, tokens = self._update.mean_loss(state.reports)
         get_moe_layer_wise_logging_tracker().clear()
@@ -96,13 +119,19 @@ class PlanExecutor:
             for partition in i.partition:
                 parts[i.name] = max(parts.get(i.name, 0), partition + 1)
         arrived = [next(batches) for _ in range(micro_batches)]
+        again = (i.name.removesuffix(f".{RECOMPUTE}") for i in instructions if i.name.endswith(f".{RECOMPUTE}"))
         return StepState(
-            Buffers(lambda i: parts.get(i.name, 1)), arrived, micro_batches, self._clock.seed, self.step * micro_batches
+            Buffers(lambda i: parts.get(i.name, 1)),
+            arrived,
+            1.0 if self._per_token else 1.0 / micro_batches,
+            self._clock.seed,
+            self.step * micro_batches,
+            frozenset(again),
         )
 
     def _follow(self, instructions: Sequence[Instruction], state: StepState) -> None:
-        started: dict[int, Callable[[], None]] = {}
-        last_reader = {buffer: i.id for i in instructions for buffer in (*i.reads, *i.writes)}
+        started: dict[int, _Started] = {}
+        ends = last_uses(instructions)
         for i in instructions:
             for number in i.after:
                 self._wait(number, started)
@@ -110,15 +139,17 @@ class PlanExecutor:
                 self._enter(i)
                 self._operators[i.chunk or 0].compute(i, state)
             elif i.kind in ("collective", "point-to-point"):
-                started[i.id] = self._start(i, state)
+                started[i.id] = _Started(i.channel, self._start(i, state))
+                if self.waits and i.kind == "collective":
+                    self._wait(i.id, started)
             elif i.kind == "weight-gradient":
                 self._enter(i)
                 self._queue.run(i.name)
             else:
                 raise ValueError(f"no binding for {i}")
-            for buffer in (*i.reads, *i.writes):
-                if last_reader[buffer] == i.id and i.kind == "compute":
-                    state.buffers.drop(buffer)
+            # What a communication under way reads, it holds itself.
+            for buffer in ends[i.id]:
+                state.buffers.drop(buffer)
         for number in list(started):
             self._wait(number, started)
         self._recorder.end()
@@ -127,31 +158,64 @@ class PlanExecutor:
     def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
         """Start a communication; the answer waits for it and ends its span."""
         self._recorder.place(i.chunk or 0, i.micro_batch or 0)
-        span = self._recorder.background(i.name, "ep" if i.kind == "collective" else "pp")
-        if i.kind == "collective":
-            wait = self._operators[i.chunk or 0].exchange(i, state)
-        else:
-            wait = self._transfers.start(i, state.buffers)
+        span = self._recorder.background(i.name, i.channel.partition(".")[0])
+        with naming(i.name):
+            if i.name.startswith(PIECES):
+                assert self._pieces is not None
+                part, (piece,) = i.name.removeprefix(PIECES), i.partition
+                wait = self._pieces.start(part, piece, state.buffers.partitions(i))
+            elif i.kind == "collective":
+                wait = self._operators[i.chunk or 0].exchange(i, state)
+            else:
+                wait = self._transfers.start(i, state.buffers)
 
         def finish() -> None:
-            wait()
+            with naming(i.name):
+                wait()
             self._recorder.finish_background(span)
 
         return finish
 
-    def _wait(self, number: int, started: dict[int, Callable[[], None]]) -> None:
-        finish = started.pop(number, None)
-        if finish is not None:
+    def _wait(self, number: int, started: dict[int, _Started]) -> None:
+        """Wait for a communication and, as a channel runs in order, for what was started on its channel before."""
+        if number not in started:
+            return
+        channel = started[number].channel
+        for earlier in [n for n, other in started.items() if n <= number and other.channel == channel]:
             self._recorder.end()
-            finish()
+            started.pop(earlier).finish()
 
     def _enter(self, i: Instruction) -> None:
         self._recorder.place(i.chunk or 0, i.micro_batch or 0)
         self._recorder.begin(i.name)
 
 
+def is_update(i: Instruction) -> bool:
+    """Whether an instruction stands behind the passes."""
+    return i.name.startswith(UPDATE_PARTS) and not i.name.startswith(PIECES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A communication under way; `finish` waits for it and ends its span."""
+
+    channel: str
+    finish: Callable[[], None]
+
+
 def _is_backward(i: Instruction) -> bool:
-    return ".backward" in i.name or i.name.endswith((".recompute", ".dW"))
+    return i.name.startswith(PIECES) or ".backward" in i.name or i.name.endswith((".recompute", ".dW"))
+
+
+def _tokens_of(reports: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tokens that count in this rank's micro-batches, int64; 0 off the last stage."""
+    return sum((report[1].long() for report in reports), torch.zeros((), dtype=torch.int64, device=device))
+
+
+def _summed_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss for --calculate-per-token-loss: the gradients are divided by the tokens of the step when all are summed."""
+    total, tokens = micro_batch_loss(losses_BS, mask_BS)
+    return total, torch.stack([total.detach(), tokens.detach()])
 
 
 def _mean_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:

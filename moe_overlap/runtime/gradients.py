@@ -6,7 +6,7 @@ groups handed over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,11 @@ from torch import Tensor
 
 
 def finalize_gradients(
-    chunks: Sequence[Any], token_count: Tensor | None, groups: ProcessGroupCollection, config: Any
+    chunks: Sequence[Any],
+    token_count: Tensor | None,
+    groups: ProcessGroupCollection,
+    config: Any,
+    over_replicas: Callable[[], None] | None = None,
 ) -> None:
     """Reduce the gradients of one rank's chunks.
 
@@ -30,9 +34,13 @@ def finalize_gradients(
         token_count: with a per-token loss, the tokens of this rank's micro-batches (right on the last stage only).
         groups: the stage's groups.
         config: the chunks' TransformerConfig.
+        over_replicas: completes the reduction over data-parallel replicas; DDP's own unless given.
     """
-    for chunk in chunks:
-        chunk.finish_grad_sync()
+    if over_replicas is None:
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+    else:
+        over_replicas()
     _allreduce_non_tensor_model_parallel_grads(list(chunks), config, groups.tp)
     _allreduce_word_embedding_grads(list(chunks), config, groups.embd, groups.pp)
     if config.moe_router_enable_expert_bias:

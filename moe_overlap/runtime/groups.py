@@ -5,6 +5,7 @@ Rank order inside a stage, fastest first: tensor, context, data (dense layers); 
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,25 +81,28 @@ def _slices(ranks: tuple[int, ...], sizes: tuple[int, int, int], axes: tuple[int
     return [tuple(group) for group in groups.values()]
 
 
-def build_groups(plan: Plan) -> StageGroups:
+def build_groups(plan: Plan, timeout: datetime.timedelta | None = None) -> StageGroups:
     """Make this rank's groups. A collective call: every rank of the run makes all groups in the same order.
 
     The pipeline group joins ranks of equal place in their stages, so the stages must have equal numbers of ranks.
+
+    Args:
+        timeout: of every operation of the groups; torch's own default (not that of the process group) unless given.
     """
     me = dist.get_rank()
     stage_index = next(i for i, stage in enumerate(plan.stages) if me in stage.devices.ranks)
     fields: dict[str, Any] = {}
     for stage in plan.stages:
         for kind, rank_sets in stage_rank_sets(stage).items():
-            _make(kind, rank_sets, fields)
+            _make(kind, rank_sets, fields, timeout)
     columns = list(zip(*(stage.devices.ranks for stage in plan.stages), strict=True))
-    _make("pp", columns, fields)
-    _make("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields)
-    _make("pos_embd", [(column[0],) for column in columns], fields)
+    _make("pp", columns, fields, timeout)
+    _make("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields, timeout)
+    _make("pos_embd", [(column[0],) for column in columns], fields, timeout)
     rows = [stage_rank_sets(stage) for stage in plan.stages]
     for kind, source in (("mp", "tp_cp"), ("tp_ep_pp", "tp_ep")):
         joined = zip(*(row[source] for row in rows), strict=True)
-        _make(kind, [tuple(rank for part in parts for rank in part) for parts in joined], fields)
+        _make(kind, [tuple(rank for part in parts for rank in part) for parts in joined], fields, timeout)
     fields.setdefault("embd", None)
     fields.setdefault("pos_embd", None)
     # The norm of the gradients and the NaN check cover every shard of the model once: the whole world.
@@ -110,9 +114,11 @@ def build_groups(plan: Plan) -> StageGroups:
     return StageGroups(stage=stage_index, collection=collection, world=dist.group.WORLD)
 
 
-def _make(kind: str, rank_sets: list[tuple[int, ...]], fields: dict[str, Any]) -> None:
+def _make(
+    kind: str, rank_sets: list[tuple[int, ...]], fields: dict[str, Any], timeout: datetime.timedelta | None
+) -> None:
     me = dist.get_rank()
     for ranks in rank_sets:
-        group = dist.new_group(list(ranks), group_desc=f"{kind} {ranks}")
+        group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{kind} {ranks}")
         if me in ranks:
             fields[kind] = group

@@ -14,16 +14,21 @@ from torch import Tensor
 
 
 class Island:
-    """One call of a function under autograd, with its graph cut at both ends.
+    """One call of a function under autograd, with its graph cut at both ends; without gradients, no graph at all.
 
     Attributes:
         outputs: what the function returned, detached from nothing: consumers cut it at their own inputs.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> None:
-        self._inputs = [x.detach().requires_grad_(x.is_floating_point()) if x is not None else None for x in inputs]
+        with_graph = torch.is_grad_enabled()
+        self._inputs = [
+            x.detach().requires_grad_(with_graph and x.is_floating_point()) if x is not None else None for x in inputs
+        ]
         returned = function(*self._inputs)
-        self.outputs: tuple[Any, ...] = returned if isinstance(returned, tuple) else (returned,)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        # megatron-core adds the residual with gradients enabled; what it returns would keep its input alive.
+        self.outputs: tuple[Any, ...] = outputs if with_graph else tuple(map(_detached, outputs))
 
     def backward(self, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run the backward of this stretch once; parameters accumulate, the graph is freed.
@@ -44,3 +49,7 @@ class Island:
         found = tuple(x.grad if x is not None else None for x in self._inputs)
         self._inputs, self.outputs = [], ()
         return found
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
+from moe_overlap.describe.batch import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
@@ -112,15 +113,18 @@ class MegatronStepRunner:
         self._recorder.forward(chunk_index, micro_batch)
         self._clock.micro_batch = self.step * self._micro_batches + micro_batch
         output = chunk(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
-        return output, partial(self._loss, batch["loss_mask"])
+        return output, partial(self._loss, batch)
 
-    def _loss(self, mask_BS: Tensor, losses_BS: Tensor) -> tuple[Any, ...]:
-        """Loss of one micro-batch; the pair (sum, tokens) of every micro-batch makes the reported mean."""
-        total, tokens = micro_batch_loss(losses_BS, mask_BS)
+    def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Any, ...]:
+        """Loss of one micro-batch; the pair (sum, tokens) of every micro-batch makes the reported mean.
+
+        Where ranks share the sequences, each divides its sum by the tokens of all of them.
+        """
+        total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
         report = torch.stack([total.detach(), tokens.detach()])
         if self._config.calculate_per_token_loss:
             return total, tokens.to(torch.int), report
-        return total / tokens.clamp(min=1), report
+        return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
 
     def _finalize(self, chunks: Any, token_count: Tensor | None = None, **_: Any) -> None:
         self._update.reduce(token_count)

@@ -32,7 +32,7 @@ class RecordedLayer(TransformerLayer):
         # What is recomputed begins, and ends its backward, inside: only there does the recorder meet it the second time.
         self.marks_inside = self.mlp.moe_layer_recompute if self.is_moe_layer else self.recompute_mlp
         if self.recompute_mlp:
-            self.mlp.register_forward_pre_hook(lambda *_: recorder.begin(f"{self.operator}.mlp"))
+            self.mlp.register_forward_pre_hook(self._begin_mlp)
             self.mlp.register_forward_hook(self._mark_mlp)
 
     def _forward_attention(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -48,9 +48,15 @@ class RecordedLayer(TransformerLayer):
             return hidden
         return self.recorder.on_backward(f"{self.operator}.{last}.backward", hidden)
 
+    def _begin_mlp(self, _module: Any, _inputs: Any) -> None:
+        if self.recompute_mlp:
+            self.recorder.begin(f"{self.operator}.mlp")
+
     def _mark_mlp(
         self, _module: Any, _inputs: Any, output: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
+        if not self.recompute_mlp:
+            return output
         return self.recorder.on_backward(f"{self.operator}.mlp.backward", output[0]), output[1]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from moe_overlap.describe.expert_load import ExpertLoad
+from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.runtime.groups import StageGroups
@@ -49,6 +51,28 @@ def defer_planned_gradients(modules: Sequence[torch.nn.Module], overlap: StageOv
     return defer_planned(modules, overlap, queue)
 
 
+def gradient_marks(modules: Sequence[torch.nn.Module], overlap: StageOverlap) -> list[torch.nn.Parameter]:
+    """Parameters that must begin a gradient bucket so that a plan's pieces can be reduced part by part."""
+    if overlap.gradient_chunk_bytes == 0:
+        return []
+    from moe_overlap.runtime.gradient_pieces import bucket_marks
+
+    return bucket_marks(modules)
+
+
+def count_expert_loads(models: Sequence[Any], model: ModelDescription) -> Callable[[int, int], list[ExpertLoad]]:
+    """Have the routers count what they decide; the answer sums it over all ranks, for a range of steps (a collective).
+
+    Args:
+        models: the GPTModel of each of this rank's chunks.
+    """
+    from moe_overlap.runtime.routing.meter import RouterMeters
+
+    device = next(models[0].parameters()).device
+    assert model.num_experts is not None
+    return RouterMeters(models, model.num_layers, model.num_experts, device).collect
+
+
 def make_runner(
     plan: Plan,
     chunks: Sequence[Any],
@@ -69,11 +93,13 @@ def make_runner(
         chunks: this rank's DDP-wrapped model chunks.
         models: the GPTModel inside each of them.
     """
-    if not any(stage.overlap.layers for stage in plan.stages):
+    if not any(stage.overlap.layers or stage.overlap.micro_batches_in_flight > 1 for stage in plan.stages):
         sizes = {"sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
         return MegatronStepRunner(chunks, optimizer, groups, recorder, clock=clock, **sizes)
     from moe_overlap.runtime.execute import PlanExecutor
+    from moe_overlap.runtime.gradient_pieces import GradientPieces
 
+    in_pieces = any(stage.overlap.gradient_chunk_bytes for stage in plan.stages)
     return PlanExecutor(
         chunks,
         models,
@@ -82,6 +108,7 @@ def make_runner(
         recorder,
         queue=queue,
         clock=clock,
+        pieces=GradientPieces(chunks) if in_pieces else None,
         sequence_length=sequence_length,
         micro_batch_size=micro_batch_size,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +33,22 @@ class StepResult:
     spans: tuple[Span, ...]
 
 
+class CommunicationFailed(RuntimeError):
+    """A peer died, hung or disagreed; the message begins with the operation that did not complete."""
+
+
+@contextlib.contextmanager
+def naming(operation: str) -> Iterator[None]:
+    """Have what fails in the block, which communicates, say in which operation."""
+    try:
+        yield
+    except CommunicationFailed:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CommunicationFailed(f"{operation}: {reason or type(error).__name__}") from error
+
+
 class StepRunner(Protocol):
     """Runs instruction lists on this rank. The training loop knows nothing else of the model.
 
@@ -42,7 +59,11 @@ class StepRunner(Protocol):
     step: int
 
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
-        """One training step over the list's micro-batches."""
+        """One training step over the list's micro-batches.
+
+        Raises:
+            CommunicationFailed: a peer is gone. Every rank that needs it raises within the groups' timeout.
+        """
 
     def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
         """The forward part of the same list: no gradients, no update."""

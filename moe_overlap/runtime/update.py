@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from moe_overlap.runtime.gradients import finalize_gradients
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
 from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.step import StepResult
+from moe_overlap.runtime.step import StepResult, naming
 
 
 class StepUpdate:
@@ -31,10 +31,11 @@ class StepUpdate:
     ) -> None:
         self._chunks, self._optimizer, self._groups, self._recorder = chunks, optimizer, groups, recorder
 
-    def reduce(self, token_count: Tensor | None = None) -> None:
-        """Reduce the gradients over every group that shares a parameter."""
-        with self._replica_span("gradients"):
-            finalize_gradients(self._chunks, token_count, self._groups.collection, self._chunks[0].config)
+    def reduce(self, token_count: Tensor | None = None, over_replicas: Callable[[], None] | None = None) -> None:
+        """Reduce the gradients over every group that shares a parameter; arguments as `finalize_gradients`."""
+        with naming("gradients"), self._replica_span("gradients"):
+            config = self._chunks[0].config
+            finalize_gradients(self._chunks, token_count, self._groups.collection, config, over_replicas)
 
     def finish(self, instructions: Sequence[Instruction], reports: Sequence[Tensor]) -> StepResult:
         """Norm, clipping and the list's optimizer instructions; the weights stay when loss or norm is not finite.

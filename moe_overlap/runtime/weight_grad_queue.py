@@ -16,14 +16,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_overlap.describe.errors import ConfigError
-
-Beyond = Literal["run", "refuse"]
 SHOWN = 8
 
 
@@ -52,21 +49,17 @@ class WeightGradQueue:
     """Computations of weight gradients by operator name (`L0.attention.qkv.dW`).
 
     Args:
-        max_bytes: most bytes that may be held; None is no bound, 0 computes every gradient at once.
-        beyond: what happens to a gradient the bound has no room for: it is computed at once and counted in `inline`, or the
-            run stops with an error.
-        subject: the flag or plan field that set the bound, for that error.
+        max_bytes: most bytes that may be held; None is no bound, 0 computes every gradient at once. A gradient it has no room
+            for is computed at once and counted in `inline`.
     Attributes:
         peak_bytes: most bytes held so far.
         inline: gradients that were computed early so far.
     """
 
-    def __init__(
-        self, max_bytes: int | None = None, beyond: Beyond = "run", subject: str = "--max-deferred-bytes"
-    ) -> None:
+    def __init__(self, max_bytes: int | None = None) -> None:
         self.peak_bytes = 0
         self.inline = InlineRuns()
-        self._max_bytes, self._beyond, self._subject = max_bytes, beyond, subject
+        self._max_bytes = max_bytes
         self._next_number = 0
         self._entries: dict[int, _Entry] = {}  # not announced
         self._waiting: dict[int, _Entry] = {}  # of these, not computed
@@ -77,6 +70,10 @@ class WeightGradQueue:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def figures(self) -> dict[str, int]:
+        """For the log: most bytes held so far, and how many gradients were computed early."""
+        return {"deferred_peak_bytes": self.peak_bytes, "deferred_early": self.inline.count}
 
     def put(
         self,
@@ -94,8 +91,6 @@ class WeightGradQueue:
             held: tensors that `compute` keeps alive, parameters left out.
             announce: is called after `compute`, in `run` or `run_all`; may start collectives.
             communicates: whether `compute` contains a collective; all ranks of its group then put it at the same place.
-        Raises:
-            ConfigError: there is no room for it and the queue was made to refuse that.
         """
         entry = _Entry(name, compute, announce, tuple(held), communicates)
         self._put[name] += 1
@@ -148,13 +143,8 @@ class WeightGradQueue:
     def _has_room(self, entry: _Entry) -> bool:
         if self._max_bytes is None:
             return True
-        needed = self._held.bytes + self._held.new_bytes(entry.held)
-        if self._beyond == "refuse" and needed > self._max_bytes:
-            rule = f"deferred weight gradients would hold {needed} bytes with {entry.name}"
-            raise ConfigError(self._subject, self._max_bytes, rule, "raise it or defer fewer weight gradients")
-        if entry.communicates:
-            needed = self._held_by_communicating.bytes + self._held_by_communicating.new_bytes(entry.held)
-        return needed <= self._max_bytes
+        held = self._held_by_communicating if entry.communicates else self._held
+        return held.bytes + held.new_bytes(entry.held) <= self._max_bytes
 
     def _hold(self, number: int, entry: _Entry) -> None:
         self._waiting[number] = entry

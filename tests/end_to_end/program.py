@@ -78,9 +78,10 @@ class Launch:
     Args:
         words: the command line after the program's name.
         folder: takes the ranks' output.
+        program: what every rank runs.
     """
 
-    def __init__(self, words: Sequence[str], folder: Path, ranks: int = 2) -> None:
+    def __init__(self, words: Sequence[str], folder: Path, ranks: int = 2, program: Path = PROGRAM) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -89,7 +90,7 @@ class Launch:
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), **meeting}
             with self._file(rank, "out").open("w") as out, self._file(rank, "err").open("w") as err:
                 process = subprocess.Popen(
-                    [sys.executable, str(PROGRAM), *words],
+                    [sys.executable, str(program), *words],
                     cwd=ROOT,
                     env=environment(place),
                     stdout=out,

@@ -76,8 +76,9 @@ LEFT_OUT = {
     "--mtp-num-layers": 1,
     "--mtp-loss-scaling-factor": 1,
     "--pipeline-model-parallel-layout": 1,
+    "--wandb-project": 1,
 }
-"""What the CPU refuses or this fork does not execute yet, with its number of values."""
+"""What the CPU refuses, this fork does not execute yet, or a package must be installed for, with its number of values."""
 
 
 def without_refused(words: list[str]) -> list[str]:

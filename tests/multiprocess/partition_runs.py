@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 BASE = """
@@ -9,15 +11,70 @@ BASE = """
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0
     --hidden-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
-    --moe-token-dispatcher-type irregular --moe-gate topk --micro-batch-size 4 --global-batch-size 16 --train-iters 4
+    --moe-token-dispatcher-type irregular --micro-batch-size 4 --global-batch-size 16 --train-iters 4
     --lr 1e-3 --mock-data --vocab-size 257 --tokenizer-type NullTokenizer --num-workers 0 --eval-iters 0 --log-interval 1000
 """
+CROWDED = (
+    "--moe-router-topk 1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0"
+)
+"""With a bias on the router: every token goes to the last expert, so that the other experts and one rank get none."""
 
 Curve = list[tuple[float, float]]
 
 
-def curves(variants: dict[str, str]) -> dict[str, Curve]:
-    """Loss and gradient norm of three steps of every variant, flags added to BASE. Collective."""
+def curves(variants: dict[str, str], crowded: dict[str, str] | None = None, steps: int = 3) -> dict[str, Curve]:
+    """Loss and gradient norm of the first steps of every variant, flags added to BASE, then loss and tokens of an evaluation.
+
+    Args:
+        crowded: variants that run with CROWDED.
+    """
+    found = {name: _curve(*assembled(flags), steps) for name, flags in variants.items()}
+    for name, flags in (crowded or {}).items():
+        job, feed = assembled(f"{flags} {CROWDED}")
+        biases = [module.expert_bias for module in job.chunks[0].modules() if hasattr(module, "expert_bias")]
+        for bias in biases:
+            bias.copy_(bias.new_tensor([0.0] * (len(bias) - 1) + [9.0]))
+        found[name] = _curve(job, feed, steps)
+        # What got tokens is pushed down, what got none is pulled up.
+        assert biases and all(bias[-1] < 9.0 and (bias[:-1] > 0).all() for bias in biases), biases
+    return found
+
+
+def peak_bytes(variants: dict[str, str]) -> dict[str, int]:
+    """Most bytes that one step of every variant holds on this rank beside parameters, gradients and optimizer state."""
+    from megatron.training.memory import StorageTracker, held_tensors
+
+    found = {}
+    for name, flags in variants.items():
+        job, feed = assembled(flags)
+        _step(job, 0, feed)
+        held = held_tensors(job.chunks, job.optimizer)
+        with StorageTracker(held) as tracker:
+            before = tracker.bytes
+            _step(job, 1, feed)
+        found[name] = tracker.peak_bytes - before
+    return found
+
+
+def dense_passes(flags: str) -> int:
+    """How often one step runs the first layer's dense MLP, with its only micro-batch."""
+    job, feed = assembled(flags)
+    calls: list[None] = []
+    layer = job.chunks[0].module.decoder.layers[0]
+    layer.mlp.linear_fc1.register_forward_hook(lambda *_: calls.append(None))
+    _step(job, 0, feed)
+    return len(calls)
+
+
+def spans_of_a_step(flags: str) -> list[tuple[str, str, float, float]]:
+    """Name, channel, start and end of what a step recorded, its update left out. Collective."""
+    job, feed = assembled(flags)
+    spans = job.runner.run(job.instructions, feed).spans
+    return [(s.name, s.channel, s.start, s.end) for s in spans if not s.name.startswith(("optimizer", "parameters"))]
+
+
+def assembled(flags: str) -> tuple[Any, Any]:
+    """The run of these flags added to BASE, and its samples. Collective."""
     from megatron.training import cpu_backend
     from megatron.training.quiet import quiet_libraries
 
@@ -30,15 +87,33 @@ def curves(variants: dict[str, str]) -> dict[str, Curve]:
     from megatron.training.arguments import parse
     from megatron.training.validation import validate
 
-    found = {}
-    for name, flags in variants.items():
-        parsed = parse([*BASE.split(), *flags.split()])
-        validate(parsed.config, dist.get_world_size())
-        job = pretrain_moe.assemble(parsed, dist.get_rank()).job
-        feed = job.batches("train", 0)
-        assert feed is not None
-        found[name] = [_step(job, step, feed) for step in range(3)]
-    return found
+    parsed = parse([*BASE.split(), *flags.split()])
+    validate(parsed.config, dist.get_world_size())
+    job = pretrain_moe.assemble(parsed, dist.get_rank()).job
+    feed = job.batches("train", 0)
+    assert feed is not None
+    return job, _uneven(feed)
+
+
+def _curve(job: Any, feed: Any, steps: int) -> Curve:
+    curve = [_step(job, step, feed) for step in range(steps)]
+    evaluated = job.runner.evaluate(job.instructions, feed)
+    return [*curve, (evaluated.loss, float(evaluated.tokens))]
+
+
+def _uneven(feed: Any) -> Iterator[Any]:
+    """The batches, with unequally many tokens that count, and documents where the batches tell documents apart."""
+    import torch
+
+    for number, batch in enumerate(feed):
+        counted = batch["tokens"] % (2 + number % 3) == 0
+        made = {**batch, "loss_mask": counted.float()}
+        if "attention_mask" in batch:
+            document_BS = (batch["tokens"] % 5 == 0).cumsum(1)
+            apart_BSS = document_BS[:, :, None] != document_BS[:, None, :]
+            later_SS = torch.ones(apart_BSS.shape[1:], dtype=torch.bool).triu(1)
+            made["attention_mask"] = (apart_BSS | later_SS)[:, None]
+        yield made
 
 
 def _step(job: Any, step: int, feed: Any) -> tuple[float, float]:
@@ -46,3 +121,21 @@ def _step(job: Any, step: int, feed: Any) -> tuple[float, float]:
     result = job.runner.run(job.instructions, feed)
     job.scheduler.step(increment=job.global_batch_size)
     return result.loss, result.grad_norm
+
+
+def write_plan(path: Path, flags: str, layers: dict[int, dict[str, Any]]) -> str:
+    """The plan of flags for two ranks, with some fields of some layers replaced; returns its name."""
+    import dataclasses
+
+    from megatron.training.arguments import parse
+    from megatron.training.describe import describe_model
+    from megatron.training.plan_from_flags import plan_from_flags
+    from moe_overlap.plan.serialize import save_plan
+
+    config = parse([*BASE.split(), *flags.split()]).config
+    plan = plan_from_flags(config, describe_model(config, 257), 2)
+    (stage,) = plan.stages
+    changed = [dataclasses.replace(layer, **layers.get(layer.layer, {})) for layer in stage.overlap.layers]
+    overlap = dataclasses.replace(stage.overlap, layers=tuple(changed))
+    save_plan(dataclasses.replace(plan, stages=(dataclasses.replace(stage, overlap=overlap),)), path)
+    return str(path)

@@ -29,11 +29,13 @@ FEATURES = {
     "upstreams-defaults": f"{GPT} {NO_LOSS}",
     "bf16": f"{MOE} {NO_LOSS} --bf16",
     "per-token-loss": f"{MOE} {SEQUENCE_LOSS} --calculate-per-token-loss",
+    "kept-apart": f"{MOE} {SEQUENCE_LOSS} --reset-attention-mask --reset-position-ids --eod-mask-loss",
     "sgd": f"{MOE} {NO_LOSS} --optimizer sgd --lr 1e-1",
     "sgd-biases": f"{GPT} {NO_LOSS} --optimizer sgd --lr 1e-1",
 }
 EP2, PP2 = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+CP2 = "--context-parallel-size 2"
 ETP1 = "--expert-tensor-parallel-size 1"
 TOGETHER = (
     ("no-balancing", "EP2", EP2),
@@ -55,7 +57,15 @@ TOGETHER = (
     ("bf16", "PP2", PP2),
     ("per-token-loss", "EP2", EP2),
     ("per-token-loss", "PP2", PP2),
+    ("z-loss", "CP2, EP2", f"{CP2} {EP2}"),
+    ("sigmoid-bias-groups", "CP2, EP2", f"{CP2} {EP2}"),
+    ("latent-attention", "CP2", CP2),
+    ("tied-dense-first", "CP2", CP2),
+    ("upstreams-defaults", "CP2", CP2),
+    ("per-token-loss", "CP2, EP2", f"{CP2} {EP2}"),
+    ("kept-apart", "CP2", CP2),
     ("sgd", "EP2", EP2),
+    ("sgd", "CP2", CP2),
     ("sgd", "TP2, ETP1", f"{TP2} {ETP1}"),
     ("sgd-biases", "TP2, EP2 ETP1", f"{TP2} {EP2} {ETP1}"),
 )

@@ -1,14 +1,20 @@
-"""The executor against megatron-core's schedule: partitions and deferred weight gradients keep losses and gradients."""
+"""The executor against megatron-core's schedule: parts, deferred weight gradients and recomputation keep losses and gradients."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.multiprocess.partition_runs import curves
+from tests.multiprocess.partition_runs import curves, dense_passes, peak_bytes, write_plan
 from tests.spawn import run
 
-EP, PP = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+RANKS, GATE, PP = "--expert-model-parallel-size 2", "--moe-gate topk", "--pipeline-model-parallel-size 2"
+EP = f"{RANKS} {GATE}"
 CAPACITY = "--moe-expert-capacity-factor 1.0 --moe-token-drop-policy position"
+UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+DEFER, TWO, PER_TOKEN = "--defer-weight-gradients", "--moe-overlap-partitions 2", "--calculate-per-token-loss"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 OVERLAPPED = {
     "two parts around": f"{EP} --moe-overlap-partitions 2",
     "four parts around": f"{EP} --moe-overlap-partitions 4",
@@ -16,18 +22,75 @@ OVERLAPPED = {
     "four parts of the experts": f"{EP} --moe-overlap-partitions 4 --moe-overlap-range experts",
     "deferred": f"{EP} --defer-weight-gradients",
     "two parts around, deferred": f"{EP} --moe-overlap-partitions 2 --defer-weight-gradients",
+    "two micro-batches": f"{EP} --moe-overlap-micro-batches 2",
+    "all": f"{EP} --moe-overlap-micro-batches 2 --moe-overlap-partitions 2 --defer-weight-gradients",
+    "two chunks of capacity": f"{EP} --moe-overlap-capacity-chunks 2",
+    "eight chunks of capacity, deferred": f"{EP} --moe-overlap-capacity-chunks 8 --defer-weight-gradients",
+    "two parts around, deferred, recomputed": f"{EP} {TWO} {DEFER} {UNIFORM} 3",
+    "two parts after, MoE layers recomputed": f"{EP} {TWO} --moe-overlap-range after {SELECTIVE} moe core_attn",
 }
 WITH_CAPACITY = {
     "two parts around": f"{EP} {CAPACITY} --moe-overlap-partitions 2",
     "four parts around, deferred": f"{EP} {CAPACITY} --moe-overlap-partitions 4 --defer-weight-gradients",
 }
+PRIORITIZED = f"{EP} --moe-gate batch_prioritized --moe-expert-capacity-factor"
+CHOICE = f"{EP} --moe-gate expert_choice --moe-expert-capacity-factor 1 --moe-aux-loss-coeff 0"
+BEHIND_WHOLE_GATES = {
+    f"{PRIORITIZED} 0.5": "--moe-overlap-partitions 4 --moe-overlap-range experts",
+    f"{PRIORITIZED} 1": "--moe-overlap-partitions 2 --moe-overlap-range after --defer-weight-gradients",
+    CHOICE: "--moe-overlap-partitions 2 --moe-overlap-range after",
+}
+CROWDED = {
+    "two parts around, deferred": "--moe-overlap-partitions 2 --defer-weight-gradients",
+    "two chunks of capacity": "--moe-overlap-capacity-chunks 2",
+}
+WHOLE = {"mechanism": "none", "partitions": None, "first_operator": None, "last_operator": None, "axis": None}
+FOUR_EXPERTS = {"partitions": 4, "first_operator": "L1.moe.gate", "last_operator": "L1.moe.merge"}
+PLANS = {
+    "two parts, four, uncut, deferred": (
+        f"{EP} --moe-overlap-partitions 2 --defer-weight-gradients",
+        {1: {"partitions": 4}, 2: WHOLE},
+    ),
+    "two parts to the next attention, four parts of the experts": (
+        f"{EP} --moe-overlap-partitions 2 --moe-overlap-range after",
+        {1: FOUR_EXPERTS},
+    ),
+    "two parts, chunks of capacity, four parts": (
+        f"{EP} --moe-overlap-partitions 2",
+        {1: WHOLE | {"mechanism": "tutel", "tutel_degree": 2}, 2: {"partitions": 4}},
+    ),
+}
+"""Flags whose plan is written to a file, and what is changed there: neighbours that are cut otherwise."""
+
+
+OTHER_PLAIN = {
+    "loss per token": (f"{EP} {PER_TOKEN}", f"{TWO} {DEFER}"),
+    "dropout": (f"{RANKS} {DROPOUT}", f"{DEFER} {UNIFORM} 1"),
+}
+"""Flags of a plain run, and what the overlapped run adds to them."""
+
+
+def pairs(variants: dict[str, tuple[str, str]]) -> dict[str, str]:
+    plain = {f"plain: {name}": flags for name, (flags, _) in variants.items()}
+    return plain | {name: f"{flags} {added}" for name, (flags, added) in variants.items()}
 
 
 @pytest.fixture(scope="module")
-def found():
-    variants = {"plain": EP, "plain with capacity": f"{EP} {CAPACITY}"}
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
+    variants = {"plain": EP, "plain with capacity": f"{EP} {CAPACITY}"} | pairs(OTHER_PLAIN)
+    one = f"{EP} --micro-batch-size 1 --global-batch-size 4"
+    variants |= {
+        "one sample": one,
+        "one sample, chunks": f"{one} --moe-overlap-capacity-chunks 2 --defer-weight-gradients",
+    }
     variants |= OVERLAPPED | {f"capacity: {name}": flags for name, flags in WITH_CAPACITY.items()}
-    first, second = run(2, curves, variants, timeout_seconds=400)
+    for gate, cut in BEHIND_WHOLE_GATES.items():
+        variants |= {gate: gate, f"{gate} {cut}": f"{gate} {cut}"}
+    for number, (name, (flags, layers)) in enumerate(PLANS.items()):
+        variants[name] = f"{EP} --plan {write_plan(folder / f'{number}.json', flags, layers)}"
+    crowded = {"crowded": EP} | {f"crowded: {name}": f"{EP} {flags}" for name, flags in CROWDED.items()}
+    first, second = run(2, curves, variants, crowded, timeout_seconds=400)
     assert first == second, "loss and norm are known to every rank"
     return first
 
@@ -50,17 +113,152 @@ def test_capacity_passes_from_part_to_part(found, name):
     assert_same(found[f"capacity: {name}"], found["plain with capacity"])
 
 
+@pytest.mark.parametrize("gate", BEHIND_WHOLE_GATES)
+def test_parts_travel_behind_a_gate_of_the_whole_micro_batch(found, gate):
+    assert found[gate] != found["plain"]
+    assert_same(found[f"{gate} {BEHIND_WHOLE_GATES[gate]}"], found[gate])
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_neighbours_that_are_cut_otherwise(found, name):
+    assert_same(found[name], found["plain"])
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_all_tokens_to_one_expert_and_none_to_a_rank(found, name):
+    assert_same(found[f"crowded: {name}"], found["crowded"])
+
+
+def test_a_micro_batch_of_one_sample(found):
+    assert_same(found["one sample, chunks"], found["one sample"])
+
+
 def test_deferral_is_bitwise(found):
     assert found["two parts around, deferred"] == found["two parts around"]
 
 
+def test_interleaved_micro_batches_are_bitwise(found):
+    assert found["all"] == found["two parts around"]
+    assert found["two micro-batches"] == found["deferred"]
+
+
+def test_what_is_recomputed_is_bitwise_what_was_computed(found):
+    assert found["two parts around, deferred, recomputed"] == found["two parts around"]
+
+
+def test_tokens_weigh_alike_in_unequal_micro_batches(found):
+    assert found["plain: loss per token"] != found["plain"], (
+        "every micro-batch has as many tokens, so this shows nothing"
+    )
+    assert_same(found["loss per token"], found["plain: loss per token"])
+
+
+def test_a_recomputation_draws_the_same_dropout(found):
+    assert found["dropout"] == found["plain: dropout"]
+
+
+RECOMPUTED = {
+    "deferred": f"{DEFER} {UNIFORM} 1",
+    "two parts around": f"{TWO} {UNIFORM} 3",
+    "two parts around, deferred": f"{TWO} {DEFER} {BLOCK} 2",
+    "two parts after": f"{TWO} --moe-overlap-range after {UNIFORM} 1",
+    "four parts of the experts, deferred": f"--moe-overlap-partitions 4 --moe-overlap-range experts {DEFER} {BLOCK} 1",
+    "deferred, MoE layers": f"{DEFER} {SELECTIVE} moe core_attn",
+    "two parts around, MoE layers": f"{TWO} {SELECTIVE} moe",
+    "two parts around, attention": f"{TWO} {DEFER} {SELECTIVE} core_attn",
+}
+MIXED = "--moe-layer-freq [1,0,1]"
+LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+DOCUMENTS = "--reset-attention-mask --reset-position-ids --position-embedding-type learned_absolute"
+SPLIT = f"--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 {RANKS} {DROPOUT}"
+BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+LOSSES = "--moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-2"
+VARIED = {
+    "dense layers": (f"{EP} {MIXED}", f"{TWO} {DEFER} {SELECTIVE} moe mlp"),
+    "capacity": (f"{EP} {CAPACITY}", f"--moe-overlap-partitions 4 {UNIFORM} 3"),
+    "every balancing": (f"{EP} {BIAS} {LOSSES}", f"{TWO} {UNIFORM} 1"),
+    "megatron-core's router": (f"{RANKS} {BIAS} --moe-input-jitter-eps 0.1", f"{DEFER} {UNIFORM} 1"),
+    "random routing": (f"{RANKS} --moe-router-force-load-balancing", f"{DEFER} {UNIFORM} 1"),
+    "random gate": (f"{RANKS} --moe-gate random --moe-aux-loss-coeff 0", f"{TWO} {UNIFORM} 1"),
+    "dropout, MoE layers": (f"{RANKS} {DROPOUT}", f"{DEFER} {SELECTIVE} moe core_attn"),
+    "dropout on a split sequence": (SPLIT, f"{DEFER} {BLOCK} 2"),
+    "documents apart": (f"{EP} {DOCUMENTS}", "--moe-overlap-partitions 4 --moe-overlap-range after"),
+    "documents apart, recomputed": (f"{EP} {DOCUMENTS}", f"{TWO} {SELECTIVE} core_attn"),
+    "no positions": (f"{EP} --position-embedding-type none", TWO),
+    "latent attention": (f"{EP} {LATENT}", f"{TWO} {DEFER} {UNIFORM} 1"),
+}
+
+
+@pytest.mark.slow
+def test_every_recomputation_keeps_twenty_steps():
+    base = f"{EP} --train-iters 20"
+    variants = {"plain": base} | {name: f"{base} {flags}" for name, flags in RECOMPUTED.items()}
+    answers = run(2, curves, variants, None, 20, timeout_seconds=600)
+    for name in RECOMPUTED:
+        assert_same(answers[0][name], answers[0]["plain"])
+
+
+@pytest.mark.slow
+def test_what_a_model_may_have_survives_the_cut():
+    answers = run(2, curves, pairs(VARIED), timeout_seconds=600)
+    for name in VARIED:
+        assert_same(answers[0][name], answers[0][f"plain: {name}"])
+
+
+@pytest.mark.slow
+def test_recomputed_activations_are_not_kept():
+    """With recomputation the executor needs a fifth more than megatron-core at most: exchanges under way and parts."""
+    deep = f"{EP} --num-layers 8"
+    recomputes = {"nothing": "", "layers": f"{UNIFORM} 1", "MoE layers": f"{SELECTIVE} moe"}
+    overlaps = {"plain": "", "deferred": DEFER, "two parts": TWO}
+    variants = {f"{o}, {r}": f"{deep} {overlaps[o]} {recomputes[r]}" for o in overlaps for r in recomputes}
+    held = run(2, peak_bytes, variants, timeout_seconds=600)[0]
+    for name in ("deferred", "two parts"):
+        for again in ("layers", "MoE layers"):
+            assert held[f"{name}, {again}"] < 1.2 * held[f"plain, {again}"], held
+        assert held[f"{name}, layers"] < 0.3 * held[f"{name}, nothing"], held
+        assert held[f"{name}, MoE layers"] < 0.6 * held[f"{name}, nothing"], held
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_runs_twice_and_not_more():
+    """megatron-core's own checkpoint would run it a third time."""
+    dense_first = f"{EP} --moe-layer-freq [0,1,1] --global-batch-size 8 {DEFER}"
+    assert run(2, dense_passes, dense_first) == [1, 1]
+    assert run(2, dense_passes, f"{dense_first} {SELECTIVE} mlp") == [2, 2]
+    assert run(2, dense_passes, f"{dense_first} {UNIFORM} 1") == [2, 2]
+
+
 @pytest.mark.slow
 def test_a_pipeline_of_four_ranks():
-    overlap = "--moe-overlap-partitions 2 --defer-weight-gradients"
+    overlap = f"{TWO} {DEFER}"
     every, late = f"{EP} {PP} --num-layers 4", f"{EP} {PP} --num-layers 4 --moe-layer-freq [0]*2+[1]*2"
-    variants = {"every": every, "every, overlapped": f"{every} {overlap}"}
     # A first stage without a MoE layer has nothing to overlap, and still runs like the stage after it.
-    variants |= {"late": late, "late, overlapped": f"{late} {overlap}"}
-    answers = run(4, curves, variants, timeout_seconds=600)
-    for name in ("every", "late"):
-        assert_same(answers[0][f"{name}, overlapped"], answers[0][name])
+    both = {"every": (every, overlap), "late": (late, overlap)}
+    both |= {"two micro-batches": (every, "--moe-overlap-micro-batches 2")}
+    both |= {"all": (every, f"{overlap} --moe-overlap-micro-batches 2")}
+    virtual = f"{every} --num-virtual-stages-per-pipeline-rank 2"
+    both |= {"virtual": (virtual, "--moe-overlap-capacity-chunks 2 --defer-weight-gradients")}
+    gate = f"{every} --moe-gate batch_prioritized --moe-expert-capacity-factor 1"
+    both |= {"whole gate": (gate, f"{overlap} --moe-overlap-range after")}
+    answers = run(4, curves, pairs(both), timeout_seconds=600)
+    for name in both:
+        assert_same(answers[0][name], answers[0][f"plain: {name}"])
+
+
+@pytest.mark.slow
+def test_an_interleaved_pipeline_of_four_ranks():
+    virtual = f"{RANKS} {PP} --num-virtual-stages-per-pipeline-rank 2 --num-layers 8 --global-batch-size 32"
+    gated = f"{virtual} {GATE}"
+    variants = {
+        "parts around": (gated, TWO),
+        "parts after, deferred": (gated, f"{TWO} --moe-overlap-range after {DEFER}"),
+        "deferred": (gated, DEFER),
+        "recomputed": (gated, f"{TWO} {DEFER} {BLOCK} 1"),
+        "loss per token": (f"{gated} {PER_TOKEN}", f"{TWO} {DEFER}"),
+        "dropout": (f"{virtual} {DROPOUT}", f"{DEFER} {SELECTIVE} moe core_attn"),
+        "late": (f"{gated} --moe-layer-freq [0]*4+[1]*4", f"{TWO} {DEFER}"),
+    }
+    answers = run(4, curves, pairs(variants), timeout_seconds=900)
+    for name in variants:
+        assert_same(answers[0][name], answers[0][f"plain: {name}"])

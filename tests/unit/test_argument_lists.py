@@ -75,7 +75,7 @@ def test_what_needs_a_gpu_stops_a_start_on_the_cpu_only(words: str, line: str) -
     [
         "--fp16",
         "--mtp-num-layers 1",
-        "--context-parallel-size 2",
+        "--context-parallel-size 2 --hybrid-context-parallel",
         "--position-embedding-type yarn",
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
@@ -88,6 +88,14 @@ def test_what_is_not_executed_stops_a_start_anywhere(words: str) -> None:
     for machine in (CPU, GPU):
         with pytest.raises(ConfigError, match="; .*--dry-run accepts it$"):
             require_startable(parsed, machine)
+
+
+def test_context_parallelism_starts_however_upstream_would_send_keys_and_values() -> None:
+    parsed = parse([*SMALL.split(), "--context-parallel-size", "2", "--cp-comm-type", "p2p"])
+    assert obstacles(parsed, CPU) == []
+    assert ("--cp-comm-type", "keys and values are gathered over the context ranks") in [
+        (flag, reason.partition(" (")[0]) for flag, reason in parsed.without_effect
+    ]
 
 
 def test_settings_of_what_is_not_asked_for_stop_nothing() -> None:

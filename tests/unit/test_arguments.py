@@ -30,9 +30,12 @@ OTHER_DEFAULTS = {
 OWN_FLAGS = {
     "defer_weight_gradients",
     "keep_last_checkpoints",
+    "log_expert_load",
     "log_json",
     "max_deferred_bytes",
     "moe_gate",
+    "moe_overlap_capacity_chunks",
+    "moe_overlap_micro_batches",
     "moe_overlap_partitions",
     "moe_overlap_range",
     "plan",

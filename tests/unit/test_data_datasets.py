@@ -175,6 +175,29 @@ def test_blend_weights(tmp_path: Path, one_rank: None) -> None:
         build_datasets(once, ByteTokenizer(), sequence_length=8, seed=1, samples=(1000, 0, 0))
 
 
+def test_a_blend_for_each_part(tmp_path: Path, one_rank: None) -> None:
+    prefixes = [numbered(tmp_path / f"d{value}", 40, value) for value in (1, 2, 3)]
+    flags = DataConfig(
+        train_data_path=("3", prefixes[0], "1", prefixes[1]),
+        valid_data_path=(prefixes[2],),
+        data_cache_path=str(tmp_path / "cache"),
+    )
+    made = build_datasets(flags, ByteTokenizer(), sequence_length=8, seed=1, samples=(200, 4, 4))
+    first = [1 in s for s in samples_of(made.train)[:200]]
+    assert abs(sum(first) / 200 - 0.75) < 0.01 and not any(3 in s for s in samples_of(made.train))
+    assert {i for s in samples_of(made.valid) for i in s} == {3, 256} and len(made.valid or ()) >= 4
+    assert made.test is None  # it has no path
+    assert made.source == f"train 3 {prefixes[0]} 1 {prefixes[1]}, valid {prefixes[2]}, ByteTokenizer"
+    numbered(tmp_path / "d3", 80, 4)  # rewritten: old indices must not be read
+    made = build_datasets(flags, ByteTokenizer(), sequence_length=8, seed=1, samples=(200, 4, 4))
+    assert {i for s in samples_of(made.valid) for i in s} == {4, 256} and len(made.valid or ()) == (80 * 9 - 1) // 8
+    alone = DataConfig(valid_data_path=(prefixes[0],), data_cache_path=str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="--train-data-path: is missing"):
+        build_datasets(alone, ByteTokenizer(), sequence_length=8, seed=1, samples=(5, 5, 0))
+    with pytest.raises(ConfigError, match="holds token id 256, the vocabulary has 100 ids"):
+        build_datasets(flags, NullTokenizer(100), sequence_length=8, seed=1, samples=(5, 5, 0))
+
+
 def test_mock_data(tmp_path: Path) -> None:
     flags = DataConfig(mock_data=True, split="99,1,0", data_cache_path=str(tmp_path), reset_attention_mask=True)
     made = build_datasets(flags, NullTokenizer(500), sequence_length=32, seed=1, samples=(100, 10, 10))
@@ -277,6 +300,43 @@ def test_the_builtin_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path(prefix + ".bin").write_bytes(b"torn")
     build_datasets(flags, ByteTokenizer(), sequence_length=8, seed=1, samples=(5, 0, 0))
     assert len(list((tmp_path / "cache").glob("*.idx"))) == 1
+
+
+def test_two_jobs_prepare_the_corpus_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower one never takes away what the faster one has published, and reads the same."""
+    cache, published = tmp_path / "cache", list[str]()
+    documents, rename, unlink = corpus.builtin_corpus_documents, Path.replace, Path.unlink
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.py").write_text("# text\n")
+    monkeypatch.setattr(corpus, "standard_library_folder", lambda: tmp_path / "lib")
+
+    def prepare() -> str:
+        return indexed.prepare_builtin_corpus(cache, ByteTokenizer(), lambda work: work()).prefix
+
+    def overtaken() -> Iterator[str]:
+        """The second job begins and ends while the first one writes."""
+        monkeypatch.setattr(indexed, "builtin_corpus_documents", documents)
+        published.append(prepare())
+        yield from documents()
+
+    def still_there() -> None:
+        for prefix in published:
+            assert check_indexed_dataset(prefix).sequences == 1
+
+    def watched_replace(path: Path, target: str) -> Path:
+        done = rename(path, target)
+        still_there()
+        return done
+
+    def watched_unlink(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        still_there()
+
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    monkeypatch.setattr(Path, "unlink", watched_unlink)
+    monkeypatch.setattr(indexed, "builtin_corpus_documents", overtaken)
+    assert [prepare()] == published
+    assert len(list(cache.iterdir())) == 2
 
 
 def test_the_running_interpreter_has_a_corpus_worth_training_on() -> None:

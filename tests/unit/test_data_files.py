@@ -1,4 +1,4 @@
-"""What data flags name: blends, splits, tokenizers, and indexed datasets whose two files do not fit each other."""
+"""What data flags name: blends, splits, and indexed datasets whose two files do not fit each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from megatron.training.data_files import (
     parse_blend,
     parse_split,
 )
-from megatron.training.tokenizers import ByteTokenizer, build_tokenizer
 from moe_overlap.describe.errors import ConfigError
 
 
@@ -104,64 +103,6 @@ def test_a_missing_file_is_named_with_the_likely_fix(tmp_path: Path) -> None:
         check_indexed_dataset(prefix)
     with pytest.raises(ConfigError, match=r"nowhere\.idx does not exist"):
         check_indexed_dataset(str(tmp_path / "nowhere"))
-
-
-@pytest.mark.parametrize("text", ["", "plain", "Größe 中文 🙂 \x00\r\n", "\ud800 lone surrogate"])
-def test_bytes_survive_the_byte_tokenizer(text: str) -> None:
-    tokenizer = ByteTokenizer()
-    ids = tokenizer.tokenize(text)
-    assert tokenizer.detokenize([*ids, tokenizer.eod]) == text
-    assert all(0 <= i < 256 for i in ids)
-    assert tokenizer.detokenize("ö".encode()[1:]) == "�"
-
-
-def test_null_tokenizer() -> None:
-    tokenizer = build_tokenizer("NullTokenizer", None, 100)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)
-    assert tokenizer.tokenize("1 2  99") == [1, 2, 99]
-    assert tokenizer.detokenize([1, 2]) == "1 2"
-    for wrong in ("1 x", "100", "-1", "1.5"):
-        with pytest.raises(ConfigError, match="not an id below --vocab-size 100"):
-            tokenizer.tokenize(wrong)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("WordPiece", None, None), "--tokenizer-type WordPiece: is not supported"),
-        (("NullTokenizer", None, None), "add --vocab-size N"),
-        (("HuggingFaceTokenizer", None, None), "add --tokenizer-model FOLDER"),
-        (("HuggingFaceTokenizer", "/nowhere", None), "--tokenizer-model /nowhere: is not a folder"),
-        ((None, "folder", None), "--tokenizer-model folder: is used by"),
-        ((None, None, 100), "--vocab-size 100: the tokenizer has 257 ids"),
-        (("NullTokenizer", None, 1), "--vocab-size 1: must be at least 2"),
-    ],
-)
-def test_wrong_tokenizer_flags(flags: tuple[str | None, str | None, int | None], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_tokenizer(*flags)
-    assert message in str(caught.value)
-
-
-def test_hugging_face_tokenizer(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<eos>": 0, "hello": 1, "world": 2, "<unk>": 3}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>")
-    fast.save_pretrained(tmp_path / "good")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / "no_end")
-    (tmp_path / "empty").mkdir()
-
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "good"), None)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (4, 0)
-    assert tokenizer.pad == -1  # not 0: that would mask every end of document
-    assert tokenizer.tokenize("hello world there") == [1, 2, 3]
-    assert tokenizer.detokenize([1, 2]) == "hello world"
-    for folder, message in (("no_end", "names no end-of-sequence token"), ("empty", "transformers cannot read it")):
-        with pytest.raises(ConfigError, match=message):
-            build_tokenizer("HuggingFaceTokenizer", str(tmp_path / folder), None)
 
 
 def test_no_torch() -> None:

@@ -6,12 +6,14 @@ import gzip
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training.tokenizers import ByteTokenizer
+from megatron.training.tokenizers import ByteTokenizer, TokenizerFiles
 from tools import preprocess_data
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +78,8 @@ def test_plain_text(tmp_path: Path, unit: str, expected: list[str]) -> None:
         ("a.csv", b"x", [], "a.csv: has an unknown ending"),
         ("a.txt", b"x", ["--json-keys", "body"], "--json-keys body: "),
         ("a.txt", b"1 2 x", ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "the text holds 'x'"),
+        ("a.parquet.gz", b"x", [], "has an unknown ending"),
+        ("a.txt", b"x", ["--vocab-file", "v"], "--vocab-file v: is used by --tokenizer-type GPT2BPETokenizer only"),
         ("a.txt", b"x", ["--workers", "0"], "--workers 0: must be at least 1"),
         ("a.txt", b"x", ["--split-sentences"], "--split-sentences: not supported"),
         ("a.txt", b"x", ["--append-eot"], "--append-eot: unknown flag; did you mean --append-eod?"),
@@ -98,6 +102,69 @@ def test_a_mistake_is_one_line_and_leaves_no_file(
 
 def test_a_mistake_found_by_a_worker_arrives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     documents = [preprocess_data.Document(f"f:{i}", b"{}" if i == 7 else b'{"text": "x"}', True) for i in range(9)]
-    encoding = preprocess_data.Encoding(None, None, None, ("text",), False)
+    encoding = preprocess_data.Encoding(None, TokenizerFiles(), None, ("text",), False)
     (result,) = preprocess_data.encode_all(encoding, iter(documents), 1)
     assert result.mistake is not None and result.mistake[1] == "f:7"
+
+
+def test_parquet_needs_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setattr(preprocess_data, "is_installed", lambda name: False)
+    assert preprocess_data.main(["--input", str(tmp_path / "a.parquet"), "--output-prefix", str(tmp_path / "d")]) == 2
+    assert capsys.readouterr().err.endswith('needs the package pyarrow; pip install -e ".[data]"\n')
+
+
+def test_parquet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = {"text": [f"Größe {i}" for i in range(2500)], "title": ["t"] * 2500, "n": list(range(2500))}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet")
+    flags = ["--input", str(tmp_path / "a.parquet"), "--output-prefix", str(tmp_path / "d")]
+    assert preprocess_data.main([*flags, "--json-keys", "text", "title"]) == 0
+    assert texts(tmp_path / "d_text_document") == rows["text"]
+    assert texts(tmp_path / "d_title_document") == rows["title"]
+    for key, message in (("body", "has no column 'body'"), ("n", "a.parquet:1: has no text under the key 'n'")):
+        assert preprocess_data.main([*flags, "--json-keys", key]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert preprocess_data.main(flags) == 2
+    assert "a.parquet: cannot be read" in capsys.readouterr().err
+
+
+class FakeParquetFile:
+    """The part of pyarrow.parquet.ParquetFile that is used, over rows in JSON."""
+
+    def __init__(self, path: str) -> None:
+        self.rows = json.loads(Path(path).read_text())
+        self.schema_arrow = SimpleNamespace(names=list(self.rows[0]))
+
+    def __enter__(self) -> FakeParquetFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def iter_batches(self, batch_size: int, columns: list[str]) -> Iterator[SimpleNamespace]:
+        for first in range(0, len(self.rows), 2):
+            part = [{key: row[key] for key in columns} for row in self.rows[first : first + 2]]
+            yield SimpleNamespace(to_pylist=lambda part=part: part)
+
+
+def test_rows_of_parquet_become_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What we make of the package's rows; the package itself is stood in for."""
+    fake = SimpleNamespace(ArrowException=ValueError, parquet=SimpleNamespace(ParquetFile=FakeParquetFile))
+    monkeypatch.setitem(sys.modules, "pyarrow", fake)
+    monkeypatch.setattr(preprocess_data, "is_installed", lambda name: True)
+    rows = [{"text": f"ö{i}", "n": i} for i in range(5)]
+    (tmp_path / "a.parquet").write_text(json.dumps(rows))
+    flags = ["--input", str(tmp_path / "a.parquet"), "--output-prefix", str(tmp_path / "d")]
+    assert preprocess_data.main(flags) == 0
+    assert texts(tmp_path / "d_text_document") == [row["text"] for row in rows]
+    for key, message in (("body", "has no column 'body'; name columns"), ("n", "a.parquet:1: has no text under")):
+        assert preprocess_data.main([*flags, "--json-keys", key]) == 2
+        assert message in capsys.readouterr().err

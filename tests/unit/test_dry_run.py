@@ -45,6 +45,7 @@ def test_argument_lists_are_accepted_or_refused_with_a_reason(name: str) -> None
         text = printed(LISTS[name])
         assert "flags without effect" in text
         assert "  --data-path         ${DATA_PATH}" in text or "mixtral" in name
+        assert "  --vocab-file        ${DATA_PATH}" in text or "  --tokenizer-model   ${DATA_PATH}" in text
 
 
 def test_a_real_job_after_its_tokenizer_is_replaced() -> None:
@@ -88,3 +89,10 @@ def test_torch_is_not_imported(words: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_micro_batches_in_flight_are_said() -> None:
+    words = [*LISTS["gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel"], "--moe-token-dispatcher-type", "irregular"]
+    assert "in flight" not in printed(words)
+    text = printed([*words, "--moe-overlap-micro-batches", "2"])
+    assert "activations of at most 4, 2 micro-batches (stages 0, 1); 2, 1 without --moe-overlap-micro-batches" in text

@@ -1,16 +1,19 @@
-"""Where a step's figures go: JSON fields as documented, the console's line, files per rank."""
+"""Where a run's figures go: JSON fields as documented, the console's line, files per rank, TensorBoard, W&B, expert loads."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.training.config import LoggingConfig
 from megatron.training.metrics import MetricsLog, StepMetrics, step_line
+from moe_overlap.describe.expert_load import ExpertLoad, read_expert_loads
 
 DOCUMENTED = {"step", "loss", "step_seconds", "tokens_per_second", "grad_norm", "comm_seconds", "exposed_comm_seconds"}
 DOCUMENTED |= {"peak_bytes"}
@@ -31,6 +34,7 @@ def metrics(**changes: Any) -> StepMetrics:
         "resident_bytes": 900 * 2**20,
         "consumed_samples": 16,
         "optional": {},
+        "deferred": {},
     }
     return StepMetrics(**{**values, **changes})
 
@@ -42,6 +46,8 @@ def test_the_line_of_a_step() -> None:
     )
     assert " 841 tok/s" in step_line(metrics(tokens_per_second=841.2), 300)
     assert step_line(metrics(optional={"params_norm": 12.3456}), 300).endswith("MiB  params_norm 12.35")
+    held = {"deferred_peak_bytes": 3 * 2**19, "deferred_early": 2}
+    assert step_line(metrics(deferred=held), 300).endswith("peak 412 MiB  deferred 1.5 MiB, 2 early")
     assert "(0%)" in step_line(metrics(step_seconds=0.0), 300)
     assert len({len(step_line(metrics(step=step), 300)) for step in (1, 10, 300)}) == 1
 
@@ -55,7 +61,9 @@ def test_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0]["loss"] == 5.556123456789012  # in full precision
     assert set(rows[0]) >= DOCUMENTED and rows[0]["params_norm"] == 2.5 and "optional" not in rows[0]
-    assert set(rows[0]) == {field.name for field in dataclasses.fields(StepMetrics)} - {"optional"} | {"params_norm"}
+    assert set(rows[0]) == {field.name for field in dataclasses.fields(StepMetrics)} - {"optional", "deferred"} | {
+        "params_norm"
+    }
     assert all(isinstance(rows[0][name], int) for name in ("step", "peak_bytes", "resident_bytes", "consumed_samples"))
     printed = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert printed == ["1/20", "10/20", "20/20"]
@@ -103,3 +111,76 @@ def test_tensorboard(tmp_path: Path) -> None:
     tags = set(read.Tags()["scalars"])
     assert {"loss", "grad_norm", "learning_rate", "params_norm", "valid/loss"} <= tags and "step" not in tags
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [(2, 2.0), (4, 4.0)]
+
+
+LOADS = [
+    ExpertLoad(1, 4, 0, 8, (5, 1, 0, 2), (0, 0, 0, 8), 1.3),
+    ExpertLoad(1, 4, 2, 8, (4, 4, 4, 4), (0, 0, 0, 0), 1.2),
+]
+
+
+def test_expert_loads(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    path = tmp_path / "folder" / "load.jsonl"
+    config = LoggingConfig(log_expert_load=str(path), tensorboard_dir=str(tmp_path), moe_per_layer_logging=True)
+    for rank in (0, 1):
+        log = MetricsLog(config, rank=rank, total_steps=4)
+        log.log_loads(LOADS)
+        assert rank or read_expert_loads(path) == tuple(LOADS)  # at once, for a reader beside the run
+        log.close()
+    assert read_expert_loads(path) == tuple(LOADS)  # one rank writes
+    read = event_accumulator.EventAccumulator(str(tmp_path))
+    read.Reload()
+    (point,) = read.Scalars("router/L0/imbalance")
+    assert (point.step, point.value) == (4, 2.5)
+    assert read.Scalars("router/L0/dropped_share")[0].value == 0.5
+    assert read.Scalars("router/L2/entropy")[0].value == pytest.approx(1.2)
+    bars = read.Histograms("router/L0/load")[0].histogram_value
+    assert bars.num == 8 and [bars.bucket[bars.bucket_limit.index(expert + 0.5)] for expert in (0, 1, 3)] == [5, 1, 2]
+
+
+class FakeRun:
+    """What wandb.init returns."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[dict[str, float], int]] = []
+        self.finished = False
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.points.append((values, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, run = list[dict[str, Any]](), FakeRun()
+
+    def init(**words: Any) -> FakeRun:
+        made.append(words)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    folder = tmp_path / "new"
+    config = LoggingConfig(
+        wandb_project="moe",
+        wandb_exp_name="first",
+        wandb_save_dir=str(folder),
+        tensorboard_log_interval=2,
+        log_validation_ppl_to_tensorboard=True,
+        moe_per_layer_logging=True,
+    )
+    MetricsLog(config, rank=1, total_steps=4).close()
+    log = MetricsLog(config, rank=0, total_steps=4, settings={"training": {"seed": 5}})
+    for step in range(1, 5):
+        log.log(metrics(step=step, loss=float(step)), {"iteration-time": 0.5})
+    log.log_evaluation("valid", 0.0, 4)
+    log.log_loads(LOADS)
+    log.close()
+    settings = {"training": {"seed": 5}}
+    assert made == [{"project": "moe", "name": "first", "entity": None, "dir": str(folder), "config": settings}]
+    assert folder.is_dir() and run.finished
+    points = [(values["loss"], values["iteration-time"], step) for values, step in run.points[:2]]
+    assert points == [(2.0, 0.5, 2), (4.0, 0.5, 4)]
+    assert run.points[2] == ({"valid/loss": 0.0, "valid/ppl": 1.0}, 4)
+    assert run.points[3][0]["router/L0/imbalance"] == 2.5

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from megatron.training.arguments import parse
 from megatron.training.describe import describe_model, padded_vocab_size, smallest_world
 from megatron.training.plan_from_flags import plan_from_flags
+from megatron.training.plan_of_run import plan_of_run
 from megatron.training.stages import stage_chunks, stage_layers
 from megatron.training.validation import validate
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import save_plan
 from moe_overlap.plan.validate import validate_plan
 
 BASE = (
@@ -55,6 +62,60 @@ def test_recompute() -> None:
     assert (chosen.stages[0].recompute.modules, chosen.stages[0].recompute.layers) == (("moe",), 8)
 
 
+IRREGULAR = "--expert-model-parallel-size 2 --micro-batch-size 2 --moe-gate topk --moe-token-dispatcher-type irregular"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            f"{IRREGULAR} --hidden-dropout 0",
+            "--attention-dropout 0.1: its masks would depend on how the micro-batch is cut; use 0",
+        ),
+        (
+            f"{IRREGULAR} {NO_DROPOUT} --moe-token-dispatcher-type alltoall",
+            "--moe-token-dispatcher-type alltoall: cut.json exchanges tokens by the irregular dispatcher; use irregular",
+        ),
+        (
+            f"{IRREGULAR} {NO_DROPOUT} --overlap-grad-reduce",
+            "--overlap-grad-reduce: cut.json reduces gradients at the end of the step (gradient_chunk_bytes 0); drop it",
+        ),
+    ],
+)
+def test_what_a_plan_cuts_is_held_against_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_plan(plan_of(f"{IRREGULAR} {NO_DROPOUT} --moe-overlap-partitions 2", 2), Path("cut.json"))
+    config = parse(f"{BASE} {flags} --plan cut.json".split()).config
+    validate(config, 2)
+    with pytest.raises(ConfigError) as caught:
+        plan_of_run(config, describe_model(config, 257), 2)
+    assert str(caught.value) == line
+
+
+PAIRS = f"{BASE} --expert-model-parallel-size 2 --moe-token-dispatcher-type irregular --moe-overlap-micro-batches 2"
+GROWING = PAIRS.replace("--train-iters 5", "--train-samples 40")
+
+
+def test_every_batch_of_a_run_holds_the_micro_batches_that_are_interleaved(tmp_path: Path) -> None:
+    """Two data-parallel ranks, micro-batch 1: two micro-batches are 4 samples."""
+    line = "2: a step of 2 samples has 1 micro-batch on each data-parallel rank; use batches of 4 samples or more"
+    overlapping = parse(PAIRS.split()).config
+    model = describe_model(overlapping, 257)
+    path = tmp_path / "plan.json"
+    save_plan(plan_of_run(overlapping, model, 2), path)
+    by_file = GROWING.replace("--moe-overlap-micro-batches 2", f"--plan {path}")
+    for words, subject in ((GROWING, "--moe-overlap-micro-batches"), (by_file, f"{path} micro_batches_in_flight")):
+        fitting, short = (parse(f"{words} --rampup-batch-size {first} 2 20".split()).config for first in (4, 2))
+        validate(short, 2)
+        assert plan_of_run(fitting, model, 2).global_batch_size == 8
+        with pytest.raises(ConfigError) as refused:
+            plan_of_run(short, model, 2)
+        assert str(refused.value) == f"{subject} {line}"
+
+
 def test_derived_sizes() -> None:
     config = parse([*BASE.split(), "--swiglu", "--moe-layer-freq", "2", "--tensor-model-parallel-size", "2"]).config
     model = describe_model(config, 257)
@@ -70,3 +131,14 @@ def test_smallest_world() -> None:
     assert smallest_world(parse(f"{BASE} {flags} --pipeline-model-parallel-size 4".split()).config) == 32
     flags = "--tensor-model-parallel-size 2 --expert-model-parallel-size 8"
     assert smallest_world(parse(f"{BASE} {flags}".split()).config) == 16
+
+
+def test_gradient_pieces_are_asked_for_in_parameters() -> None:
+    overlapped = "--expert-model-parallel-size 2 --moe-token-dispatcher-type irregular --defer-weight-gradients"
+    for words, expected in (
+        (overlapped, 0),
+        (f"{overlapped} --overlap-grad-reduce --ddp-bucket-size 5000", 20_000),
+        (f"{overlapped} --overlap-grad-reduce", 160_000_000),
+        ("--overlap-grad-reduce --ddp-bucket-size 5000", 0),
+    ):
+        assert [stage.overlap.gradient_chunk_bytes for stage in plan_of(words, 2).stages] == [expected]

@@ -35,6 +35,27 @@ def test_recomputed_modules_change_nothing_but_the_order_of_sums(modules: str) -
         assert (one - other).abs().max() <= 1e-6 * one.abs().max()
 
 
+def test_queries_of_latent_attention_can_be_projected_directly() -> None:
+    """Through a latent as wide as the hidden size, with the identity before it, they are the same."""
+    direct = small(LATENT.replace("--q-lora-rank 16", "").replace("--qk-layernorm", "")).stock()
+    loss_of(direct).backward()
+    weights = [weight for name, weight in direct.named_parameters() if "linear_q_proj" in name]
+    assert [tuple(weight.shape) for weight in weights] == [(4 * 12, 32)] * 2
+    through = small(LATENT.replace("rank 16 --kv", "rank 32 --kv").replace("--qk-layernorm", "")).stock()
+    named = dict(direct.named_parameters())
+    with torch.no_grad():
+        for name, weight in through.named_parameters():
+            if "linear_q_down_proj" in name:
+                weight.copy_(torch.eye(32))
+            else:
+                weight.copy_(named[name.replace("linear_q_up_proj", "linear_q_proj")])
+    assert torch.allclose(loss_of(through), loss_of(direct), rtol=1e-6)
+    loss_of(through).backward()
+    again = [weight for name, weight in through.named_parameters() if "linear_q_up_proj" in name]
+    for one, other in zip(weights, again, strict=True):
+        assert (one.grad - other.grad).abs().max() <= 1e-5 * one.grad.abs().max() > 0
+
+
 def test_embeddings_have_a_learning_rate_of_their_own() -> None:
     module, optimizer = small(f"{MOE} --decoupled-lr 5e-2 --decoupled-min-lr 1e-2 --min-lr 1e-4").wrapped()
     rates = {(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups}

@@ -95,7 +95,7 @@ RULES = [
     (
         "--context-parallel-size 2 --seq-length 62",
         2,
-        "--seq-length 62: --context-parallel-size 2 splits it into 4 parts; use a multiple of 4",
+        "--seq-length 62: --context-parallel-size 2 cuts it into 4 pieces; use a multiple of 4",
     ),
     (
         f"{PP2} --pipeline-model-parallel-layout Et|t|tL",
@@ -198,6 +198,7 @@ RULES = [
         1,
         "--train-samples 10: a run counts steps or samples; give --train-iters or --train-samples",
     ),
+    ("--log-memory-interval 0", 1, "--log-memory-interval 0: must be at least 1; use 1 or more"),
     ("--vocab-size 200", 1, "--vocab-size 200: the tokenizer has 257 ids; use at least 257 or drop the flag"),
     ("--min-lr 1", 1, "--min-lr 1.0: is above --lr 0.001; use 0.001 or less"),
     (
@@ -228,15 +229,33 @@ RULES = [
         "use irregular",
     ),
     (
+        f"{OVERLAP} --moe-overlap-capacity-chunks 2 --moe-token-dispatcher-type alltoall",
+        2,
+        "--moe-token-dispatcher-type alltoall: --moe-overlap-capacity-chunks exchanges tokens by the irregular "
+        "dispatcher; use irregular",
+    ),
+    (
+        f"{OVERLAP} --moe-overlap-partitions 2 --moe-gate batch_prioritized --moe-expert-capacity-factor 1",
+        2,
+        "--moe-overlap-range around: the gate batch_prioritized sorts the tokens of the whole micro-batch, which can then "
+        "not be partitioned before the MoE layer; use after or experts, or --moe-gate topk or switch or random or hash",
+    ),
+    (
         f"{OVERLAP} --moe-overlap-partitions 2 --hidden-dropout 0.1",
         2,
         "--hidden-dropout 0.1: its masks would depend on how the micro-batch is cut; use 0",
     ),
     (
-        f"{OVERLAP} --defer-weight-gradients --overlap-grad-reduce",
+        f"{OVERLAP} --defer-weight-gradients --overlap-grad-reduce --overlap-param-gather",
         2,
-        "--overlap-grad-reduce: --defer-weight-gradients reduces gradients after the last backward pass; "
-        "drop it or --defer-weight-gradients",
+        "--overlap-param-gather: --defer-weight-gradients gathers weights at the end of the step; "
+        "hooks would send them among the first exchanges of the next; drop it or --defer-weight-gradients",
+    ),
+    (
+        f"{OVERLAP} --defer-weight-gradients --overlap-param-gather",
+        2,
+        "--overlap-param-gather: --defer-weight-gradients gathers weights at the end of the step; "
+        "hooks would send them among the first exchanges of the next; drop it or --defer-weight-gradients",
     ),
     (
         "--hidden-size 66",

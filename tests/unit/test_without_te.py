@@ -18,7 +18,7 @@ S, B = 7, 2
 
 
 def attention(scale: float | None = None, dropout: float = 0.0, sequence_parallel: bool = False) -> SdpaAttention:
-    config = SimpleNamespace(attention_dropout=dropout, sequence_parallel=sequence_parallel)
+    config = SimpleNamespace(attention_dropout=dropout, sequence_parallel=sequence_parallel, context_parallel_size=1)
     return SdpaAttention(config, 1, None, "self", softmax_scale=scale)
 
 

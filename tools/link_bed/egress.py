@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+HANDED_OVER_BYTES = 128 * 1024
+"""Most that one connection puts into the queue of an exit: `tcp_limit_output_bytes` of the bed (bed.py)."""
+
 
 class EgressClock:
     """The exit of one rank.
@@ -40,6 +43,21 @@ class EgressClock:
         self.sent_bytes += count
         self.busy_seconds += seconds
         return self._free_at
+
+    def overtake(self, count: int) -> float:
+        """Send a few bytes over a connection of their own: they pass what another one holds back, not what it has handed over.
+
+        What they take from the rate of the others is neglected.
+
+        Returns:
+            The moment at which the last of them has left.
+        """
+        now = self._now()
+        self.sent_bytes += count
+        if self.bytes_per_second is None:
+            return now
+        ahead = min(max(0.0, self._free_at - now), HANDED_OVER_BYTES / self.bytes_per_second)
+        return now + ahead + count / self.bytes_per_second
 
 
 def sleep_until(moment: float, now: Callable[[], float] = time.monotonic) -> None:

@@ -3,7 +3,8 @@
 Data move at the machine's speed; a virtual clock per rank says when they would have left it: an exchange of b bytes that starts
 at t leaves at max(t, clock) + b / rate, and the clock is set to that. This time goes along with the data, in a message of 8
 bytes (CLOCK_MONOTONIC, one for all processes of a machine), and the receiver's wait lasts until the last of its senders has
-finished, plus the latency. Exchanges of a rank follow one another in order of their start, as on one link.
+finished, plus the latency. Exchanges of a rank follow one another in order of their start, as on one connection. The counts,
+a few bytes in a group of their own, overtake the rows of others.
 
 Not modelled: two senders that meet at one receiver's entrance, TCP, shares of the link inside an exchange.
 """
@@ -30,6 +31,7 @@ class EmulatedExchange(Exchange):
 
     Args:
         clock: of this rank's exit; all its exchanges share one.
+        overtakes: whether its messages pass those of other groups.
         until: sleeps until a moment.
     """
 
@@ -38,10 +40,12 @@ class EmulatedExchange(Exchange):
         group: Any,
         clock: EgressClock,
         timeout_seconds: float | None = None,
+        overtakes: bool = False,
         until: Callable[[float], None] = sleep_until,
     ) -> None:
         super().__init__(group, timeout_seconds)
         self.clock = clock
+        self._send = clock.overtake if overtakes else clock.send
         self._until = until
 
     def start(
@@ -57,7 +61,7 @@ class EmulatedExchange(Exchange):
             work = dist.irecv(stamp, group=self.group, group_src=peer, tag=STAMP_TAGS + tag)
             arriving.append((work, stamp))
         pending = super().start(rows, send_counts, receive_counts, tag=tag, name=name)
-        leaves = torch.tensor([self.clock.send(self.sent_bytes - sent_before)], dtype=torch.double)
+        leaves = torch.tensor([self._send(self.sent_bytes - sent_before)], dtype=torch.double)
         leaving = [
             (dist.isend(leaves, group=self.group, group_dst=peer, tag=STAMP_TAGS + tag), leaves)
             for peer in self._peers(send_counts)
@@ -96,4 +100,4 @@ def emulate(wires: Wires, clock: EgressClock) -> None:
     """Put the wires of a rank on an emulated link; nothing may be under way."""
     wires.rows = EmulatedExchange(wires.rows.group, clock)
     wires.tensor = EmulatedExchange(wires.tensor.group, clock)
-    wires.counts.exchange = EmulatedExchange(wires.counts.exchange.group, clock)
+    wires.counts.exchange = EmulatedExchange(wires.counts.exchange.group, clock, overtakes=True)

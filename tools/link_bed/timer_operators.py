@@ -12,19 +12,17 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, Operator, layer_operator, parse_operator
-from moe_overlap.runtime.bind import StepState
-from moe_overlap.runtime.dispatch.counts import Counts
-from moe_overlap.runtime.dispatch.exchange import Pending
+from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, parse_operator
+from moe_overlap.runtime.bind import StepState, handle_of, travelling
+from moe_overlap.runtime.dispatch.exchange import Exchange, Pending
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.dispatch.packing import extra_columns
-from moe_overlap.runtime.execute import UPDATE_PARTS, PlanExecutor
+from moe_overlap.runtime.execute import PIECES, PlanExecutor, is_update
 from moe_overlap.runtime.step import Batch, StepResult
 from tools.link_bed.profile import ListSeconds, apply_profile
 
@@ -49,13 +47,15 @@ class TimerOperators:
         self.parts: Mapping[str, int] = {}
         self._openings: dict[int, Handle] = {}
         self._zeros: dict[tuple[int, int], Tensor] = {}
-        self._chunks: dict[tuple[int, int, int], Handle] = {}
 
     def compute(self, instruction: Instruction, state: StepState) -> None:
         """Take the time of a compute or weight-gradient instruction; a gate also decides the routing."""
         operator = parse_operator(instruction.name, "instruction")
         if operator.part == GATE and not operator.suffix:
-            state.handles[_key(instruction, operator)] = self._open(instruction, operator)
+            assert operator.layer is not None
+            places = travelling(instruction, operator.layer, instruction.writes, "rows")
+            parts = max(self.parts.get(instruction.name, 1), len(places))
+            state.handles |= {place: self._open(operator.layer, parts) for place in places}
         seconds = self.seconds.of(instruction)
         if seconds > 0:
             time.sleep(seconds)
@@ -63,7 +63,7 @@ class TimerOperators:
     def exchange(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
         """Start an exchange; the answer waits for it."""
         operator = parse_operator(instruction.name, "instruction")
-        handle, dispatcher = self._handle(instruction, operator, state), self._dispatcher
+        handle, dispatcher = handle_of(instruction, operator, state, self._dispatcher), self._dispatcher
         if operator.part == COUNT:
             counting = dispatcher.start_counts(handle)
             return lambda: _drop(counting.wait())
@@ -80,35 +80,40 @@ class TimerOperators:
         pending = start(rows, handle)
         return lambda: _drop(pending.wait())
 
-    def _open(self, i: Instruction, operator: Operator) -> Handle:
-        tokens = self._sizes.tokens // self.parts.get(i.name, 1)
+    def _open(self, layer: int, parts: int) -> Handle:
+        tokens = self._sizes.tokens // parts
         if tokens not in self._openings:
             experts, k = self._sizes.experts, self._sizes.experts_per_token
             chosen_TK = (torch.arange(tokens)[:, None] * k + torch.arange(k)[None, :]) % experts
             map_TE = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen_TK, True)
             self._openings[tokens] = self._dispatcher.open(map_TE, torch.float32, "moe")
-        name, tag = f"L{operator.layer}.moe", self._dispatcher.take_tags()
+        name, tag = f"L{layer}.moe", self._dispatcher.take_tags()
         return dataclasses.replace(self._openings[tokens], name=name, tag=tag, arriving=None)
-
-    def _handle(self, i: Instruction, operator: Operator, state: StepState) -> Handle:
-        layer, micro_batch, piece = key = _key(i, operator)
-        assert layer is not None
-        pieces = self.parts.get(i.name, 1)
-        if pieces == self.parts.get(layer_operator(layer, GATE), 1):
-            return state.handles[key]
-        # Capacity chunks of a whole gate.
-        whole = state.handles[layer, micro_batch, 0]
-        if operator.suffix == "" and operator.part == DISPATCH:
-            counts = _Known(whole.counts.chunk(piece, pieces))
-            rows = whole.row_sources_N[: sum(counts.counts.sent)]
-            tag = self._dispatcher.take_tags()
-            self._chunks[key] = dataclasses.replace(whole, tag=tag, arriving=counts, row_sources_N=rows)
-        return self._chunks[key]
 
     def _rows(self, rows: int, columns: int) -> Tensor:
         if (rows, columns) not in self._zeros:
             self._zeros[rows, columns] = torch.zeros(rows, columns, dtype=self._sizes.dtype)
         return self._zeros[rows, columns]
+
+
+class ZeroPieces:
+    """In the place of `GradientPieces`: exchanges as many zeros as the list says."""
+
+    def __init__(self, replicas: Exchange) -> None:
+        self.replicas = replicas
+        self._sent_bytes: dict[tuple[str, int], int] = {}
+
+    def take_sizes(self, instructions: Sequence[Instruction]) -> None:
+        """The pieces of the next step."""
+        pieces = [i for i in instructions if i.name.startswith(PIECES)]
+        self._sent_bytes = {(i.name, i.partition[0]): i.bytes for i in pieces}
+
+    def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
+        """Start one piece; the answer waits for it."""
+        name, size = PIECES + part, self.replicas.size
+        rows = torch.zeros(size, self._sent_bytes[name, piece] // (size - 1), dtype=torch.uint8)
+        pending = self.replicas.start(rows, [1] * size, [1] * size, tag=self.replicas.take_tags(1), name=name)
+        return lambda: _drop(pending.wait())
 
 
 class TimedExecutor(PlanExecutor):
@@ -117,19 +122,22 @@ class TimedExecutor(PlanExecutor):
     Attributes:
         profile: operator -> seconds of an uncut micro-batch (profile.py).
         scale: factor of all of them; 0 leaves the communication alone.
-        waits: wait for every communication where it is started, so that nothing overlaps.
     """
 
     profile: Mapping[str, float]
     scale: float = 1.0
-    waits: bool = False
 
     @classmethod
-    def over(cls, executor: PlanExecutor, sizes: Sizes) -> TimedExecutor:
-        """An executor that shares everything but the operators with another one."""
+    def over(cls, executor: PlanExecutor, sizes: Sizes, replicas: Exchange) -> TimedExecutor:
+        """An executor that shares everything but the operators with another one.
+
+        Args:
+            replicas: what gradients are exchanged over.
+        """
         made = cls.__new__(cls)
         made.__dict__.update(executor.__dict__)
-        made._operators = [TimerOperators(o._dispatcher, sizes) for o in executor._operators]  # type: ignore[misc]
+        made._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
+        made._pieces = ZeroPieces(replicas)  # type: ignore[assignment]
         made.profile = {}
         return made
 
@@ -137,32 +145,16 @@ class TimedExecutor(PlanExecutor):
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
         """Forward and backward. Loss and norm are not numbers, and no weight moves."""
         scaled = {name: seconds * self.scale for name, seconds in self.profile.items()}
-        listed = [_as_compute(i) for i in instructions if not i.name.startswith(UPDATE_PARTS)]
+        listed = [_as_compute(i) for i in instructions if not is_update(i)]
         seconds = apply_profile(scaled, listed)
         for operators in self._operators:
             assert isinstance(operators, TimerOperators)
             operators.seconds, operators.parts = seconds, _parts(listed)
+        assert isinstance(self._pieces, ZeroPieces)
+        self._pieces.take_sizes(listed)
         self._recorder.start_step()
         self._follow(listed, self._state(listed, batches))
         return StepResult(math.nan, 0, math.nan, False, None, tuple(self._recorder.spans()))
-
-    def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
-        finish = super()._start(i, state)
-        if not self.waits:
-            return finish
-        self._recorder.end()
-        finish()
-        return _nothing
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Known:
-    """Counts that need no exchange."""
-
-    counts: Counts
-
-    def wait(self) -> Counts:
-        return self.counts
 
 
 def _as_compute(i: Instruction) -> Instruction:
@@ -177,14 +169,5 @@ def _parts(instructions: Sequence[Instruction]) -> dict[str, int]:
     return parts
 
 
-def _key(i: Instruction, operator: Operator) -> tuple[Any, int, int]:
-    assert i.micro_batch is not None
-    return operator.layer, i.micro_batch, i.partition[0] if i.partition else 0
-
-
 def _drop(arrived: object) -> None:
     """What arrives has no meaning."""
-
-
-def _nothing() -> None:
-    """Waited for already."""

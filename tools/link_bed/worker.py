@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.exits import end_process
 from tools.link_bed.egress import EgressClock
 from tools.link_bed.profile import UPDATE_PARTS, ProcessorClock, median_seconds
 from tools.link_bed.variants import Variant
@@ -62,7 +63,7 @@ class Rank:
         raise ValueError(f"unknown order {order}")
 
     def step(self, run: Run, scale: float) -> dict[str, float]:
-        """One step; `step` is forward and backward, `whole` has the update, too."""
+        """One step. `step`: forward and backward; `whole`: the update, too; `exchanges`: sum of the all-to-alls' spans."""
         import torch.distributed as dist
 
         from moe_overlap.runtime.spans import communication_seconds
@@ -71,9 +72,15 @@ class Rank:
         begin = time.perf_counter()
         result = run.runner.run(run.instructions, run.feed)
         whole = time.perf_counter() - begin
-        passes = [span for span in result.spans if not span.name.startswith(UPDATE_PARTS)]
-        update = min((span.start for span in result.spans if span.name.startswith(UPDATE_PARTS)), default=whole)
-        return {"step": update, "whole": whole, "exposed": communication_seconds(passes)[1]}
+        passes = [span for span in result.spans if not _is_update(span.name)]
+        update = min((span.start for span in result.spans if _is_update(span.name)), default=whole)
+        exchanges = sum(span.end - span.start for span in passes if span.channel == "ep")
+        return {
+            "step": update,
+            "whole": whole,
+            "exposed": communication_seconds(passes)[1],
+            "exchanges": exchanges,
+        }
 
     def parse(self, variant: Variant) -> Any:
         """The command line of a variant, validated."""
@@ -105,6 +112,8 @@ class RealRank(Rank):
     def add(self, variant: Variant) -> None:
         """Assemble a variant."""
         job = self.assemble(variant)
+        if variant.waits:
+            job.runner.waits = True
         self._wires[variant.name] = [] if variant.plain else wires_of(job)
         if self.clock is not None and not variant.plain:
             from tools.link_bed.emulator import emulate
@@ -132,8 +141,9 @@ class TimerRank(Rank):
     """
 
     def __init__(self, job: Sequence[str], emulator: bool, profiled: Variant) -> None:
+        from moe_overlap.runtime.dispatch.exchange import Exchange
         from moe_overlap.runtime.execute import PlanExecutor
-        from tools.link_bed.emulator import emulate
+        from tools.link_bed.emulator import EmulatedExchange, emulate
         from tools.link_bed.gloo_wire import GlooAllToAll
         from tools.link_bed.timer_operators import TimedExecutor
 
@@ -142,24 +152,25 @@ class TimerRank(Rank):
         self._job = self.assemble(profiled)
         self._real = self._job.runner
         assert isinstance(self._real, PlanExecutor), f"the list of {profiled.name!r} is not followed by the executor"
-        self._wires = wires_of_executor(self._real)[0]
+        self._wires = self._real.dispatcher.wires
+        replicas = self._real._update._groups.collection.dp_cp
+        over_replicas = Exchange(replicas)
         if self.clock is not None:
             emulate(self._wires, self.clock)
+            over_replicas = EmulatedExchange(replicas, self.clock)
         self._point_to_point = self._wires.rows
         self._gloo = GlooAllToAll(self._wires.rows.group)
-        self._executor = TimedExecutor.over(self._real, self._sizes(profiled))
+        self._executor = TimedExecutor.over(self._real, self._sizes(profiled), over_replicas)
 
     def add(self, variant: Variant) -> None:
         """Lower a variant's plan."""
         import torch.distributed as dist
 
         from moe_overlap.plan.lower import lower
-        from tools.link_bed.chunked_list import chunk_list
+        from tools.link_bed.reduction_lists import with_reduction
 
         plan, model = self._plan(variant)
-        instructions = lower(plan, model, dist.get_rank())
-        if variant.chunks:
-            instructions = chunk_list(instructions, variant.chunks)
+        instructions = with_reduction(lower(plan, model, dist.get_rank()), variant.reduction)
         self.runs[variant.name] = Run(variant, self._executor, instructions, itertools.repeat({}))
 
     def answer(self, order: dict[str, Any]) -> Any:
@@ -182,7 +193,7 @@ class TimerRank(Rank):
     def _profile(self, steps: int) -> dict[str, float]:
         """Median processor seconds of every operator over real steps; the first one is left out."""
         feed = self._job.batches("train", 0)
-        recorder = self._real._recorder
+        recorder = self._real.recorder
         clock, recorder.clock = recorder.clock, ProcessorClock()
         try:
             spans = [self._real.run(self._job.instructions, feed).spans for _ in range(steps + 1)]
@@ -196,11 +207,17 @@ class TimerRank(Rank):
         from megatron.training.describe import describe_model, known_vocab_size
         from megatron.training.plan_of_run import plan_of_run
         from megatron.training.tokenizer_of_run import tokenizer_of_run
+        from moe_overlap.plan.validate import validate_plan
+        from tools.link_bed.reach import reaching
 
         parsed = self.parse(variant)
         vocabulary = known_vocab_size(parsed.config) or tokenizer_of_run(parsed.config.data).vocab_size
         model = describe_model(parsed.config, vocabulary, parsed.name)
-        return plan_of_run(parsed.config, model, dist.get_world_size()), model
+        plan = plan_of_run(parsed.config, model, dist.get_world_size())
+        if variant.reach is not None:
+            plan = reaching(plan, model, variant.reach)
+            validate_plan(plan, model, variant.name)
+        return plan, model
 
     def _sizes(self, variant: Variant) -> Any:
         import torch
@@ -214,9 +231,9 @@ class TimerRank(Rank):
         return Sizes(tokens, model.num_experts, model.router_topk, model.hidden_size, dtype)
 
 
-def wires_of_executor(executor: Any) -> list[Any]:
-    """The wires of the executor's dispatchers."""
-    return list({id(wires): wires for wires in (o._dispatcher.wires for o in executor._operators)}.values())
+def _is_update(name: str) -> bool:
+    """Reductions in pieces (`gradients.L3`) belong to the passes they stand among."""
+    return name.startswith(UPDATE_PARTS) and not name.startswith("gradients.")
 
 
 def wires_of(job: Any) -> list[Any]:
@@ -225,7 +242,7 @@ def wires_of(job: Any) -> list[Any]:
     from moe_overlap.runtime.execute import PlanExecutor
 
     if isinstance(job.runner, PlanExecutor):
-        return wires_of_executor(job.runner)
+        return [job.runner.dispatcher.wires]
     layers = [layer for chunk in job.chunks for layer in unwrap(chunk).decoder.layers]
     dispatchers = [layer.mlp.token_dispatcher for layer in layers if hasattr(layer.mlp, "token_dispatcher")]
     return [dispatcher.stages.wires for dispatcher in dispatchers]
@@ -280,4 +297,4 @@ def _variant(values: dict[str, Any]) -> Variant:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -13,7 +13,7 @@ else outside the layer stay whole, which is the limit of this baseline.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.overlap import TUTEL_DEGREES
 from moe_overlap.runtime.dispatch.counts import Counts
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
-
-DEGREES = (1, 2, 4, 8)
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows [M, H], rows per expert [L] on the host, probabilities [M]) -> output [M, H]."""
@@ -40,14 +39,46 @@ class _Known:
         return self.counts
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """One chunk under way: its handle, where its rows stand in the whole, and the experts' part of the graph."""
+@dataclass(frozen=True, slots=True)
+class CapacityChunk:
+    """One of the chunks of a pass.
+
+    Attributes:
+        handle: its own.
+        rows_N: places of its rows among the permuted rows of the whole.
+    """
 
     handle: Handle
     rows_N: Tensor
-    received: Tensor | None = None
-    output: Tensor | None = None
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Its rows [N, ...] of the whole."""
+        return rows.index_select(0, self.rows_N)
+
+
+def capacity_chunks(stages: IrregularDispatcher, handle: Handle, degree: int) -> list[CapacityChunk]:
+    """The chunks of a pass; its counts are waited for. Chunks take tags, so all ranks cut their passes in the same order."""
+    made = []
+    for index in range(degree):
+        counts = handle.counts.chunk(index, degree)
+        rows_N = _rows_of_chunk(handle.counts, index, degree).to(handle.row_sources_N.device)
+        sources = handle.row_sources_N.index_select(0, rows_N)
+        own = replace(handle, row_sources_N=sources, tag=stages.take_tags(), arriving=_Known(counts))
+        made.append(CapacityChunk(own, rows_N))
+    return made
+
+
+def join_chunks(chunks: Sequence[CapacityChunk], parts: Sequence[Tensor], rows: int | None = None) -> Tensor:
+    """The rows of all chunks where they stand in the whole.
+
+    Args:
+        rows: of the whole; those past the routed ones, which the default leaves out, are zero.
+    """
+    routed = sum(part.shape[0] for part in parts)
+    whole = parts[0].new_zeros((routed if rows is None else rows, *parts[0].shape[1:]))
+    for chunk, part in zip(chunks, parts, strict=True):
+        whole.index_copy_(0, chunk.rows_N, part)
+    return whole
 
 
 class CapacityChunks:
@@ -62,7 +93,7 @@ class CapacityChunks:
     """
 
     def __init__(self, stages: IrregularDispatcher, experts: Experts, degree: int) -> None:
-        if degree not in DEGREES:
+        if degree not in TUTEL_DEGREES:
             raise ConfigError("tutel_degree", degree, "must be 1, 2, 4 or 8", "choose one of them")
         self.stages, self.experts, self.degree = stages, experts, degree
 
@@ -79,17 +110,6 @@ class CapacityChunks:
         returned: Tensor = _Pipelined.apply(rows_NX, self, handle)
         return returned
 
-    def chunks(self, handle: Handle) -> list[_Chunk]:
-        """The chunks of a pass, each with a handle of its own."""
-        made = []
-        for index in range(self.degree):
-            counts = handle.counts.chunk(index, self.degree)
-            rows_N = _rows_of_chunk(handle.counts, index, self.degree).to(handle.row_sources_N.device)
-            sources = handle.row_sources_N.index_select(0, rows_N)
-            tag = self.stages.take_tags()
-            made.append(_Chunk(replace(handle, row_sources_N=sources, tag=tag, arriving=_Known(counts)), rows_N))
-        return made
-
 
 def _rows_of_chunk(counts: Counts, index: int, degree: int) -> Tensor:
     """Places of a chunk's rows among the permuted rows: a stretch of every expert's piece."""
@@ -105,42 +125,34 @@ class _Pipelined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_NX: Tensor, pipeline: CapacityChunks, handle: Handle) -> Tensor:
-        stages, chunks = pipeline.stages, pipeline.chunks(handle)
+        stages, chunks = pipeline.stages, capacity_chunks(pipeline.stages, handle, pipeline.degree)
         keep_graph = ctx.needs_input_grad[0]
         # 1.
-        dispatches = [stages.start_dispatch(rows_NX.index_select(0, c.rows_N), c.handle) for c in chunks]
+        dispatches = [stages.start_dispatch(c.of(rows_NX), c.handle) for c in chunks]
         # 2.
-        combines = []
+        combines, ctx.graphs = [], []
         for chunk, dispatch in zip(chunks, dispatches, strict=True):
             received = dispatch.wait().detach().requires_grad_(keep_graph)
             with torch.set_grad_enabled(keep_graph):
                 output = stages.unsort(pipeline.experts(*stages.sort(received, chunk.handle)), chunk.handle)
             combines.append(stages.start_combine(output, chunk.handle))
             if keep_graph:
-                chunk.received, chunk.output = received, output
+                ctx.graphs.append((received, output))
         # 3.
-        parts = [combine.wait() for combine in combines]
-        ctx.stages, ctx.chunks, ctx.shape = stages, chunks, rows_NX.shape
-        routed = sum(part.shape[0] for part in parts)
-        whole = parts[0].new_empty((routed, parts[0].shape[1]))
-        for chunk, part in zip(chunks, parts, strict=True):
-            whole.index_copy_(0, chunk.rows_N, part)
-        return whole
+        ctx.stages, ctx.chunks, ctx.rows = stages, chunks, rows_NX.shape[0]
+        return join_chunks(chunks, [combine.wait() for combine in combines])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         stages, chunks = ctx.stages, ctx.chunks
-        pending = [stages.start_combine_backward(gradients[0].index_select(0, c.rows_N), c.handle) for c in chunks]
+        pending = [stages.start_combine_backward(c.of(gradients[0]), c.handle) for c in chunks]
         returns = []
         for chunk, combine in zip(chunks, pending, strict=True):
+            received, output = ctx.graphs.pop(0)
             gradient = combine.wait()
-            if chunk.output.requires_grad:
-                torch.autograd.backward(chunk.output, gradient)
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
             # Experts that did not touch their rows leave no gradient; the peers wait for rows all the same.
-            gradient = torch.zeros_like(chunk.received) if chunk.received.grad is None else chunk.received.grad
+            gradient = torch.zeros_like(received) if received.grad is None else received.grad
             returns.append(stages.start_dispatch_backward(gradient, chunk.handle))
-            chunk.received, chunk.output = None, None
-        whole = gradients[0].new_zeros(ctx.shape)
-        for chunk, returned in zip(chunks, returns, strict=True):
-            whole.index_copy_(0, chunk.rows_N, returned.wait())
-        return whole, None, None
+        return join_chunks(chunks, [returned.wait() for returned in returns], ctx.rows), None, None

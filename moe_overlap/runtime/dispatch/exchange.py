@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_overlap.runtime.step import CommunicationFailed
+
 T_co = TypeVar("T_co", covariant=True)
 
 _TAGS = 1 << 30
@@ -34,7 +36,7 @@ class Pending(Protocol[T_co]):
         """Its result; waiting again gives the same."""
 
 
-class ExchangeError(RuntimeError):
+class ExchangeError(CommunicationFailed):
     """An exchange that did not complete: a peer died, hung or disagreed.
 
     Attributes:

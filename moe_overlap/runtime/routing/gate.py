@@ -6,7 +6,7 @@ Legend: S positions on this rank, B samples, H hidden, T = S · B tokens in mega
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
@@ -27,6 +27,13 @@ from moe_overlap.runtime.routing.gating_linear import GatingLinear, gating_linea
 from moe_overlap.runtime.routing.state import RoutingState
 
 
+class Meter(Protocol):
+    """Counts what a gate decides."""
+
+    def add(self, logits_TE: Tensor, map_TE: Tensor, wanted_TE: Tensor) -> None:
+        """One partition: its logits, where its tokens go, and where they would go without capacity."""
+
+
 class Gate(TopKRouter):
     """A router of megatron-core, usable as `MoESubmodules.router`, that can also route a micro-batch partition by partition.
 
@@ -45,6 +52,7 @@ class Gate(TopKRouter):
     partitionable_before: ClassVar[bool]
     """Whether samples may arrive in partitions: the decision for a token depends on it and on earlier tokens only."""
     num_experts: int
+    meter: Meter | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -99,6 +107,7 @@ class Gate(TopKRouter):
             used_E=torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device),
             totals=totals,
             counts_bias=recording and self.enable_expert_bias,
+            counts_load=recording and self.meter is not None,
             seed=seed,
             micro_batch=micro_batch,
             padding_SB=padding_SB,
@@ -146,6 +155,8 @@ class Gate(TopKRouter):
             probs_TE = LateBalanceGradient.apply(probs_TE, scores_TE, totals, samples)
         if not is_repeated:
             state.leave(entry, used_E)
+            if state.counts_load and self.meter is not None:
+                self.meter.add(logits_TE, map_TE, wanted_TE)
             if state.counts_bias:
                 with torch.no_grad():
                     counted_TE = map_TE if padding_T is None else map_TE & ~padding_T[:, None]

@@ -38,6 +38,7 @@ class RoutingState:
         used_E: int64, capacity used so far; without a capacity, tokens routed so far.
         totals: of the balancing losses and the z-loss; None when nothing is recorded (evaluation).
         counts_bias: whether kept tokens are counted for the expert bias.
+        counts_load: whether the gate's meter counts them.
         seed, micro_batch: of the draws; micro-batches are numbered from the start of the run.
         padding_SB: bool, true where a token is padding and counts in no loss.
     """
@@ -48,6 +49,7 @@ class RoutingState:
     used_E: Tensor
     totals: BalanceTotals | None
     counts_bias: bool
+    counts_load: bool = False
     seed: int = 0
     micro_batch: int = 0
     padding_SB: Tensor | None = None

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
+from tests.link_hosts import left_by, namespaces_allowed
 from tools.link_bed import bed as bed_module
-from tools.link_bed.bed import NETNS_FOLDER, Bed, require_namespaces
-from tools.link_bed.cpu_group import PLACES, CpuGroup
+from tools.link_bed.bed import Bed
+from tools.link_bed.cpu_group import CpuGroup
 from tools.link_bed.launch import RankFailed, Ranks
-from tools.link_bed.temporary import found_in
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLDS = """
@@ -40,18 +40,9 @@ for line in sys.stdin:
 """
 
 
-def allowed() -> bool:
-    try:
-        require_namespaces()
-        with Bed(1, None):
-            return True
-    except ConfigError:
-        return False
-
-
 @pytest.fixture(scope="module")
 def namespaces() -> None:
-    if not allowed():
+    if not namespaces_allowed():
         pytest.skip("network namespaces are not allowed here")
 
 
@@ -62,11 +53,6 @@ def program(namespaces: None) -> Iterator[subprocess.Popen[str]]:
         assert started.stdout is not None and started.stdout.readline() == "up\n"
         yield started
         started.kill()
-
-
-def left_by(pid: int) -> list[str]:
-    folders = (NETNS_FOLDER, *(place for place, _, _ in PLACES))
-    return [path.name for folder in folders for path, owner in found_in(folder) if owner == pid]
 
 
 def discipline(bed: Bed, host: int) -> str:

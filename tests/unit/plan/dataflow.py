@@ -48,7 +48,7 @@ class Interpreter:
                 inputs.setdefault(stem(name), {}).update(self._buffers.get(name) or self._given(name))
         what = i.name.removesuffix("." + RECOMPUTE)
         made = {
-            sample: hash((what, i.micro_batch, tuple((key, inputs[key][sample]) for key in sorted(inputs))))
+            sample: hash((what, i.chunk, i.micro_batch, tuple((key, inputs[key][sample]) for key in sorted(inputs))))
             for sample in wanted
         }
         saved = [name for name in i.writes if name.startswith("saved")]
@@ -58,7 +58,7 @@ class Interpreter:
                 label = "" if name in saved else stem(name)
                 self._buffers[name] = {s: hash((label, made[s])) if label else made[s] for s in wanted if s in kept}
         if i.name.startswith("send") or i.name == "head.loss":
-            self._add((i.name, i.micro_batch), made)
+            self._add((i.name, i.chunk, i.micro_batch), made)
         if i.kind == "weight-gradient":
             (values,) = inputs.values()
             assert len(values) == self._samples

@@ -55,17 +55,17 @@ def test_what_flags_say_is_executed(recompute: Recompute) -> None:
         (
             {"overlap": StageOverlap(gradient_chunk_bytes=4096)},
             {},
-            "stages[0].overlap.gradient_chunk_bytes 4096: chunked gradient reduction is not executed; write 0",
+            "stages[0].overlap.gradient_chunk_bytes 4096: no layer of this plan overlaps anything; write 0",
         ),
         (
-            {"overlap": StageOverlap(micro_batches_in_flight=2)},
+            {"overlap": StageOverlap(micro_batches_in_flight=3)},
             {},
-            "stages[0].overlap.micro_batches_in_flight 2: interleaved micro-batches are not executed; write 1",
+            "stages[0].overlap.micro_batches_in_flight 3: two micro-batches are interleaved at most; write 2",
         ),
         (
-            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel", tutel_degree=2),))},
+            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="fused"),))},
             {},
-            "stages[0].overlap.layers[0].mechanism tutel: not lowered; use none or partitioned",
+            "stages[0].overlap.layers[0].mechanism fused: not lowered; use none, partitioned, tutel or cross_micro_batch",
         ),
         (
             {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, dispatcher="flex"),))},
@@ -89,25 +89,17 @@ def test_refused_by_field(stage: dict[str, Any], run: dict[str, Any], message: s
     assert str(caught.value) == f"plan.json {message}"
 
 
-@pytest.mark.parametrize(
-    ("gate", "stage", "message"),
-    [
-        (None, {}, "overlap.layers[0].gate null: only a gate of ours hands capacity to the next partition; write topk"),
-        (
-            "batch_prioritized",
-            {},
-            "overlap.layers[0].gate batch_prioritized: needs the whole micro-batch, and partitions behind such a gate "
-            "are not executed; use topk, switch, random or hash",
-        ),
-        (
-            "topk",
-            {"recompute": Recompute(layers=1, granularity="full")},
-            "recompute.granularity full: partitions that are recomputed are not executed; write none",
-        ),
-    ],
-)
-def test_partitions_that_are_lowered_and_not_executed(gate: Any, stage: dict[str, Any], message: str) -> None:
-    layer = LayerOverlap(
+def test_partitions_that_are_lowered_and_not_executed() -> None:
+    message = "overlap.layers[0].gate null: only a gate of ours hands capacity to the next partition; write topk"
+    plan = plan_samples.plan(stage={"data": 2, "expert": 2, "overlap": StageOverlap(layers=(cut(None),))})
+    refuse_what_cannot_be_lowered(plan)
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsupported(plan)
+    assert str(caught.value) == f"plan.json stages[0].{message}"
+
+
+def cut(gate: Any) -> LayerOverlap:
+    return LayerOverlap(
         layer=0,
         gate=gate,
         mechanism="partitioned",
@@ -116,11 +108,23 @@ def test_partitions_that_are_lowered_and_not_executed(gate: Any, stage: dict[str
         last_operator="L0.moe.merge",
         axis="batch",
     )
-    plan = plan_samples.plan(stage={**stage, "data": 2, "expert": 2, "overlap": StageOverlap(layers=(layer,))})
-    refuse_what_cannot_be_lowered(plan)
-    with pytest.raises(ConfigError) as caught:
-        refuse_unsupported(plan)
-    assert str(caught.value) == f"plan.json stages[0].{message}"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_partitions_are_executed_with_recomputation_and_interleaved(chunks: int) -> None:
+    again = Recompute(layers=1, granularity="full")
+    stage = {"data": 2, "expert": 2, "recompute": again, "overlap": StageOverlap(layers=(cut("topk"),))}
+    refuse_unsupported(plan_samples.plan(layers=4, stages=2, chunks=chunks, stage=stage))
+
+
+def test_chunks_of_capacity_that_are_recomputed() -> None:
+    layer = LayerOverlap(layer=0, mechanism="tutel", tutel_degree=2)
+    stage = {"data": 2, "expert": 2, "overlap": StageOverlap(layers=(layer,))}
+    refuse_unsupported(plan_samples.plan(stage=stage))
+    again = plan_samples.plan(stage=stage | {"recompute": Recompute(layers=1, granularity="full")})
+    refuse_what_cannot_be_lowered(again)
+    with pytest.raises(ConfigError, match="recompute.granularity full: capacity chunks that are recomputed"):
+        refuse_unsupported(again)
 
 
 @pytest.mark.parametrize(

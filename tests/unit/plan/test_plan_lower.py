@@ -244,8 +244,8 @@ def test_recompute_groups() -> None:
         ({"zero_level": 2}, "stages[0].zero_level 2"),
         ({"offload": Offload(optimizer=0.5)}, "stages[0].offload.optimizer 0.5"),
         (
-            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="cross_micro_batch"),))},
-            "stages[0].overlap.layers[0].mechanism cross_micro_batch",
+            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="fused"),))},
+            "stages[0].overlap.layers[0].mechanism fused",
         ),
     ],
 )

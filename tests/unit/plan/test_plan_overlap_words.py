@@ -148,6 +148,26 @@ def test_a_tied_head_on_the_stage_of_its_embedding_is_not_deferred() -> None:
             "--moe-overlap-partitions 2: tiny has no mixture-of-experts layer; drop the flag",
         ),
         (
+            OverlapWords(capacity_chunks=3),
+            "mm",
+            EP2,
+            "--moe-overlap-capacity-chunks 3: must be 1, 2, 4 or 8; choose one of them",
+        ),
+        (
+            OverlapWords(capacity_chunks=2, partitions=2),
+            "mm",
+            EP2,
+            "--moe-overlap-capacity-chunks 2: --moe-overlap-partitions cuts the same all-to-alls another way; "
+            "drop one of them",
+        ),
+        (
+            OverlapWords(capacity_chunks=2),
+            "mm",
+            {},
+            "--moe-overlap-capacity-chunks 2: nothing to hide: one expert rank exchanges no tokens; "
+            "drop the flag or use --expert-model-parallel-size 2 or more",
+        ),
+        (
             OverlapWords(partitions=2, range_word="around", gate="expert_choice"),
             "mm",
             EP2,

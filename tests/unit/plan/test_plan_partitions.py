@@ -14,7 +14,6 @@ import pytest
 from dataflow import Interpreter
 from list_twins import cuts, has_race, rejects, run_together
 
-from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction, format_list
 from moe_overlap.plan.lower import lower
@@ -62,17 +61,18 @@ def uncut(plan: Plan) -> Plan:
 @functools.cache
 def sweep() -> tuple[tuple[Plan, ModelDescription], ...]:
     """Every number of partitions with every word; the rest in turn."""
-    kinds = itertools.cycle(itertools.product((("mm", 1), ("dmdm", 2), ("mdmmdm", 1)), (0, 64), (False, True)))
+    models = (("mm", 1, 1), ("dmdm", 2, 1), ("mdmmdm", 1, 1), ("mdmm", 2, 2))
+    kinds = itertools.cycle(itertools.product(models, (0, 64), (False, True)))
     recomputes = itertools.cycle(RECOMPUTES)
     made = []
     words: tuple[RangeWord, ...] = ("experts", "after", "around")
     for partitions, word, _ in itertools.product(range(1, 9), words, range(4)):
-        (letters, stages), shared, defer = next(kinds)
+        (letters, stages, chunks), shared, defer = next(kinds)
         chosen = OverlapWords(
             partitions=partitions, range_word=word, gate="topk", defer=defer, max_deferred_bytes=1 << 20
         )
         stage = {**EP2, "micro_batch_size": partitions, "recompute": next(recomputes)}
-        made.append(with_words(chosen, letters, shared, stages=stages, stage=stage))
+        made.append(with_words(chosen, letters, shared, stages=stages, chunks=chunks, stage=stage))
     return tuple(made)
 
 
@@ -264,13 +264,14 @@ def test_weight_gradients_stand_behind_the_last_issue_of_their_slot() -> None:
     assert first.writes[1:] == ("saved.L1.moe.experts.fc2.m0.p1", "saved.L1.moe.experts.fc1.m0.p1")
 
 
-def test_interleaving_is_refused() -> None:
-    words = OverlapWords(partitions=2, range_word="around", gate="topk")
+def test_a_range_ends_with_its_virtual_stage() -> None:
+    """What follows the last layer of a chunk is another rank's."""
+    words = OverlapWords(partitions=2, range_word="after", gate="topk")
     plan, model = with_words(words, "mmmm", stages=2, chunks=2, stage=EP2)
-    validate_plan(plan, model)
-    with pytest.raises(ConfigError) as caught:
-        lower(plan, model, 0)
-    assert str(caught.value) == (
-        "plan.json stages[0].overlap.layers[0].mechanism partitioned: partitions are not lowered under "
-        "interleaved-1f1b; use 1f1b or write none"
-    )
+    made = lower(plan, model, 0)
+    sends = [i for i in made if i.name == "send.S0>S1" and i.micro_batch == 0]
+    assert [(i.chunk, i.reads) for i in sends] == [
+        (0, ("h.L1.m0.p0", "h.L1.m0.p1")),
+        (1, ("h.L3.m0.p0", "h.L3.m0.p1")),
+    ]
+    assert [i.partition for i in made if i.name == "L2.attention"] == [(), ()]

@@ -11,7 +11,7 @@ import pytest
 from list_twins import List, cuts, has_race, rejects
 
 from moe_overlap.plan.instructions import Instruction, ScheduleError
-from moe_overlap.plan.list_builder import ListBuilder
+from moe_overlap.plan.list_builder import Draft, build_list
 from moe_overlap.plan.lower import lower
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.races import INPUTS, check_races
@@ -172,9 +172,12 @@ def test_inputs_are_declared() -> None:
 def test_builder_orders_what_it_is_given() -> None:
     """Random accesses with no dependencies named: the builder finds enough of them."""
     for seed in range(300):
-        to = ListBuilder(stage=0)
-        for access in random_list(seed):
-            to.add("compute", access.name, channel=access.channel, reads=access.reads, writes=access.writes)
-        made = to.finish()
+        made = build_list(
+            0,
+            (
+                Draft(kind="compute", name=i.name, channel=i.channel, reads=i.reads, writes=i.writes)
+                for i in random_list(seed)
+            ),
+        )
         assert not has_race(made)
         check_races(made)

@@ -172,10 +172,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "add slots",
     ),
     (
-        {"stages.1.overlap.micro_batches_in_flight": 2},
-        "stages[1].overlap.micro_batches_in_flight 2: layers with mechanism cross_micro_batch and at least 2 "
-        "micro-batches "
-        "in flight need each other; change one of them",
+        {
+            f"{LAYER}.mechanism": "cross_micro_batch",
+            **{f"{LAYER}.{field}": None for field in ("partitions", "first_operator", "last_operator", "axis")},
+        },
+        "stages[0].overlap.micro_batches_in_flight 1: mechanism cross_micro_batch needs at least 2 micro-batches "
+        "in flight; write 2 or use another mechanism",
     ),
     (
         {f"{LAYER}.layer": 1},

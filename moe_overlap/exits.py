@@ -1,0 +1,36 @@
+"""How a process of a job ends: rank 0 says why, and no destructor runs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from typing import NoReturn
+
+RANK_0_SPEAKS_WITHIN_SECONDS = 10
+
+
+def leave(rank: int, line: str, status: int) -> int:
+    """Return the status of a run that failed on every rank: rank 0 says why, the others let it speak first.
+
+    torchrun ends every process as soon as one has failed; were another the first to go, nobody would read the line.
+    """
+    if rank == 0:
+        print(line, file=sys.stderr, flush=True)
+    else:
+        time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
+    return status
+
+
+def end_process(status: int) -> NoReturn:
+    """End with this status, after what is registered with `atexit`, without destructors.
+
+    torch keeps process groups in places that outlive `destroy_process_group` (the frames of an error, caches of its libraries).
+    Destroyed while the interpreter goes down, one whose threads still run aborts the process now and then, and its launcher
+    reads signal 6 in place of the status.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

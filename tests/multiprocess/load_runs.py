@@ -1,0 +1,40 @@
+"""What the ranks of test_expert_loads.py run: the same steps in every layout, with the routers' decisions counted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from tests.multiprocess.partition_runs import BASE
+
+STEPS = 2
+
+
+def loads(variants: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """Loads of every variant, with its flags added to BASE, evaluated in between, which must not count. Collective."""
+    import torch.distributed as dist
+
+    import pretrain_moe
+    from megatron.training.arguments import parse
+    from megatron.training.validation import validate
+    from moe_overlap.describe.expert_load import read_expert_loads
+
+    found = {}
+    for name, flags in variants.items():
+        base = BASE.replace("--moe-gate topk", "") if "alltoall" in flags else BASE
+        parsed = parse([*base.split(), *flags.split()])
+        validate(parsed.config, dist.get_world_size())
+        assert parsed.config.logging.log_expert_load is not None
+        job = pretrain_moe.assemble(parsed, dist.get_rank()).job
+        feed, held_out = job.batches("train", 0), job.batches("valid", 0)
+        assert feed is not None and held_out is not None
+        for step in range(STEPS):
+            job.runner.step = step
+            job.runner.run(job.instructions, feed)
+            job.runner.evaluate(job.instructions, held_out)
+            job.reports.after_step(step + 1, 0, 0)
+        job.reports.flush_loads(STEPS)
+        job.log.close()
+        dist.barrier()
+        found[name] = [asdict(load) for load in read_expert_loads(parsed.config.logging.log_expert_load)]
+    return found
