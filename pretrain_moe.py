@@ -6,6 +6,7 @@ Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. tor
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
         require_our_portion()
         from megatron.training.arguments import parse
         from megatron.training.dry_run import dry_run
+        from megatron.training.start_rules import require_startable, this_machine
         from megatron.training.validation import validate
 
         parsed = parse(argv)
@@ -43,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
             dry_run(parsed, parsed.world_size, sys.stdout)
             return 0
         validate(parsed.config, int(os.environ.get("WORLD_SIZE", "1")))
+        require_startable(parsed, this_machine())
         return train(parsed, argv)
     except ConfigError as error:
         return leave(rank, f"error: {error}", 2)
@@ -152,12 +155,14 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     import torch.distributed as dist
 
     from megatron.training.announce import announce
+    from megatron.training.batch_sizes import batch_sizes
     from megatron.training.batch_source import BatchSource
     from megatron.training.checkpointing import Checkpointer, Progress, model_fingerprint
     from megatron.training.describe import describe_model, known_vocab_size
     from megatron.training.initialize import device_of_this_process
     from megatron.training.metrics import MetricsLog
     from megatron.training.model import unwrap
+    from megatron.training.plan_from_flags import with_global_batch
     from megatron.training.plan_of_run import plan_of_run
     from megatron.training.reports import Reports, uses_expert_loads
     from megatron.training.tokenizer_of_run import tokenizer_of_run
@@ -174,7 +179,8 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     model = describe_model(config, known_vocab_size(config) or tokenizer.vocab_size, parsed.name)
     plan = plan_of_run(config, model, dist.get_world_size())
     instructions = lower(plan, model, rank)
-    total_steps = config.training.train_iters or (config.training.train_samples or 0) // plan.global_batch_size
+    sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
+    total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
 
     # Who runs it, what it is fed, where it continues, what it reports.
     run = build_machinery(config, model, plan, total_steps)
@@ -195,11 +201,12 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     log = MetricsLog(config.logging, rank, total_steps, asdict(config))
     announce(log, parsed, model, dist.get_world_size(), source.description)
     counted = count_expert_loads([unwrap(chunk) for chunk in run.chunks], model) if uses_expert_loads(config) else None
-    trace_path = Path(config.overlap.trace or "") if rank == 0 else Path(f"{config.overlap.trace}.rank{rank}")
+    trace_path = Path((config.overlap.trace or "") + (f".rank{rank}" if rank else ""))
     job = Job(
         config=config,
         runner=run.runner,
         instructions=instructions,
+        instructions_of=functools.cache(lambda size: lower(with_global_batch(plan, size), model, rank)),
         chunks=run.chunks,
         optimizer=run.optimizer,
         scheduler=run.scheduler,
@@ -213,6 +220,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         deferred=run.deferred,
         reports=Reports(config.logging, log, phase_seconds, counted),
         global_batch_size=plan.global_batch_size,
+        batch_sizes=sizes,
         total_steps=total_steps,
         flops_per_token=training_flops_per_token(model, plan.sequence_length),
     )

@@ -12,7 +12,8 @@ import torch
 from megatron.training.arguments import ParsedArguments
 from megatron.training.config import Config
 from megatron.training.describe import parallel_layout
-from megatron.training.dry_run import idle_flags, layout_line, model_line
+from megatron.training.dry_run import layout_line, model_line
+from megatron.training.idle import idle_flags
 from megatron.training.metrics import MetricsLog
 from moe_overlap.describe.model import ModelDescription
 

@@ -17,9 +17,20 @@ from megatron.training.config import Config
 from megatron.training.flags import Flag, config_flags, flag_texts, one_of
 from megatron.training.help import help_text
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.unconfigured import choice_refusal, refusal, without_effect_reason
+from moe_overlap.describe.shell_script import script_flags
+from moe_overlap.describe.unconfigured import awaited, choice_refusal, refusal, without_effect_reason
 from moe_overlap.describe.upstream_flags import UpstreamFlag, load_upstream_flags
 
+ALIASES = {
+    "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
+    "--recompute-activations": ("--recompute-granularity", "selective"),
+    "--moe-layer-recompute": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"),
+    "--encoder-num-layers": ("--num-layers",),
+    "--encoder-seq-length": ("--seq-length",),
+    "--persistent-save-interval": ("--save-interval",),
+    "--disable-fp8-wgrad": ("--no-fp8-wgrad",),
+}
+"""Older spellings that upstream still reads -> the words they stand for; a value follows the last of them."""
 COMMAND_FLAGS = {"--help": 0, "-h": 0, "--dry-run": 0, "--world-size": 1}
 """Flags of the command itself, with their number of values."""
 
@@ -33,6 +44,8 @@ class ParsedArguments:
     """The run's name: that of the first @FILE, else `model`."""
     without_effect: tuple[tuple[str, str], ...]
     """Accepted upstream flags that change nothing here, each with the reason."""
+    awaited: tuple[tuple[str, str], ...]
+    """Upstream flags, with their values, that ask for what is not executed yet, each with what that is."""
     given: frozenset[str]
     """Names of the configuration flags that were written."""
     dry_run: bool
@@ -48,7 +61,7 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
         ConfigError: an unknown or refused flag, a wrong value, a file that is not there.
         SystemExit: code 0 after `--help`.
     """
-    words = list(expand_files(argv))
+    words = [word for written in expand_files(argv) for word in _of_today(written)]
     own = {name: flag for flag in config_flags() for name in (*flag.names, flag.off) if name is not None}
     upstream = load_upstream_flags()
     written = _group_words(words, own, upstream)
@@ -57,19 +70,27 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
         raise SystemExit(0)
     values: dict[str, dict[str, Any]] = {}
     without_effect: list[tuple[str, str]] = []
+    unexecuted: list[tuple[str, str]] = []
     for name, texts in written.items():
         if name in own:
             flag = own[name]
             _refuse_upstream_choice(flag, name, texts, upstream)
             values.setdefault(flag.group, {})[flag.field] = flag.value(name, texts)
         elif name in upstream:
-            reason = _upstream_flag(upstream[name], name, texts)
-            if reason is not None:
+            reason, is_awaited = _upstream_flag(upstream[name], name, texts)
+            if reason is not None and is_awaited:
+                unexecuted.append((" ".join((name, *texts)), reason))
+            elif reason is not None:
                 without_effect.append((name, reason))
+    config = _build(values)
+    if "--no-position-embedding" in written and config.model.position_embedding_type == "learned_absolute":
+        rule = "--position-embedding-type is learned_absolute"
+        raise ConfigError("--no-position-embedding", "", rule, "add --position-embedding-type rope or none")
     return ParsedArguments(
-        config=_build(values),
+        config=config,
         name=next((Path(word[1:]).stem for word in argv if word.startswith("@")), "model"),
         without_effect=tuple(without_effect),
+        awaited=tuple(unexecuted),
         given=frozenset(name for name in written if name in own),
         dry_run="--dry-run" in written,
         world_size=_world_size(written),
@@ -90,7 +111,7 @@ def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path,
     """The words of a command line with each `@FILE` replaced by the words in the file.
 
     Files are read as a shell would: quotes, comments after `#`, several words per line. `@OTHER` inside a file is
-    relative to that file.
+    relative to that file. Of a shell script the flags of its training command are read (`shell_script.py`).
     """
     for word in argv:
         if not word.startswith("@"):
@@ -100,7 +121,9 @@ def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path,
         if path.resolve() in inside:
             raise ConfigError(word, "", "the file includes itself", "remove that line")
         try:
-            words = shlex.split(path.read_text(encoding="utf-8"), comments=True)
+            text = path.read_text(encoding="utf-8")
+            is_script = path.suffix in (".sh", ".sbatch", ".slurm")
+            words = list(script_flags(text, {}, word).words) if is_script else shlex.split(text, comments=True)
         except OSError as error:
             raise ConfigError(word, "", f"cannot read {path}: {error.strerror}", "correct the path") from None
         except ValueError as error:
@@ -180,8 +203,8 @@ def _refuse_upstream_choice(
                 raise ConfigError(name, text, f"not supported: {reason}", f"use {one_of(flag.choices)}")
 
 
-def _upstream_flag(flag: UpstreamFlag, name: str, texts: tuple[str, ...]) -> str | None:
-    """Why an upstream flag has no effect; None where it asks for nothing.
+def _upstream_flag(flag: UpstreamFlag, name: str, texts: tuple[str, ...]) -> tuple[str | None, bool]:
+    """Why an upstream flag has no effect, and whether that is because its feature is awaited; None where it asks for nothing.
 
     Raises:
         ConfigError: the flag is refused, or its value is none that upstream knows.
@@ -191,14 +214,28 @@ def _upstream_flag(flag: UpstreamFlag, name: str, texts: tuple[str, ...]) -> str
             raise ConfigError(name, text, "unknown choice", f"use {one_of(flag.choices)}")
         if choice_refusal(name, text):
             raise ConfigError(name, text, f"not supported: {choice_refusal(name, text)}", "drop the flag")
+        if not flag.reads(text):
+            raise ConfigError(
+                name, text, f"must be a {'whole ' if flag.type == 'int' else ''}number", "correct the value"
+            )
     accepted = without_effect_reason(name)
     if accepted is not None:
-        return accepted
+        return accepted, False
     if flag.is_default(texts):
-        return None
+        return None, False
+    feature = awaited(name)
+    if feature is not None:
+        return feature, True
     refused = refusal(name)
     assert refused is not None, name
     raise ConfigError(" ".join((name, *texts)), "", f"not supported: {refused[0]}", refused[1])
+
+
+def _of_today(word: str) -> tuple[str, ...]:
+    """A word, or those that an older spelling stands for."""
+    name, equals, value = word.partition("=")
+    words = ALIASES.get(name, (name,))
+    return (*words[:-1], words[-1] + equals + value)
 
 
 def _build(values: Mapping[str, Mapping[str, Any]]) -> Config:

@@ -41,12 +41,14 @@ class BatchSource:
         assert config.model.seq_length is not None
         evaluations = 1 + (total_steps // training.eval_interval if training.eval_interval else 0)
         evaluated = training.eval_iters * global_batch_size
+        grows = training.rampup_batch_size is not None or training.step_batch_size_schedule is not None
+        total_samples = (training.train_samples or 0) if grows else total_steps * global_batch_size
         self._datasets = build_datasets(
             config.data,
             tokenizer,
             sequence_length=config.model.seq_length,
             seed=training.seed,
-            samples=(total_steps * global_batch_size, evaluations * evaluated, evaluated),
+            samples=(total_samples, evaluations * evaluated, evaluated),
         )
         self._config, self._vocab_size, self._device = config, tokenizer.vocab_size, device
         self._data_rank, self._data_size = data_rank, data_size

@@ -43,6 +43,8 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
         "--rotary-interleaved": config.model.rotary_interleaved,
         "--normalization": config.model.normalization,
         "--swiglu": model.gated,
+        "--squared-relu": config.model.squared_relu,
+        "--apply-layernorm-1p": config.model.layernorm_zero_centered_gamma,
         "--qk-layernorm": model.qk_layernorm,
         "--multi-latent-attention": config.model.multi_latent_attention,
         "--untie-embeddings-and-output-weights": not model.tied_embeddings,

@@ -1,24 +1,17 @@
 """What a run is, as dataclasses. Each field is a flag: name, type, default and choices stand here once, its help below it.
 
 Field names are the attribute names of upstream Megatron-LM, defaults are upstream's; `arguments.py` makes the flags.
+The groups that need a GPU's libraries stand in `config_gpu.py`.
 Nothing here derives or repairs a value: derived sizes are computed by `describe.py`, rules stand in `validation.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-
-def flag(default: Any, *names: str, off: str | None = None) -> Any:
-    """A field whose flag is not `--field-name`.
-
-    Args:
-        default: the field's default.
-        names: the flag's names, the documented one first.
-        off: for a field that is true by default: the flag that turns it off.
-    """
-    return field(default=default, metadata={"names": names, "off": off})
+from megatron.training.config_flag import flag
+from megatron.training.config_gpu import DeviceConfig, PrecisionConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +28,7 @@ class ModelConfig:
     """Attention heads."""
     group_query_attention: bool = False
     """Share keys and values among groups of heads (--num-query-groups)."""
-    num_query_groups: int = 1
+    num_query_groups: int = flag(1, of="model.group_query_attention")
     """Key/value groups; takes effect with --group-query-attention."""
     kv_channels: int | None = None
     """Width of one head; default hidden size / heads."""
@@ -43,7 +36,7 @@ class ModelConfig:
     """Tokens of a sample."""
     max_position_embeddings: int | None = None
     """Longest sequence the positions cover, at least --seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
     """How positions enter the model."""
     rotary_base: int = 10000
     """Base of the rotary frequencies."""
@@ -53,12 +46,18 @@ class ModelConfig:
     """Rotate neighbouring elements instead of halves."""
     rotary_seq_len_interpolation_factor: int | None = None
     """Linear interpolation of rotary positions."""
+    rope_type: Literal["rope", "yarn"] | None = flag(None, of="model.multi_latent_attention")
+    """Latent attention: plain rotary positions, or scaled by YaRN (default)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Norm of the layers and of the block's end."""
     norm_epsilon: float = 1e-5
     """Added to the variance in a norm."""
+    layernorm_zero_centered_gamma: bool = flag(False, "--apply-layernorm-1p")
+    """Store a norm's weight less 1, so that weight decay draws it to 1."""
     swiglu: bool = False
     """Gated SiLU in the MLPs instead of GELU."""
+    squared_relu: bool = False
+    """Squared ReLU in the MLPs instead of GELU."""
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     """Biases in the linear layers."""
     add_qkv_bias: bool = False
@@ -75,25 +74,27 @@ class ModelConfig:
     """Dropout on what attention and MLP add to the residual stream."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights."""
+    embedding_init_method_std: float | None = None
+    """Standard deviation of the initial word embedding; default --init-method-std."""
     apply_query_key_layer_scaling: bool = False
     """Scale attention scores by 1/layer, and undo it in the softmax: other rounding, same mathematics in fp16."""
     multi_latent_attention: bool = False
     """Multi-head latent attention (DeepSeek)."""
-    q_lora_rank: int | None = None
+    q_lora_rank: int | None = flag(None, of="model.multi_latent_attention")
     """Latent width of queries; without it queries are projected directly."""
-    kv_lora_rank: int = 32
+    kv_lora_rank: int = flag(32, of="model.multi_latent_attention")
     """Latent width of keys and values."""
-    qk_head_dim: int = 128
+    qk_head_dim: int = flag(128, of="model.multi_latent_attention")
     """Head width of queries and keys without positions."""
-    qk_pos_emb_head_dim: int = 64
+    qk_pos_emb_head_dim: int = flag(64, of="model.multi_latent_attention")
     """Head width of their rotary part."""
-    v_head_dim: int = 128
+    v_head_dim: int = flag(128, of="model.multi_latent_attention")
     """Head width of values."""
-    rotary_scaling_factor: float = 1.0
+    rotary_scaling_factor: float = flag(1.0, of="model.multi_latent_attention")
     """YaRN scaling of latent attention's rotary part."""
-    mscale: float = 1.0
+    mscale: float = flag(1.0, of="model.multi_latent_attention")
     """YaRN: scale of the attention temperature."""
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: float = flag(0.0, of="model.multi_latent_attention")
     """YaRN: the same over all dimensions."""
 
 
@@ -149,8 +150,8 @@ class MoEConfig:
     """Which tokens an expert over capacity drops."""
     moe_apply_probs_on_input: bool = False
     """Apply the scores before the experts instead of after them (top-1 only)."""
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "irregular"] = "allgather"
-    """How tokens reach their experts; irregular: counts first, then exactly the routed rows, point to point."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "irregular", "flex"] = "allgather"
+    """How tokens reach their experts; irregular: counts first, then exactly the routed rows, point to point; flex: DeepEP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +172,14 @@ class ParallelConfig:
     """Layers of the first stage; the others share the rest evenly."""
     decoder_last_pipeline_num_layers: int | None = None
     """Layers of the last stage."""
+    pipeline_model_parallel_layout: str | None = None
+    """What each (virtual) stage holds, separated by |: E embedding, t layer, m prediction layer, L loss: "Et*3|(tt|)*6tmL"."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the loss as a layer of the last stage."""
+    use_tp_pp_dp_mapping: bool = False
+    """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp: a replica's stages are neighbours."""
     expert_model_parallel_size: int = 1
     """Ranks over which the experts are spread (EP)."""
     expert_tensor_parallel_size: int | None = None
@@ -195,7 +204,9 @@ class ParallelConfig:
     """Full recompute: every group of layers, or the first layers of each stage."""
     recompute_num_layers: int | None = None
     """Full recompute: layers per group, or layers per stage."""
-    recompute_modules: tuple[Literal["core_attn", "moe", "mlp"], ...] | None = None
+    recompute_modules: (
+        tuple[Literal["core_attn", "moe", "mlp", "layernorm", "mla_up_proj", "moe_act", "shared_experts"], ...] | None
+    ) = None
     """Selective recompute: which modules; default core_attn."""
     distributed_backend: Literal["nccl", "gloo"] = "nccl"
     """Communication library; a machine without CUDA runs gloo."""
@@ -213,6 +224,10 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = 0.0
     """Lowest learning rate of the schedule."""
+    decoupled_lr: float | None = None
+    """Peak learning rate of word embedding and output layer, where it differs."""
+    decoupled_min_lr: float | None = flag(None, of="optimizer.decoupled_lr")
+    """Their lowest learning rate."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the schedule."""
     lr_decay_iters: int | None = None
@@ -235,6 +250,8 @@ class OptimizerConfig:
     """Samples of that last part."""
     weight_decay: float = 0.01
     """Decoupled weight decay; norms and biases have none."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Weight decay on the norms of queries and keys as well."""
     start_weight_decay: float | None = None
     """Weight decay at the start, with a --weight-decay-incr-style other than constant."""
     end_weight_decay: float | None = None
@@ -254,7 +271,9 @@ class OptimizerConfig:
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights."""
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Accumulate and reduce gradients in fp32; always so with --bf16."""
+    """Accumulate and reduce gradients in fp32; so by default with --bf16."""
+    grad_reduce_in_bf16: bool = False
+    """With --bf16: accumulate and reduce gradients in bf16."""
     override_opt_param_scheduler: bool = flag(False, "--override-opt-param-scheduler", "--override-opt_param-scheduler")
     """On load: take the schedule from the flags, not from the checkpoint."""
     use_checkpoint_opt_param_scheduler: bool = flag(
@@ -271,6 +290,10 @@ class TrainingConfig:
     """Samples per forward pass and data-parallel rank."""
     global_batch_size: int | None = None
     """Samples per step; default micro-batch × data-parallel size."""
+    rampup_batch_size: tuple[int, ...] | None = None
+    """Start, increment and samples: the global batch grows evenly from the start to --global-batch-size over these samples."""
+    step_batch_size_schedule: tuple[str, ...] | None = None
+    """Steps of the global batch by trained tokens, such as "0:384 200B:768"; instead of --global-batch-size."""
     train_iters: int | None = None
     """Steps to train."""
     train_samples: int | None = None
@@ -375,8 +398,8 @@ class CheckpointConfig:
     """Delete all but the last N; --save-retain-interval wins."""
     ckpt_step: int | None = None
     """Load this step instead of the last one."""
-    ckpt_format: Literal["torch_dist"] = "torch_dist"
-    """Format of the files."""
+    ckpt_format: Literal["torch_dist", "torch", "torch_dcp"] = "torch_dist"
+    """Format of the files; torch_dist is written whatever is asked for."""
     finetune: bool = False
     """Load the weights alone and start at step 0."""
     no_load_optim: bool = False
@@ -407,11 +430,11 @@ class LoggingConfig:
     """Points that TensorBoard keeps before it writes them."""
     wandb_project: str | None = None
     """Project at Weights & Biases that gets the same points as TensorBoard."""
-    wandb_exp_name: str | None = None
+    wandb_exp_name: str | None = flag(None, of="logging.wandb_project")
     """Name of the run there."""
-    wandb_entity: str | None = None
+    wandb_entity: str | None = flag(None, of="logging.wandb_project")
     """Team or user there; default the account's own."""
-    wandb_save_dir: str | None = None
+    wandb_save_dir: str | None = flag(None, of="logging.wandb_project")
     """Folder for its local files; default the working folder."""
     log_throughput: bool = False
     """Add model TFLOP/s per device to the log."""
@@ -480,6 +503,8 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -7,8 +7,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.training.batch_sizes import largest_batch
 from megatron.training.config import Config
 from megatron.training.file_tokenizers import TIKTOKEN_VOCAB_SIZE
+from megatron.training.stages import virtual_stages
 from megatron.training.tokenizers import ByteTokenizer
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import LatentAttention, ModelDescription
@@ -16,7 +18,7 @@ from moe_overlap.describe.model import LatentAttention, ModelDescription
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """How many ranks share what. Ranks are ordered tp-cp-ep-dp-pp: a stage's ranks are neighbours."""
+    """How many ranks share what."""
 
     world_size: int
     tensor: int
@@ -32,20 +34,9 @@ class ParallelLayout:
     """Copies of one expert: world / (PP · EP · ETP)."""
     micro_batch_size: int
     global_batch_size: int
+    """The largest of the run."""
     micro_batches: int
     """Micro-batches per step and data-parallel rank."""
-
-
-def virtual_stages(config: Config) -> int:
-    """Model chunks per pipeline rank; 1 without interleaving."""
-    parallel = config.parallel
-    if parallel.num_virtual_stages_per_pipeline_rank is not None:
-        return parallel.num_virtual_stages_per_pipeline_rank
-    if parallel.num_layers_per_virtual_pipeline_stage is None:
-        return 1
-    assert config.model.num_layers is not None
-    per_rank = config.model.num_layers // parallel.pipeline_model_parallel_size
-    return per_rank // parallel.num_layers_per_virtual_pipeline_stage
 
 
 def uses_sequence_parallel(config: Config) -> bool:
@@ -77,7 +68,7 @@ def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
     )
     expert, expert_tensor = parallel.expert_model_parallel_size, expert_tensor_size(config)
     data = world_size // (tensor * pipeline * context)
-    global_batch = training.global_batch_size or training.micro_batch_size * data
+    global_batch = largest_batch(config, data)
     return ParallelLayout(
         world_size=world_size,
         tensor=tensor,
@@ -92,22 +83,6 @@ def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
         global_batch_size=global_batch,
         micro_batches=global_batch // (training.micro_batch_size * data),
     )
-
-
-def stage_layers(config: Config) -> tuple[int, ...]:
-    """Layers of each pipeline stage; the first and last may differ from the even rest."""
-    parallel = config.parallel
-    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-    assert config.model.num_layers is not None
-    fixed = [count for count in (first, last) if count is not None]
-    middle_stages = parallel.pipeline_model_parallel_size - len(fixed)
-    middle = (config.model.num_layers - sum(fixed)) // middle_stages if middle_stages else 0
-    counts = [middle] * parallel.pipeline_model_parallel_size
-    if first is not None:
-        counts[0] = first
-    if last is not None:
-        counts[-1] = last
-    return tuple(counts)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron.training.arguments import ParsedArguments
-from megatron.training.config import Config, DataConfig
+from megatron.training.batch_sizes import batch_sizes
+from megatron.training.config import Config
 from megatron.training.data_source import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.describe import (
     ParallelLayout,
@@ -17,10 +18,12 @@ from megatron.training.describe import (
     parallel_layout,
     smallest_world,
 )
-from megatron.training.flags import config_flags, flag_texts, one_of
+from megatron.training.flags import config_flags, flag_texts
+from megatron.training.idle import idle_flags, reads_vocab_file
 from megatron.training.packages import is_installed, packages_of
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
+from megatron.training.start_rules import Machine, obstacles, this_machine
 from megatron.training.tokenizers import MODEL_TYPES
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
@@ -30,14 +33,6 @@ from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.plan import Plan
 
-W_AND_B = ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
-CURVES = (
-    "log_memory_to_tensorboard",
-    "log_world_size_to_tensorboard",
-    "log_validation_ppl_to_tensorboard",
-    "log_timers_to_tensorboard",
-    "moe_per_layer_logging",
-)
 _WIDTH = 120
 _COLUMN = 14
 
@@ -62,7 +57,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         raise ConfigError("--world-size", error.value, error.rule, error.fix.replace("start", "use")) from None
     vocabulary = known_vocab_size(config)
     model = describe_model(config, vocabulary or 0, parsed.name)
-    layout = parallel_layout(config, world)
+    layout, machine = parallel_layout(config, world), this_machine()
     plan_is_missing = ("--plan", config.overlap.plan) in missing_files(config)
     plan = (plan_from_flags if plan_is_missing else plan_of_run)(config, model, world)
     lines = [
@@ -81,7 +76,8 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         "",
         "parameters per rank",
         *_parameter_table(model, plan),
-        *_lacking(config, layout),
+        *_lacking(config, layout, machine),
+        *_obstacles(parsed, machine),
     ]
     print("\n".join(lines), file=out)
 
@@ -110,7 +106,9 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
         if size > 1 or (name == "ETP" and config.moe.num_experts is not None and layout.tensor > 1)
     ]
     processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
-    batches = f"global batch {layout.global_batch_size} in {layout.micro_batches} micro-batches"
+    smallest = batch_sizes(config, layout.data).sizes[0]
+    grown = f"{smallest} to " if smallest != layout.global_batch_size else ""
+    batches = f"global batch {grown}{layout.global_batch_size} in {layout.micro_batches} micro-batches"
     training = config.training
     length = f"{training.train_samples} samples" if training.train_samples else f"{training.train_iters or 0} steps"
     names = ", ".join([*sizes, f"DP {layout.data} with ZeRO-1"])
@@ -141,44 +139,6 @@ def quantity(number: int) -> str:
     return str(number)
 
 
-def idle_flags(parsed: ParsedArguments) -> list[tuple[str, str]]:
-    """Accepted flags without effect on this run, each with the reason: a run says so once."""
-    idle = list(parsed.without_effect)
-    if parsed.config.parallel.sequence_parallel and parsed.config.parallel.tensor_model_parallel_size == 1:
-        idle.append(("--sequence-parallel", "one tensor-parallel rank: there is nothing to split"))
-    if parsed.config.parallel.use_distributed_optimizer:
-        idle.append(("--use-distributed-optimizer", "always so here"))
-    data = parsed.config.data
-    if data.tokenizer_model is not None and data.tokenizer_type not in MODEL_TYPES:
-        idle.append(("--tokenizer-model", f"read for --tokenizer-type {one_of(MODEL_TYPES)} only"))
-    if data.vocab_file is not None and not _reads_vocab_file(data):
-        idle.append(("--vocab-file", "counts for GPT2BPETokenizer, and without --tokenizer-type and --vocab-size"))
-    if data.merge_file is not None and data.tokenizer_type != "GPT2BPETokenizer":
-        idle.append(("--merge-file", "read for --tokenizer-type GPT2BPETokenizer only"))
-    if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
-        idle.append(("--tiktoken-pattern", "read for --tokenizer-type TikTokenizer only"))
-    return idle + _idle_logging(parsed.config)
-
-
-def _idle_logging(config: Config) -> list[tuple[str, str]]:
-    """Flags about curves where nobody draws them."""
-    logging = config.logging
-    details = [
-        f"--{name.replace('_', '-')}" for name in W_AND_B if getattr(logging, name) and not logging.wandb_project
-    ]
-    curves = [f"--{name.replace('_', '-')}" for name in CURVES if getattr(logging, name)]
-    if logging.tensorboard_dir or logging.wandb_project:
-        curves = []
-    return [
-        *((name, "belongs to --wandb-project") for name in details),
-        *((name, "there is neither --tensorboard-dir nor --wandb-project") for name in curves),
-    ]
-
-
-def _reads_vocab_file(data: DataConfig) -> bool:
-    return data.tokenizer_type == "GPT2BPETokenizer" or not (data.tokenizer_type or data.vocab_size)
-
-
 def missing_files(config: Config) -> list[tuple[str, str]]:
     """Flags that name a file or folder that is not there, with its path: training raises, a dry run lists them."""
     data, missing = config.data, []
@@ -189,7 +149,7 @@ def missing_files(config: Config) -> list[tuple[str, str]]:
     for flag, path in (
         *arguments,
         ("--tokenizer-model", data.tokenizer_model if data.tokenizer_type in MODEL_TYPES else None),
-        ("--vocab-file", data.vocab_file if _reads_vocab_file(data) else None),
+        ("--vocab-file", data.vocab_file if reads_vocab_file(data) else None),
         ("--merge-file", data.merge_file if data.tokenizer_type == "GPT2BPETokenizer" else None),
         ("--load", config.checkpoint.load),
         ("--plan", config.overlap.plan),
@@ -197,11 +157,6 @@ def missing_files(config: Config) -> list[tuple[str, str]]:
         if path is not None and not Path(path).exists():
             missing.append((flag, path))
     return missing
-
-
-def cuda_is_there() -> bool:
-    """Whether the NVIDIA driver shows a GPU; asks the file system, not torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _line(head: str, text: str) -> str:
@@ -240,15 +195,16 @@ def _without_effect(parsed: ParsedArguments) -> list[str]:
 
 
 def _parameter_table(model: ModelDescription, plan: Plan) -> list[str]:
-    lines = [f"  {'stage':<7}{'ranks':<12}{'layers':<24}{'total':>10}{'active':>10}{'embedding':>11}"]
+    lines = [f"  {'stage':<7}{'ranks':<16}{'layers':<24}{'total':>10}{'active':>10}{'embedding':>11}"]
     for index, stage in enumerate(plan.stages):
         count = stage_parameters(model, plan, index)
         first, last = stage.devices.ranks[0], stage.devices.ranks[-1]
         ranks = f"{first}-{last}" if last > first else str(first)
-        layers = " ".join(f"{first}-{last - 1}" for first, last in stage.chunks)
+        ranks = ranks if last - first + 1 == len(stage.devices.ranks) else f"{ranks} in part"
+        layers = " ".join(f"{first}-{last - 1}" if last > first else "-" for first, last in stage.chunks)
         layers = layers if len(layers) < 24 else f"{layers[:19]} ..."
         numbers = f"{quantity(count.total):>10}{quantity(count.active):>10}{quantity(count.embedding):>11}"
-        lines.append(f"  {index:<7}{ranks:<12}{layers:<24}{numbers}")
+        lines.append(f"  {index:<7}{ranks:<16}{layers:<24}{numbers}")
     return lines
 
 
@@ -262,19 +218,19 @@ def stage_parameters(model: ModelDescription, plan: Plan, stage: int) -> Paramet
         expert_tensor=part.expert_tensor,
         first_stage=stage == plan.embedding_stage,
         last_stage=stage == plan.loss_stage,
-        split_latents=not (cuda_is_there() and is_installed("transformer_engine")),
+        split_latents=this_machine().lacks("Transformer Engine") is not None,
     )
     return rank_parameters(model, share)
 
 
-def _lacking(config: Config, layout: ParallelLayout) -> list[str]:
+def _lacking(config: Config, layout: ParallelLayout, machine: Machine) -> list[str]:
     lines = []
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if not cuda_is_there():
+    if not machine.cuda:
         lines.append(("CUDA", "no GPU: training runs on the CPU, over gloo"))
     elif gpus < layout.world_size:
         lines.append(("CUDA", f"{gpus} GPUs here, {layout.world_size} processes: several machines are needed"))
-    if not is_installed("transformer_engine"):
+    if "transformer_engine" not in machine.packages:
         lines.append(("Transformer Engine", "not installed: torch's attention and norms run instead"))
     for flag, _, package in packages_of(config):
         if not is_installed(package):
@@ -283,3 +239,8 @@ def _lacking(config: Config, layout: ParallelLayout) -> list[str]:
         after = ": training would start afresh" if flag == "--load" else ""
         lines.append((flag, f"{path} does not exist{after}"))
     return ["", "this machine lacks", *(f"  {head:<20}{text}" for head, text in lines)] if lines else []
+
+
+def _obstacles(parsed: ParsedArguments, machine: Machine) -> list[str]:
+    stops = [f"  {obstacle}" for obstacle in obstacles(parsed, machine)]
+    return ["", "a start here stops at", *stops] if stops else []

@@ -31,6 +31,12 @@ class Flag:
     many: bool
     """Takes one or more values."""
     default: Any
+    needs: str | None = None
+    """What a machine must have for another value than the default."""
+    unbuilt: str | None = None
+    """What this fork does not execute yet, where another value asks for it."""
+    of: str | None = None
+    """The field ("group.field") whose setting this is."""
 
     def value(self, name: str, texts: tuple[str, ...]) -> Any:
         """The field's value.
@@ -87,6 +93,9 @@ def _flags_of(group: str, cls: Any) -> list[Flag]:
                 choices=choices,
                 many=many,
                 default=field.default,
+                needs=field.metadata.get("needs"),
+                unbuilt=field.metadata.get("unbuilt"),
+                of=field.metadata.get("of"),
             )
         )
     return flags
@@ -148,3 +157,8 @@ def flag_texts(flag: Flag, value: Any) -> list[str]:
     if flag.many:
         return [flag.names[0], *map(str, value)]
     return [flag.names[0], str(value)]
+
+
+def spelling(path: str) -> str:
+    """The documented flag of a field ("group.field")."""
+    return next(flag.names[0] for flag in config_flags() if f"{flag.group}.{flag.field}" == path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import config as config_module
+from megatron.training import config_gpu
 from megatron.training.config import Config
 from megatron.training.flags import Flag, config_flags
 
@@ -44,10 +45,11 @@ def help_text() -> str:
 
 
 def field_docs() -> dict[tuple[str, str], str]:
-    """The string under each field of `config.py`, by class and field."""
-    source = Path(str(config_module.__file__)).read_text(encoding="utf-8")
+    """The string under each field of the configuration, by class and field."""
+    files = (Path(str(module.__file__)) for module in (config_module, config_gpu))
+    bodies = [ast.parse(path.read_text(encoding="utf-8")).body for path in files]
     docs: dict[tuple[str, str], str] = {}
-    for cls in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+    for cls in (node for body in bodies for node in body if isinstance(node, ast.ClassDef)):
         for field, text in zip(cls.body, cls.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
                 assert isinstance(field.target, ast.Name)
@@ -60,7 +62,11 @@ def _flag_lines(flag: Flag, doc: str) -> list[str]:
     head = "  " + ", ".join(names) + _value_words(flag)
     default = "" if flag.kind == "switch" or flag.default is None else f" (default {_shown(flag.default)})"
     text = f"Turn off: {doc[0].lower()}{doc[1:]}" if flag.off is not None else doc
-    heads = [head] if len(head) <= _WIDTH else textwrap.wrap(head.replace(",", ", "), _WIDTH, subsequent_indent=" " * 6)
+    if flag.needs is not None or flag.unbuilt is not None:
+        text += f" Needs {flag.needs}." if flag.needs is not None else " Not executed yet."
+    if len(head) > _WIDTH:
+        head = head.replace(",", ", ")
+    heads = textwrap.wrap(head, _WIDTH, initial_indent="  ", subsequent_indent=" " * _INDENT)
     return [
         *heads,
         *textwrap.wrap(text + default, _WIDTH, initial_indent=" " * _INDENT, subsequent_indent=" " * _INDENT),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -24,8 +25,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.training.config import Config
-from megatron.training.describe import uses_sequence_parallel, virtual_stages
+from megatron.training.describe import uses_sequence_parallel
 from megatron.training.grouped_experts import GroupedExperts
+from megatron.training.stages import virtual_stages
 from megatron.training.without_te import (
     ExpertOutput,
     LatentSelfAttention,
@@ -57,8 +59,9 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "kv_channels": model.kv_channels,
         "normalization": config.model.normalization,
         "layernorm_epsilon": config.model.norm_epsilon,
+        "layernorm_zero_centered_gamma": config.model.layernorm_zero_centered_gamma,
         "gated_linear_unit": config.model.swiglu,
-        "activation_func": F.silu if config.model.swiglu else F.gelu,
+        "activation_func": _activation(config),
         "add_bias_linear": config.model.add_bias_linear,
         "add_qkv_bias": config.model.add_qkv_bias,
         "qk_layernorm": config.model.qk_layernorm,
@@ -66,6 +69,7 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "attention_dropout": config.model.attention_dropout,
         "hidden_dropout": config.model.hidden_dropout,
         "init_method_std": config.model.init_method_std,
+        "embedding_init_method_std": config.model.embedding_init_method_std,
         "apply_query_key_layer_scaling": config.model.apply_query_key_layer_scaling,
         "params_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
         "bf16": config.optimizer.bf16,
@@ -75,14 +79,18 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         # The fused form takes the tensor-parallel group as an argument; the other one reads a global.
         "cross_entropy_loss_fusion": True,
         "cross_entropy_fusion_impl": "native",
-        # megatron-core fuses GELU with a bias only.
-        "bias_activation_fusion": has_cuda and (config.model.swiglu or config.model.add_bias_linear),
+        # megatron-core fuses GELU with a bias only, and squared ReLU not at all.
+        "bias_activation_fusion": has_cuda
+        and not config.model.squared_relu
+        and (config.model.swiglu or config.model.add_bias_linear),
         "bias_dropout_fusion": has_cuda,
         "gradient_accumulation_fusion": False,
         # gloo sends from the output's own memory and does not keep it alive: freed under an overlapped send, garbage arrives.
         "deallocate_pipeline_outputs": has_cuda,
     }
-    fields = sizes | _parallel_fields(config) | (_moe_fields(config, model) if model.num_experts else {})
+    fields = sizes | _parallel_fields(config) | _precision_fields(config) | _offload_fields(config)
+    if model.num_experts:
+        fields |= _moe_fields(config, model)
     if model.latent_attention is None:
         return TransformerConfig(**fields)
     latent = {
@@ -92,6 +100,7 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "qk_head_dim": model.latent_attention.qk_head_dim,
         "qk_pos_emb_head_dim": model.latent_attention.qk_pos_emb_head_dim,
         "v_head_dim": model.latent_attention.v_head_dim,
+        "rope_type": config.model.rope_type or "yarn",
         "rotary_base": config.model.rotary_base,
         "rotary_percent": config.model.rotary_percent,
         "rotary_scaling_factor": config.model.rotary_scaling_factor,
@@ -99,6 +108,55 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "mscale_all_dim": config.model.mscale_all_dim,
     }
     return MLATransformerConfig(**fields, **latent)
+
+
+def _activation(config: Config) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.model.squared_relu:
+        return squared_relu
+    return F.silu if config.model.swiglu else F.gelu
+
+
+def _precision_fields(config: Config) -> dict[str, Any]:
+    """fp8 and fp4 by Transformer Engine. Not run on a GPU so far."""
+    precision = config.precision
+    fields: dict[str, Any] = {
+        "moe_router_padding_for_quantization": precision.moe_router_padding_for_quantization
+        or precision.moe_router_padding_for_fp8,
+    }
+    if precision.fp8 is not None:
+        names = (
+            "fp8 fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
+            "fp8_quantizer_factory first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+        )
+        fields |= {name: getattr(precision, name) for name in names.split()}
+        fields["fp8_param"] = precision.fp8_param_gather
+    if precision.fp4 is not None:
+        fields |= {name: getattr(precision, name) for name in ("fp4", "fp4_recipe", "fp4_quantizer_factory")}
+        fields["fp4_param"] = precision.fp4_param_gather
+    return fields
+
+
+def _offload_fields(config: Config) -> dict[str, Any]:
+    """Activations on the host and the flex dispatcher's backend. Not run on a GPU so far."""
+    device = config.device
+    fields: dict[str, Any] = {}
+    if device.fine_grained_activation_offloading:
+        fields |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(device.offload_modules),
+            "min_offloaded_tensor_size": device.min_offloaded_tensor_size,
+        }
+    if device.cpu_offloading_num_layers:
+        fields |= {"cpu_offloading": True, "cpu_offloading_num_layers": device.cpu_offloading_num_layers}
+    if config.moe.moe_token_dispatcher_type == "flex":
+        fields |= {
+            "moe_enable_deepep": device.moe_enable_deepep,
+            "moe_flex_dispatcher_backend": device.moe_flex_dispatcher_backend,
+        }
+        for name in ("moe_deepep_num_sms", "moe_hybridep_num_sms"):
+            if getattr(device, name) is not None:
+                fields[name] = getattr(device, name)
+    return fields
 
 
 def _parallel_fields(config: Config) -> dict[str, Any]:
@@ -114,6 +172,8 @@ def _parallel_fields(config: Config) -> dict[str, Any]:
         "sequence_parallel": uses_sequence_parallel(config),
         "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
+        "account_for_embedding_in_pipeline_split": parallel.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": parallel.account_for_loss_in_pipeline_split,
         "recompute_granularity": parallel.recompute_granularity,
         "recompute_method": parallel.recompute_method,
         "recompute_num_layers": parallel.recompute_num_layers,

@@ -40,6 +40,12 @@ def sizes_are_given(config: Config) -> None:
 
 def values_are_in_range(config: Config) -> None:
     model = config.model
+    rule, fix = "--swiglu chooses another activation", "drop one of the two flags"
+    require(not (model.squared_relu and model.swiglu), "--squared-relu", "", rule, fix)
+    width = model.embedding_init_method_std
+    require(
+        width is None or width > 0, "--embedding-init-method-std", width, "must be positive", "use for example 0.02"
+    )
     dropouts = (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout))
     fraction(dropouts, includes_one=False)
     rotated = model.rotary_percent
@@ -66,8 +72,6 @@ def heads_divide(config: Config) -> None:
     require(heads % tensor == 0, "--tensor-model-parallel-size", tensor, rule, f"use {divisors(heads)}")
     groups = model.num_query_groups
     if not model.group_query_attention:
-        rule, fix = "takes effect with --group-query-attention only", "add that flag or drop this one"
-        require(groups == 1, "--num-query-groups", groups, rule, fix)
         return
     rule = f"{heads} attention heads are not divisible by {groups}"
     require(heads % groups == 0, "--num-query-groups", groups, rule, f"use {divisors(heads)}")
@@ -88,27 +92,20 @@ def positions_cover_the_sequence(config: Config) -> None:
         rule,
         f"use {longest} or less, or raise --max-position-embeddings",
     )
-    rotated = model.position_embedding_type == "rope" and not model.multi_latent_attention
-    factor = model.rotary_seq_len_interpolation_factor
-    rule, fix = "takes effect with --position-embedding-type rope only", "add that flag or drop this one"
-    require(rotated or factor is None, "--rotary-seq-len-interpolation-factor", factor, rule, fix)
 
 
 def latent_attention_fits(config: Config) -> None:
     model = config.model
-    latent = (
-        ("--q-lora-rank", model.q_lora_rank, None),
-        ("--kv-lora-rank", model.kv_lora_rank, 32),
-        ("--qk-head-dim", model.qk_head_dim, 128),
-        ("--qk-pos-emb-head-dim", model.qk_pos_emb_head_dim, 64),
-        ("--v-head-dim", model.v_head_dim, 128),
-    )
     if not model.multi_latent_attention:
-        for flag, value, default in latent:
-            rule, fix = "takes effect with --multi-latent-attention only", "add that flag or drop this one"
-            require(value == default, flag, value, rule, fix)
         return
-    at_least(1, [(flag, value) for flag, value, _ in latent])
+    widths = (
+        ("--q-lora-rank", model.q_lora_rank),
+        ("--kv-lora-rank", model.kv_lora_rank),
+        ("--qk-head-dim", model.qk_head_dim),
+        ("--qk-pos-emb-head-dim", model.qk_pos_emb_head_dim),
+        ("--v-head-dim", model.v_head_dim),
+    )
+    at_least(1, widths)
     rule, fix = "latent attention has no query groups", "drop one of the two flags"
     require(not model.group_query_attention, "--multi-latent-attention", "", rule, fix)
     rule = "latent attention rotates halves"

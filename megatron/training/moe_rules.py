@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from megatron.training.config import Config
 from megatron.training.describe import dense_width, expert_tensor_size
 from megatron.training.rule import Rule, at_least, divisors, fraction, require
@@ -11,18 +9,13 @@ from megatron.training.rule import Rule, at_least, divisors, fraction, require
 _AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
-def dense_models_have_no_moe_flags(config: Config) -> None:
+def dense_models_have_no_expert_ranks(config: Config) -> None:
     if config.moe.num_experts is not None:
         return
     expert = config.parallel.expert_model_parallel_size
     require(
         expert == 1, "--expert-model-parallel-size", expert, "the model has no experts", "add --num-experts or drop it"
     )
-    for field in fields(config.moe):
-        value = getattr(config.moe, field.name)
-        shown = "" if value is True else value
-        flag = "--" + field.name.replace("_", "-")
-        require(value == field.default, flag, shown, "the model has no experts", "add --num-experts or drop the flag")
 
 
 def experts_divide(config: Config) -> None:
@@ -143,9 +136,6 @@ def balancing_losses_fit(config: Config) -> None:
     alone = len(kinds) == 1 or set(kinds) <= set(_AUX_LOSSES)
     rule = "sinkhorn and none do not combine with other kinds"
     require(alone, "--moe-router-load-balancing-type", names, rule, f"combine {', '.join(_AUX_LOSSES)} only")
-    for kind, coefficient in zip(kinds, coefficients, strict=True):
-        rule = f"balancing by {kind} has no auxiliary loss"
-        require(kind in _AUX_LOSSES or coefficient == 0, "--moe-aux-loss-coeff", shown, rule, "drop the coefficient")
 
 
 def groups_limit_routing(config: Config) -> None:
@@ -190,8 +180,6 @@ def capacity_fits(config: Config) -> None:
     if factor is None:
         rule, fix = "needs a capacity", "add --moe-expert-capacity-factor"
         require(not moe.moe_pad_expert_input_to_capacity, "--moe-pad-expert-input-to-capacity", "", rule, fix)
-        policy = moe.moe_token_drop_policy
-        require(policy == "probs", "--moe-token-drop-policy", policy, "nothing is dropped without a capacity", fix)
         return
     require(factor > 0, "--moe-expert-capacity-factor", factor, "must be positive", "drop it for no limit")
     rule = "sinkhorn routing has no capacity"
@@ -202,8 +190,14 @@ def capacity_fits(config: Config) -> None:
     require(not padded, "--moe-pad-expert-input-to-capacity", "", rule, "add --moe-token-dispatcher-type alltoall")
 
 
+def dispatcher_is_flex_for_its_flags(config: Config) -> None:
+    rule, fix = "belongs to --moe-token-dispatcher-type flex", "add that flag or drop this one"
+    fits = config.moe.moe_token_dispatcher_type == "flex" or not config.device.moe_enable_deepep
+    require(fits, "--moe-enable-deepep", "", rule, fix)
+
+
 MOE_RULES: tuple[Rule, ...] = (
-    dense_models_have_no_moe_flags,
+    dense_models_have_no_expert_ranks,
     experts_divide,
     layers_are_named,
     expert_widths_divide,
@@ -213,4 +207,5 @@ MOE_RULES: tuple[Rule, ...] = (
     balancing_losses_fit,
     groups_limit_routing,
     capacity_fits,
+    dispatcher_is_flex_for_its_flags,
 )

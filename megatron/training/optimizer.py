@@ -30,15 +30,18 @@ def wrap_chunks(
         bucket_marks: parameters that begin a new bucket each; reductions are then started from outside, not by DDP.
         weight_gradients_come_later: modules announce their weights' gradients themselves, after their backward pass.
     """
-    parallel = config.parallel
+    parallel, optimizer = config.parallel, config.optimizer
     bucket_by_bucket = parallel.overlap_grad_reduce and not bucket_marks
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.optimizer.bf16 or config.optimizer.accumulate_allreduce_grads_in_fp32,
+        grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32
+        or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16),
         overlap_grad_reduce=bucket_by_bucket,
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=True,
         delay_wgrad_compute=weight_gradients_come_later,
         bucket_size=parallel.ddp_bucket_size if bucket_by_bucket else None,
+        fp8_param_gather=config.precision.fp8_param_gather,
+        reuse_grad_buf_for_mxfp8_param_ag=config.precision.reuse_grad_buf_for_mxfp8_param_ag,
         gradient_reduce_div_fusion=torch.cuda.is_available(),
     )
     with _alone_in_their_buckets(bucket_marks):
@@ -80,11 +83,15 @@ def make_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], gr
         adam_beta2=flags.adam_beta2,
         adam_eps=flags.adam_eps,
         clip_grad=flags.clip_grad,
+        decoupled_lr=flags.decoupled_lr,
+        decoupled_min_lr=flags.decoupled_min_lr,
+        apply_wd_to_qk_layernorm=flags.apply_wd_to_qk_layernorm,
         bf16=flags.bf16,
         params_dtype=torch.bfloat16 if flags.bf16 else torch.float32,
         use_distributed_optimizer=True,
         overlap_param_gather=config.parallel.overlap_param_gather,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+        **_gpu_fields(config),
     )
     optimizer = get_megatron_optimizer(
         optimizer_config,
@@ -100,6 +107,27 @@ def make_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], gr
     if flags.optimizer == "sgd":
         _step_by_sgd(optimizer, flags)
     return optimizer
+
+
+def _gpu_fields(config: Config) -> dict[str, Any]:
+    """What Transformer Engine's Adam and the host's copy of it are told. Not run on a GPU so far."""
+    precision, device = config.precision, config.device
+    fields: dict[str, Any] = {}
+    if precision.fp8 is not None:
+        fields["fp8_recipe"] = precision.fp8_recipe
+        fields["reuse_grad_buf_for_mxfp8_param_ag"] = precision.reuse_grad_buf_for_mxfp8_param_ag
+    if precision.use_precision_aware_optimizer:
+        types = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
+        fields["use_precision_aware_optimizer"] = True
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            fields[name] = types[getattr(precision, name)]
+    if device.optimizer_cpu_offload:
+        names = (
+            "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "
+            "overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params"
+        )
+        fields |= {name: getattr(device, name) for name in names.split()}
+    return fields
 
 
 def _step_by_sgd(optimizer: Any, flags: OptimizerFlags) -> None:
@@ -132,7 +160,11 @@ def make_scheduler(config: Config, optimizer: Any, global_batch_size: int, train
             return by_samples
         return default if by_iterations is None else by_iterations * global_batch_size
 
-    decay = samples(flags.lr_decay_samples, flags.lr_decay_iters, train_steps * global_batch_size)
+    # By default the decay lasts as long as the run; a batch that grows takes fewer samples than its largest in every step.
+    whole = train_steps * global_batch_size
+    if config.training.rampup_batch_size or config.training.step_batch_size_schedule:
+        whole = config.training.train_samples or whole
+    decay = samples(flags.lr_decay_samples, flags.lr_decay_iters, whole)
     warmup = flags.lr_warmup_samples or flags.lr_warmup_iters * global_batch_size
     if flags.lr_warmup_fraction is not None:
         warmup = int(flags.lr_warmup_fraction * decay)
@@ -148,7 +180,7 @@ def make_scheduler(config: Config, optimizer: Any, global_batch_size: int, train
         lr_decay_style=flags.lr_decay_style,
         start_wd=flags.weight_decay if constant else flags.start_weight_decay,
         end_wd=flags.weight_decay if constant else flags.end_weight_decay,
-        wd_incr_steps=train_steps * global_batch_size,
+        wd_incr_steps=whole,
         wd_incr_style=flags.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=flags.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=flags.override_opt_param_scheduler,

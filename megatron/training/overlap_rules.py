@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.training.config import Config
-from megatron.training.describe import virtual_stages
 from megatron.training.rule import Rule, require
+from megatron.training.stages import virtual_stages
 from moe_overlap.plan.gate_rules import check_gate, require_partitionable
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
-from megatron.training.describe import expert_tensor_size, smallest_world, stage_layers, virtual_stages
+from megatron.training.describe import expert_tensor_size, smallest_world
 from megatron.training.flags import one_of
 from megatron.training.overlap_rules import overlap_flag
 from megatron.training.rule import Rule, at_least, divisors, require
+from megatron.training.stages import chunk_sizes, counted_layers, layout_parts, stage_layers, virtual_stages
 from moe_overlap.describe.errors import ConfigError
 
 
@@ -49,9 +51,10 @@ def sequence_divides(config: Config) -> None:
 
 
 def layers_divide_by_stages(config: Config) -> None:
-    parallel, layers = config.parallel, config.model.num_layers
-    assert layers is not None
+    parallel, layers = config.parallel, counted_layers(config)
     stages = parallel.pipeline_model_parallel_size
+    if parallel.pipeline_model_parallel_layout is not None:
+        return
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     for flag, value in (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last)):
         require(
@@ -77,8 +80,43 @@ def layers_divide_by_stages(config: Config) -> None:
     require(fits, flag, value, rule, "let the rest be a multiple of the other stages")
 
 
+def layout_holds_the_model(config: Config) -> None:
+    parallel, text = config.parallel, config.parallel.pipeline_model_parallel_layout
+    accounts = (
+        ("--account-for-embedding-in-pipeline-split", parallel.account_for_embedding_in_pipeline_split),
+        ("--account-for-loss-in-pipeline-split", parallel.account_for_loss_in_pipeline_split),
+    )
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    for other, on in accounts:
+        rule, fix = "--decoder-*-pipeline-num-layers says what the stages hold", "give one of the two"
+        require(not on or (first is None and last is None), other, "", rule, fix)
+    if text is None:
+        return
+    flag = "--pipeline-model-parallel-layout"
+    given = (
+        *accounts,
+        ("--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage is not None),
+        ("--num-virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank is not None),
+        ("--decoder-first-pipeline-num-layers", first is not None),
+        ("--decoder-last-pipeline-num-layers", last is not None),
+    )
+    for other, on in given:
+        require(not on, other, "", f"{flag} says what the stages hold", "give one of the two")
+    parts, stages = layout_parts(text), parallel.pipeline_model_parallel_size
+    rule = f"names {len(parts)} stages for --pipeline-model-parallel-size {stages}"
+    require(len(parts) % stages == 0, flag, text, rule, f"name a multiple of {stages}")
+    letters, layers = "".join(parts), config.model.num_layers
+    ends = letters.startswith("E") and letters.endswith("L") and letters.count("E") == letters.count("L") == 1
+    require(ends, flag, text, "must begin with the one embedding E and end with the one loss L", "correct it")
+    rule = f"holds {letters.count('t')} layers of --num-layers {layers}"
+    require(letters.count("t") == layers, flag, text, rule, f"name {layers} layers t")
+    require("mt" not in letters, flag, text, "prediction layers m come after the layers t", "correct it")
+
+
 def virtual_stages_fit(config: Config) -> None:
     parallel = config.parallel
+    if parallel.pipeline_model_parallel_layout is not None:
+        return
     per_stage, count = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
     flag, value = ("--num-layers-per-virtual-pipeline-stage", per_stage)
     if per_stage is None:
@@ -92,39 +130,25 @@ def virtual_stages_fit(config: Config) -> None:
     require(per_stage is None or count is None, flag, value, rule, "give one of the two")
     stages = parallel.pipeline_model_parallel_size
     require(stages > 1, flag, value, "interleaving needs a pipeline", "add --pipeline-model-parallel-size or drop it")
-    layers = stage_layers(config)
+    accounted = counted_layers(config) != config.model.num_layers
+    layers = (counted_layers(config) // stages,) if accounted else stage_layers(config)
     even = len(set(layers)) == 1
     rule = "stages of unequal depth take the number of virtual stages"
     require(even or per_stage is None, flag, value, rule, "use --num-virtual-stages-per-pipeline-rank")
     for depth in layers:
         rule = f"the {depth} layers of a stage are not divisible by {value}"
         require(depth % value == 0, flag, value, rule, f"use {divisors(math.gcd(*layers))}")
-    if virtual_stages(config) > 1:
+    if virtual_stages(config) > 1 and stages == 2:
         rule = "interleaved stages train wrongly with transfers in batches (2 stages)"
         require(parallel.overlap_p2p_comm, "--no-overlap-p2p-communication", "", rule, "drop the flag")
-    rule = f"not supported: a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"
-    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
-    require(group in (None, stages), flag, group, rule, f"use {stages} or drop it")
 
 
-def recompute_is_full_or_selective(config: Config) -> None:
-    parallel = config.parallel
-    granularity, modules = parallel.recompute_granularity, parallel.recompute_modules
-    if granularity != "full":
-        rule, fix = "belongs to --recompute-granularity full", "add that flag or drop this one"
-        require(parallel.recompute_method is None, "--recompute-method", parallel.recompute_method, rule, fix)
-        require(
-            parallel.recompute_num_layers is None, "--recompute-num-layers", parallel.recompute_num_layers, rule, fix
-        )
-    shown = " ".join(modules or ())
-    rule, fix = "belongs to --recompute-granularity selective", "add that flag or drop this one"
-    require(modules is None or granularity == "selective", "--recompute-modules", shown, rule, fix)
-    no_experts = config.moe.num_experts is None and "moe" in (modules or ())
-    require(not no_experts, "--recompute-modules", shown, "the model has no experts", "drop moe")
-    if granularity == "selective":
-        rule = "not supported: stages of unequal depth recompute whole layers only"
-        fix = "use --recompute-granularity full"
-        require(len(set(stage_layers(config))) == 1, "--recompute-granularity", granularity, rule, fix)
+def recomputed_modules_are_there(config: Config) -> None:
+    modules = config.parallel.recompute_modules or ()
+    if config.parallel.recompute_granularity == "selective":
+        shown, latent = " ".join(modules), config.model.multi_latent_attention
+        rule = "mla_up_proj belongs to --multi-latent-attention"
+        require(latent or "mla_up_proj" not in modules, "--recompute-modules", shown, rule, "drop mla_up_proj")
 
 
 def full_recompute_fits_the_stages(config: Config) -> None:
@@ -139,7 +163,7 @@ def full_recompute_fits_the_stages(config: Config) -> None:
         "needs a method",
         "add --recompute-method uniform or block",
     )
-    depths = [layers // virtual_stages(config) for layers in stage_layers(config)]
+    depths = [layers for sizes in chunk_sizes(config) for layers in sizes if layers]
     most = min(depths)
     fix = f"add --recompute-num-layers with 1 to {most}"
     require(number is not None, "--recompute-granularity", "full", "needs the number of layers", fix)
@@ -165,11 +189,8 @@ def gradient_overlap_fits(config: Config) -> None:
 def check_world(config: Config, world_size: int) -> None:
     """The rules that need the number of processes: parallel sizes, global batch, interleaving's micro-batches."""
     parallel, training = config.parallel, config.training
-    tensor, stages, context = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    context = parallel.context_parallel_size
     smallest = smallest_world(config)
     fix = f"start a multiple of {smallest} processes"
     rule = f"not a multiple of TP × PP × CP = {tensor} × {stages} × {context}"
@@ -177,39 +198,62 @@ def check_world(config: Config, world_size: int) -> None:
     expert, sharing = parallel.expert_model_parallel_size, expert_tensor_size(config)
     rule = f"not a multiple of ETP × EP × PP = {sharing} × {expert} × {stages}"
     require(world_size % (sharing * expert * stages) == 0, "world size", world_size, rule, fix)
+    by_replica, shared = parallel.use_tp_pp_dp_mapping and stages > 1, tensor * context
+    rule = f"a replica's stages are neighbours only if TP × CP = {shared} equals ETP × EP = {sharing * expert}"
+    fits = not by_replica or config.moe.num_experts is None or shared == sharing * expert
+    require(fits, "--use-tp-pp-dp-mapping", "", rule, "drop the flag or change the sizes")
     micro = training.micro_batch_size
     assert micro is not None
     data = world_size // (tensor * stages * context)
-    total = training.global_batch_size or micro * data
-    _batches_divide(micro, total, data)
-    _micro_batches_interleave(config, total // (micro * data))
+    for total in batch_sizes(config, data).sizes:
+        _batches_divide(config, micro, total, data)
+        _micro_batches_interleave(config, total, total // (micro * data))
 
 
-def _batches_divide(micro: int, total: int, data: int) -> None:
+def _batches_divide(config: Config, micro: int, total: int, data: int) -> None:
+    flag, value = _batch_flag(config, total)
     rule = f"global batch {total} is not a multiple of micro-batch × data-parallel = {micro} × {data}"
     if total % data:
-        raise ConfigError("--global-batch-size", total, rule, f"use a multiple of {data * micro}")
+        raise ConfigError(flag, value, rule, f"use a multiple of {data * micro}")
     fitting = tuple(str(size) for size in range(1, total // data + 1) if (total // data) % size == 0)
     require(total % (micro * data) == 0, "--micro-batch-size", micro, rule, f"use {one_of(fitting)}")
 
 
-def _micro_batches_interleave(config: Config, micro_batches: int) -> None:
-    """megatron-core's interleaved schedule takes groups of as many micro-batches as there are stages."""
+def _batch_flag(config: Config, total: int) -> tuple[str, str]:
+    """The flag that asks for a global batch, and its value."""
+    training = config.training
+    if training.step_batch_size_schedule is not None:
+        return "--step-batch-size-schedule", " ".join(training.step_batch_size_schedule)
+    if training.rampup_batch_size is not None and total != training.global_batch_size:
+        return "--rampup-batch-size", " ".join(map(str, training.rampup_batch_size))
+    return "--global-batch-size", str(total)
+
+
+def _micro_batches_interleave(config: Config, total: int, micro_batches: int) -> None:
+    """megatron-core's interleaved schedule takes micro-batches in groups; one that is not full holds one per stage at least."""
     if virtual_stages(config) == 1:
         return
-    stages, size = config.parallel.pipeline_model_parallel_size, config.training.global_batch_size
-    rule = f"{micro_batches} micro-batches do not fill groups of {stages}, as interleaved stages take them"
-    subject, value = ("--global-batch-size", size) if size is not None else ("--pipeline-model-parallel-size", stages)
-    fix = f"choose --global-batch-size for a multiple of {stages} micro-batches"
-    require(micro_batches % stages == 0, subject, value, rule, fix)
+    stages = config.parallel.pipeline_model_parallel_size
+    group = config.parallel.microbatch_group_size_per_vp_stage or stages
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    fits, rule = stages <= group <= micro_batches, f"lies outside {stages} stages to {micro_batches} micro-batches"
+    require(group == stages or fits, flag, group, rule, f"use {stages}")
+    rule = f"{micro_batches} micro-batches do not fill groups of {group}, as interleaved stages take them"
+    subject, value = _batch_flag(config, total)
+    if subject == "--global-batch-size" and config.training.global_batch_size is None:
+        subject, value = "--pipeline-model-parallel-size", str(stages)
+    fix = f"choose --global-batch-size for a multiple of {group} micro-batches"
+    rest = micro_batches % group
+    require(rest == 0 or (rest >= stages and micro_batches > group), subject, value, rule, fix)
 
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     sizes_are_positive,
     sequence_divides,
     layers_divide_by_stages,
+    layout_holds_the_model,
     virtual_stages_fit,
-    recompute_is_full_or_selective,
+    recomputed_modules_are_there,
     full_recompute_fits_the_stages,
     gradient_overlap_fits,
 )

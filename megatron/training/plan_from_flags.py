@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from megatron.training.config import Config
-from megatron.training.describe import ParallelLayout, parallel_layout, stage_layers
+from megatron.training.describe import ParallelLayout, parallel_layout
+from megatron.training.stages import chunk_sizes, stage_chunks
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.overlap_from_words import OverlapWords, overlap_from_words
 from moe_overlap.plan.payload import GRADIENT_BYTES
-from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute, StagePlan
+from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute, StagePlan
 
 
 def plan_from_flags(config: Config, model: ModelDescription, world_size: int) -> Plan:
@@ -23,10 +23,11 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
     Args:
         model: what `describe_model` made of the same configuration.
         world_size: processes of the run; stage s owns the s-th of PP equal ranges of ranks, as in megatron-core.
+            With --use-tp-pp-dp-mapping it owns the s-th of PP equal parts of each replica's range instead.
     """
     layout = parallel_layout(config, world_size)
     assert config.model.seq_length is not None
-    chunks = stage_chunks(stage_layers(config), layout.virtual)
+    chunks = stage_chunks(chunk_sizes(config))
     alike = [_stage(config, layout, index, ranges) for index, ranges in enumerate(chunks)]
     stages = tuple(_overlapped(config, model, layout, stage, index) for index, stage in enumerate(alike))
     return Plan(
@@ -34,7 +35,7 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
         cluster=Named(name=f"{world_size}-processes", sha256=content_sha256({"processes": world_size})),
         sequence_length=config.model.seq_length,
         global_batch_size=layout.global_batch_size,
-        precision="bf16" if config.optimizer.bf16 else "fp32",
+        precision=_precision(config),
         pipeline_schedule="interleaved-1f1b" if layout.virtual > 1 else "1f1b",
         embedding_stage=0,
         mtp_stage=None,
@@ -45,25 +46,24 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
     )
 
 
-def stage_chunks(layers: Sequence[int], virtual: int) -> list[tuple[tuple[int, int], ...]]:
-    """The layer ranges of every stage's chunks.
+def with_global_batch(plan: Plan, global_batch_size: int) -> Plan:
+    """The same plan for another number of micro-batches per step."""
+    stages = (
+        dataclasses.replace(
+            stage, gradient_accumulation_steps=global_batch_size // (stage.micro_batch_size * stage.data)
+        )
+        for stage in plan.stages
+    )
+    return dataclasses.replace(plan, global_batch_size=global_batch_size, stages=tuple(stages))
 
-    Chunk c of stage s is virtual stage c · stages + s: the model passes all stages once per chunk. A stage's layers are
-    shared evenly by its chunks.
 
-    Args:
-        layers: layers of each stage.
-        virtual: chunks per stage; divides every entry of `layers`.
-    """
-    chunks: list[list[tuple[int, int]]] = [[] for _ in layers]
-    first = 0
-    for _ in range(virtual):
-        for stage, count in enumerate(layers):
-            last = first + count // virtual
-            chunks[stage].append((first, last))
-            first = last
-    assert first == sum(layers), (layers, virtual)
-    return [tuple(ranges) for ranges in chunks]
+def _precision(config: Config) -> Precision:
+    precision = config.precision
+    if precision.fp4 is not None:
+        return "nvfp4"
+    if precision.fp8 is not None:
+        return "mxfp8" if precision.fp8_recipe == "mxfp8" else "fp8"
+    return "fp16" if precision.fp16 else "bf16" if config.optimizer.bf16 else "fp32"
 
 
 def content_sha256(content: Any) -> str:
@@ -72,10 +72,10 @@ def content_sha256(content: Any) -> str:
 
 
 def _stage(config: Config, layout: ParallelLayout, index: int, chunks: tuple[tuple[int, int], ...]) -> StagePlan:
-    size = layout.world_size // layout.pipeline
+    ranks = _stage_ranks(layout, index, by_replica=config.parallel.use_tp_pp_dp_mapping)
     return StagePlan(
         chunks=chunks,
-        devices=Devices(mesh=(1, size), ranks=tuple(range(index * size, (index + 1) * size))),
+        devices=Devices(mesh=(1, len(ranks)), ranks=ranks),
         micro_batch_size=layout.micro_batch_size,
         gradient_accumulation_steps=layout.micro_batches,
         tensor=layout.tensor,
@@ -87,6 +87,15 @@ def _stage(config: Config, layout: ParallelLayout, index: int, chunks: tuple[tup
         recompute=_recompute(config, chunks),
         offload=Offload(),
     )
+
+
+def _stage_ranks(layout: ParallelLayout, index: int, by_replica: bool) -> tuple[int, ...]:
+    size = layout.world_size // layout.pipeline
+    if not by_replica:
+        return tuple(range(index * size, (index + 1) * size))
+    part = layout.tensor * layout.context
+    firsts = range(index * part, layout.world_size, part * layout.pipeline)
+    return tuple(first + place for first in firsts for place in range(part))
 
 
 def _gradient_chunk_bytes(config: Config, layout: ParallelLayout) -> int:

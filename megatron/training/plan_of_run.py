@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
 from megatron.training.overlap_rules import overlap_flag, require_executable, require_no_dropout
 from megatron.training.plan_from_flags import plan_from_flags
@@ -29,6 +30,7 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     """
     from_flags = plan_from_flags(config, model, world_size)
     if config.overlap.plan is None:
+        _require_pairs_in_every_step(config, from_flags, "--moe-overlap-micro-batches")
         return from_flags
     source = config.overlap.plan
     plan = load_plan(source)
@@ -39,7 +41,18 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
         from_flags = _with_overlap_of(plan, from_flags)
     _require_flags_of_overlap(source, plan, config)
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
+    _require_pairs_in_every_step(config, plan, f"{source} micro_batches_in_flight")
     return plan
+
+
+def _require_pairs_in_every_step(config: Config, plan: Plan, subject: str) -> None:
+    """A batch that changes holds, at its smallest too, the micro-batches that the plan interleaves."""
+    for stage in plan.stages:
+        smallest, several = min(batch_sizes(config, stage.data).sizes), stage.overlap.micro_batches_in_flight
+        count = smallest // (stage.micro_batch_size * stage.data)
+        rule = f"a step of {smallest} samples has {count} micro-batch on each data-parallel rank"
+        fix = f"use batches of {several * stage.micro_batch_size * stage.data} samples or more"
+        require(several <= count, subject, several, rule, fix)
 
 
 def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:

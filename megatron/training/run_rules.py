@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from signal import valid_signals
 
+from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
 from megatron.training.data_source import check_data_flags
 from megatron.training.rule import Rule, at_least, fraction, require
@@ -21,6 +23,11 @@ def learning_rate_is_given(config: Config) -> None:
     at_least(0, (("--min-lr", optimizer.min_lr), ("--lr-warmup-init", optimizer.lr_warmup_init)))
     lowest, peak = optimizer.min_lr, optimizer.lr
     require(lowest <= peak, "--min-lr", lowest, f"is above --lr {peak}", f"use {peak} or less")
+    apart, lowest_apart = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    at_least(0, (("--decoupled-lr", apart), ("--decoupled-min-lr", lowest_apart)))
+    fits = lowest_apart is None or lowest_apart <= (apart or 0)
+    rule = f"is above --decoupled-lr {apart}"
+    require(apart is None or fits, "--decoupled-min-lr", lowest_apart, rule, f"use {apart} or less")
     first = optimizer.lr_warmup_init
     require(first <= peak, "--lr-warmup-init", first, f"is above --lr {peak}", f"use {peak} or less")
 
@@ -118,6 +125,33 @@ def training_counts_are_positive(config: Config) -> None:
     require(number in set(valid_signals()), "--exit-signal", number, "is no signal's number", "use for example 15")
 
 
+def batch_grows_by_samples(config: Config) -> None:
+    training = config.training
+    rise, steps, last = training.rampup_batch_size, training.step_batch_size_schedule, training.global_batch_size
+    for flag, words in (("--rampup-batch-size", rise), ("--step-batch-size-schedule", steps)):
+        rule, fix = "a batch that changes counts samples", "give --train-samples instead of --train-iters"
+        require(words is None or training.train_iters is None, flag, _shown(words), rule, fix)
+    if steps is not None:
+        rule = "--step-batch-size-schedule says the same"
+        require(rise is None, "--rampup-batch-size", _shown(rise), rule, "give one of the two")
+        largest = max(batch_sizes(config, 1).sizes)
+        require(last in (None, largest), "--global-batch-size", last, rule, f"drop it or use its largest, {largest}")
+    if rise is None:
+        return
+    fix = "write START INCREMENT SAMPLES"
+    fits = len(rise) == 3 and rise[0] > 0 and rise[1] > 0 and rise[2] >= 0
+    require(fits, "--rampup-batch-size", _shown(rise), "must be three numbers: start, increment and samples", fix)
+    require(last is not None, "--rampup-batch-size", _shown(rise), "needs the last batch", "add --global-batch-size")
+    assert last is not None
+    rule = f"does not lead from {rise[0]} to --global-batch-size {last} in steps of {rise[1]}"
+    fits = last >= rise[0] and (last - rise[0]) % rise[1] == 0
+    require(fits, "--rampup-batch-size", _shown(rise), rule, "change the start or the increment")
+
+
+def _shown(words: Sequence[object] | None) -> str:
+    return " ".join(map(str, words or ()))
+
+
 def data_are_named(config: Config) -> None:
     data = config.data
     check_data_flags(data)
@@ -138,7 +172,7 @@ def data_are_named(config: Config) -> None:
     at_least(7, (("--tiktoken-num-special-tokens", data.tiktoken_num_special_tokens),))
 
 
-def checkpoints_have_a_folder(config: Config) -> None:
+def checkpoint_intervals_fit(config: Config) -> None:
     checkpoint = config.checkpoint
     saving = (
         ("--save-interval", checkpoint.save_interval),
@@ -146,14 +180,6 @@ def checkpoints_have_a_folder(config: Config) -> None:
         ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints),
     )
     at_least(1, saving)
-    for flag, value in saving:
-        require(
-            value is None or checkpoint.save is not None,
-            flag,
-            value,
-            "there is no folder to save to",
-            "add --save FOLDER",
-        )
     retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if retain is not None:
         rule, fix = "checkpoints are not saved at intervals", "add --save-interval N"
@@ -163,13 +189,6 @@ def checkpoints_have_a_folder(config: Config) -> None:
             interval and retain % interval == 0, "--save-retain-interval", retain, rule, "no kept step would be saved"
         )
     at_least(0, (("--ckpt-step", checkpoint.ckpt_step),))
-    rule, fix = "there is no folder to load from", "add --load FOLDER"
-    require(checkpoint.ckpt_step is None or checkpoint.load, "--ckpt-step", checkpoint.ckpt_step, rule, fix)
-    for flag, on in (
-        ("--finetune", checkpoint.finetune),
-        ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
-    ):
-        require(not on or checkpoint.load, flag, "", rule, fix)
 
 
 def reports_are_due_at_some_step(config: Config) -> None:
@@ -187,12 +206,8 @@ def reports_are_due_at_some_step(config: Config) -> None:
 
 def profile_can_be_written(config: Config) -> None:
     logging = config.logging
-    if not logging.profile:
-        rule, fix = "belongs to --profile", "add that flag or drop this one"
-        require(not logging.use_pytorch_profiler, "--use-pytorch-profiler", "", rule, fix)
+    if not (logging.profile and logging.use_pytorch_profiler):
         return
-    rule, fix = "profiles with torch's profiler only", "add --use-pytorch-profiler"
-    require(logging.use_pytorch_profiler, "--profile", "", rule, fix)
     require(
         logging.tensorboard_dir is not None,
         "--profile",
@@ -212,8 +227,9 @@ RUN_RULES: tuple[Rule, ...] = (
     warm_up_fits,
     optimizer_values_are_in_range,
     training_counts_are_positive,
+    batch_grows_by_samples,
     data_are_named,
-    checkpoints_have_a_folder,
+    checkpoint_intervals_fit,
     reports_are_due_at_some_step,
     profile_can_be_written,
 )

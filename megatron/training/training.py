@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.training.batch_sizes import BatchSizes
 from megatron.training.batch_source import BatchSource
 from megatron.training.checkpointing import Progress
 from megatron.training.config import Config
@@ -40,12 +41,14 @@ class Job:
 
     Attributes:
         runner: a StepRunner.
-        instructions: this rank's list of one step.
+        instructions: this rank's list of one step, of the largest global batch: also that of an evaluation.
+        instructions_of: the list of a step with another global batch.
         chunks, optimizer, scheduler: megatron-core's objects behind the runner.
         batches: micro-batches of a split ("train", "valid", "test") from a number of consumed samples on; None without samples.
         measure: spans of a step -> (communication seconds, exposed seconds).
         covered: channels those seconds cover.
         write_trace: takes the spans of the last step, for --trace.
+        global_batch_size: the largest of `batch_sizes`.
         parameter_norm: norm of all parameters, a collective.
         deferred: figures of the weight gradients put aside so far; empty where none are.
         reports: what is reported beside the steps' figures.
@@ -55,6 +58,7 @@ class Job:
     config: Config
     runner: Any
     instructions: Sequence[Any]
+    instructions_of: Callable[[int], Sequence[Any]]
     chunks: Sequence[Any]
     optimizer: Any
     scheduler: Any
@@ -68,6 +72,7 @@ class Job:
     deferred: Callable[[], dict[str, int]]
     reports: Reports
     global_batch_size: int
+    batch_sizes: BatchSizes
     total_steps: int
     flops_per_token: float
 
@@ -133,19 +138,21 @@ class TrainingLoop:
     def step(self, iteration: int, feed: Batches) -> Sequence[Any]:
         job = self.job
         tracker = self._memory_tracker() if self.first_loss is None else None
+        size = job.batch_sizes.at(self.progress.train_samples)
+        instructions = job.instructions if size == job.global_batch_size else job.instructions_of(size)
         job.runner.step = iteration
         begin = time.perf_counter()
         with tracker or contextlib.nullcontext():
-            result = job.runner.run(job.instructions, feed)
+            result = job.runner.run(instructions, feed)
         seconds = time.perf_counter() - begin
         if tracker is not None:
             self._peak_bytes = tracker.peak_bytes
         if not result.updated and self._config.training.check_for_nan_in_loss_and_grad:
             raise TrainingFailed(f"step {iteration}: not finite: loss {result.loss}, gradient norm {result.grad_norm}")
         self.first_loss = result.loss if self.first_loss is None else self.first_loss
-        learning_rate = max(group["lr"] for group in job.optimizer.param_groups)
-        job.scheduler.step(increment=job.global_batch_size)
-        samples = self.progress.train_samples + job.global_batch_size
+        learning_rate = _learning_rate(job.optimizer.param_groups, self._config)
+        job.scheduler.step(increment=size)
+        samples = self.progress.train_samples + size
         self.progress = replace(self.progress, iteration=iteration, train_samples=samples)
         communication, exposed = job.measure(result.spans)
         peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes
@@ -235,6 +242,13 @@ class TrainingLoop:
         return None
 
 
+def _learning_rate(groups: Sequence[dict[str, Any]], config: Config) -> float:
+    """That of the layers; word embedding and output layer may have one of their own."""
+    peak, apart = config.optimizer.lr, config.optimizer.decoupled_lr
+    rates = [group["lr"] for group in groups if apart is None or group.get("max_lr") == peak]
+    return max(rates or [group["lr"] for group in groups])
+
+
 def _is_due(interval: int | None, iteration: int) -> bool:
     return interval is not None and iteration % interval == 0
 
@@ -249,7 +263,7 @@ def _profiler(config: Config, done: int) -> Iterator[Callable[[int], None]]:
         done: steps that were made before.
     """
     logging = config.logging
-    if not logging.profile or dist.get_rank() not in logging.profile_ranks:
+    if not (logging.profile and logging.use_pytorch_profiler) or dist.get_rank() not in logging.profile_ranks:
         yield lambda iteration: None
         return
     folder = Path(logging.tensorboard_dir or ".")

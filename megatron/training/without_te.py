@@ -1,22 +1,27 @@
 """Modules for a machine without Transformer Engine, CPU or GPU: attention by torch SDPA, norms that know sequence parallelism.
 
-The classes plug into megatron-core's layer specs. `repair_imports()` mends the two places where megatron-core 0.16.1 takes
+The classes plug into megatron-core's layer specs. `repair_imports()` mends the places where megatron-core 0.16.1 takes
 Transformer Engine for granted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     RowParallelLinear,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megatron.training.context_parallel import GatherSequence, causal_mask
@@ -32,11 +37,16 @@ def transformer_engine_is_installed() -> bool:
 def repair_imports() -> None:
     """Give names that megatron-core leaves undefined without Transformer Engine the value it tests for.
 
-    moe/moe_utils.py:1192 reads `te_general_gemm` (router gating); multi_latent_attention.py:184 believes in `TELinear`.
+    moe/moe_utils.py:1192 reads `te_general_gemm` (router gating); multi_latent_attention.py:184 believes in `TELinear`;
+    tensor_parallel/random.py:588 asks Transformer Engine whether fp8 is on (recomputed norms), as it takes False for a recipe.
     """
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
+    random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
+    random.fp8_autocast = lambda **_: contextlib.nullcontext()
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
 
@@ -115,9 +125,10 @@ class TorchNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.rms_norm = config.normalization == "RMSNorm"
+        self.weight_offset = 1 if config.layernorm_zero_centered_gamma else 0
         names = ("weight",) if self.rms_norm else ("weight", "bias")
         for name in names:
-            fill = torch.ones if name == "weight" else torch.zeros
+            fill = torch.ones if name == "weight" and not self.weight_offset else torch.zeros
             parameter = torch.nn.Parameter(
                 fill(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
             )
@@ -127,9 +138,10 @@ class TorchNorm(torch.nn.Module):
     def forward(self, x_SBE: Tensor) -> Tensor:
         """Normalise the last axis; the shape stays."""
         shape = self.weight.shape
+        weight = self.weight + self.weight_offset if self.weight_offset else self.weight
         if self.rms_norm:
-            return F.rms_norm(x_SBE, shape, self.weight, self.eps)
-        return F.layer_norm(x_SBE, shape, self.weight, self.bias, self.eps)
+            return F.rms_norm(x_SBE, shape, weight, self.eps)
+        return F.layer_norm(x_SBE, shape, weight, self.bias, self.eps)
 
 
 class ExpertOutput(RowParallelLinear):
@@ -152,11 +164,16 @@ class LatentSelfAttention(MLASelfAttention):
 
     megatron-core gathers the split ones over `parallel_state`'s group, and drops what other ranks' heads contribute to the
     gradient of the rotary key (multi_latent_attention.py:594, :607). In full width it takes its right path. With more than
-    one tensor-parallel rank that path needs sequence parallelism.
+    one tensor-parallel rank that path needs sequence parallelism. The direct projection of queries (no --q-lora-rank) gets the
+    group that megatron-core forgets to hand it (:393).
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, config: Any, submodules: Any, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any
+    ) -> None:
+        direct = ModuleSpec(module=submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
+        submodules = replace(submodules, linear_q_proj=direct)
+        super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
         if self.tp_group.size() > 1:
             for name in ("linear_q_down_proj", "linear_kv_down_proj"):
                 if hasattr(self, name):

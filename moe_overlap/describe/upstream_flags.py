@@ -34,6 +34,16 @@ class UpstreamFlag:
         given = values[0] if len(values) == 1 else str(list(values))
         return given == self.default or _same_number(given, self.default)
 
+    def reads(self, text: str) -> bool:
+        """Whether upstream's parser reads this value: numbers are checked, other types are not; `${...}` is its user's."""
+        if self.type not in ("int", "float") or text.startswith("$"):
+            return True
+        try:
+            int(text) if self.type == "int" else float(text)
+        except ValueError:
+            return False
+        return True
+
 
 def _same_number(left: str, right: str) -> bool:
     try:

@@ -1,7 +1,8 @@
 """Argument lists of real Mixtral and DeepSeek jobs, made small by later flags as a user would, train 20 steps on two CPU ranks.
 
-The lists stand in tests/golden/argument_lists.json as upstream's tests start them. Every DeepSeek list there shards by FSDP in
-fp8; those switches cannot be taken back by later flags, so they are left out (`LEFT_OUT`), with the values that belong to them.
+The lists stand in tests/golden/argument_lists.json as upstream's tests start them. `OVERRIDES` is the table of what makes each
+small. Switches that a CPU refuses and later flags cannot take back (FSDP, fp8, prediction layers, a layout of 16 layers) are left
+out (`LEFT_OUT`), with the values that belong to them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SMALL = (
     "--tokenizer-type ByteTokenizer --data-path F/text --data-cache-path F/cache --tensorboard-dir F/board "
 )
 BY_SAMPLES = "--train-samples 80 --lr-decay-samples 80 --lr-warmup-samples 8 --load F/empty --save F/NAME "
+BY_STEPS = "--train-iters 20 --lr-decay-iters 20 --load F/empty --save F/NAME "
 OVERRIDES = {
     "mixtral_8x7b_tp1pp4ep8vpp8_release": (
         f"{SMALL} {BY_SAMPLES} --num-query-groups 2 --num-layers 4 "
@@ -46,6 +48,22 @@ OVERRIDES = {
         "--kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --kv-channels 16 "
         "--ckpt-format torch_dist --save F/NAME"
     ),
+    "gpt3_mcore_tp2_pp2_ep2_etp2_te_4experts2parallel": (
+        f"{SMALL} {BY_STEPS} --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 "
+        "--expert-model-parallel-size 1 --expert-tensor-parallel-size 2 --moe-router-pre-softmax"
+    ),
+    "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph_1node": (
+        f"{SMALL} {BY_STEPS} --num-layers 4 --moe-layer-freq ([0]*2+[1]*2) --moe-ffn-hidden-size 64 "
+        "--moe-shared-expert-intermediate-size 64 --tensor-model-parallel-size 1 --expert-tensor-parallel-size 1 "
+        "--recompute-modules layernorm shared_experts"
+    ),
+    "gpt3_mcore_te_tp2_pp2_ep4_etp1_selective_recompute_experimental": (
+        f"{SMALL} {BY_STEPS} --num-layers 4 --moe-layer-freq ([0]*1+[1]*3) --num-experts 8 --moe-ffn-hidden-size 64 "
+        "--moe-shared-expert-intermediate-size 64 --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 "
+        "--qk-pos-emb-head-dim 8 --v-head-dim 16 --kv-channels 16 --make-vocab-size-divisible-by 128 "
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 2 "
+        "--recompute-modules layernorm mla_up_proj mlp"
+    ),
 }
 LEFT_OUT = {
     "--use-megatron-fsdp": 0,
@@ -54,9 +72,13 @@ LEFT_OUT = {
     "--fp8-format": 1,
     "--fp8-recipe": 1,
     "--fp8-param-gather": 0,
+    "--first-last-layers-bf16": 0,
+    "--mtp-num-layers": 1,
+    "--mtp-loss-scaling-factor": 1,
+    "--pipeline-model-parallel-layout": 1,
     "--wandb-project": 1,
 }
-"""Refused switches of the DeepSeek list, and a package that need not be installed here, with their number of values."""
+"""What the CPU refuses, this fork does not execute yet, or a package must be installed for, with its number of values."""
 
 
 def without_refused(words: list[str]) -> list[str]:

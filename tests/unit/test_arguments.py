@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron.training import config as config_module
-from megatron.training.arguments import config_to_flags, parse
+from megatron.training.arguments import ALIASES, config_to_flags, parse
 from megatron.training.config import Config
 from megatron.training.flags import config_flags, flag_texts
 from megatron.training.help import field_docs, help_text
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.unconfigured import REFUSED, WITHOUT_EFFECT, refusal, without_effect_reason
+from moe_overlap.describe.unconfigured import AWAITED, REFUSED, WITHOUT_EFFECT, awaited, refusal, without_effect_reason
 from moe_overlap.describe.upstream_flags import load_upstream_flags
 
 OTHER_DEFAULTS = {
@@ -25,6 +25,7 @@ OTHER_DEFAULTS = {
     "moe_router_load_balancing_type": "a list of one; upstream unpacks it",
     "moe_aux_loss_coeff": "a list of one; upstream unpacks it",
     "profile_ranks": "upstream's empty list stands for rank 0",
+    "offload_modules": "an empty list; written as a tuple",
 }
 OWN_FLAGS = {
     "defer_weight_gradients",
@@ -67,7 +68,8 @@ def test_choices_are_among_upstreams() -> None:
 def test_every_upstream_flag_has_one_answer() -> None:
     own = {name for flag in config_flags() for name in (*flag.names, flag.off)}
     for name in load_upstream_flags():
-        answered = name in own or name == "--help" or without_effect_reason(name) or refusal(name)
+        answered = name in own or name in ALIASES or name == "--help"
+        answered = answered or without_effect_reason(name) or awaited(name) or refusal(name)
         assert answered, name
 
 
@@ -75,7 +77,7 @@ def test_every_pattern_is_for_some_flag() -> None:
     from fnmatch import filter as matching
 
     names = list(load_upstream_flags())
-    for group in (*WITHOUT_EFFECT, *REFUSED):
+    for group in (*WITHOUT_EFFECT, *AWAITED, *REFUSED):
         for pattern in group.patterns:
             assert matching(names, pattern), pattern
 
@@ -123,6 +125,26 @@ def test_later_flags_win_also_over_refused_ones() -> None:
     assert config.optimizer.optimizer == "sgd"
     assert config.data.mmap_bin_files
     assert parse(["--mmap-bin-files", "--no-mmap-bin-files", "--mmap-bin-files"]).config.data.mmap_bin_files
+
+
+def test_older_spellings_are_read_as_upstream_reads_them() -> None:
+    for old, new in (
+        ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
+        ("--recompute-activations", "--recompute-granularity selective"),
+        ("--encoder-num-layers 3", "--num-layers 3"),
+        ("--persistent-save-interval=7", "--save-interval 7"),
+    ):
+        assert parse(old.split()).config == parse(new.split()).config != Config()
+
+
+def test_what_is_awaited_is_accepted_with_its_values() -> None:
+    parsed = parse(["--mtp-num-layers", "1", "--window-size", "128,0", "--softmax-type", "vanilla"])
+    assert parsed.awaited == (
+        ("--mtp-num-layers 1", "multi-token prediction"),
+        ("--window-size 128,0", "attention over a window"),
+    )
+    with pytest.raises(ConfigError, match="--mtp-num-layers one: must be a whole number"):
+        parse(["--mtp-num-layers", "one"])
 
 
 def test_brackets_around_lists() -> None:

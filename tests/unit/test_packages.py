@@ -45,5 +45,5 @@ def test_flags_about_curves_that_nobody_draws_are_listed() -> None:
     out = io.StringIO()
     flags = "--wandb-exp-name x --log-timers-to-tensorboard --moe-per-layer-logging"
     dry_run(parse([*JOB.split(), *flags.split()]), None, out)
-    assert "  belongs to --wandb-project\n" in out.getvalue() and "--wandb-exp-name" in out.getvalue()
+    assert "  counts with --wandb-project only\n" in out.getvalue() and "--wandb-exp-name" in out.getvalue()
     assert "  there is neither --tensorboard-dir nor --wandb-project\n" in out.getvalue()

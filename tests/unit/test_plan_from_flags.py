@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron.training.arguments import parse
-from megatron.training.describe import describe_model, padded_vocab_size, smallest_world, stage_layers
-from megatron.training.plan_from_flags import plan_from_flags, stage_chunks
+from megatron.training.describe import describe_model, padded_vocab_size, smallest_world
+from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
+from megatron.training.stages import stage_chunks, stage_layers
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import refuse_unsupported
@@ -51,7 +52,7 @@ def test_virtual_stages_are_chunks() -> None:
 def test_unequal_stages() -> None:
     plan = plan_of("--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 2", 3)
     assert [stage.chunks for stage in plan.stages] == [((0, 2),), ((2, 5),), ((5, 8),)]
-    assert stage_chunks((2, 4, 2), 2) == [((0, 1), (4, 5)), ((1, 3), (5, 7)), ((3, 4), (7, 8))]
+    assert stage_chunks([[1, 1], [2, 2], [1, 1]]) == [((0, 1), (4, 5)), ((1, 3), (5, 7)), ((3, 4), (7, 8))]
 
 
 def test_recompute() -> None:
@@ -92,6 +93,27 @@ def test_what_a_plan_cuts_is_held_against_the_flags(
     with pytest.raises(ConfigError) as caught:
         plan_of_run(config, describe_model(config, 257), 2)
     assert str(caught.value) == line
+
+
+PAIRS = f"{BASE} --expert-model-parallel-size 2 --moe-token-dispatcher-type irregular --moe-overlap-micro-batches 2"
+GROWING = PAIRS.replace("--train-iters 5", "--train-samples 40")
+
+
+def test_every_batch_of_a_run_holds_the_micro_batches_that_are_interleaved(tmp_path: Path) -> None:
+    """Two data-parallel ranks, micro-batch 1: two micro-batches are 4 samples."""
+    line = "2: a step of 2 samples has 1 micro-batch on each data-parallel rank; use batches of 4 samples or more"
+    overlapping = parse(PAIRS.split()).config
+    model = describe_model(overlapping, 257)
+    path = tmp_path / "plan.json"
+    save_plan(plan_of_run(overlapping, model, 2), path)
+    by_file = GROWING.replace("--moe-overlap-micro-batches 2", f"--plan {path}")
+    for words, subject in ((GROWING, "--moe-overlap-micro-batches"), (by_file, f"{path} micro_batches_in_flight")):
+        fitting, short = (parse(f"{words} --rampup-batch-size {first} 2 20".split()).config for first in (4, 2))
+        validate(short, 2)
+        assert plan_of_run(fitting, model, 2).global_batch_size == 8
+        with pytest.raises(ConfigError) as refused:
+            plan_of_run(short, model, 2)
+        assert str(refused.value) == f"{subject} {line}"
 
 
 def test_derived_sizes() -> None:

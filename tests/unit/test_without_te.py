@@ -88,7 +88,12 @@ def test_dropout_draws_from_the_tracked_generator() -> None:
 
 
 def norm(kind: str, width: int = 5, **changes: Any) -> TorchNorm:
-    values = {"normalization": kind, "params_dtype": torch.float64, "sequence_parallel": False} | changes
+    values = {
+        "normalization": kind,
+        "layernorm_zero_centered_gamma": False,
+        "params_dtype": torch.float64,
+        "sequence_parallel": False,
+    } | changes
     return TorchNorm(SimpleNamespace(**values), width, eps=1e-3)
 
 

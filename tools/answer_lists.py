@@ -1,0 +1,94 @@
+"""What a dry run answers to lists of real jobs: `python tools/answer_lists.py [LISTS.json] [--write RECORD.md]`.
+
+A list is a JSON object with `name`, `moe` and `arguments`. What stops a start on the CPU is what the CPU lacks, or what is not
+executed yet; the record names the first reason. Files that the lists' users have are not asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.training.arguments import parse
+from megatron.training.dry_run import dry_run
+from megatron.training.start_rules import Machine, obstacles
+from moe_overlap.describe.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTS = ROOT / "tests/golden/argument_lists.json"
+RECORD = ROOT / "examples/records/argument_lists.md"
+CPU = Machine(cuda=False, packages=frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of a dry run to one list.
+
+    Attributes:
+        refused: the error's line, or None where it is accepted.
+        stops: lines of what stops a start on the CPU.
+    """
+
+    name: str
+    moe: bool
+    refused: str | None
+    stops: tuple[str, ...]
+
+
+def answer(entry: dict[str, Any]) -> Answer:
+    """A dry run of one list; errors other than the user's pass through."""
+    try:
+        parsed = parse(entry["arguments"])
+        dry_run(parsed, None, io.StringIO())
+    except ConfigError as error:
+        return Answer(entry["name"], entry["moe"], str(error), ())
+    return Answer(entry["name"], entry["moe"], None, tuple(str(obstacle) for obstacle in obstacles(parsed, CPU)))
+
+
+def record(answers: Sequence[Answer]) -> str:
+    """The record's text."""
+    accepted = sum(one.refused is None for one in answers)
+    runnable = sum(one.refused is None and not one.stops for one in answers)
+    lines = [
+        "# Argument lists of real Megatron-LM jobs",
+        "",
+        "Written by `python tools/answer_lists.py --write examples/records/argument_lists.md`; a test keeps it equal. The",
+        "lists are those that upstream's tests start, with paths as `${...}` (`tests/golden/argument_lists.json`).",
+        "",
+        f"Of {len(answers)} lists a dry run accepts {accepted}; {runnable} of them pass the checks of a start on a machine",
+        "without a GPU, the others stop there with the line on the right.",
+        "",
+        "| list | MoE | dry run | refused, or stops a start on the CPU, because |",
+        "|---|---|---|---|",
+    ]
+    for one in sorted(answers, key=lambda one: (not one.moe, one.name)):
+        verdict = "accepted" if one.refused is None else "refused"
+        reason = one.refused or (one.stops[0] if one.stops else "-")
+        others = f" (and {len(one.stops) - 1} more)" if len(one.stops) > 1 else ""
+        cells = (one.name, "yes" if one.moe else "no", verdict, (reason + others).replace("|", "\\|"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run the command; exit status 0."""
+    parser = argparse.ArgumentParser(description="What a dry run answers to argument lists of real jobs.")
+    parser.add_argument("lists", type=Path, nargs="?", default=LISTS, help="the JSON file")
+    parser.add_argument("--write", type=Path, help="write the record here instead of printing it")
+    words = parser.parse_args()
+    text = record([answer(entry) for entry in json.loads(words.lists.read_text(encoding="utf-8"))])
+    if words.write is None:
+        print(text, end="")
+    else:
+        words.write.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
