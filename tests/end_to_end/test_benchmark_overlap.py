@@ -83,11 +83,22 @@ def test_a_wait_behind_every_issue_undoes_the_gain(timed: dict[str, Any]) -> Non
     assert timed["both 2 around, waiting"]["speedup"]["median"] < 1.05
 
 
+def _hear_interruptions() -> None:
+    """Tests that a shell runs in the background inherit from it that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.slow
 def test_nothing_is_left_after_an_interruption() -> None:
     links = "--namespaces" if namespaces_allowed() else "--emulator"
     command = [sys.executable, str(PROGRAM), links, *TIMED]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hear_interruptions,
+    ) as started:
         assert started.stderr is not None
         assert any(line.startswith("profile:") for line in started.stderr), "the ranks are up"
         ranks = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
