@@ -63,11 +63,14 @@ def partitions_keep_the_mathematics(config: Config) -> None:
     require(gate is not None, flag, parts, rule, "add --moe-gate topk")
     assert gate is not None
     require_partitionable(gate, config.overlap.moe_overlap_range)
-    require_no_dropout(config)
+    require_cuttable(config)
 
 
-def require_no_dropout(config: Config) -> None:
-    """Where micro-batches are cut, by flags or by a plan."""
+def require_cuttable(config: Config) -> None:
+    """What the flags must leave out where micro-batches are cut, by flags or by a plan."""
+    again = config.parallel.recompute_modules or ()
+    rule = "a layer keeps one normed input to compute again, and parts are under way together"
+    require("layernorm" not in again, "--recompute-modules", " ".join(again), rule, "drop layernorm")
     for name, value in (
         ("--hidden-dropout", config.model.hidden_dropout),
         ("--attention-dropout", config.model.attention_dropout),

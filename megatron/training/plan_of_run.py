@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
-from megatron.training.overlap_rules import overlap_flag, require_executable, require_no_dropout
+from megatron.training.overlap_rules import overlap_flag, require_cuttable, require_executable
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.rule import require
 from moe_overlap.describe.errors import ConfigError
@@ -59,13 +59,13 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
     """What the executor of an overlapping plan needs of the flags that build the model."""
     overlaps = [stage.overlap for stage in plan.stages]
     layers = [layer for overlap in overlaps for layer in overlap.layers]
-    if layers or any(overlap.micro_batches_in_flight > 1 for overlap in overlaps):
+    if any(overlap.is_listed for overlap in overlaps):
         require_executable(config, source)
         at_the_end = not any(overlap.gradient_chunk_bytes for overlap in overlaps)
         rule = f"{source} reduces gradients at the end of the step (gradient_chunk_bytes 0)"
         require(not (config.parallel.overlap_grad_reduce and at_the_end), "--overlap-grad-reduce", "", rule, "drop it")
     if any(layer.mechanism == "partitioned" for layer in layers):
-        require_no_dropout(config)
+        require_cuttable(config)
 
 
 def _require_gate(source: str, plan: Plan, gate: str | None) -> None:

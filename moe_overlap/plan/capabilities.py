@@ -121,7 +121,7 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
         _refuse_cuts_of(stage, f"{source} {path}")
     _refuse_differences(plan, UNIFORM_FIELDS, source)
-    if not any(stage.overlap.layers for stage in plan.stages):
+    if not any(stage.overlap.is_listed for stage in plan.stages):
         _refuse_values(plan.stages[0], NOTHING_OVERLAPPED, f"{source} stages[0].")
 
 

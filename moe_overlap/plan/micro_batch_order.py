@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from moe_overlap.plan.list_builder import Draft
 
@@ -46,10 +47,10 @@ def turns_of(drafts: Sequence[Draft]) -> list[Turn]:
 
 def interleave(backward: Sequence[Draft], forward: Sequence[Draft]) -> Iterator[Draft]:
     """Two passes of different micro-batches in the order above; each keeps its own."""
-    received = [draft for draft in forward if draft.name.startswith("receive.")]
+    received = list(takewhile(lambda draft: draft.name.startswith("receive."), forward))
     yield from received
     mine = turns_of(backward)
-    theirs = turns_of([draft for draft in forward if draft not in received])
+    theirs = turns_of(forward[len(received) :])
     for number, turn in enumerate(mine):
         yield from turn.work
         first, last = (len(theirs) * n // len(mine) for n in (number, number + 1))

@@ -72,5 +72,10 @@ class StageOverlap:
     layers: tuple[LayerOverlap, ...] = ()
     """MoE layers for which something is decided, in model order."""
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether the order of a step is the instruction list's own, and not that of megatron-core's schedule."""
+        return bool(self.layers) or self.micro_batches_in_flight > 1
+
 
 NO_OVERLAP = StageOverlap()

@@ -93,7 +93,7 @@ def make_runner(
         chunks: this rank's DDP-wrapped model chunks.
         models: the GPTModel inside each of them.
     """
-    if not any(stage.overlap.layers or stage.overlap.micro_batches_in_flight > 1 for stage in plan.stages):
+    if not any(stage.overlap.is_listed for stage in plan.stages):
         sizes = {"sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
         return MegatronStepRunner(chunks, optimizer, groups, recorder, clock=clock, **sizes)
     from moe_overlap.runtime.execute import PlanExecutor

@@ -14,6 +14,8 @@ UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-n
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 DEFER, TWO, PER_TOKEN = "--defer-weight-gradients", "--moe-overlap-partitions 2", "--calculate-per-token-loss"
+PAIRS, PIECES = "--moe-overlap-micro-batches 2", "--overlap-grad-reduce --ddp-bucket-size 1500"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 CONTEXT = "--context-parallel-size 2"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 OVERLAPPED = {
@@ -192,6 +194,18 @@ VARIED = {
     "documents apart, recomputed": (f"{EP} {DOCUMENTS}", f"{TWO} {SELECTIVE} core_attn"),
     "no positions": (f"{EP} --position-embedding-type none", TWO),
     "latent attention": (f"{EP} {LATENT}", f"{TWO} {DEFER} {UNIFORM} 1"),
+    "latent attention, projections": (f"{EP} {LATENT}", f"{TWO} {DEFER} {SELECTIVE} mla_up_proj"),
+    "split sequence": (f"{SPLIT} {NO_DROPOUT} {GATE}", f"{TWO} {DEFER}"),
+    "switch": (f"{EP} --moe-gate switch --moe-router-topk 1 --moe-router-pre-softmax", f"{TWO} {DEFER}"),
+    "hash": (f"{EP} --moe-gate hash --moe-aux-loss-coeff 0", f"{TWO} {DEFER}"),
+    "whole gate, recomputed": (f"{PRIORITIZED} 1", f"{TWO} --moe-overlap-range after {UNIFORM} 1"),
+    "whole gate, shared experts": (f"{PRIORITIZED} 1", f"{TWO} --moe-overlap-range after {SELECTIVE} shared_experts"),
+    "shared experts": (EP, f"{TWO} {DEFER} {SELECTIVE} shared_experts"),
+    "norms": (EP, f"{PAIRS} {DEFER} {SELECTIVE} layernorm"),
+    "pairs, recomputed": (EP, f"{PAIRS} {UNIFORM} 1"),
+    "pairs, MoE layers": (EP, f"{PAIRS} {TWO} {DEFER} {SELECTIVE} moe"),
+    "pieces, recomputed": (EP, f"{DEFER} {UNIFORM} 1 {PIECES}"),
+    "pieces, loss per token": (f"{EP} {PER_TOKEN}", f"{DEFER} {PIECES}"),
 }
 
 

@@ -246,6 +246,13 @@ RULES = [
         "--hidden-dropout 0.1: its masks would depend on how the micro-batch is cut; use 0",
     ),
     (
+        f"{OVERLAP} --moe-gate topk --moe-overlap-partitions 2 --attention-dropout 0 --hidden-dropout 0 "
+        "--recompute-granularity selective --recompute-modules moe layernorm",
+        2,
+        "--recompute-modules moe layernorm: a layer keeps one normed input to compute again, and parts are under way "
+        "together; drop layernorm",
+    ),
+    (
         f"{OVERLAP} --defer-weight-gradients --overlap-grad-reduce --overlap-param-gather",
         2,
         "--overlap-param-gather: --defer-weight-gradients gathers weights at the end of the step; "
