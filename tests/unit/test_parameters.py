@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from megatron.training.arguments import parse
 from megatron.training.describe import describe_model
 from megatron.training.flags import config_flags
+from moe_overlap.describe.flops import training_flops_per_token
 from moe_overlap.describe.parameters import model_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +45,7 @@ def megatron_core() -> Any:
 
 
 def test_formulas_equal_the_models_that_megatron_core_builds(megatron_core: Any) -> None:
-    assert len(megatron_core["counts"]) == 9
+    assert len(megatron_core["counts"]) == 13
     for name, ranks in megatron_core["counts"].items():
         for built, computed in ranks:
             assert built == computed, name
@@ -69,3 +71,39 @@ def test_model_files_have_the_published_numbers(name: str) -> None:
     total, active = PUBLISHED[name]
     assert count.total == pytest.approx(total, rel=0.002)
     assert count.active == pytest.approx(active, rel=0.02)
+
+
+SIZES = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --lr 1e-3 --train-iters 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", (None,) * 4),
+        ("--window-size 7,0", (8,) * 4),
+        ("--window-size 7,0 --window-attn-skip-freq 2", (8, None, 8, None)),
+        ("--window-size 7,0 --window-attn-skip-freq [1,1,0,1]", (8, 8, None, 8)),
+        ("--window-size -1,0 --window-attn-skip-freq 2", (None,) * 4),
+    ],
+)
+def test_windows_of_the_layers(flags: str, expected: tuple[int | None, ...]) -> None:
+    assert describe_model(parse(f"{SIZES} {flags}".split()).config, 64).windows == expected
+
+
+def test_windows_shorten_attention() -> None:
+    """Against counting the keys of every query; the formula takes half a key less for the diagonal, as the field does."""
+    length = 4096
+
+    def attention_flops(flags: str) -> float:
+        model = describe_model(parse(f"{SIZES} {flags}".split()).config, 64)
+        without = dataclasses.replace(model, windows=())
+        return training_flops_per_token(model, length) - training_flops_per_token(without, length)
+
+    for window, flags in ((length, ""), (256, "--window-size 255,0"), (5000, "--window-size 4999,0")):
+        keys = sum(min(query + 1, window) for query in range(length)) / length
+        assert attention_flops(flags) == pytest.approx(6 * 4 * 64 * keys, rel=4e-3)
+    every_other = attention_flops("--window-size 255,0 --window-attn-skip-freq 2")
+    assert every_other == (attention_flops("") + attention_flops("--window-size 255,0")) / 2
