@@ -37,8 +37,8 @@ FEATURES = {
     "per-token-loss": f"{MOE} {SEQUENCE_LOSS} --calculate-per-token-loss",
     "kept-apart": f"{MOE} {SEQUENCE_LOSS} --reset-attention-mask --reset-position-ids --eod-mask-loss",
     "gpt-oss": f"{GPT} {OSS} {SEQUENCE_LOSS}",
-    "sgd-sinks": f"{MOE} {NO_LOSS} {SINKS} --optimizer sgd --lr 1e-1",
-    "sgd-latent-experts": f"{MOE} {NO_LOSS} --moe-latent-size 24 --optimizer sgd --lr 1e-1",
+    "sgd-sinks": f"{MOE} {NO_LOSS} {SINKS} --optimizer sgd --lr 1e-1 --init-method-std 0.2",
+    "sgd-latent-experts": f"{MOE} {NO_LOSS} --moe-latent-size 24 --optimizer sgd --lr 1e-1 --init-method-std 0.2",
     "sgd": f"{MOE} {NO_LOSS} --optimizer sgd --lr 1e-1",
     "sgd-biases": f"{GPT} {NO_LOSS} --optimizer sgd --lr 1e-1",
 }
