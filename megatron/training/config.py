@@ -58,6 +58,8 @@ class ModelConfig:
     """Gated SiLU in the MLPs instead of GELU."""
     squared_relu: bool = False
     """Squared ReLU in the MLPs instead of GELU."""
+    openai_gelu: bool = False
+    """GELU by its tanh approximation, as GPT-2 has it."""
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     """Biases in the linear layers."""
     add_qkv_bias: bool = False

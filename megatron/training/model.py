@@ -7,6 +7,7 @@ layer) before they are built.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,9 +80,9 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         # The fused form takes the tensor-parallel group as an argument; the other one reads a global.
         "cross_entropy_loss_fusion": True,
         "cross_entropy_fusion_impl": "native",
-        # megatron-core fuses GELU with a bias only, and squared ReLU not at all.
+        # megatron-core fuses GELU with a bias only, squared ReLU and the approximated GELU not at all.
         "bias_activation_fusion": has_cuda
-        and not config.model.squared_relu
+        and not (config.model.squared_relu or config.model.openai_gelu)
         and (config.model.swiglu or config.model.add_bias_linear),
         "bias_dropout_fusion": has_cuda,
         "gradient_accumulation_fusion": False,
@@ -113,6 +114,8 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
 def _activation(config: Config) -> Callable[[torch.Tensor], torch.Tensor]:
     if config.model.squared_relu:
         return squared_relu
+    if config.model.openai_gelu:
+        return functools.partial(F.gelu, approximate="tanh")
     return F.silu if config.model.swiglu else F.gelu
 
 

@@ -42,6 +42,9 @@ def values_are_in_range(config: Config) -> None:
     model = config.model
     rule, fix = "--swiglu chooses another activation", "drop one of the two flags"
     require(not (model.squared_relu and model.swiglu), "--squared-relu", "", rule, fix)
+    require(not (model.openai_gelu and model.swiglu), "--openai-gelu", "", rule, fix)
+    rule = "--squared-relu chooses another activation"
+    require(not (model.openai_gelu and model.squared_relu), "--openai-gelu", "", rule, fix)
     width = model.embedding_init_method_std
     require(
         width is None or width > 0, "--embedding-init-method-std", width, "must be positive", "use for example 0.02"

@@ -142,7 +142,6 @@ AWAITED = (
     _group("layers without positions", "no-rope-freq"),
     _group("YaRN and scaled rotary positions", "use-rope-scaling rope-scaling-factor yarn-* no-yarn-*"),
     _group("clamped and shifted gated activations", "activation-func-clamp-value glu-linear-offset quick-geglu"),
-    _group("other forms of GELU", "openai-gelu"),
     _group("other norms and clips of queries and keys", "qk-l2-norm qk-clip*"),
     _group("gated attention", "attention-output-gate"),
     _group("other residual connections", "apply-residual-connection-post-layernorm fp32-residual-connection"),

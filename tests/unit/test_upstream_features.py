@@ -74,6 +74,15 @@ def test_squared_relu_is_the_square_of_relu() -> None:
     assert model.decoder.layers[0].mlp.linear_fc1.weight.shape[0] == 4 * 32
 
 
+def test_openai_gelu_is_the_approximation_by_tanh() -> None:
+    """Hendrycks and Gimpel, "Gaussian error linear units", section 2; 5e-4 apart from the exact form at most."""
+    x = torch.linspace(-3, 3, 25)
+    approximate = 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    computed = small(f"{SIZES} --openai-gelu").stock().config.activation_func(x)
+    assert torch.allclose(computed, approximate, atol=1e-6)
+    assert (computed - torch.nn.functional.gelu(x)).abs().max() > 1e-4
+
+
 def test_stages_of_a_replica_can_be_neighbours() -> None:
     sizes = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
     config = parse(f"{SIZES} {sizes}".split()).config

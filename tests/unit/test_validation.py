@@ -130,6 +130,12 @@ RULES = [
         1,
         "--moe-enable-deepep: belongs to --moe-token-dispatcher-type flex; add that flag or drop this one",
     ),
+    ("--openai-gelu --swiglu", 1, "--openai-gelu: --swiglu chooses another activation; drop one of the two flags"),
+    (
+        "--openai-gelu --squared-relu",
+        1,
+        "--openai-gelu: --squared-relu chooses another activation; drop one of the two flags",
+    ),
     ("--squared-relu --swiglu", 1, "--squared-relu: --swiglu chooses another activation; drop one of the two flags"),
     (
         "--decoupled-lr 1e-4 --decoupled-min-lr 1e-3",
