@@ -16,7 +16,7 @@ from megatron.training.flags import Flag, config_flags
 _WIDTH = 120
 _INDENT = 4
 _USAGE = """\
-usage: torchrun --nproc-per-node N pretrain_moe.py [@FILE] [flags]
+usage: torchrun --nproc-per-node N pretrain_moe.py [@FILE] [--model FILE] [flags]
 
 Flags have Megatron-LM's names and meanings; @FILE reads flags from a file (comments after #), later flags win.
 
@@ -25,6 +25,9 @@ this command
     Show this text.
   --dry-run
     Stop before the first step: check the flags, print configuration, layout, parameters, and what this machine lacks.
+  --model FILE
+    The model of a file: examples/models/*.json, or a Hugging Face config.json. Its flags come first: those written beside
+    it win. A config.json says no length of samples: --seq-length is its positions, 4096 at most.
   --world-size N
     With --dry-run: number of processes; default the smallest that the parallel sizes allow.
 """

@@ -52,7 +52,18 @@ def obstacles(parsed: ParsedArguments, machine: Machine) -> list[ConfigError]:
     """Everything that stops a start of a valid configuration on this machine."""
     config = parsed.config
     awaited = (ConfigError(words, "", f"{feature}: not executed yet", DRY_RUN) for words, feature in parsed.awaited)
-    return [*_needed(config, machine), *awaited, *_not_executed(config)]
+    return [*_not_given(config), *_needed(config, machine), *awaited, *_not_executed(config)]
+
+
+def _not_given(config: Config) -> Iterator[ConfigError]:
+    """What training needs, and a look at a model and its layout does not."""
+    training = config.training
+    if training.skip_train:
+        return
+    if config.optimizer.lr is None:
+        yield ConfigError("--lr", "", "training needs it", "add for example --lr 3e-4")
+    if training.train_iters is None and training.train_samples is None:
+        yield ConfigError("--train-iters", "", "training needs a length", "add --train-iters N")
 
 
 def _needed(config: Config, machine: Machine) -> Iterator[ConfigError]:
