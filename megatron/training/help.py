@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import config as config_module
-from megatron.training import config_gpu
+from megatron.training import config_attention, config_gpu
 from megatron.training.config import Config
 from megatron.training.flags import Flag, config_flags
 
@@ -49,7 +49,7 @@ def help_text() -> str:
 
 def field_docs() -> dict[tuple[str, str], str]:
     """The string under each field of the configuration, by class and field."""
-    files = (Path(str(module.__file__)) for module in (config_module, config_gpu))
+    files = (Path(str(module.__file__)) for module in (config_module, config_attention, config_gpu))
     bodies = [ast.parse(path.read_text(encoding="utf-8")).body for path in files]
     docs: dict[tuple[str, str], str] = {}
     for cls in (node for body in bodies for node in body if isinstance(node, ast.ClassDef)):
@@ -79,7 +79,7 @@ def _flag_lines(flag: Flag, doc: str) -> list[str]:
 def _value_words(flag: Flag) -> str:
     if flag.kind == "switch":
         return ""
-    value = {"int": "N", "float": "X", "str": "TEXT", "layers": "N"}[flag.kind]
+    value = {"int": "N", "float": "X", "str": "TEXT", "layers": "N", "pair": "N,N"}[flag.kind]
     if flag.choices:
         value = "{" + ",".join(flag.choices) + "}"
     return f" {value} ..." if flag.many else f" {value}"

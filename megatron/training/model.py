@@ -7,13 +7,10 @@ layer) before they are built.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -28,11 +25,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.training.config import Config
 from megatron.training.describe import uses_sequence_parallel
 from megatron.training.grouped_experts import GroupedExperts
+from megatron.training.sdpa_attention import SdpaAttention
 from megatron.training.stages import virtual_stages
+from megatron.training.variants import activation_fields, attention_fields, set_yarn
 from megatron.training.without_te import (
     ExpertOutput,
     LatentSelfAttention,
-    SdpaAttention,
     TorchNorm,
     repair_imports,
     transformer_engine_is_installed,
@@ -61,8 +59,8 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "normalization": config.model.normalization,
         "layernorm_epsilon": config.model.norm_epsilon,
         "layernorm_zero_centered_gamma": config.model.layernorm_zero_centered_gamma,
-        "gated_linear_unit": config.model.swiglu,
-        "activation_func": _activation(config),
+        **activation_fields(config, model, has_cuda),
+        **attention_fields(config, model),
         "add_bias_linear": config.model.add_bias_linear,
         "add_qkv_bias": config.model.add_qkv_bias,
         "qk_layernorm": config.model.qk_layernorm,
@@ -80,10 +78,6 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         # The fused form takes the tensor-parallel group as an argument; the other one reads a global.
         "cross_entropy_loss_fusion": True,
         "cross_entropy_fusion_impl": "native",
-        # megatron-core fuses GELU with a bias only, squared ReLU and the approximated GELU not at all.
-        "bias_activation_fusion": has_cuda
-        and not (config.model.squared_relu or config.model.openai_gelu)
-        and (config.model.swiglu or config.model.add_bias_linear),
         "bias_dropout_fusion": has_cuda,
         "gradient_accumulation_fusion": False,
         # gloo sends from the output's own memory and does not keep it alive: freed under an overlapped send, garbage arrives.
@@ -93,7 +87,10 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
     if model.num_experts:
         fields |= _moe_fields(config, model)
     if model.latent_attention is None:
-        return TransformerConfig(**fields)
+        plain = TransformerConfig(**fields)
+        if config.model.position_embedding_type == "yarn":
+            set_yarn(plain, config)
+        return plain
     latent = {
         "multi_latent_attention": True,
         "q_lora_rank": model.latent_attention.q_lora_rank,
@@ -109,14 +106,6 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "mscale_all_dim": config.model.mscale_all_dim,
     }
     return MLATransformerConfig(**fields, **latent)
-
-
-def _activation(config: Config) -> Callable[[torch.Tensor], torch.Tensor]:
-    if config.model.squared_relu:
-        return squared_relu
-    if config.model.openai_gelu:
-        return functools.partial(F.gelu, approximate="tanh")
-    return F.silu if config.model.swiglu else F.gelu
 
 
 def _precision_fields(config: Config) -> dict[str, Any]:
@@ -198,6 +187,7 @@ def _moe_fields(config: Config, model: ModelDescription) -> dict[str, Any]:
         "num_moe_experts": model.num_experts,
         "moe_layer_freq": [int(is_moe) for is_moe in model.moe_layers],
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_latent_size": model.moe_latent_size or None,
         "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
         "moe_shared_expert_gate": model.shared_expert_gate,
         "moe_router_topk": model.router_topk,
@@ -236,6 +226,9 @@ def layer_spec(tc: TransformerConfig, is_moe: bool) -> ModuleSpec:
     }
     if uses_transformer_engine():
         spec = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(**arguments))
+        if tc.context_parallel_size > 1 and (tc.window_size is not None or tc.softmax_type != "vanilla"):
+            # Transformer Engine sends keys and values around the context ranks only for attention without windows and sinks.
+            spec.submodules.self_attention.submodules.core_attention = SdpaAttention
     else:
         spec = copy.deepcopy(get_gpt_layer_local_spec(**arguments))
         parts = spec.submodules
@@ -301,11 +294,16 @@ def build_model(
             position_embedding_type=config.model.position_embedding_type,
             rotary_percent=config.model.rotary_percent,
             rotary_base=config.model.rotary_base,
+            rope_scaling=config.attention.use_rope_scaling,
+            rope_scaling_factor=config.attention.rope_scaling_factor,
             seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
             pg_collection=groups,
             vp_stage=index if last_chunk > 0 else None,
         )
         for name, parameter in module.named_parameters():
+            if name.endswith(".softmax_offset"):
+                # Sinks are split by heads, which neither megatron-core nor Transformer Engine says of them.
+                parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
             _default_parallel_attributes(parameter)
             if ".mlp.experts." in name and tc.expert_tensor_parallel_size != tc.tensor_model_parallel_size:
                 # Experts that fewer ranks share have more replicas than the dense layers have; megatron-core reduces them

@@ -43,8 +43,15 @@ def values_are_in_range(config: Config) -> None:
     rule, fix = "--swiglu chooses another activation", "drop one of the two flags"
     require(not (model.squared_relu and model.swiglu), "--squared-relu", "", rule, fix)
     require(not (model.openai_gelu and model.swiglu), "--openai-gelu", "", rule, fix)
+    require(not (model.quick_geglu and model.swiglu), "--quick-geglu", "", rule, fix)
     rule = "--squared-relu chooses another activation"
     require(not (model.openai_gelu and model.squared_relu), "--openai-gelu", "", rule, fix)
+    require(not (model.quick_geglu and model.squared_relu), "--quick-geglu", "", rule, fix)
+    rule = "--quick-geglu chooses another activation"
+    require(not (model.openai_gelu and model.quick_geglu), "--openai-gelu", "", rule, fix)
+    limit = model.activation_func_clamp_value
+    fits = limit is None or limit > 0
+    require(fits, "--activation-func-clamp-value", limit, "must be positive", "use for example 7.0")
     width = model.embedding_init_method_std
     require(
         width is None or width > 0, "--embedding-init-method-std", width, "must be positive", "use for example 0.02"

@@ -92,10 +92,7 @@ def _lacking(words: str, need: str, machine: Machine) -> Iterator[ConfigError]:
 
 def _not_executed(config: Config) -> Iterator[ConfigError]:
     """Values of fields that this fork executes in part."""
-    parallel, model = config.parallel, config.model
-    if model.position_embedding_type == "yarn":
-        rule = "YaRN and scaled rotary positions: not executed yet"
-        yield ConfigError("--position-embedding-type", "yarn", rule, "use rope; --dry-run accepts it")
+    parallel = config.parallel
     group, stages = parallel.microbatch_group_size_per_vp_stage, parallel.pipeline_model_parallel_size
     if group not in (None, stages):
         rule = f"a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"

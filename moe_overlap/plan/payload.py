@@ -12,8 +12,8 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.parameters import (
     Share,
     embedding_parameters,
+    expert_parameters,
     layer_parameters,
-    mlp_parameters,
     norm_parameters,
 )
 from moe_overlap.plan.plan import Plan, Precision, StagePlan
@@ -44,9 +44,9 @@ def exchange_bytes(plan: Plan, stage: StagePlan, model: ModelDescription, partit
     """Of one dispatch or combine of one of the micro-batch's partitions.
 
     B · S / (C · T) · k · H · b · ((P - 1) / P + (Q - 1)) over their number: all-to-all over the expert ranks, then
-    all-gather (combine: reduce-scatter) over the expert-tensor ranks.
+    all-gather (combine: reduce-scatter) over the expert-tensor ranks. H is the experts' own width where they have one.
     """
-    width = model.hidden_size * ACTIVATION_BYTES[plan.precision]
+    width = (model.moe_latent_size or model.hidden_size) * ACTIVATION_BYTES[plan.precision]
     rows = tokens_of_rank(plan, stage) // partitions * model.router_topk * width
     return rows * (stage.expert - 1) // stage.expert + rows * (stage.expert_tensor - 1)
 
@@ -96,6 +96,5 @@ def part_size(part: str, plan: Plan, stage: StagePlan, model: ModelDescription) 
     layer = int(part.removeprefix("L"))
     experts = 0
     if model.moe_layers[layer]:
-        one = mlp_parameters(model, model.moe_ffn_hidden_size, stage.expert_tensor)
-        experts = model.num_experts // stage.expert * one
+        experts = model.num_experts // stage.expert * expert_parameters(model, stage.expert_tensor)
     return PartSize(layer_parameters(model, layer, share) - experts, experts)

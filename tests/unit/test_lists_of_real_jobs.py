@@ -76,7 +76,7 @@ def test_what_needs_a_gpu_stops_a_start_on_the_cpu_only(words: str, line: str) -
         "--fp16",
         "--mtp-num-layers 1",
         "--context-parallel-size 2 --hybrid-context-parallel",
-        "--position-embedding-type yarn",
+        "--position-embedding-type rope --no-rope-freq 4",
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
         "--microbatch-group-size-per-virtual-pipeline-stage 3",

@@ -52,12 +52,29 @@ def shape(name: str) -> tuple[object, ...]:
     config = parse([f"@{EXAMPLES}/{name}.args"]).config
     model, moe = config.model, config.moe
     some_layers = isinstance(moe.moe_layer_freq, tuple) and len(set(moe.moe_layer_freq)) > 1
-    kinds = (model.position_embedding_type, model.normalization, model.swiglu, model.openai_gelu, model.add_bias_linear)
-    attention = (model.add_qkv_bias, model.qk_layernorm, model.multi_latent_attention, model.q_lora_rank is None)
+    kinds = (model.position_embedding_type, model.normalization, model.add_bias_linear, config.attention.softmax_type)
+    activation = (model.swiglu, model.openai_gelu, model.quick_geglu, model.activation_func_clamp_value)
+    attention = (
+        config.attention.window_attn_skip_freq,
+        model.add_qkv_bias,
+        model.qk_layernorm,
+        model.multi_latent_attention,
+        model.q_lora_rank is None,
+    )
     shared = (moe.moe_shared_expert_intermediate_size is None, moe.moe_shared_expert_gate)
     router = (moe.moe_router_score_function, moe.moe_router_pre_softmax, moe.moe_router_enable_expert_bias)
     tied = not model.untie_embeddings_and_output_weights
-    return (*kinds, *attention, tied, moe.num_experts is None, some_layers, *shared, *router, config.overlap.moe_gate)
+    return (
+        *kinds,
+        *activation,
+        *attention,
+        tied,
+        moe.num_experts is None,
+        some_layers,
+        *shared,
+        *router,
+        config.overlap.moe_gate,
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tiny-")])

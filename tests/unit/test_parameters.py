@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from megatron.training.arguments import parse
 from megatron.training.describe import describe_model
 from megatron.training.flags import config_flags
+from moe_overlap.describe.flops import training_flops_per_token
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.parameters import Share, layer_parameters, model_parameters
 
@@ -25,6 +27,10 @@ PUBLISHED = {
     "deepseek-v3": (671e9, 37e9),  # DeepSeek-V3, abstract
     "qwen2-moe-2.7b --num-experts 60": (14.3e9, 2.7e9),  # Qwen1.5-MoE-A2.7B's model card; COMET has 64 experts
     "phi-3.5-moe": (41.9e9, 6.6e9),  # Phi-3.5-MoE's model card
+    "gpt-oss-120b": (
+        116.83e9,
+        5.13e9 + 201088 * 2880,
+    ),  # its model card, table 1; its active number leaves the lookup out
     # GPT-2 small and medium, which Lancet's models are with one expert; their model cards
     "gpt2-s-moe --num-experts 1 --expert-model-parallel-size 1": (124.4e6, 124.4e6),
     "gpt2-l-moe --num-experts 1 --expert-model-parallel-size 1": (354.8e6, 354.8e6),
@@ -67,7 +73,7 @@ def megatron_core() -> Any:
 
 
 def test_formulas_equal_the_models_that_megatron_core_builds(megatron_core: Any) -> None:
-    assert len(megatron_core["counts"]) == 9
+    assert len(megatron_core["counts"]) == 13
     for name, ranks in megatron_core["counts"].items():
         for built, computed in ranks:
             assert built == computed, name
@@ -113,3 +119,39 @@ def test_mist_models_have_the_sizes_in_their_names(family: str) -> None:
 def test_mist_models_have_the_layers_that_mist_analysed(name: str) -> None:
     model = described(name)
     assert 2 * layer_parameters(model, 0, Share(chunks=((0, 1),))) == MIST_LAYERS[name]
+
+
+SIZES = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --lr 1e-3 --train-iters 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", (None,) * 4),
+        ("--window-size 7,0", (8,) * 4),
+        ("--window-size 7,0 --window-attn-skip-freq 2", (8, None, 8, None)),
+        ("--window-size 7,0 --window-attn-skip-freq [1,1,0,1]", (8, 8, None, 8)),
+        ("--window-size -1,0 --window-attn-skip-freq 2", (None,) * 4),
+    ],
+)
+def test_windows_of_the_layers(flags: str, expected: tuple[int | None, ...]) -> None:
+    assert describe_model(parse(f"{SIZES} {flags}".split()).config, 64).windows == expected
+
+
+def test_windows_shorten_attention() -> None:
+    """Against counting the keys of every query; the formula takes half a key less for the diagonal, as the field does."""
+    length = 4096
+
+    def attention_flops(flags: str) -> float:
+        model = describe_model(parse(f"{SIZES} {flags}".split()).config, 64)
+        without = dataclasses.replace(model, windows=())
+        return training_flops_per_token(model, length) - training_flops_per_token(without, length)
+
+    for window, flags in ((length, ""), (256, "--window-size 255,0"), (5000, "--window-size 4999,0")):
+        keys = sum(min(query + 1, window) for query in range(length)) / length
+        assert attention_flops(flags) == pytest.approx(6 * 4 * 64 * keys, rel=4e-3)
+    every_other = attention_flops("--window-size 255,0 --window-attn-skip-freq 2")
+    assert every_other == (attention_flops("") + attention_flops("--window-size 255,0")) / 2

@@ -50,10 +50,46 @@ WORDS = [
         "--moe-layer-freq print(1): must be a whole number or a list of 0 and 1; "
         'write for example 2 or "([0]*3+[1]*5)"',
     ),
+    ("--window-size 128", "--window-size 128: must be two whole numbers; write for example 128,0"),
     ("--world-size 2", "--world-size 2: torchrun sets it; use torchrun --nproc-per-node N"),
 ]
 
 RULES = [
+    (
+        "--window-size 8,1",
+        1,
+        "--window-size 8,1: attention is causal: nothing after a token is seen; use 8,0",
+    ),
+    (
+        "--window-size 8,0 --window-attn-skip-freq [1,0]",
+        1,
+        "--window-attn-skip-freq [1,0]: the list has 2 entries for 4 layers; give one entry per layer",
+    ),
+    (
+        "--position-embedding-type yarn --rotary-percent 0.5",
+        1,
+        "--rotary-percent 0.5: YaRN rotates whole heads; use 1.0",
+    ),
+    (
+        "--position-embedding-type yarn --yarn-beta-slow 40",
+        1,
+        "--yarn-beta-slow 40.0: --yarn-beta-fast 32 is not above it; correct one of them",
+    ),
+    (
+        "--position-embedding-type yarn --multi-latent-attention",
+        1,
+        "--position-embedding-type yarn: latent attention has rotary positions of its own; use rope, and --rope-type yarn",
+    ),
+    (
+        "--quick-geglu --swiglu",
+        1,
+        "--quick-geglu: --swiglu chooses another activation; drop one of the two flags",
+    ),
+    (
+        "--swiglu --activation-func-clamp-value -7",
+        1,
+        "--activation-func-clamp-value -7.0: must be positive; use for example 7.0",
+    ),
     (
         "--expert-model-parallel-size 3",
         3,
