@@ -300,6 +300,9 @@ def build_model(
             pg_collection=groups,
             vp_stage=index if last_chunk > 0 else None,
         )
+        if config.model.position_embedding_type == "yarn":
+            # megatron-core hands the context ranks to plain rotary positions only.
+            module.rotary_pos_emb.cp_group = groups.cp
         for name, parameter in module.named_parameters():
             if name.endswith(".softmax_offset"):
                 # Sinks are split by heads, which neither megatron-core nor Transformer Engine says of them.

@@ -18,6 +18,12 @@ SEQUENCE_LOSS = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-co
 NO_LOSS = "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
 SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2"
 LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12"
+SINKS = "--window-size 7,0 --window-attn-skip-freq 2 --softmax-type learnable"
+OSS = (
+    f"{SINKS} --position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 "
+    "--normalization RMSNorm --quick-geglu --activation-func-clamp-value 0.05 --glu-linear-offset 1.0 "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+)
 
 FEATURES = {
     "no-balancing": f"{MOE} {NO_LOSS}",
@@ -30,6 +36,9 @@ FEATURES = {
     "bf16": f"{MOE} {NO_LOSS} --bf16",
     "per-token-loss": f"{MOE} {SEQUENCE_LOSS} --calculate-per-token-loss",
     "kept-apart": f"{MOE} {SEQUENCE_LOSS} --reset-attention-mask --reset-position-ids --eod-mask-loss",
+    "gpt-oss": f"{GPT} {OSS} {SEQUENCE_LOSS}",
+    "sgd-sinks": f"{MOE} {NO_LOSS} {SINKS} --optimizer sgd --lr 1e-1",
+    "sgd-latent-experts": f"{MOE} {NO_LOSS} --moe-latent-size 24 --optimizer sgd --lr 1e-1",
     "sgd": f"{MOE} {NO_LOSS} --optimizer sgd --lr 1e-1",
     "sgd-biases": f"{GPT} {NO_LOSS} --optimizer sgd --lr 1e-1",
 }
@@ -64,6 +73,14 @@ TOGETHER = (
     ("upstreams-defaults", "CP2", CP2),
     ("per-token-loss", "CP2, EP2", f"{CP2} {EP2}"),
     ("kept-apart", "CP2", CP2),
+    ("gpt-oss", "EP2", EP2),
+    ("gpt-oss", "TP2, EP2 ETP1", f"{TP2} {EP2} {ETP1}"),
+    ("gpt-oss", "PP2", PP2),
+    ("gpt-oss", "CP2, EP2", f"{CP2} {EP2}"),
+    ("sgd-sinks", "TP2", TP2),
+    ("sgd-sinks", "CP2", CP2),
+    ("sgd-latent-experts", "EP2", EP2),
+    ("sgd-latent-experts", "TP2", TP2),
     ("sgd", "EP2", EP2),
     ("sgd", "CP2", CP2),
     ("sgd", "TP2, ETP1", f"{TP2} {ETP1}"),

@@ -1,4 +1,4 @@
-"""Attention without Transformer Engine against an obvious one and megatron-core's own: causal, windows, sinks, documents, dropout."""
+"""Attention without Transformer Engine against an obvious one and megatron-core's own: windows, sinks, documents, dropout."""
 
 from __future__ import annotations
 
