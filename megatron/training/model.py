@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -27,6 +28,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.training.config import Config
 from megatron.training.describe import uses_sequence_parallel
 from megatron.training.grouped_experts import GroupedExperts
+from megatron.training.multi_token import PredictingModel, prediction_spec
+from megatron.training.stage_layout import StageLayout
 from megatron.training.stages import virtual_stages
 from megatron.training.without_te import (
     ExpertOutput,
@@ -42,12 +45,15 @@ from moe_overlap.plan.plan import Plan
 AdaptLayer = Callable[[ModuleSpec], ModuleSpec]
 
 
-def transformer_config(config: Config, model: ModelDescription) -> TransformerConfig:
+def transformer_config(
+    config: Config, model: ModelDescription, layout: StageLayout | None = None
+) -> TransformerConfig:
     """megatron-core's configuration of a run.
 
     Args:
         config: validated flags.
         model: the derived sizes (`describe_model`).
+        layout: what the stages of a pipeline hold; None without one.
     """
     has_cuda = torch.cuda.is_available()
     sizes: dict[str, Any] = {
@@ -87,6 +93,9 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "gradient_accumulation_fusion": False,
         # gloo sends from the output's own memory and does not keep it alive: freed under an overlapped send, garbage arrives.
         "deallocate_pipeline_outputs": has_cuda,
+        "pipeline_model_parallel_layout": layout,
+        "mtp_num_layers": model.mtp_layers or None,
+        "mtp_loss_scaling_factor": config.model.mtp_loss_scaling_factor,
     }
     fields = sizes | _parallel_fields(config) | _precision_fields(config) | _offload_fields(config)
     if model.num_experts:
@@ -170,10 +179,6 @@ def _parallel_fields(config: Config) -> dict[str, Any]:
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
         "sequence_parallel": uses_sequence_parallel(config),
-        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
-        "account_for_embedding_in_pipeline_split": parallel.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": parallel.account_for_loss_in_pipeline_split,
         "recompute_granularity": parallel.recompute_granularity,
         "recompute_method": parallel.recompute_method,
         "recompute_num_layers": parallel.recompute_num_layers,
@@ -277,31 +282,38 @@ def build_model(
     """
     if not transformer_engine_is_installed():
         repair_imports()
-    tc = transformer_config(config, model)
+    layout = StageLayout(plan, stage, model.mtp_layers) if len(plan.stages) > 1 else None
+    tc = transformer_config(config, model, layout)
     chunks = plan.stages[stage].chunks
     last_stage, last_chunk = len(plan.stages) - 1, len(chunks) - 1
+    adapt = adapt_layer or (lambda spec: spec)
     modules: list[torch.nn.Module] = []
     for index, (first, last) in enumerate(chunks):
-        specs = [layer_spec(tc, model.moe_layers[layer]) for layer in range(first, last)]
-        if adapt_layer is not None:
-            specs = [adapt_layer(spec) for spec in specs]
-        block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_block_norm())
-        module: torch.nn.Module = GPTModel(
-            config=tc,
-            transformer_layer_spec=block,
-            vocab_size=model.vocab_size,
-            max_sequence_length=model.max_position_embeddings,
-            pre_process=stage == 0 and index == 0,
-            post_process=stage == last_stage and index == last_chunk,
-            parallel_output=True,
-            share_embeddings_and_output_weights=model.tied_embeddings,
-            position_embedding_type=config.model.position_embedding_type,
-            rotary_percent=config.model.rotary_percent,
-            rotary_base=config.model.rotary_base,
-            seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
-            pg_collection=groups,
-            vp_stage=index if last_chunk > 0 else None,
-        )
+        specs = [adapt(layer_spec(tc, model.moe_layers[layer])) for layer in range(first, last)]
+        arguments: dict[str, Any] = {
+            "config": tc,
+            "transformer_layer_spec": TransformerBlockSubmodules(layer_specs=specs, layer_norm=_block_norm()),
+            "vocab_size": model.vocab_size,
+            "max_sequence_length": model.max_position_embeddings,
+            "pre_process": stage == 0 and index == 0,
+            "post_process": stage == last_stage and index == last_chunk,
+            "parallel_output": True,
+            "share_embeddings_and_output_weights": model.tied_embeddings,
+            "position_embedding_type": config.model.position_embedding_type,
+            "rotary_percent": config.model.rotary_percent,
+            "rotary_base": config.model.rotary_base,
+            "seq_len_interpolation_factor": config.model.rotary_seq_len_interpolation_factor,
+            "pg_collection": groups,
+            "vp_stage": index if last_chunk > 0 else None,
+        }
+        if model.mtp_layers and arguments["post_process"]:
+            inside = adapt(layer_spec(tc, model.moe_layers[-1]))
+            predictions = prediction_spec(inside, _block_norm(), _column_linear(), model.mtp_layers)
+            module: torch.nn.Module = PredictingModel(predictions=predictions, **arguments)
+        else:
+            module = GPTModel(**arguments)
+            if not arguments["post_process"]:
+                module.decoder.final_layernorm = None  # with prediction layers megatron-core puts it behind the last layer
         for name, parameter in module.named_parameters():
             _default_parallel_attributes(parameter)
             if ".mlp.experts." in name and tc.expert_tensor_parallel_size != tc.tensor_model_parallel_size:
@@ -318,6 +330,14 @@ def _block_norm() -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
+
+
+def _column_linear() -> Any:
+    if not uses_transformer_engine():
+        return ColumnParallelLinear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    return TEColumnParallelLinear
 
 
 def _default_parallel_attributes(parameter: torch.nn.Parameter) -> None:

@@ -136,7 +136,7 @@ _DROP = "drop the flag"
 
 AWAITED = (
     _group("context parallelism that differs from sequence to sequence", "*context-parallel max-seqlen-per-dp-cp-rank"),
-    _group("multi-token prediction", "mtp-num-layers mtp-loss-scaling-factor mtp-standalone"),
+    _group("multi-token prediction on other stages than the loss", "mtp-standalone"),
     _group("attention over a window", "window-size window-attn-skip-freq"),
     _group("attention sinks", "softmax-type"),
     _group("layers without positions", "no-rope-freq"),

@@ -176,7 +176,7 @@ def test_optimizer_parts_hold_every_parameter(changes: dict[str, Any], stages: i
     model = plan_samples.model("dmmm", shared_expert_hidden_size=64, **changes)
     plan = plan_samples.plan(4, stages, stage={"tensor": 2, "data": 2, "expert": 2})
     for index, stage in enumerate(plan.stages):
-        sizes = [part_size(part, plan, stage, model) for part in optimizer_parts(plan, index)]
+        sizes = [part_size(part, plan, stage, model) for part in optimizer_parts(plan, index, model)]
         ends = {"first_stage": index == 0, "last_stage": index == stages - 1}
         share = Share(chunks=stage.chunks, tensor=2, expert=2, **ends)
         assert sum(size.dense + size.experts for size in sizes) == rank_parameters(model, share).total
