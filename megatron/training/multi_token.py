@@ -135,6 +135,7 @@ class PredictingModel(GPTModel):
             if self.share_embeddings_and_output_weights:
                 self.output_layer.weight = None  # the copy of the embedding takes its place
         self.mtp = MultiTokenPredictionBlock(self.config, predictions, arguments["vp_stage"], pg_collection)
+        self.mtp.tp_group = pg_collection.tp  # asked for by its sharded_state_dict
         if self.decoder.final_layernorm is None:  # this chunk has no layer of the decoder
             self.decoder.final_layernorm = build_module(
                 self.transformer_layer_spec.layer_norm,

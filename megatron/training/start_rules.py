@@ -10,7 +10,6 @@ from megatron.training.arguments import ParsedArguments
 from megatron.training.config import Config
 from megatron.training.flags import config_flags, flag_texts
 from megatron.training.packages import is_installed
-from megatron.training.stages import stage_layers
 from moe_overlap.describe.errors import ConfigError
 
 DRY_RUN = "drop the flag; --dry-run accepts it"
@@ -90,6 +89,3 @@ def _not_executed(config: Config) -> Iterator[ConfigError]:
         rule = f"a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"
         fix = f"use {stages} or drop it; --dry-run accepts it"
         yield ConfigError("--microbatch-group-size-per-virtual-pipeline-stage", group, rule, fix)
-    if parallel.recompute_granularity == "selective" and len(set(stage_layers(config))) > 1:
-        rule, fix = "stages of unequal depth recompute whole layers only", "use --recompute-granularity full"
-        yield ConfigError("--recompute-granularity", "selective", rule, f"{fix}; --dry-run accepts it")

@@ -138,13 +138,13 @@ def test_older_spellings_are_read_as_upstream_reads_them() -> None:
 
 
 def test_what_is_awaited_is_accepted_with_its_values() -> None:
-    parsed = parse(["--mtp-num-layers", "1", "--window-size", "128,0", "--softmax-type", "vanilla"])
+    parsed = parse(["--moe-latent-size", "8", "--window-size", "128,0", "--softmax-type", "vanilla"])
     assert parsed.awaited == (
-        ("--mtp-num-layers 1", "multi-token prediction"),
+        ("--moe-latent-size 8", "experts in a latent space"),
         ("--window-size 128,0", "attention over a window"),
     )
-    with pytest.raises(ConfigError, match="--mtp-num-layers one: must be a whole number"):
-        parse(["--mtp-num-layers", "one"])
+    with pytest.raises(ConfigError, match="--moe-latent-size one: must be a whole number"):
+        parse(["--moe-latent-size", "one"])
 
 
 def test_brackets_around_lists() -> None:
