@@ -105,6 +105,10 @@ class ModelConfig:
     """YaRN: scale of the attention temperature."""
     mscale_all_dim: float = 0.0
     """YaRN: the same over all dimensions."""
+    mtp_num_layers: int | None = None
+    """Multi-token prediction: layers behind the decoder, each of which predicts one token further ahead (DeepSeek-V3)."""
+    mtp_loss_scaling_factor: float = flag(0.1, of="model.mtp_num_layers")
+    """Weight of their mean loss beside the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

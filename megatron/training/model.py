@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -25,7 +26,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.training.config import Config
 from megatron.training.describe import uses_sequence_parallel
 from megatron.training.grouped_experts import GroupedExperts
+from megatron.training.multi_token import PredictingModel, prediction_spec
 from megatron.training.sdpa_attention import SdpaAttention
+from megatron.training.stage_layout import StageLayout
 from megatron.training.stages import virtual_stages
 from megatron.training.variants import activation_fields, attention_fields, set_yarn
 from megatron.training.without_te import (
@@ -41,12 +44,13 @@ from moe_overlap.plan.plan import Plan
 AdaptLayer = Callable[[ModuleSpec], ModuleSpec]
 
 
-def transformer_config(config: Config, model: ModelDescription) -> TransformerConfig:
+def transformer_config(config: Config, model: ModelDescription, layout: StageLayout | None = None) -> TransformerConfig:
     """megatron-core's configuration of a run.
 
     Args:
         config: validated flags.
         model: the derived sizes (`describe_model`).
+        layout: what the stages of a pipeline hold; None without one.
     """
     has_cuda = torch.cuda.is_available()
     sizes: dict[str, Any] = {
@@ -82,6 +86,9 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "gradient_accumulation_fusion": False,
         # gloo sends from the output's own memory and does not keep it alive: freed under an overlapped send, garbage arrives.
         "deallocate_pipeline_outputs": has_cuda,
+        "pipeline_model_parallel_layout": layout,
+        "mtp_num_layers": model.mtp_layers or None,
+        "mtp_loss_scaling_factor": config.model.mtp_loss_scaling_factor,
     }
     fields = sizes | _parallel_fields(config) | _precision_fields(config) | _offload_fields(config)
     if model.num_experts:
@@ -162,10 +169,6 @@ def _parallel_fields(config: Config) -> dict[str, Any]:
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
         "sequence_parallel": uses_sequence_parallel(config),
-        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
-        "account_for_embedding_in_pipeline_split": parallel.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": parallel.account_for_loss_in_pipeline_split,
         "recompute_granularity": parallel.recompute_granularity,
         "recompute_method": parallel.recompute_method,
         "recompute_num_layers": parallel.recompute_num_layers,
@@ -273,33 +276,42 @@ def build_model(
     """
     if not transformer_engine_is_installed():
         repair_imports()
-    tc = transformer_config(config, model)
+    layout = StageLayout(plan, stage, model.mtp_layers) if len(plan.stages) > 1 else None
+    tc = transformer_config(config, model, layout)
     chunks = plan.stages[stage].chunks
     last_stage, last_chunk = len(plan.stages) - 1, len(chunks) - 1
+    adapt = adapt_layer or (lambda spec: spec)
     modules: list[torch.nn.Module] = []
     for index, (first, last) in enumerate(chunks):
-        specs = [layer_spec(tc, model.moe_layers[layer]) for layer in range(first, last)]
-        if adapt_layer is not None:
-            specs = [adapt_layer(spec) for spec in specs]
-        block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_block_norm())
-        module: torch.nn.Module = GPTModel(
-            config=tc,
-            transformer_layer_spec=block,
-            vocab_size=model.vocab_size,
-            max_sequence_length=model.max_position_embeddings,
-            pre_process=stage == 0 and index == 0,
-            post_process=stage == last_stage and index == last_chunk,
-            parallel_output=True,
-            share_embeddings_and_output_weights=model.tied_embeddings,
-            position_embedding_type=config.model.position_embedding_type,
-            rotary_percent=config.model.rotary_percent,
-            rotary_base=config.model.rotary_base,
-            rope_scaling=config.attention.use_rope_scaling,
-            rope_scaling_factor=config.attention.rope_scaling_factor,
-            seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
-            pg_collection=groups,
-            vp_stage=index if last_chunk > 0 else None,
-        )
+        specs = [adapt(layer_spec(tc, model.moe_layers[layer])) for layer in range(first, last)]
+        arguments: dict[str, Any] = {
+            "config": tc,
+            "transformer_layer_spec": TransformerBlockSubmodules(layer_specs=specs, layer_norm=_block_norm()),
+            "vocab_size": model.vocab_size,
+            "max_sequence_length": model.max_position_embeddings,
+            "pre_process": stage == 0 and index == 0,
+            "post_process": stage == last_stage and index == last_chunk,
+            "parallel_output": True,
+            "share_embeddings_and_output_weights": model.tied_embeddings,
+            "position_embedding_type": config.model.position_embedding_type,
+            "rotary_percent": config.model.rotary_percent,
+            "rotary_base": config.model.rotary_base,
+            "rope_scaling": config.attention.use_rope_scaling,
+            "rope_scaling_factor": config.attention.rope_scaling_factor,
+            "seq_len_interpolation_factor": config.model.rotary_seq_len_interpolation_factor,
+            "pg_collection": groups,
+            "vp_stage": index if last_chunk > 0 else None,
+        }
+        if model.mtp_layers and arguments["post_process"]:
+            inside = adapt(layer_spec(tc, model.moe_layers[-1]))
+            predictions = prediction_spec(inside, _block_norm(), _column_linear(), model.mtp_layers)
+            module: torch.nn.Module = PredictingModel(predictions=predictions, **arguments)
+        else:
+            module = GPTModel(**arguments)
+            if not arguments["post_process"]:
+                module.decoder.final_layernorm = (
+                    None  # with prediction layers megatron-core puts it behind the last layer
+                )
         if config.model.position_embedding_type == "yarn":
             # megatron-core hands the context ranks to plain rotary positions only.
             module.rotary_pos_emb.cp_group = groups.cp
@@ -322,6 +334,14 @@ def _block_norm() -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
+
+
+def _column_linear() -> Any:
+    if not uses_transformer_engine():
+        return ColumnParallelLinear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    return TEColumnParallelLinear
 
 
 def _default_parallel_attributes(parameter: torch.nn.Parameter) -> None:

@@ -10,7 +10,6 @@ from megatron.training.arguments import ParsedArguments
 from megatron.training.config import Config
 from megatron.training.flags import config_flags, flag_texts
 from megatron.training.packages import is_installed
-from megatron.training.stages import chunk_sizes, stage_layers, virtual_stages
 from moe_overlap.describe.errors import ConfigError
 
 DRY_RUN = "drop the flag; --dry-run accepts it"
@@ -98,23 +97,3 @@ def _not_executed(config: Config) -> Iterator[ConfigError]:
         rule = f"a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"
         fix = f"use {stages} or drop it; --dry-run accepts it"
         yield ConfigError("--microbatch-group-size-per-virtual-pipeline-stage", group, rule, fix)
-    if parallel.recompute_granularity == "selective" and len(set(stage_layers(config))) > 1:
-        rule, fix = "stages of unequal depth recompute whole layers only", "use --recompute-granularity full"
-        yield ConfigError("--recompute-granularity", "selective", rule, f"{fix}; --dry-run accepts it")
-    yield from _uneven_stages(config)
-
-
-def _uneven_stages(config: Config) -> Iterator[ConfigError]:
-    """What runs: stages of equal depth, and of unequal depth by --decoder-*-pipeline-num-layers or without interleaving."""
-    parallel, depths = config.parallel, {count for sizes in chunk_sizes(config) for count in sizes}
-    layout = parallel.pipeline_model_parallel_layout
-    accounts = parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split
-    if len(depths) == 1 or (layout is None and (virtual_stages(config) == 1 or not accounts)):
-        return
-    embedding = parallel.account_for_embedding_in_pipeline_split
-    account = f"--account-for-{'embedding' if embedding else 'loss'}-in-pipeline-split"
-    rule, fix = (
-        "stages of such depths: not executed yet",
-        "use --decoder-first-pipeline-num-layers; --dry-run accepts it",
-    )
-    yield ConfigError(f"--pipeline-model-parallel-layout {layout}" if layout else account, "", rule, fix)

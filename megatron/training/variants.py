@@ -30,8 +30,8 @@ def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -
         function = quick_gelu
     elif flags.swiglu:
         function = F.silu
-    # megatron-core fuses GELU with a bias only, squared ReLU and the approximated GELU not at all, and quick GELU in routed experts
-    # only; its fused SiLU forgets clamp and offset.
+    # megatron-core fuses GELU with a bias only, squared ReLU and GELU by tanh not at all, and quick GELU in routed experts only;
+    # its fused SiLU forgets clamp and offset.
     only_experts = all(model.moe_layers) and not model.shared_expert_hidden_size
     changed = flags.activation_func_clamp_value is not None or flags.glu_linear_offset != 0
     fusible: dict[Callable[..., Tensor], bool] = {

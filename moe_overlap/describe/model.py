@@ -54,3 +54,5 @@ class ModelDescription:
     shared_expert_gate: bool
     expert_bias: bool
     latent_attention: LatentAttention | None
+    mtp_layers: int = 0
+    """Multi-token-prediction layers behind the decoder; each has a layer of the form of the last one."""

@@ -136,7 +136,7 @@ _DROP = "drop the flag"
 
 AWAITED = (
     _group("context parallelism that differs from sequence to sequence", "*context-parallel max-seqlen-per-dp-cp-rank"),
-    _group("multi-token prediction", "mtp-num-layers mtp-loss-scaling-factor mtp-standalone"),
+    _group("multi-token prediction on other stages than the loss", "mtp-standalone"),
     _group("layers without positions", "no-rope-freq"),
     _group("other norms and clips of queries and keys", "qk-l2-norm qk-clip*"),
     _group("gated attention", "attention-output-gate"),

@@ -24,6 +24,7 @@ EXPERT_BIAS = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32"
     " --moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
 )
+PREDICTION = "--mtp-num-layers 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 TOGETHER = {
@@ -32,6 +33,7 @@ TOGETHER = {
     "tp2": TP2,
     "pp2": PP2,
     "vpp2": f"{VPP2} --num-layers 4",
+    "prediction": f"{EP2} {OVERLAP} {PREDICTION}",
     "bias": f"{EP2} {EXPERT_BIAS}",
     "bf16": f"{EP2} {OVERLAP} --bf16",
     "dropout": f"{EP2} {DROPOUT}",
@@ -44,6 +46,8 @@ RESHARDED = [
     ("one", f"{EP2} {OVERLAP}"),
     ("one", TP2),
     ("vpp2", f"{EP2} {OVERLAP} --num-layers 4"),
+    ("prediction", f"{PP2} {PREDICTION} --pipeline-model-parallel-layout Ett|mmL"),
+    ("prediction", f"{TP2} {PREDICTION}"),
 ]
 TO_ONE = [("ep2", ""), ("tp2", "")]
 

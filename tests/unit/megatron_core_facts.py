@@ -52,6 +52,16 @@ VARIANTS = {
         f"{LATENT.replace('--disable-bias-linear ', '')} {SINKS} --moe-latent-size 20 --expert-model-parallel-size 2",
         2,
     ),
+    "predictions, tied, tensor and pipeline": (
+        f"{MOE} {TP2} --moe-ffn-hidden-size 32 --mtp-num-layers 2 --pipeline-model-parallel-size 2 "
+        "--pipeline-model-parallel-layout Et*4|mmL",
+        4,
+    ),
+    "latent attention and predictions, untied": (
+        f"{LATENT} --mtp-num-layers 1 --untie-embeddings-and-output-weights --expert-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL",
+        4,
+    ),
     "latent attention, tied": (f"{LATENT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias", 1),
     "latent attention with latent queries": (
         f"{LATENT} {TP2} --q-lora-rank 20 --qk-layernorm --moe-layer-freq [0]+[1]*3 --moe-ffn-hidden-size 32 "

@@ -114,7 +114,7 @@ PUBLISHED = {
         15.7e9,
         2.4e9 + 102400 * 2048,
     ),  # DeepSeek-V2, appendix B; its active number leaves the lookup out
-    "deepseek-v3": (671e9 + 11.5e9, 37e9 + 1.5e9),  # DeepSeek-V3, README_WEIGHTS.md: prediction module beside the model
+    "deepseek-v3": (671e9 + 11.5e9, 37e9 + 0.6e9),  # DeepSeek-V3, README_WEIGHTS.md: prediction module beside the model
     "gpt-oss-120b": (
         116.83e9,
         5.13e9 + 201088 * 2880,
@@ -141,6 +141,10 @@ SAME = {
     "gpt-oss-120b": "gpt-oss-120b",
 }
 """Model file -> config.json of the same model."""
+ADDED = {
+    "qwen2-moe-2.7b": ("--num-experts", "64"),  # COMET's number
+    "deepseek-v3-mtp": ("--mtp-loss-scaling-factor", "0.3"),  # DeepSeek-V3, section 4.2, for the first 10 T tokens
+}
 HOW_IT_IS_TRAINED = (
     "moe_aux_loss_coeff",
     "moe_router_load_balancing_type",
@@ -151,8 +155,7 @@ HOW_IT_IS_TRAINED = (
 
 @pytest.mark.parametrize("name", SAME)
 def test_model_files_say_what_the_published_configurations_say(name: str, tmp_path: Path) -> None:
-    experts = ["--num-experts", "64"] if name == "qwen2-moe-2.7b" else []  # COMET's number
-    theirs = read(CONFIGS[SAME[name]], tmp_path, *experts).config
+    theirs = read(CONFIGS[SAME[name]], tmp_path, *ADDED.get(name, ())).config
     ours = parse([f"@{ROOT}/examples/{name}.args"]).config
     assert theirs.model == ours.model
     assert theirs.data.vocab_size == ours.data.vocab_size

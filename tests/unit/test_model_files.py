@@ -63,11 +63,13 @@ def shape(name: str) -> tuple[object, ...]:
     )
     shared = (moe.moe_shared_expert_intermediate_size is None, moe.moe_shared_expert_gate)
     router = (moe.moe_router_score_function, moe.moe_router_pre_softmax, moe.moe_router_enable_expert_bias)
+    predicts = model.mtp_num_layers
     tied = not model.untie_embeddings_and_output_weights
     return (
         *kinds,
         *activation,
         *attention,
+        predicts,
         tied,
         moe.num_experts is None,
         some_layers,

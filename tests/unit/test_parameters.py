@@ -25,6 +25,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": (30.5e9, 3.3e9),  # Qwen's model card
     "qwen3-235b-a22b": (235e9, 22e9),  # Qwen's model card
     "deepseek-v3": (671e9, 37e9),  # DeepSeek-V3, abstract
+    "deepseek-v3-mtp": (671e9 + 11.5e9, 37e9 + 0.6e9),  # DeepSeek-V3, README_WEIGHTS.md: the module's own weights
     "qwen2-moe-2.7b --num-experts 60": (14.3e9, 2.7e9),  # Qwen1.5-MoE-A2.7B's model card; COMET has 64 experts
     "phi-3.5-moe": (41.9e9, 6.6e9),  # Phi-3.5-MoE's model card
     "gpt-oss-120b": (
@@ -73,7 +74,7 @@ def megatron_core() -> Any:
 
 
 def test_formulas_equal_the_models_that_megatron_core_builds(megatron_core: Any) -> None:
-    assert len(megatron_core["counts"]) == 13
+    assert len(megatron_core["counts"]) == 15
     for name, ranks in megatron_core["counts"].items():
         for built, computed in ranks:
             assert built == computed, name
