@@ -45,9 +45,7 @@ from moe_overlap.plan.plan import Plan
 AdaptLayer = Callable[[ModuleSpec], ModuleSpec]
 
 
-def transformer_config(
-    config: Config, model: ModelDescription, layout: StageLayout | None = None
-) -> TransformerConfig:
+def transformer_config(config: Config, model: ModelDescription, layout: StageLayout | None = None) -> TransformerConfig:
     """megatron-core's configuration of a run.
 
     Args:
@@ -313,7 +311,9 @@ def build_model(
         else:
             module = GPTModel(**arguments)
             if not arguments["post_process"]:
-                module.decoder.final_layernorm = None  # with prediction layers megatron-core puts it behind the last layer
+                module.decoder.final_layernorm = (
+                    None  # with prediction layers megatron-core puts it behind the last layer
+                )
         for name, parameter in module.named_parameters():
             _default_parallel_attributes(parameter)
             if ".mlp.experts." in name and tc.expert_tensor_parallel_size != tc.tensor_model_parallel_size:

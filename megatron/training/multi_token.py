@@ -119,7 +119,11 @@ class PredictingModel(GPTModel):
     prediction_report: Tensor
 
     def __init__(
-        self, *, predictions: MultiTokenPredictionBlockSubmodules, pg_collection: ProcessGroupCollection, **arguments: Any
+        self,
+        *,
+        predictions: MultiTokenPredictionBlockSubmodules,
+        pg_collection: ProcessGroupCollection,
+        **arguments: Any,
     ) -> None:
         super().__init__(pg_collection=pg_collection, **arguments)
         self.mtp_process = True
@@ -161,7 +165,9 @@ class PredictingModel(GPTModel):
         """Losses [B, S] of the next tokens; the prediction layers' losses hang on their gradient."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         ahead, labels_BS, mask_BS = hidden_states, labels, loss_mask
-        shared = {name: inputs[name] for name in ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")}
+        shared = {
+            name: inputs[name] for name in ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
+        }
         reports = []
         for layer in self.mtp.layers:
             # The embedding's own hooks belong to its pass before the decoder.

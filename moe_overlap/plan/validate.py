@@ -48,7 +48,9 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
     if model is not None and (plan.mtp_stage is None) != (model.mtp_layers == 0):
         shown = "null" if plan.mtp_stage is None else plan.mtp_stage
         rule = f"{model.name} has {model.mtp_layers or 'no'} multi-token-prediction layers"
-        raise ConfigError(f"{source} mtp_stage", shown, rule, f"write {plan.loss_stage if model.mtp_layers else 'null'}")
+        raise ConfigError(
+            f"{source} mtp_stage", shown, rule, f"write {plan.loss_stage if model.mtp_layers else 'null'}"
+        )
     _check_ranks(plan, source)
     validate_transfers(plan, source)
     if plan.predicted is not None and len(plan.predicted.stages) != len(plan.stages):
@@ -202,7 +204,7 @@ def _check_chunks(plan: Plan, model: ModelDescription | None, source: str) -> No
             first, last = stage.chunks[chunk]
             ends = (plan.embedding_stage, 0), (plan.loss_stage, len(stage.chunks) - 1)
             if first != expected or last < first or (last == first and (index, chunk) not in ends):
-                rule = f"chunks hold every layer once, in model order, at least one each but the ends; layer {expected} comes next"
+                rule = f"chunks hold every layer once, in model order, at least one each but the ends; layer {expected} is next"
                 raise ConfigError(
                     f"{source} stages[{index}].chunks[{chunk}]", f"[{first}, {last}]", rule, f"start with {expected}"
                 )

@@ -48,7 +48,7 @@ WRONG = {
     ),
     "--exit-duration-in-mins 0": "--exit-duration-in-mins 0: must be at least 1; use 1 or more",
     "--fp8-format hybrid": "--fp8-format hybrid: needs Transformer Engine on a GPU: this machine lacks ",
-    "--moe-latent-size 8": "--moe-latent-size 8: experts in a latent space: not executed yet; drop the flag; --dry-run accepts it",
+    "--moe-latent-size 8": "--moe-latent-size 8: experts in a latent space: not executed yet; drop the flag; ",
     "--num-query-groups": "--num-query-groups: needs a value; write --num-query-groups VALUE",
     "--train-samples 100": "--train-samples 100: a run counts steps or samples; give --train-iters or --train-samples",
     "--world-size 2": "--world-size 2: torchrun sets it; use torchrun --nproc-per-node N",

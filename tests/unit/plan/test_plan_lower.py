@@ -239,7 +239,9 @@ def test_predictions_stand_between_norm_and_loss() -> None:
     between = [i.name for i in made[first + 1 : last]]
     forward = [f"mtp{n}.{part}" for n in (0, 1) for part in ("project", "attention", "mlp", "loss")]
     again = ("loss.backward", "project.recompute", "attention.recompute", "mlp.recompute")
-    backward = [f"mtp{n}.{part}" for n in (1, 0) for part in (*again, "mlp.backward", "attention.backward", "project.backward")]
+    backward = [
+        f"mtp{n}.{part}" for n in (1, 0) for part in (*again, "mlp.backward", "attention.backward", "project.backward")
+    ]
     assert between == [*forward, "head.loss", "head.loss.backward", *backward]
     by_name = {i.name: i for i in made}
     assert by_name["mtp1.project"].reads == ("h.mtp0.loss.m0", "tokens.m0")
