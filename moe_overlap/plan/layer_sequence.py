@@ -124,7 +124,7 @@ class RecomputeGroup:
 
 
 def recomputes_predictions(recompute: Recompute) -> bool:
-    """Whether prediction layers are computed a second time, their projection included; megatron-core's block method spares them."""
+    """Whether prediction layers are computed a second time, projections included; megatron-core's block method spares them."""
     return recompute.granularity == "uniform"
 
 

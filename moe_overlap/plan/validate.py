@@ -204,7 +204,7 @@ def _check_chunks(plan: Plan, model: ModelDescription | None, source: str) -> No
             first, last = stage.chunks[chunk]
             ends = (plan.embedding_stage, 0), (plan.loss_stage, len(stage.chunks) - 1)
             if first != expected or last < first or (last == first and (index, chunk) not in ends):
-                rule = f"chunks hold every layer once, in model order, at least one each but the ends; layer {expected} comes next"
+                rule = f"chunks hold every layer once, in model order, at least one each but the ends; layer {expected} is next"
                 raise ConfigError(
                     f"{source} stages[{index}].chunks[{chunk}]", f"[{first}, {last}]", rule, f"start with {expected}"
                 )

@@ -143,11 +143,13 @@ FOUR = {
     "tp2-ep2-etp2": f"{TP2} {EP2} --expert-tensor-parallel-size 2",
     "tp2-ep2-etp1": f"{TP2} {EP2} --expert-tensor-parallel-size 1 {OVERLAP}",
     "ep2-edp2": f"{EP2} {OVERLAP} {EXPERT_BIAS}",
+    "ep2-pp2-prediction": f"{EP2} {PP2} {OVERLAP} {PREDICTION}",
 }
 FOUR_RESHARDED = [
     ("ep2-pp2", FOUR["tp2-ep2-etp2"]),
     ("tp2-ep2-etp2", FOUR["ep2-pp2"]),
     ("tp2-ep2-etp1", f"{VPP2} {EP2} --num-layers 4"),
+    ("ep2-pp2-prediction", f"{TP2} {PP2} {PREDICTION}"),
     ("ep2-edp2", f"--expert-model-parallel-size 4 {EXPERT_BIAS}"),
 ]
 

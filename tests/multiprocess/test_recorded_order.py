@@ -43,6 +43,7 @@ TWO_RANKS = {
 }
 FOUR_RANKS = {
     "EP2 × PP2, 2 virtual stages": f"{EP2} {VPP2}",
+    "EP2 × PP2, 2 virtual stages, prediction": f"{EP2} {VPP2} {PREDICTION}",
     "EP2 × PP2, 2 virtual stages, shared expert": f"{EP2} {VPP2} {SHARED}",
 }
 

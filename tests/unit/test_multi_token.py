@@ -111,7 +111,7 @@ def test_layers_are_parts_of_their_own_and_count_on_behind_the_decoder() -> None
 
 
 def test_operations_of_prediction_layers() -> None:
-    """Matrix products counted in the built model; the formula adds attention, which is not counted, and takes norms for products."""
+    """Products counted in the built model; the formula adds attention, which is not counted, and takes norms for products."""
     for words, layers, norms in ((PREDICTION.partition("--mtp")[0], 2, 5), (PREDICTION, 4, 15)):
         built = small(words)
         tokens, positions, labels = batch()

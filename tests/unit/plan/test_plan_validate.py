@@ -106,13 +106,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"stages.1.chunks": [[2, 3]]},
         "stages[1].chunks[0] [2, 3]: chunks hold every layer once, in model order, at least one each but the ends; layer 1 "
-        "comes next; "
-        "start with 1",
+        "is next; start with 1",
     ),
     (
         {"stages.0.chunks": [[0, 2]], "stages.1.chunks": [[2, 2]], "embedding_stage": 0, "loss_stage": 0},
         "stages[1].chunks[0] [2, 2]: chunks hold every layer once, in model order, at least one each but the ends; layer 2 "
-        "comes next; start with 2",
+        "is next; start with 2",
     ),
     (
         {"transfers": []},
@@ -362,7 +361,7 @@ def test_chunks_follow_the_model_across_stages() -> None:
         dataclasses.replace(stage, chunks=chunks)
         for stage, chunks in zip(plan.stages, (((0, 2), (2, 4)), ((4, 6), (6, 8))), strict=True)
     )
-    with pytest.raises(ConfigError, match=r"stages\[1\]\.chunks\[0\] \[4, 6\]: .*layer 2 comes next"):
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.chunks\[0\] \[4, 6\]: .*layer 2 is next"):
         validate_plan(dataclasses.replace(plan, stages=swapped))
 
 
