@@ -84,7 +84,8 @@ def require_parts(stored: Stored, load: str, optimizer: Mapping[str, Any] | None
         rule = f"step {stored.step} holds no optimizer state (saved with --no-save-optim)"
         raise ConfigError("--load", load, rule, "add --no-load-optim or --finetune")
     if optimizer is not None:
-        for key, flag in (("name", "--optimizer"), ("precision", "--bf16")):
+        half = "--fp16" if "fp16" in (saved["precision"], optimizer["precision"]) else "--bf16"
+        for key, flag in (("name", "--optimizer"), ("precision", half)):
             if saved[key] != optimizer[key]:
                 rule = f"the optimizer state of step {stored.step} is of {saved[key]}, this run uses {optimizer[key]}"
                 raise ConfigError("--load", load, rule, f"correct {flag} or add --no-load-optim")

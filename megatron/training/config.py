@@ -77,7 +77,7 @@ class ModelConfig:
     embedding_init_method_std: float | None = None
     """Standard deviation of the initial word embedding; default --init-method-std."""
     apply_query_key_layer_scaling: bool = False
-    """Scale attention scores by 1/layer, and undo it in the softmax: other rounding, same mathematics in fp16."""
+    """Divide attention scores by the layer's number, and multiply them again in the softmax: idle here, as fp32 holds them."""
     multi_latent_attention: bool = False
     """Multi-head latent attention (DeepSeek)."""
     q_lora_rank: int | None = flag(None, of="model.multi_latent_attention")
@@ -446,6 +446,8 @@ class LoggingConfig:
     """Memory to TensorBoard: mem-max-allocated-bytes, on CUDA also what is reserved and allocated."""
     log_memory_interval: int | None = None
     """Steps between console lines with the memory of every rank."""
+    log_loss_scale_to_tensorboard: bool = flag(True, off="--no-log-loss-scale-to-tensorboard", of="precision.fp16")
+    """A curve of the loss scale."""
     log_world_size_to_tensorboard: bool = False
     """Number of processes to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = False

@@ -70,11 +70,11 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "hidden_dropout": config.model.hidden_dropout,
         "init_method_std": config.model.init_method_std,
         "embedding_init_method_std": config.model.embedding_init_method_std,
-        "apply_query_key_layer_scaling": config.model.apply_query_key_layer_scaling,
-        "params_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
+        "params_dtype": weight_type(config),
         "bf16": config.optimizer.bf16,
-        "autocast_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
-        "pipeline_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
+        "fp16": config.precision.fp16,
+        "autocast_dtype": weight_type(config),
+        "pipeline_dtype": weight_type(config),
         "calculate_per_token_loss": config.training.calculate_per_token_loss,
         # The fused form takes the tensor-parallel group as an argument; the other one reads a global.
         "cross_entropy_loss_fusion": True,
@@ -108,6 +108,13 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "mscale_all_dim": config.model.mscale_all_dim,
     }
     return MLATransformerConfig(**fields, **latent)
+
+
+def weight_type(config: Config) -> torch.dtype:
+    """Of weights and activations; master weights are fp32."""
+    if config.precision.fp16:
+        return torch.float16
+    return torch.bfloat16 if config.optimizer.bf16 else torch.float32
 
 
 def _activation(config: Config) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -273,7 +280,7 @@ def build_model(
         groups: the stage's process groups.
         adapt_layer: replaces parts of a layer's spec before it is built.
     Returns:
-        One module per chunk (virtual stage), in megatron-core's order, wrapped for bf16 where asked, without DDP.
+        One module per chunk (virtual stage), in megatron-core's order, wrapped for bf16 or fp16 where asked, without DDP.
     """
     if not transformer_engine_is_installed():
         repair_imports()
@@ -308,7 +315,7 @@ def build_model(
                 # Experts that fewer ranks share have more replicas than the dense layers have; megatron-core reduces them
                 # as experts under expert parallelism only (tensor_parallel/layers.py, `allreduce`).
                 parameter.allreduce = False  # type: ignore[attr-defined]
-        modules.append(Float16Module(tc, module) if config.optimizer.bf16 else module)
+        modules.append(module if weight_type(config) == torch.float32 else Float16Module(tc, module))
     return modules
 
 
