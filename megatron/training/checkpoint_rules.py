@@ -44,6 +44,7 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
         "--normalization": config.model.normalization,
         "--swiglu": model.gated,
         "--squared-relu": config.model.squared_relu,
+        "--parallel-attention-mlp": model.parallel_block,
         "--apply-layernorm-1p": config.model.layernorm_zero_centered_gamma,
         "--qk-layernorm": model.qk_layernorm,
         "--multi-latent-attention": config.model.multi_latent_attention,

@@ -56,6 +56,8 @@ class ModelConfig:
     """Store a norm's weight less 1, so that weight decay draws it to 1."""
     swiglu: bool = False
     """Gated SiLU in the MLPs instead of GELU."""
+    parallel_attention_mlp: Literal["one-norm", "two-norms"] | None = None
+    """Attention and MLP side by side, x + attention(norm(x)) + mlp(norm(x)), with a norm for both or one each (Falcon)."""
     squared_relu: bool = False
     """Squared ReLU in the MLPs instead of GELU."""
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")

@@ -26,7 +26,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron.training.config import Config
 from megatron.training.describe import uses_sequence_parallel
+from megatron.training.few_groups import FewGroupsAttention
 from megatron.training.grouped_experts import GroupedExperts
+from megatron.training.parallel_block import parallel_spec
 from megatron.training.stages import virtual_stages
 from megatron.training.without_te import (
     ExpertOutput,
@@ -257,6 +259,8 @@ def layer_spec(tc: TransformerConfig, is_moe: bool) -> ModuleSpec:
             experts.submodules.linear_fc2 = ExpertOutput
             if torch.cuda.is_available() and tc.bf16:
                 experts.module = GroupedExperts
+    if not tc.multi_latent_attention and (tc.num_query_groups or 1) < tc.tensor_model_parallel_size:
+        spec.submodules.self_attention.module = FewGroupsAttention
     return spec
 
 
@@ -290,6 +294,8 @@ def build_model(
     modules: list[torch.nn.Module] = []
     for index, (first, last) in enumerate(chunks):
         specs = [layer_spec(tc, model.moe_layers[layer]) for layer in range(first, last)]
+        if model.parallel_block is not None:
+            specs = [parallel_spec(spec, model.parallel_block, uses_transformer_engine()) for spec in specs]
         if adapt_layer is not None:
             specs = [adapt_layer(spec) for spec in specs]
         block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_block_norm())
