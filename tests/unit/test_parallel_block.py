@@ -79,7 +79,7 @@ def test_logits_and_gradients_equal_hugging_faces(name: str) -> None:
     theirs_BSV = twin(tokens).logits
     assert theirs_BSV.abs().max() > 1
     assert (logits_BSV - theirs_BSV).abs().max() < 1e-5 * theirs_BSV.abs().max()
-    # Not by the model's own loss: megatron-core's fused cross entropy rounds its gradient to bf16 (fused_cross_entropy.py:83).
+    # Not by the model's own loss: megatron-core's fused cross entropy rounds its gradient to bf16 (fused_cross_entropy.py:82).
     for logits in (logits_BSV, theirs_BSV):
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     for mine, other in (
