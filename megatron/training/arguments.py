@@ -30,6 +30,7 @@ ALIASES = {
     "--encoder-seq-length": ("--seq-length",),
     "--persistent-save-interval": ("--save-interval",),
     "--disable-fp8-wgrad": ("--no-fp8-wgrad",),
+    "--disable-log-loss-scale-to-tensorboard": ("--no-log-loss-scale-to-tensorboard",),
 }
 """Older spellings that upstream still reads -> the words they stand for; a value follows the last of them."""
 COMMAND_FLAGS = {"--help": 0, "-h": 0, "--dry-run": 0, "--world-size": 1, "--model": 1}

@@ -65,8 +65,8 @@ def _flag_lines(flag: Flag, doc: str) -> list[str]:
     head = "  " + ", ".join(names) + _value_words(flag)
     default = "" if flag.kind == "switch" or flag.default is None else f" (default {_shown(flag.default)})"
     text = f"Turn off: {doc[0].lower()}{doc[1:]}" if flag.off is not None else doc
-    if flag.needs is not None or flag.unbuilt is not None:
-        text += f" Needs {flag.needs}." if flag.needs is not None else " Not executed yet."
+    if flag.needs is not None:
+        text += f" Needs {flag.needs}."
     if len(head) > _WIDTH:
         head = head.replace(",", ", ")
     heads = textwrap.wrap(head, _WIDTH, initial_indent="  ", subsequent_indent=" " * _INDENT)

@@ -25,8 +25,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron.training.config import Config
 from megatron.training.describe import uses_sequence_parallel
+from megatron.training.few_groups import FewGroupsAttention
 from megatron.training.grouped_experts import GroupedExperts
 from megatron.training.multi_token import PredictingModel, prediction_spec
+from megatron.training.parallel_block import parallel_spec
 from megatron.training.sdpa_attention import SdpaAttention
 from megatron.training.stage_layout import StageLayout
 from megatron.training.stages import virtual_stages
@@ -73,11 +75,11 @@ def transformer_config(config: Config, model: ModelDescription, layout: StageLay
         "hidden_dropout": config.model.hidden_dropout,
         "init_method_std": config.model.init_method_std,
         "embedding_init_method_std": config.model.embedding_init_method_std,
-        "apply_query_key_layer_scaling": config.model.apply_query_key_layer_scaling,
-        "params_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
+        "params_dtype": weight_type(config),
         "bf16": config.optimizer.bf16,
-        "autocast_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
-        "pipeline_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
+        "fp16": config.precision.fp16,
+        "autocast_dtype": weight_type(config),
+        "pipeline_dtype": weight_type(config),
         "calculate_per_token_loss": config.training.calculate_per_token_loss,
         # The fused form takes the tensor-parallel group as an argument; the other one reads a global.
         "cross_entropy_loss_fusion": True,
@@ -113,6 +115,13 @@ def transformer_config(config: Config, model: ModelDescription, layout: StageLay
         "mscale_all_dim": config.model.mscale_all_dim,
     }
     return MLATransformerConfig(**fields, **latent)
+
+
+def weight_type(config: Config) -> torch.dtype:
+    """Of weights and activations; master weights are fp32."""
+    if config.precision.fp16:
+        return torch.float16
+    return torch.bfloat16 if config.optimizer.bf16 else torch.float32
 
 
 def _precision_fields(config: Config) -> dict[str, Any]:
@@ -249,7 +258,17 @@ def layer_spec(tc: TransformerConfig, is_moe: bool) -> ModuleSpec:
             experts.submodules.linear_fc2 = ExpertOutput
             if torch.cuda.is_available() and tc.bf16:
                 experts.module = GroupedExperts
+    if not tc.multi_latent_attention and (tc.num_query_groups or 1) < tc.tensor_model_parallel_size:
+        spec.submodules.self_attention.module = FewGroupsAttention
     return spec
+
+
+def decoder_layer(tc: TransformerConfig, model: ModelDescription, layer: int) -> ModuleSpec:
+    """The spec of the decoder's layer of that number, counted from 0."""
+    spec = layer_spec(tc, model.moe_layers[layer])
+    return (
+        spec if model.parallel_block is None else parallel_spec(spec, model.parallel_block, uses_transformer_engine())
+    )
 
 
 def uses_transformer_engine() -> bool:
@@ -272,7 +291,7 @@ def build_model(
         groups: the stage's process groups.
         adapt_layer: replaces parts of a layer's spec before it is built.
     Returns:
-        One module per chunk (virtual stage), in megatron-core's order, wrapped for bf16 where asked, without DDP.
+        One module per chunk (virtual stage), in megatron-core's order, wrapped for bf16 or fp16 where asked, without DDP.
     """
     if not transformer_engine_is_installed():
         repair_imports()
@@ -283,7 +302,7 @@ def build_model(
     adapt = adapt_layer or (lambda spec: spec)
     modules: list[torch.nn.Module] = []
     for index, (first, last) in enumerate(chunks):
-        specs = [adapt(layer_spec(tc, model.moe_layers[layer])) for layer in range(first, last)]
+        specs = [adapt(decoder_layer(tc, model, layer)) for layer in range(first, last)]
         arguments: dict[str, Any] = {
             "config": tc,
             "transformer_layer_spec": TransformerBlockSubmodules(layer_specs=specs, layer_norm=_block_norm()),
@@ -303,7 +322,7 @@ def build_model(
             "vp_stage": index if last_chunk > 0 else None,
         }
         if model.mtp_layers and arguments["post_process"]:
-            inside = adapt(layer_spec(tc, model.moe_layers[-1]))
+            inside = adapt(decoder_layer(tc, model, model.num_layers - 1))
             predictions = prediction_spec(inside, _block_norm(), _column_linear(), model.mtp_layers)
             module: torch.nn.Module = PredictingModel(predictions=predictions, **arguments)
         else:
@@ -324,7 +343,7 @@ def build_model(
                 # Experts that fewer ranks share have more replicas than the dense layers have; megatron-core reduces them
                 # as experts under expert parallelism only (tensor_parallel/layers.py, `allreduce`).
                 parameter.allreduce = False  # type: ignore[attr-defined]
-        modules.append(Float16Module(tc, module) if config.optimizer.bf16 else module)
+        modules.append(module if weight_type(config) == torch.float32 else Float16Module(tc, module))
     return modules
 
 

@@ -156,6 +156,16 @@ def widths_divide_by_tensor_size(config: Config) -> None:
     require(width % tensor == 0, "--tensor-model-parallel-size", tensor, rule, "change it or --ffn-hidden-size")
 
 
+def parallel_block_is_dense(config: Config) -> None:
+    flag, block = "--parallel-attention-mlp", config.model.parallel_attention_mlp
+    if block is None:
+        return
+    require(config.moe.num_experts is None, flag, block, "joins attention with a dense MLP", "drop --num-experts or it")
+    again = [name for name in config.parallel.recompute_modules or () if name != "core_attn"]
+    rule = f"{flag} recomputes core_attn or whole layers"
+    require(not again, "--recompute-modules", " ".join(again), rule, "use core_attn or --recompute-granularity full")
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     sizes_are_given,
     values_are_in_range,
@@ -163,5 +173,6 @@ MODEL_RULES: tuple[Rule, ...] = (
     positions_cover_the_sequence,
     latent_attention_fits,
     prediction_layers_fit,
+    parallel_block_is_dense,
     widths_divide_by_tensor_size,
 )

@@ -66,13 +66,11 @@ def _not_given(config: Config) -> Iterator[ConfigError]:
 
 
 def _needed(config: Config, machine: Machine) -> Iterator[ConfigError]:
-    """Fields and choices that need what the machine lacks, and fields that are not built."""
+    """Fields and choices that need what the machine lacks."""
     for flag in config_flags():
         value = getattr(getattr(config, flag.group), flag.field)
         if value == flag.default:
             continue
-        if flag.unbuilt is not None:
-            yield ConfigError(" ".join(flag_texts(flag, value)), "", f"{flag.unbuilt}: not executed yet", DRY_RUN)
         if flag.needs is not None:
             yield from _lacking(" ".join(flag_texts(flag, value)), flag.needs, machine)
     if config.moe.moe_token_dispatcher_type == "flex":

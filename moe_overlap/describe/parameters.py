@@ -78,7 +78,7 @@ def embedding_parameters(model: ModelDescription, share: Share) -> int:
 
 def layer_parameters(model: ModelDescription, layer: int, share: Share) -> int:
     """Parameters of one layer on a rank: norms, attention, MLP or mixture of experts."""
-    norms = 2 * norm_parameters(model, model.hidden_size)
+    norms = (1 if model.parallel_block == "one-norm" else 2) * norm_parameters(model, model.hidden_size)
     attention = attention_parameters(model, share.tensor, share.split_latents)
     if model.moe_layers[layer]:
         return norms + attention + moe_parameters(model, share)

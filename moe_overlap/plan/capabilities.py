@@ -66,7 +66,7 @@ LOWERED = Limits(
 )
 """What `lower` knows."""
 EXECUTED = Limits(
-    plan=(Limit("precision", _only("fp32", "bf16"), "not executed", "use fp32 or bf16"),),
+    plan=(Limit("precision", _only("fp32", "bf16", "fp16"), "not executed", "use fp32, bf16 or fp16"),),
     stage=(Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),),
     layer=(Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),),
 )

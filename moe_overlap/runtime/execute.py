@@ -126,7 +126,7 @@ class PlanExecutor:
         return StepState(
             Buffers(lambda i: parts.get(i.name, 1)),
             arrived,
-            1.0 if self._per_token else self._context_size / micro_batches,
+            self._optimizer.loss_scale * (1.0 if self._per_token else self._context_size / micro_batches),
             self._clock.seed,
             self.step * micro_batches,
             frozenset(again),

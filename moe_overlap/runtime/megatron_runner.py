@@ -55,13 +55,14 @@ class MegatronStepRunner:
         self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
         self._sequence_length, self._micro_batch_size = sequence_length, micro_batch_size
         self._clock, self.step = clock, 0
+        self._loss_scale = 1.0
         pipeline = groups.collection.pp
         self._schedule = get_forward_backward_func(
             pp_size=pipeline.size(), vp_size=len(chunks) if len(chunks) > 1 else None
         )
         self._transfers = RecordedTransfers(pipeline, config, recorder) if pipeline.size() > 1 else None
         config.finalize_model_grads_func = self._finalize
-        config.grad_scale_func = None
+        config.grad_scale_func = self._scaled
         overlapped = self._chunks[0].ddp_config.overlap_grad_reduce
         no_sync = [chunk.no_sync for chunk in self._chunks]
         config.no_sync_func = (no_sync if len(no_sync) > 1 else no_sync[0]) if overlapped else None
@@ -73,6 +74,7 @@ class MegatronStepRunner:
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
         """Forward and backward of every micro-batch, gradient reduction, optimizer step."""
         self._recorder.start_step()
+        self._loss_scale = self._optimizer.loss_scale
         self._optimizer.zero_grad()
         for chunk in self._chunks:
             chunk.train()
@@ -132,6 +134,9 @@ class MegatronStepRunner:
         if self._config.calculate_per_token_loss:
             return total, tokens.to(torch.int), report
         return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss * self._loss_scale
 
     def _finalize(self, chunks: Any, token_count: Tensor | None = None, **_: Any) -> None:
         self._update.reduce(token_count)

@@ -186,7 +186,8 @@ def adapt_layer(
         make_dispatcher: replaces its token dispatcher; called as its dispatchers are.
 
     Returns:
-        A function from a stock spec to one that builds `RecordedLayer` and, in MoE layers, `RecordedMoELayer`.
+        A function from a stock spec to one that builds `RecordedLayer`, over the spec's own kind of layer, and in MoE layers
+        `RecordedMoELayer`.
     """
 
     def adapt(spec: ModuleSpec) -> ModuleSpec:
@@ -200,8 +201,11 @@ def adapt_layer(
                 parts = dataclasses.replace(parts, router=make_gate)
             mlp = dataclasses.replace(submodules.mlp, module=RecordedMoELayer, submodules=parts, params=params)
             submodules = dataclasses.replace(submodules, mlp=mlp)
+        recorded = RecordedLayer
+        if spec.module is not TransformerLayer:
+            recorded = type(f"Recorded{spec.module.__name__}", (RecordedLayer, spec.module), {})
         return dataclasses.replace(
-            spec, module=RecordedLayer, submodules=submodules, params={**(spec.params or {}), "recorder": recorder}
+            spec, module=recorded, submodules=submodules, params={**(spec.params or {}), "recorder": recorder}
         )
 
     return adapt

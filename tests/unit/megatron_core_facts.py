@@ -21,6 +21,10 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VARIANTS = {
     "upstream's defaults": (DENSE, 1),
     "dense, tensor and pipeline": (f"{DENSE} {TP2} --pipeline-model-parallel-size 2 --qk-layernorm", 4),
+    "halves in parallel, one query group": (
+        f"{DENSE} {TP2} --parallel-attention-mlp one-norm --group-query-attention --num-query-groups 1 --disable-bias-linear",
+        2,
+    ),
     "experts with biases": (f"{DENSE} --num-experts 4 --moe-layer-freq 2", 1),
     "experts, tied": (f"{MOE} --kv-channels 16 --qk-layernorm --add-qkv-bias", 1),
     "grouped queries, untied, expert parallel": (

@@ -73,7 +73,6 @@ def test_what_needs_a_gpu_stops_a_start_on_the_cpu_only(words: str, line: str) -
 @pytest.mark.parametrize(
     "words",
     [
-        "--fp16",
         "--mtp-standalone",
         "--context-parallel-size 2 --hybrid-context-parallel",
         "--position-embedding-type rope --no-rope-freq 4",

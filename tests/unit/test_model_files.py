@@ -36,7 +36,7 @@ SHARED_SIBLINGS = {
     "qwen3-235b-a22b": "tiny-qwen3-30b-a3b",
     "gpt2-s-moe": "tiny-gpt2-moe",
     "gpt2-l-moe": "tiny-gpt2-moe",
-} | {f"mist-{family}-{size}": f"tiny-{family}" for family in ("gpt", "llama") for size in MIST_SIZES}
+} | {f"mist-{family}-{size}": f"tiny-{family}" for family in ("gpt", "llama", "falcon") for size in MIST_SIZES}
 """Models of one family share a small one; the others have one of their own name."""
 
 
@@ -63,13 +63,13 @@ def shape(name: str) -> tuple[object, ...]:
     )
     shared = (moe.moe_shared_expert_intermediate_size is None, moe.moe_shared_expert_gate)
     router = (moe.moe_router_score_function, moe.moe_router_pre_softmax, moe.moe_router_enable_expert_bias)
-    predicts = model.mtp_num_layers
+    block = (model.mtp_num_layers, model.parallel_attention_mlp)
     tied = not model.untie_embeddings_and_output_weights
     return (
         *kinds,
         *activation,
         *attention,
-        predicts,
+        *block,
         tied,
         moe.num_experts is None,
         some_layers,

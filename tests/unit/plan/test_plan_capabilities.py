@@ -77,7 +77,7 @@ def test_what_flags_say_is_executed(recompute: Recompute) -> None:
             {},
             "stages[0].recompute.layers 1: selective recomputation covers every layer of a chunk (2); write 2",
         ),
-        ({}, {"precision": "fp8"}, "precision fp8: not executed; use fp32 or bf16"),
+        ({}, {"precision": "fp8"}, "precision fp8: not executed; use fp32, bf16 or fp16"),
         ({}, {"mtp_stage": 0}, "mtp_stage 0: prediction layers run on the stage of the loss; write 1"),
         (
             {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="cross_micro_batch"),))},
