@@ -49,9 +49,11 @@ def model_fingerprint(config: Config) -> dict[str, Any]:
         "--softmax-type": config.attention.softmax_type,
         "--swiglu": config.model.swiglu,
         "--squared-relu": config.model.squared_relu,
+        "--openai-gelu": config.model.openai_gelu,
         "--quick-geglu": config.model.quick_geglu,
         "--activation-func-clamp-value": config.model.activation_func_clamp_value,
         "--glu-linear-offset": config.model.glu_linear_offset,
+        "--parallel-attention-mlp": model.parallel_block,
         "--apply-layernorm-1p": config.model.layernorm_zero_centered_gamma,
         "--qk-layernorm": model.qk_layernorm,
         "--multi-latent-attention": config.model.multi_latent_attention,
@@ -92,7 +94,8 @@ def require_parts(stored: Stored, load: str, optimizer: Mapping[str, Any] | None
         rule = f"step {stored.step} holds no optimizer state (saved with --no-save-optim)"
         raise ConfigError("--load", load, rule, "add --no-load-optim or --finetune")
     if optimizer is not None:
-        for key, flag in (("name", "--optimizer"), ("precision", "--bf16")):
+        half = "--fp16" if "fp16" in (saved["precision"], optimizer["precision"]) else "--bf16"
+        for key, flag in (("name", "--optimizer"), ("precision", half)):
             if saved[key] != optimizer[key]:
                 rule = f"the optimizer state of step {stored.step} is of {saved[key]}, this run uses {optimizer[key]}"
                 raise ConfigError("--load", load, rule, f"correct {flag} or add --no-load-optim")

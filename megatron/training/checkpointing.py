@@ -28,6 +28,7 @@ from megatron.training.checkpoint_rules import model_fingerprint
 from megatron.training.checkpoint_tensors import DirectSave, differences, model_state
 from megatron.training.config import Config
 from megatron.training.first_rank import on_every_rank, on_first_rank
+from megatron.training.loss_scale import restore_scaler, scaler_state
 from megatron.training.model import unwrap
 from megatron.training.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
 from megatron.training.random_states import random_states, set_random_states
@@ -40,9 +41,10 @@ RANDOM_STATES = "random_states"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run is: steps made, samples consumed."""
+    """How far a run is: steps made, those of them that left the weights alone, samples consumed."""
 
     iteration: int = 0
+    skipped: int = 0
     train_samples: int = 0
     valid_samples: int = 0
 
@@ -139,6 +141,7 @@ class Checkpointer:
         if with_optimizer:
             name, steps = self._config.optimizer.optimizer, stored.mark["optimizer"]["steps"]
             restore_optimizer(self._optimizer, name, loaded["optimizer"], steps)
+            restore_scaler(self._optimizer, stored.mark["optimizer"].get("scaler"))
             self._load_schedule(stored, load)
         else:
             self._optimizer.reload_model_params()
@@ -187,8 +190,9 @@ class Checkpointer:
 
     def _optimizer_mark(self) -> dict[str, Any]:
         flags = self._config.optimizer
-        precision = "bf16" if flags.bf16 else "fp32"
-        return {"name": flags.optimizer, "precision": precision, "steps": step_count(self._optimizer)}
+        precision = "fp16" if self._config.precision.fp16 else "bf16" if flags.bf16 else "fp32"
+        steps, scaler = step_count(self._optimizer), scaler_state(self._optimizer)
+        return {"name": flags.optimizer, "precision": precision, "steps": steps, "scaler": scaler}
 
     def _load_schedule(self, stored: Stored, load: str) -> None:
         mine = self._scheduler.state_dict()

@@ -57,8 +57,12 @@ class ModelConfig:
     """Store a norm's weight less 1, so that weight decay draws it to 1."""
     swiglu: bool = False
     """Gated SiLU in the MLPs instead of GELU."""
+    parallel_attention_mlp: Literal["one-norm", "two-norms"] | None = None
+    """Attention and MLP side by side, x + attention(norm(x)) + mlp(norm(x)), with a norm for both or one each (Falcon)."""
     squared_relu: bool = False
     """Squared ReLU in the MLPs instead of GELU."""
+    openai_gelu: bool = False
+    """GELU by its tanh approximation, as GPT-2 has it."""
     quick_geglu: bool = False
     """GELU by the sigmoid of 1.702 x, gated, in the MLPs instead of GELU."""
     activation_func_clamp_value: float | None = None
@@ -84,7 +88,7 @@ class ModelConfig:
     embedding_init_method_std: float | None = None
     """Standard deviation of the initial word embedding; default --init-method-std."""
     apply_query_key_layer_scaling: bool = False
-    """Scale attention scores by 1/layer, and undo it in the softmax: other rounding, same mathematics in fp16."""
+    """Divide attention scores by the layer's number, and multiply them again in the softmax: idle here, as fp32 holds them."""
     multi_latent_attention: bool = False
     """Multi-head latent attention (DeepSeek)."""
     q_lora_rank: int | None = flag(None, of="model.multi_latent_attention")
@@ -103,6 +107,10 @@ class ModelConfig:
     """YaRN: scale of the attention temperature."""
     mscale_all_dim: float = 0.0
     """YaRN: the same over all dimensions."""
+    mtp_num_layers: int | None = None
+    """Multi-token prediction: layers behind the decoder, each of which predicts one token further ahead (DeepSeek-V3)."""
+    mtp_loss_scaling_factor: float = flag(0.1, of="model.mtp_num_layers")
+    """Weight of their mean loss beside the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -455,6 +463,8 @@ class LoggingConfig:
     """Memory to TensorBoard: mem-max-allocated-bytes, on CUDA also what is reserved and allocated."""
     log_memory_interval: int | None = None
     """Steps between console lines with the memory of every rank."""
+    log_loss_scale_to_tensorboard: bool = flag(True, off="--no-log-loss-scale-to-tensorboard", of="precision.fp16")
+    """A curve of the loss scale."""
     log_world_size_to_tensorboard: bool = False
     """Number of processes to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = False

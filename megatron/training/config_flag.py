@@ -13,7 +13,6 @@ def flag(
     *names: str,
     off: str | None = None,
     needs: Need | None = None,
-    unbuilt: str | None = None,
     of: str | None = None,
 ) -> Any:
     """A field whose flag is not just `--field-name`.
@@ -23,7 +22,6 @@ def flag(
         names: the flag's names, the documented one first; none for `--field-name`.
         off: for a field that is true by default: the flag that turns it off.
         needs: what a machine must have to carry out another value than the default.
-        unbuilt: what this fork does not execute yet, where another value asks for it: a dry run accepts it, a start refuses it.
         of: the field ("group.field") whose setting this is: without effect while that one has its default.
     """
-    return field(default=default, metadata={"names": names, "off": off, "needs": needs, "unbuilt": unbuilt, "of": of})
+    return field(default=default, metadata={"names": names, "off": off, "needs": needs, "of": of})

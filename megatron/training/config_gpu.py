@@ -1,8 +1,8 @@
-"""The part of a run's configuration that a GPU, Transformer Engine or a communication library must carry out.
+"""The part of a run's configuration that a GPU, Transformer Engine or a communication library must carry out; and fp16.
 
 A field names what it needs (`needs=`) or the field it is a setting of (`of=`): a dry run accepts it anywhere and says so, a start
 on a machine that lacks it is refused (`start_rules.py`). `model.py` and `optimizer.py` hand the values to megatron-core.
-None of this has run on a GPU here.
+fp16 runs anywhere. None of this has run on a GPU here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _StateType = Literal["fp32", "fp16", "bf16", "fp8"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """precision below bf16"""
+    """fp16, fp8 and fp4"""
 
-    fp16: bool = flag(False, unbuilt="fp16 with loss scaling")
-    """Train in float16 with a loss scale."""
+    fp16: bool = False
+    """Train in float16 with fp32 master weights and a loss scale; a step whose gradients overflow is skipped."""
     loss_scale: float | None = flag(None, of="precision.fp16")
     """fp16: a constant loss scale instead of a dynamic one."""
     initial_loss_scale: float = flag(4294967296, of="precision.fp16")
@@ -31,7 +31,7 @@ class PrecisionConfig:
     loss_scale_window: float = flag(1000, of="precision.fp16")
     """fp16: steps without overflow after which it doubles."""
     hysteresis: int = flag(2, of="precision.fp16")
-    """fp16: overflows after which it is halved."""
+    """fp16: overflows after which every further one halves it, until it doubles again."""
     fp8: Literal["e4m3", "hybrid"] | None = flag(None, "--fp8-format", needs=_TE)
     """Matrix products in fp8: e4m3 everywhere, or e5m2 for gradients (hybrid)."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag("delayed", of="precision.fp8")

@@ -212,4 +212,6 @@ def describe_model(config: Config, vocab_size: int, name: str = "model") -> Mode
         shared_expert_gate=is_moe and moe.moe_shared_expert_gate,
         expert_bias=is_moe and moe.moe_router_enable_expert_bias,
         latent_attention=latent,
+        mtp_layers=model.mtp_num_layers or 0,
+        parallel_block=model.parallel_attention_mlp,
     )

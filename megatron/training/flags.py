@@ -33,8 +33,6 @@ class Flag:
     default: Any
     needs: str | None = None
     """What a machine must have for another value than the default."""
-    unbuilt: str | None = None
-    """What this fork does not execute yet, where another value asks for it."""
     of: str | None = None
     """The field ("group.field") whose setting this is."""
 
@@ -96,7 +94,6 @@ def _flags_of(group: str, cls: Any) -> list[Flag]:
                 many=many,
                 default=field.default,
                 needs=field.metadata.get("needs"),
-                unbuilt=field.metadata.get("unbuilt"),
                 of=field.metadata.get("of"),
             )
         )

@@ -16,7 +16,7 @@ from megatron.training.flags import Flag, config_flags
 _WIDTH = 120
 _INDENT = 4
 _USAGE = """\
-usage: torchrun --nproc-per-node N pretrain_moe.py [@FILE] [flags]
+usage: torchrun --nproc-per-node N pretrain_moe.py [@FILE] [--model FILE] [flags]
 
 Flags have Megatron-LM's names and meanings; @FILE reads flags from a file (comments after #), later flags win.
 
@@ -25,6 +25,9 @@ this command
     Show this text.
   --dry-run
     Stop before the first step: check the flags, print configuration, layout, parameters, and what this machine lacks.
+  --model FILE
+    The model of a file: examples/models/*.json, or a Hugging Face config.json. Its flags come first: those written beside
+    it win. A config.json says no length of samples: --seq-length is its positions, 4096 at most.
   --world-size N
     With --dry-run: number of processes; default the smallest that the parallel sizes allow.
 """
@@ -62,8 +65,8 @@ def _flag_lines(flag: Flag, doc: str) -> list[str]:
     head = "  " + ", ".join(names) + _value_words(flag)
     default = "" if flag.kind == "switch" or flag.default is None else f" (default {_shown(flag.default)})"
     text = f"Turn off: {doc[0].lower()}{doc[1:]}" if flag.off is not None else doc
-    if flag.needs is not None or flag.unbuilt is not None:
-        text += f" Needs {flag.needs}." if flag.needs is not None else " Not executed yet."
+    if flag.needs is not None:
+        text += f" Needs {flag.needs}."
     if len(head) > _WIDTH:
         head = head.replace(",", ", ")
     heads = textwrap.wrap(head, _WIDTH, initial_indent="  ", subsequent_indent=" " * _INDENT)

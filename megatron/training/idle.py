@@ -58,6 +58,8 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
         yield flag.off or flag.names[0], f"counts with {spelling(owner)}{' flex' if owner == FLEX_FIELD else ''} only"
     yield from _activation_and_positions(config)
     model = config.model
+    if model.apply_query_key_layer_scaling:
+        yield "--apply-query-key-layer-scaling", "attention scores are held in fp32, where they do not overflow"
     rotated = model.position_embedding_type == "rope" and not model.multi_latent_attention
     if model.rotary_seq_len_interpolation_factor is not None and not rotated:
         yield "--rotary-seq-len-interpolation-factor", "counts with --position-embedding-type rope only"

@@ -94,6 +94,7 @@ class TrainingLoop:
         self._started = time.monotonic()
         self._saved_at = progress.iteration
         self._peak_bytes = 0
+        self._peak_is_known = False  # of a step that makes the optimizer's state
         self._stopped_by_signal = False
         if job.config.training.exit_signal_handler:
             signal.signal(job.config.training.exit_signal, self._on_signal)
@@ -137,7 +138,7 @@ class TrainingLoop:
 
     def step(self, iteration: int, feed: Batches) -> Sequence[Any]:
         job = self.job
-        tracker = self._memory_tracker() if self.first_loss is None else None
+        tracker = None if self._peak_is_known else self._memory_tracker()
         size = job.batch_sizes.at(self.progress.train_samples)
         instructions = job.instructions if size == job.global_batch_size else job.instructions_of(size)
         job.runner.step = iteration
@@ -146,14 +147,15 @@ class TrainingLoop:
             result = job.runner.run(instructions, feed)
         seconds = time.perf_counter() - begin
         if tracker is not None:
-            self._peak_bytes = tracker.peak_bytes
-        if not result.updated and self._config.training.check_for_nan_in_loss_and_grad:
+            self._peak_bytes, self._peak_is_known = tracker.peak_bytes, result.updated
+        if not result.updated and stops_at_nan(self._config):
             raise TrainingFailed(f"step {iteration}: not finite: loss {result.loss}, gradient norm {result.grad_norm}")
         self.first_loss = result.loss if self.first_loss is None else self.first_loss
         learning_rate = _learning_rate(job.optimizer.param_groups, self._config)
-        job.scheduler.step(increment=size)
-        samples = self.progress.train_samples + size
-        self.progress = replace(self.progress, iteration=iteration, train_samples=samples)
+        if result.updated:
+            job.scheduler.step(increment=size)
+        samples, skipped = self.progress.train_samples + size, self.progress.skipped + (not result.updated)
+        self.progress = replace(self.progress, iteration=iteration, train_samples=samples, skipped=skipped)
         communication, exposed = job.measure(result.spans)
         peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes
         resident = resident_bytes()
@@ -185,13 +187,17 @@ class TrainingLoop:
         return StorageTracker(held_tensors(self.job.chunks, self.job.optimizer))
 
     def _optional(self, result: Any, seconds: float) -> dict[str, float]:
-        logging, figures = self._config.logging, {}
+        logging = self._config.logging
+        figures = {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.predictions, 1)}
         if logging.log_throughput:
             flops = self.job.flops_per_token * result.tokens
             figures["model_tflops_per_device"] = flops / seconds / dist.get_world_size() / 1e12
         if logging.log_params_norm:
             figures["params_norm"] = self.job.parameter_norm()
-        if logging.log_num_zeros_in_grad:
+        if self._config.precision.fp16:
+            figures["loss_scale"] = float(self.job.optimizer.get_loss_scale())
+            figures["skipped_iterations"] = float(self.progress.skipped)
+        if logging.log_num_zeros_in_grad and result.zero_gradients is not None:
             figures["num_zeros_in_grad"] = float(result.zero_gradients)
         return figures
 
@@ -240,6 +246,12 @@ class TrainingLoop:
         if _is_due(training.exit_interval, iteration):
             return f"--exit-interval {training.exit_interval}"
         return None
+
+
+def stops_at_nan(config: Config) -> bool:
+    """Whether a run ends where loss or gradients are not finite: a dynamic loss scale takes that for its signal, as upstream."""
+    dynamic = config.precision.fp16 and config.precision.loss_scale is None
+    return config.training.check_for_nan_in_loss_and_grad and not dynamic
 
 
 def _learning_rate(groups: Sequence[dict[str, Any]], config: Config) -> float:

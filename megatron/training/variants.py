@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,6 +15,8 @@ from torch import Tensor
 from megatron.training.config import Config
 from moe_overlap.describe.model import ModelDescription
 
+_tanh_gelu = partial(F.gelu, approximate="tanh")
+
 
 def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -> dict[str, Any]:
     """What stands between an MLP's two products."""
@@ -21,16 +24,19 @@ def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -
     function: Callable[..., Tensor] = F.gelu
     if flags.squared_relu:
         function = squared_relu
+    elif flags.openai_gelu:
+        function = _tanh_gelu
     elif flags.quick_geglu:
         function = quick_gelu
     elif flags.swiglu:
         function = F.silu
-    # megatron-core fuses GELU with a bias only, squared ReLU not at all, and quick GELU in routed experts only; its fused SiLU
-    # forgets clamp and offset.
+    # megatron-core fuses GELU with a bias only, squared ReLU and GELU by tanh not at all, and quick GELU in routed experts only;
+    # its fused SiLU forgets clamp and offset.
     only_experts = all(model.moe_layers) and not model.shared_expert_hidden_size
     changed = flags.activation_func_clamp_value is not None or flags.glu_linear_offset != 0
     fusible: dict[Callable[..., Tensor], bool] = {
         squared_relu: False,
+        _tanh_gelu: False,
         quick_gelu: only_experts,
         F.silu: not changed,
         F.gelu: flags.add_bias_linear,

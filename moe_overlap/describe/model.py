@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+ParallelBlock = Literal["one-norm", "two-norms"]
+"""Layers x + attention(norm(x)) + mlp(norm(x)), with a norm for both or one each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,3 +58,6 @@ class ModelDescription:
     shared_expert_gate: bool
     expert_bias: bool
     latent_attention: LatentAttention | None
+    mtp_layers: int = 0
+    """Multi-token-prediction layers behind the decoder; each has a layer of the form of the last one."""
+    parallel_block: ParallelBlock | None = None

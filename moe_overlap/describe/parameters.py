@@ -49,10 +49,13 @@ def rank_parameters(model: ModelDescription, share: Share) -> ParameterCount:
     """Parameters a rank holds.
 
     `active` counts, of the routed experts on this rank, the balanced share of a token's top-k: top-k / EP experts.
-    Where tied embeddings stand on two stages, each holds a copy.
+    Where two stages need the embedding (tied to the output layer, or read by prediction layers), each holds a copy.
     """
     layers = [layer for first, last in share.chunks for layer in range(first, last)]
     both = sum(layer_parameters(model, layer, share) for layer in layers)
+    if share.last_stage:
+        both += model.mtp_layers * prediction_parameters(model, share)
+        layers += [model.num_layers - 1] * model.mtp_layers
     idle = sum(_idle_expert_parameters(model, share) for layer in layers if model.moe_layers[layer])
     embedding = embedding_parameters(model, share)
     total = both + embedding + (norm_parameters(model, model.hidden_size) if share.last_stage else 0)
@@ -60,22 +63,36 @@ def rank_parameters(model: ModelDescription, share: Share) -> ParameterCount:
 
 
 def embedding_parameters(model: ModelDescription, share: Share) -> int:
-    """Word embedding [V/TP, H], learned positions [S, H], output layer [V/TP, H] unless it is the embedding itself."""
+    """Word embedding [V/TP, H], learned positions [S, H], output layer [V/TP, H] unless it is the embedding itself.
+
+    Prediction layers stand on the last stage and read a copy of the word embedding there.
+    """
     words = model.vocab_size // share.tensor * model.hidden_size
     positions = model.max_position_embeddings * model.hidden_size if model.learned_positions else 0
     total = words + positions if share.first_stage else 0
-    if share.last_stage and not (model.tied_embeddings and share.first_stage):
-        total += words
+    if share.last_stage:
+        copied = model.mtp_layers > 0 and not share.first_stage
+        total += words * (copied + (not model.tied_embeddings or not (share.first_stage or copied)))
     return total
 
 
 def layer_parameters(model: ModelDescription, layer: int, share: Share) -> int:
     """Parameters of one layer on a rank: norms, attention, MLP or mixture of experts."""
-    norms = 2 * norm_parameters(model, model.hidden_size)
+    norms = (1 if model.parallel_block == "one-norm" else 2) * norm_parameters(model, model.hidden_size)
     attention = attention_parameters(model, share.tensor, share.split_latents)
     if model.moe_layers[layer]:
         return norms + attention + moe_parameters(model, share)
     return norms + attention + mlp_parameters(model, model.ffn_hidden_size, share.tensor)
+
+
+def prediction_parameters(model: ModelDescription, share: Share) -> int:
+    """Parameters of one multi-token-prediction layer on a rank: a layer like the last one behind a projection [H/TP, 2H].
+
+    Two norms stand before the projection and one behind the layer; embedding and output layer are the model's own.
+    """
+    projection = 2 * model.hidden_size * model.hidden_size // share.tensor
+    norms = 3 * norm_parameters(model, model.hidden_size)
+    return norms + projection + layer_parameters(model, model.num_layers - 1, share)
 
 
 def norm_parameters(model: ModelDescription, width: int) -> int:

@@ -34,11 +34,19 @@ WITHOUT_EFFECT = (
         "no-bias-*-fusion no-masked-softmax-fusion no-rope-fusion no-persist-layer-norm "
         "no-gradient-accumulation-fusion no-gradient-reduce-div-fusion cross-entropy-loss-fusion "
         "cross-entropy-fusion-impl attention-backend use-flash-attn flash-attention-version "
-        "attention-softmax-in-fp32 transformer-impl moe-grouped-gemm moe-use-legacy-grouped-gemm "
+        "transformer-impl moe-grouped-gemm moe-use-legacy-grouped-gemm "
         "moe-permute-fusion moe-router-fusion moe-use-grouped-tensor moe-single-grouped-* use-grouped-gemm-for-* "
         "mla-down-proj-fusion fused-residual-rmsnorm use-te-activation-func disable-jit-fuser "
         "use-transformer-engine-op-fuser use-fused-weighted-squared-relu no-create-attention-mask-in-dataloader "
         "onnx-safe cache-mla-latents dsa-kernel-backend gdp-cutedsl-kernel disable-mamba-mem-eff-path enable-experimental",
+    ),
+    _group(
+        "always so: attention scores, their softmax and the cross entropy are computed in fp32, whatever the model's type",
+        "attention-softmax-in-fp32",
+    ),
+    _group(
+        "megatron-core 0.16.1 reads it nowhere and computes the cross entropy in fp32, as here",
+        "fp16-lm-cross-entropy",
     ),
     _group(
         "dispatch tuning of newer releases: megatron-core 0.16.1 has its own settings",
@@ -91,8 +99,7 @@ WITHOUT_EFFECT = (
     ),
     _group(
         "logging and diagnosis that this fork does not have: see --log-json, --tensorboard-dir and --profile",
-        "*-log-loss-scale-to-tensorboard log-device-memory-used "
-        "log-energy log-progress log-max-attention-logit log-straggler *straggler* logging-level "
+        "log-device-memory-used log-energy log-progress log-max-attention-logit log-straggler *straggler* logging-level "
         "no-one-logger one-logger-* otel-* app-tag-* no-barrier-with-level-1-timing "
         "config-logger-dir nvtx-ranges pytorch-profiler-* record-shapes "
         "record-memory-history memory-snapshot-path *flight-recorder* dump-param-to-param-group-map "
@@ -136,16 +143,14 @@ _DROP = "drop the flag"
 
 AWAITED = (
     _group("context parallelism that differs from sequence to sequence", "*context-parallel max-seqlen-per-dp-cp-rank"),
-    _group("multi-token prediction", "mtp-num-layers mtp-loss-scaling-factor mtp-standalone"),
+    _group("multi-token prediction on other stages than the loss", "mtp-standalone"),
     _group("layers without positions", "no-rope-freq"),
-    _group("other forms of GELU", "openai-gelu"),
     _group("other norms and clips of queries and keys", "qk-l2-norm qk-clip*"),
     _group("gated attention", "attention-output-gate"),
     _group("other residual connections", "apply-residual-connection-post-layernorm fp32-residual-connection"),
     _group("layers of unlike shape", "heterogeneous-layers-*"),
     _group("sparse and linear attention", "experimental-attention-variant dsa-* linear-*"),
     _group("several optimizer instances", "num-distributed-optimizer-instances"),
-    _group("fp16 cross entropy", "fp16-lm-cross-entropy"),
     _group("precision by file", "te-precision-config-file"),
     _group("kitchen's kernels", "use-kitchen-* kitchen-*"),
     _group("matrix products of a set rounding", "batch-invariant-* disable-bf16-reduced-precision-matmul"),

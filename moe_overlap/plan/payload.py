@@ -15,6 +15,7 @@ from moe_overlap.describe.parameters import (
     expert_parameters,
     layer_parameters,
     norm_parameters,
+    prediction_parameters,
 )
 from moe_overlap.plan.plan import Plan, Precision, StagePlan
 
@@ -81,20 +82,22 @@ class PartSize:
 
 
 def part_size(part: str, plan: Plan, stage: StagePlan, model: ModelDescription) -> PartSize:
-    """Parameters of `embedding`, `head` or `L3` on one rank of a stage.
+    """Parameters of `embedding`, `head`, `L3` or `mtp0` on one rank of a stage.
 
-    Tied embeddings belong to `embedding`, and a copy to `head` where that is on another stage.
+    Tied embeddings belong to `embedding`, and a copy to `head` where that is on another stage and no prediction layers are.
     """
     share = Share(chunks=stage.chunks, tensor=stage.tensor, expert=stage.expert, expert_tensor=stage.expert_tensor)
     if part == "embedding":
         return PartSize(embedding_parameters(model, replace(share, last_stage=False)), 0)
     if part == "head":
-        alone = replace(share, first_stage=plan.embedding_stage == plan.loss_stage)
+        alone = replace(share, first_stage=plan.loss_stage in (plan.embedding_stage, plan.mtp_stage))
         before = embedding_parameters(model, replace(share, last_stage=False)) if alone.first_stage else 0
         output = embedding_parameters(model, alone) - before
         return PartSize(output + norm_parameters(model, model.hidden_size), 0)
-    layer = int(part.removeprefix("L"))
+    predicts = part.startswith("mtp")
+    layer = model.num_layers - 1 if predicts else int(part.removeprefix("L"))
     experts = 0
     if model.moe_layers[layer]:
         experts = model.num_experts // stage.expert * expert_parameters(model, stage.expert_tensor)
-    return PartSize(layer_parameters(model, layer, share) - experts, experts)
+    whole = prediction_parameters(model, share) if predicts else layer_parameters(model, layer, share)
+    return PartSize(whole - experts, experts)

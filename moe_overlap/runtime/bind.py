@@ -52,7 +52,7 @@ class StepState:
     buffers: Buffers
     batches: Sequence[Batch]
     loss_scale: float
-    """Of every micro-batch's loss, auxiliary losses included, in the gradients."""
+    """Of every micro-batch's loss, auxiliary losses included, in the gradients; with fp16, times the optimizer's."""
     seed: int
     """Of the gates' draws."""
     first_micro_batch: int

@@ -21,6 +21,10 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VARIANTS = {
     "upstream's defaults": (DENSE, 1),
     "dense, tensor and pipeline": (f"{DENSE} {TP2} --pipeline-model-parallel-size 2 --qk-layernorm", 4),
+    "halves in parallel, one query group": (
+        f"{DENSE} {TP2} --parallel-attention-mlp one-norm --group-query-attention --num-query-groups 1 --disable-bias-linear",
+        2,
+    ),
     "experts with biases": (f"{DENSE} --num-experts 4 --moe-layer-freq 2", 1),
     "experts, tied": (f"{MOE} --kv-channels 16 --qk-layernorm --add-qkv-bias", 1),
     "grouped queries, untied, expert parallel": (
@@ -51,6 +55,16 @@ VARIANTS = {
     "experts in a latent space, biases, latent attention with sinks": (
         f"{LATENT.replace('--disable-bias-linear ', '')} {SINKS} --moe-latent-size 20 --expert-model-parallel-size 2",
         2,
+    ),
+    "predictions, tied, tensor and pipeline": (
+        f"{MOE} {TP2} --moe-ffn-hidden-size 32 --mtp-num-layers 2 --pipeline-model-parallel-size 2 "
+        "--pipeline-model-parallel-layout Et*4|mmL",
+        4,
+    ),
+    "latent attention and predictions, untied": (
+        f"{LATENT} --mtp-num-layers 1 --untie-embeddings-and-output-weights --expert-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL",
+        4,
     ),
     "latent attention, tied": (f"{LATENT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias", 1),
     "latent attention with latent queries": (

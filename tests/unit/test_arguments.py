@@ -139,14 +139,14 @@ def test_older_spellings_are_read_as_upstream_reads_them() -> None:
 
 
 def test_what_is_awaited_is_accepted_with_its_values() -> None:
-    parsed = parse(["--mtp-num-layers", "1", "--qk-l2-norm", "--no-rope-freq", "4"])
+    parsed = parse(["--mtp-standalone", "--qk-l2-norm", "--no-rope-freq", "4"])
     assert parsed.awaited == (
-        ("--mtp-num-layers 1", "multi-token prediction"),
+        ("--mtp-standalone", "multi-token prediction on other stages than the loss"),
         ("--qk-l2-norm", "other norms and clips of queries and keys"),
         ("--no-rope-freq 4", "layers without positions"),
     )
-    with pytest.raises(ConfigError, match="--mtp-num-layers one: must be a whole number"):
-        parse(["--mtp-num-layers", "one"])
+    with pytest.raises(ConfigError, match="--max-seqlen-per-dp-cp-rank one: must be a whole number"):
+        parse(["--max-seqlen-per-dp-cp-rank", "one"])
 
 
 def test_brackets_around_lists() -> None:

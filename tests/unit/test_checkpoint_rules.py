@@ -82,6 +82,12 @@ def test_differences_are_named_up_to_three() -> None:
             False,
             "is of fp32, this run uses bf16; correct --bf16 or add --no-load-optim",
         ),
+        (
+            ADAM | {"precision": "fp16"},
+            ADAM,
+            False,
+            "is of fp16, this run uses bf16; correct --fp16 or add --no-load-optim",
+        ),
         (ADAM, ADAM, True, "holds no random-number states (saved with --no-save-rng); add --no-load-rng"),
     ],
 )

@@ -77,6 +77,15 @@ def test_squared_relu_is_the_square_of_relu() -> None:
     assert model.decoder.layers[0].mlp.linear_fc1.weight.shape[0] == 4 * 32
 
 
+def test_openai_gelu_is_the_approximation_by_tanh() -> None:
+    """Hendrycks and Gimpel, "Gaussian error linear units", section 2; 5e-4 apart from the exact form at most."""
+    x = torch.linspace(-3, 3, 25)
+    approximate = 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    computed = small(f"{SIZES} --openai-gelu").stock().config.activation_func(x)
+    assert torch.allclose(computed, approximate, atol=1e-6)
+    assert (computed - torch.nn.functional.gelu(x)).abs().max() > 1e-4
+
+
 def test_gates_and_linear_halves_are_clamped_and_shifted() -> None:
     """One row through an MLP with biases by the formula of GPT-OSS."""
     words = "--quick-geglu --activation-func-clamp-value 0.02 --glu-linear-offset 1.0"

@@ -27,6 +27,8 @@ OVERLAP = (
     "--hidden-dropout 0 --attention-dropout 0"
 )
 
+PREDICTION = "--mtp-num-layers 2 --position-embedding-type rope"
+
 WORDS = [
     ("--num-layer 3", "--num-layer: unknown flag; did you mean --num-layers?"),
     ("--moe-grouped-gem", "--moe-grouped-gem: unknown flag; did you mean --moe-grouped-gemm?"),
@@ -146,6 +148,50 @@ RULES = [
         "name a multiple of 2",
     ),
     (
+        "--mtp-num-layers 1",
+        1,
+        "--position-embedding-type learned_absolute: prediction layers have rotary positions or none; use rope",
+    ),
+    (
+        "--mtp-num-layers -1 --position-embedding-type rope",
+        1,
+        "--mtp-num-layers -1: must be at least 0; use 0 or more",
+    ),
+    (
+        f"{PREDICTION} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        1,
+        "--recompute-num-layers 2: --mtp-num-layers 2 recomputes uniformly layer by layer; "
+        "use 1, or --recompute-method block",
+    ),
+    (
+        f"{OVERLAP} {PREDICTION} --defer-weight-gradients",
+        2,
+        "--mtp-num-layers 2: --defer-weight-gradients overlaps the layers of the decoder alone; "
+        "drop it or --defer-weight-gradients",
+    ),
+    (
+        f"{OVERLAP} {PREDICTION} --moe-overlap-partitions 2",
+        2,
+        "--mtp-num-layers 2: --moe-overlap-partitions overlaps the layers of the decoder alone; "
+        "drop it or --moe-overlap-partitions",
+    ),
+    (
+        f"{PP2} {PREDICTION} --pipeline-model-parallel-layout Ett|ttmL",
+        2,
+        "--pipeline-model-parallel-layout Ett|ttmL: holds 1 prediction layers of --mtp-num-layers 2; name 2 layers m",
+    ),
+    (
+        f"--pipeline-model-parallel-size 4 {PREDICTION} --pipeline-model-parallel-layout Ett|tt|mm|L",
+        4,
+        "--pipeline-model-parallel-layout Ett|tt|mm|L: prediction layers m stand in the part of the loss; "
+        'end with "mmL"',
+    ),
+    (
+        "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett||ttL",
+        3,
+        "--pipeline-model-parallel-layout Ett||ttL: names a part that holds nothing; give every part a layer t",
+    ),
+    (
         f"{PP2} --pipeline-model-parallel-layout Ett|tL",
         2,
         "--pipeline-model-parallel-layout Ett|tL: holds 3 layers of --num-layers 4; name 4 layers t",
@@ -165,6 +211,12 @@ RULES = [
         "--moe-enable-deepep",
         1,
         "--moe-enable-deepep: belongs to --moe-token-dispatcher-type flex; add that flag or drop this one",
+    ),
+    ("--openai-gelu --swiglu", 1, "--openai-gelu: --swiglu chooses another activation; drop one of the two flags"),
+    (
+        "--openai-gelu --squared-relu",
+        1,
+        "--openai-gelu: --squared-relu chooses another activation; drop one of the two flags",
     ),
     ("--squared-relu --swiglu", 1, "--squared-relu: --swiglu chooses another activation; drop one of the two flags"),
     (
