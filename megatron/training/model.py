@@ -66,7 +66,7 @@ def transformer_config(config: Config, model: ModelDescription, layout: StageLay
         "layernorm_epsilon": config.model.norm_epsilon,
         "layernorm_zero_centered_gamma": config.model.layernorm_zero_centered_gamma,
         **activation_fields(config, model, has_cuda),
-        **attention_fields(config, model),
+        **attention_fields(config),
         "add_bias_linear": config.model.add_bias_linear,
         "add_qkv_bias": config.model.add_qkv_bias,
         "qk_layernorm": config.model.qk_layernorm,

@@ -50,12 +50,12 @@ def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -
     }
 
 
-def attention_fields(config: Config, model: ModelDescription) -> dict[str, Any]:
+def attention_fields(config: Config) -> dict[str, Any]:
     """Windows and sinks."""
-    size = config.attention.window_size
+    frequency = config.attention.window_attn_skip_freq
     return {
-        "window_size": size,
-        "window_attn_skip_freq": None if size is None else [int(window is not None) for window in model.windows],
+        "window_size": config.attention.window_size,
+        "window_attn_skip_freq": list(frequency) if isinstance(frequency, tuple) else frequency,
         "softmax_type": config.attention.softmax_type,
     }
 

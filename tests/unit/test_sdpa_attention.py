@@ -154,6 +154,13 @@ def test_windows_and_sinks_mean_what_megatron_core_means(sinks: str, layer: int)
     torch.testing.assert_close(ours(*x, None), expected)
 
 
+@pytest.mark.parametrize("skipped", ["", "--window-attn-skip-freq 2", "--window-attn-skip-freq [0,1]"])
+def test_layers_have_the_windows_of_the_description(skipped: str) -> None:
+    made = small(f"{MOE} --window-size 2,0 {skipped}")
+    built = [layer.self_attention.core_attention.window for layer in made.stock().decoder.layers]
+    assert built == [None if keys is None else keys - 1 for keys in made.model.windows]
+
+
 def test_a_model_of_windows_and_sinks_looks_no_further() -> None:
     """A token outside every window changes no later loss; sinks are learnt."""
     model = small(f"{MOE} --window-size 2,0 --softmax-type learnable").stock()
