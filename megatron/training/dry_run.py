@@ -88,7 +88,8 @@ def model_line(model: ModelDescription) -> str:
     count = model_parameters(model)
     experts = f"{model.num_experts} experts top-{model.router_topk}, " if model.num_experts else ""
     parts = f"{quantity(count.active)} active, {quantity(count.embedding)} embedding"
-    sizes = f"{model.num_layers} layers, hidden {model.hidden_size}, {experts}"
+    ahead = f" and {model.mtp_layers} for prediction" if model.mtp_layers else ""
+    sizes = f"{model.num_layers} layers{ahead}, hidden {model.hidden_size}, {experts}"
     return f"{model.name}: {sizes}{quantity(count.total)} parameters ({parts})"
 
 

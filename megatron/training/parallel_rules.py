@@ -105,6 +105,8 @@ def layout_holds_the_model(config: Config) -> None:
     parts, stages = layout_parts(text), parallel.pipeline_model_parallel_size
     rule = f"names {len(parts)} stages for --pipeline-model-parallel-size {stages}"
     require(len(parts) % stages == 0, flag, text, rule, f"name a multiple of {stages}")
+    rule, fix = "interleaving needs a pipeline", "add --pipeline-model-parallel-size or name one part"
+    require(stages > 1 or len(parts) == 1, flag, text, rule, fix)
     letters, layers = "".join(parts), config.model.num_layers
     ends = letters.startswith("E") and letters.endswith("L") and letters.count("E") == letters.count("L") == 1
     require(ends, flag, text, "must begin with the one embedding E and end with the one loss L", "correct it")

@@ -65,6 +65,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 CP2 = "--context-parallel-size 2"
 ETP1 = "--expert-tensor-parallel-size 1"
 LAYOUT = "--pipeline-model-parallel-layout"
+COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 TOGETHER = (
     ("no-balancing", "EP2", EP2),
@@ -123,6 +124,7 @@ TOGETHER = (
     ("prediction-latent-bias", "TP2", TP2),
     ("prediction-latent-bias", "PP2", f"{PP2} {LAYOUT} Ett|ttmmL"),
     ("no-balancing", "an embedding alone, unequal virtual stages", f"{PP2} {LAYOUT} E|tt|t|tL"),
+    ("no-balancing", "ends that count as layers", f"{PP2} {COUNTED} --num-virtual-stages-per-pipeline-rank 3"),
     ("tied-dense-first", "three layers and one", f"{PP2} {LAYOUT} Ettt|tL"),
     (
         "no-balancing",

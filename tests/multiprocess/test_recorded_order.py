@@ -51,7 +51,7 @@ FOUR_RANKS = {
 def on_two_ranks() -> tuple[dict[str, dict[str, str]], list[list[int]], list[dict[str, str]]]:
     order = check_order(TWO_RANKS)
     broken = [check_broken_lists(f"{flags} {SHARED} --global-batch-size 4") for flags in (EP2, VPP2)]
-    return order, broken, [check_evaluation(f"{flags} {SHARED}") for flags in (EP2, VPP2)]
+    return order, broken, [check_evaluation(f"{flags} {SHARED}") for flags in (EP2, f"{VPP2} {PREDICTION}")]
 
 
 def test_two_ranks() -> None:

@@ -187,6 +187,12 @@ RULES = [
         'end with "mmL"',
     ),
     (
+        "--pipeline-model-parallel-layout Ett|ttL",
+        1,
+        "--pipeline-model-parallel-layout Ett|ttL: interleaving needs a pipeline; "
+        "add --pipeline-model-parallel-size or name one part",
+    ),
+    (
         "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett||ttL",
         3,
         "--pipeline-model-parallel-layout Ett||ttL: names a part that holds nothing; give every part a layer t",
