@@ -38,6 +38,7 @@ OWN_FLAGS = {
     "moe_overlap_micro_batches",
     "moe_overlap_partitions",
     "moe_overlap_range",
+    "parallel_attention_mlp",
     "plan",
     "trace",
 }
