@@ -197,7 +197,7 @@ def adapt_layer(
                 parts = dataclasses.replace(parts, router=make_gate)
             mlp = dataclasses.replace(submodules.mlp, module=RecordedMoELayer, submodules=parts, params=params)
             submodules = dataclasses.replace(submodules, mlp=mlp)
-        recorded = RecordedLayer
+        recorded: Any = RecordedLayer
         if spec.module is not TransformerLayer:
             recorded = type(f"Recorded{spec.module.__name__}", (RecordedLayer, spec.module), {})
         return dataclasses.replace(
