@@ -25,6 +25,8 @@ def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, 
     log.say("environment", f"python {platform.python_version()}, {packages}")
     log.say("corpus", corpus)
     log.say("model", model_line(model))
+    for note in parsed.model_notes:
+        log.say("not the same", note)
     log.say("layout", layout_line(parallel_layout(parsed.config, world_size), parsed.config))
     idle = idle_flags(parsed)
     if idle:

@@ -70,9 +70,10 @@ def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
     state.pop("output_layer._extra_state", None)
     if not model.post_process:
         return state
-    if model.share_embeddings_and_output_weights and not model.pre_process:
-        # The last stage's copy of the embedding: a replica of the first stage's tensor.
-        state[OUTPUT] = make_tp_sharded_tensor_for_checkpoint(
+    if (model.share_embeddings_and_output_weights or model.mtp_process) and not model.pre_process:
+        # The last stage's copy of the embedding: a replica of the first stage's tensor. Prediction layers read it under its
+        # own name.
+        state[EMBEDDING if model.mtp_process else OUTPUT] = make_tp_sharded_tensor_for_checkpoint(
             model.shared_embedding_or_output_weight(),
             EMBEDDING,
             replica_id=(1, 0, groups.dp_cp.rank()),

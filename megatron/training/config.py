@@ -1,7 +1,7 @@
 """What a run is, as dataclasses. Each field is a flag: name, type, default and choices stand here once, its help below it.
 
 Field names are the attribute names of upstream Megatron-LM, defaults are upstream's; `arguments.py` makes the flags.
-The groups that need a GPU's libraries stand in `config_gpu.py`.
+Forms of attention stand in `config_attention.py`, the groups that need a GPU's libraries in `config_gpu.py`.
 Nothing here derives or repairs a value: derived sizes are computed by `describe.py`, rules stand in `validation.py`.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron.training.config_attention import AttentionConfig
 from megatron.training.config_flag import flag
 from megatron.training.config_gpu import DeviceConfig, PrecisionConfig
 
@@ -60,6 +61,14 @@ class ModelConfig:
     """Attention and MLP side by side, x + attention(norm(x)) + mlp(norm(x)), with a norm for both or one each (Falcon)."""
     squared_relu: bool = False
     """Squared ReLU in the MLPs instead of GELU."""
+    openai_gelu: bool = False
+    """GELU by its tanh approximation, as GPT-2 has it."""
+    quick_geglu: bool = False
+    """GELU by the sigmoid of 1.702 x, gated, in the MLPs instead of GELU."""
+    activation_func_clamp_value: float | None = None
+    """Gated activations: clamp the gate from above and the linear half on both sides."""
+    glu_linear_offset: float = 0.0
+    """Gated activations: added to the linear half."""
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     """Biases in the linear layers."""
     add_qkv_bias: bool = False
@@ -92,12 +101,16 @@ class ModelConfig:
     """Head width of their rotary part."""
     v_head_dim: int = flag(128, of="model.multi_latent_attention")
     """Head width of values."""
-    rotary_scaling_factor: float = flag(1.0, of="model.multi_latent_attention")
-    """YaRN scaling of latent attention's rotary part."""
-    mscale: float = flag(1.0, of="model.multi_latent_attention")
+    rotary_scaling_factor: float = 1.0
+    """YaRN: by how much the context is extended."""
+    mscale: float = 1.0
     """YaRN: scale of the attention temperature."""
-    mscale_all_dim: float = flag(0.0, of="model.multi_latent_attention")
+    mscale_all_dim: float = 0.0
     """YaRN: the same over all dimensions."""
+    mtp_num_layers: int | None = None
+    """Multi-token prediction: layers behind the decoder, each of which predicts one token further ahead (DeepSeek-V3)."""
+    mtp_loss_scaling_factor: float = flag(0.1, of="model.mtp_num_layers")
+    """Weight of their mean loss beside the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +123,8 @@ class MoEConfig:
     """Which layers are MoE: every N-th, or a Python list of 0 and 1 such as "([0]*3+[1]*5)"."""
     moe_ffn_hidden_size: int | None = None
     """Width of one expert; default the dense MLP's width."""
+    moe_latent_size: int | None = None
+    """Width of what routed experts read and write: tokens are projected to it before the dispatch and back after the combine."""
     moe_shared_expert_intermediate_size: int | None = None
     """Total width of the shared experts."""
     moe_shared_expert_gate: bool = False
@@ -505,6 +520,7 @@ class Config:
     """A run. Every flag stands in exactly one of these groups."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -61,12 +61,6 @@ class GatherSequence(torch.autograd.Function):
         return mine, None
 
 
-def causal_mask(sequence_length: int, group: Any, device: torch.device) -> Tensor:
-    """[S / C, S], true where this rank's query may look."""
-    mine = positions(sequence_length, group.size(), group.rank(), device)
-    return mine[:, None] >= torch.arange(sequence_length, device=device)
-
-
 def _order(sequence_length: int, size: int, device: torch.device) -> Tensor:
     """[S] places in the sample, rank after rank."""
     return torch.cat([positions(sequence_length, size, rank, device) for rank in range(size)])

@@ -62,6 +62,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
     plan = (plan_from_flags if plan_is_missing else plan_of_run)(config, model, world)
     lines = [
         _line("model", model_line(model)),
+        *(_line("not the same", note) for note in parsed.model_notes),
         *(
             []
             if vocabulary
@@ -110,9 +111,10 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
     grown = f"{smallest} to " if smallest != layout.global_batch_size else ""
     batches = f"global batch {grown}{layout.global_batch_size} in {layout.micro_batches} micro-batches"
     training = config.training
-    length = f"{training.train_samples} samples" if training.train_samples else f"{training.train_iters or 0} steps"
+    lengths = [f"{training.train_samples} samples"] if training.train_samples else []
+    lengths += [f"{training.train_iters} steps"] if training.train_iters else []
     names = ", ".join([*sizes, f"DP {layout.data} with ZeRO-1"])
-    return f"{processes}: {names}, micro-batch {layout.micro_batch_size}, {batches}, {length}"
+    return ", ".join([f"{processes}: {names}", f"micro-batch {layout.micro_batch_size}", batches, *lengths])
 
 
 def has_pairs(plan: Plan) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from megatron.training.config import Config
 from moe_overlap.describe.errors import ConfigError
 
-ValueKind = Literal["switch", "int", "float", "str", "layers"]
+ValueKind = Literal["switch", "int", "float", "str", "layers", "pair"]
 _WHAT = {"int": "a whole number", "float": "a number"}
 
 
@@ -54,6 +54,8 @@ class Flag:
     def _one(self, name: str, text: str) -> Any:
         if self.kind == "layers":
             return layer_pattern(name, text)
+        if self.kind == "pair":
+            return _pair(name, text)
         if self.kind in _WHAT:
             try:
                 return int(text) if self.kind == "int" else float(text)
@@ -100,8 +102,10 @@ def _flags_of(group: str, cls: Any) -> list[Flag]:
 
 def _value_of(hint: Any) -> tuple[ValueKind, tuple[str, ...] | None, bool]:
     """Value type, choices, and whether there are several values."""
-    if hint == int | tuple[int, ...]:
+    if hint in (int | tuple[int, ...], int | tuple[int, ...] | None):
         return "layers", None, False
+    if hint == tuple[int, int] | None:
+        return "pair", None, False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
     many = typing.get_origin(hint) is tuple
@@ -111,6 +115,15 @@ def _value_of(hint: Any) -> tuple[ValueKind, tuple[str, ...] | None, bool]:
         return "str", typing.get_args(hint), many
     kinds: dict[Any, ValueKind] = {bool: "switch", int: "int", float: "float", str: "str"}
     return kinds[hint], None, many
+
+
+def _pair(name: str, text: str) -> tuple[int, int]:
+    """`128,0` or `(128, 0)`."""
+    try:
+        first, second = (int(part) for part in text.strip().removeprefix("(").removesuffix(")").split(","))
+    except ValueError:
+        raise ConfigError(name, text, "must be two whole numbers", "write for example 128,0") from None
+    return first, second
 
 
 def layer_pattern(name: str, text: str) -> int | tuple[int, ...]:
@@ -151,6 +164,8 @@ def flag_texts(flag: Flag, value: Any) -> list[str]:
         return [flag.off]
     if flag.kind == "layers" and isinstance(value, tuple):
         return [flag.names[0], "[" + ",".join(map(str, value)) + "]"]
+    if flag.kind == "pair":
+        return [flag.names[0], ",".join(map(str, value))]
     if flag.many:
         return [flag.names[0], *map(str, value)]
     return [flag.names[0], str(value)]

@@ -35,7 +35,10 @@ class GroupedExperts(SequentialMLP):
         hidden_TI = self.grouped_product(rows_TH, [expert.linear_fc1 for expert in self.local_experts], ends_E)
         if self.config.gated_linear_unit:
             gate_TI, up_TI = hidden_TI.chunk(2, dim=-1)
-            hidden_TI = self.config.activation_func(gate_TI) * up_TI
+            limit, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
+            if limit is not None:
+                gate_TI, up_TI = gate_TI.clamp(max=limit), up_TI.clamp(min=-limit, max=limit)
+            hidden_TI = self.config.activation_func(gate_TI) * (up_TI + offset if offset else up_TI)
         else:
             hidden_TI = self.config.activation_func(hidden_TI)
         hidden_TI = (hidden_TI * probs_T.unsqueeze(-1)).to(rows_TH.dtype)

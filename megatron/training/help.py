@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import config as config_module
-from megatron.training import config_gpu
+from megatron.training import config_attention, config_gpu
 from megatron.training.config import Config
 from megatron.training.flags import Flag, config_flags
 
 _WIDTH = 120
 _INDENT = 4
 _USAGE = """\
-usage: torchrun --nproc-per-node N pretrain_moe.py [@FILE] [flags]
+usage: torchrun --nproc-per-node N pretrain_moe.py [@FILE] [--model FILE] [flags]
 
 Flags have Megatron-LM's names and meanings; @FILE reads flags from a file (comments after #), later flags win.
 
@@ -25,6 +25,9 @@ this command
     Show this text.
   --dry-run
     Stop before the first step: check the flags, print configuration, layout, parameters, and what this machine lacks.
+  --model FILE
+    The model of a file: examples/models/*.json, or a Hugging Face config.json. Its flags come first: those written beside
+    it win. A config.json says no length of samples: --seq-length is its positions, 4096 at most.
   --world-size N
     With --dry-run: number of processes; default the smallest that the parallel sizes allow.
 """
@@ -46,7 +49,7 @@ def help_text() -> str:
 
 def field_docs() -> dict[tuple[str, str], str]:
     """The string under each field of the configuration, by class and field."""
-    files = (Path(str(module.__file__)) for module in (config_module, config_gpu))
+    files = (Path(str(module.__file__)) for module in (config_module, config_attention, config_gpu))
     bodies = [ast.parse(path.read_text(encoding="utf-8")).body for path in files]
     docs: dict[tuple[str, str], str] = {}
     for cls in (node for body in bodies for node in body if isinstance(node, ast.ClassDef)):
@@ -76,7 +79,7 @@ def _flag_lines(flag: Flag, doc: str) -> list[str]:
 def _value_words(flag: Flag) -> str:
     if flag.kind == "switch":
         return ""
-    value = {"int": "N", "float": "X", "str": "TEXT", "layers": "N"}[flag.kind]
+    value = {"int": "N", "float": "X", "str": "TEXT", "layers": "N", "pair": "N,N"}[flag.kind]
     if flag.choices:
         value = "{" + ",".join(flag.choices) + "}"
     return f" {value} ..." if flag.many else f" {value}"

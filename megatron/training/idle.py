@@ -19,6 +19,16 @@ CURVES = (
     "moe_per_layer_logging",
 )
 """Fields of `logging` that ask for curves."""
+YARN = (
+    "model.rotary_scaling_factor",
+    "model.mscale",
+    "model.mscale_all_dim",
+    "attention.yarn_original_max_position_embeddings",
+    "attention.yarn_beta_fast",
+    "attention.yarn_beta_slow",
+    "attention.yarn_correction_range_round_to_int",
+)
+"""Settings of YaRN; latent attention reads those of `model`."""
 
 
 def idle_flags(parsed: ParsedArguments) -> list[tuple[str, str]]:
@@ -46,15 +56,34 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
         if owner is None or value == flag.default or is_active(config, owner):
             continue
         yield flag.off or flag.names[0], f"counts with {spelling(owner)}{' flex' if owner == FLEX_FIELD else ''} only"
+    yield from _activation_and_positions(config)
     model = config.model
     if model.apply_query_key_layer_scaling:
         yield "--apply-query-key-layer-scaling", "attention scores are held in fp32, where they do not overflow"
     rotated = model.position_embedding_type == "rope" and not model.multi_latent_attention
     if model.rotary_seq_len_interpolation_factor is not None and not rotated:
         yield "--rotary-seq-len-interpolation-factor", "counts with --position-embedding-type rope only"
+    if config.attention.use_rope_scaling and not rotated:
+        yield "--use-rope-scaling", "counts with --position-embedding-type rope only"
     pairs = zip(config.moe.moe_router_load_balancing_type, config.moe.moe_aux_loss_coeff, strict=True)
     if config.moe.num_experts is not None and any(kind in ("sinkhorn", "none") and factor for kind, factor in pairs):
         yield "--moe-aux-loss-coeff", "this --moe-router-load-balancing-type has no auxiliary loss"
+
+
+def _activation_and_positions(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings of gated activations, and of YaRN in either kind of attention."""
+    model = config.model
+    if not (model.swiglu or model.quick_geglu):
+        for name in ("activation_func_clamp_value", "glu_linear_offset"):
+            if is_active(config, f"model.{name}"):
+                yield spelling(f"model.{name}"), "counts with --swiglu or --quick-geglu only"
+    yarn, latent = model.position_embedding_type == "yarn", model.multi_latent_attention
+    for flag in config_flags():
+        path = f"{flag.group}.{flag.field}"
+        of_latent = flag.group == "model"
+        if path in YARN and is_active(config, path) and not yarn and not (latent and of_latent):
+            also = " or --multi-latent-attention" if of_latent else ""
+            yield flag.off or flag.names[0], f"counts with --position-embedding-type yarn{also} only"
 
 
 def _parallel(config: Config) -> Iterator[tuple[str, str]]:

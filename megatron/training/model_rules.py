@@ -42,6 +42,16 @@ def values_are_in_range(config: Config) -> None:
     model = config.model
     rule, fix = "--swiglu chooses another activation", "drop one of the two flags"
     require(not (model.squared_relu and model.swiglu), "--squared-relu", "", rule, fix)
+    require(not (model.openai_gelu and model.swiglu), "--openai-gelu", "", rule, fix)
+    require(not (model.quick_geglu and model.swiglu), "--quick-geglu", "", rule, fix)
+    rule = "--squared-relu chooses another activation"
+    require(not (model.openai_gelu and model.squared_relu), "--openai-gelu", "", rule, fix)
+    require(not (model.quick_geglu and model.squared_relu), "--quick-geglu", "", rule, fix)
+    rule = "--quick-geglu chooses another activation"
+    require(not (model.openai_gelu and model.quick_geglu), "--openai-gelu", "", rule, fix)
+    limit = model.activation_func_clamp_value
+    fits = limit is None or limit > 0
+    require(fits, "--activation-func-clamp-value", limit, "must be positive", "use for example 7.0")
     width = model.embedding_init_method_std
     require(
         width is None or width > 0, "--embedding-init-method-std", width, "must be positive", "use for example 0.02"
@@ -124,6 +134,21 @@ def latent_attention_fits(config: Config) -> None:
     require(width % 2 == 0, "--qk-pos-emb-head-dim", width, "is rotated in pairs", "use an even number")
 
 
+def prediction_layers_fit(config: Config) -> None:
+    model, parallel = config.model, config.parallel
+    flag, count = "--mtp-num-layers", model.mtp_num_layers
+    at_least(0, ((flag, count), ("--mtp-loss-scaling-factor", model.mtp_loss_scaling_factor)))
+    if not count:
+        return
+    positions = model.position_embedding_type
+    rule = "prediction layers have rotary positions or none"
+    require(positions != "learned_absolute", "--position-embedding-type", positions, rule, "use rope")
+    groups = parallel.recompute_num_layers if parallel.recompute_granularity == "full" else None
+    rule, fix = f"{flag} {count} recomputes uniformly layer by layer", "use 1, or --recompute-method block"
+    fits = groups in (None, 1) or parallel.recompute_method != "uniform"
+    require(fits, "--recompute-num-layers", groups, rule, fix)
+
+
 def widths_divide_by_tensor_size(config: Config) -> None:
     tensor = config.parallel.tensor_model_parallel_size
     width = dense_width(config)
@@ -147,6 +172,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     heads_divide,
     positions_cover_the_sequence,
     latent_attention_fits,
+    prediction_layers_fit,
     parallel_block_is_dense,
     widths_divide_by_tensor_size,
 )

@@ -48,6 +48,7 @@ def expert_widths_divide(config: Config) -> None:
         1,
         (
             ("--moe-ffn-hidden-size", moe.moe_ffn_hidden_size),
+            ("--moe-latent-size", moe.moe_latent_size),
             ("--moe-shared-expert-intermediate-size", moe.moe_shared_expert_intermediate_size),
         ),
     )

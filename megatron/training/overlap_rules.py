@@ -48,6 +48,8 @@ def require_executable(config: Config, why: str) -> None:
     rule = f"{why} exchanges tokens by the irregular dispatcher"
     require(dispatcher == "irregular", "--moe-token-dispatcher-type", dispatcher, rule, "use irregular")
     fix = f"drop it or {why}"
+    predicted = config.model.mtp_num_layers
+    require(not predicted, "--mtp-num-layers", predicted, f"{why} overlaps the layers of the decoder alone", fix)
     rule = f"{why} gathers weights at the end of the step; hooks would send them among the first exchanges of the next"
     require(not parallel.overlap_param_gather, "--overlap-param-gather", "", rule, fix)
     block, rule = config.model.parallel_attention_mlp, f"{why} runs attention and MLP one after the other"

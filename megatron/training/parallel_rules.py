@@ -111,6 +111,12 @@ def layout_holds_the_model(config: Config) -> None:
     rule = f"holds {letters.count('t')} layers of --num-layers {layers}"
     require(letters.count("t") == layers, flag, text, rule, f"name {layers} layers t")
     require("mt" not in letters, flag, text, "prediction layers m come after the layers t", "correct it")
+    predictions, named = config.model.mtp_num_layers or 0, letters.count("m")
+    rule = f"holds {named} prediction layers of --mtp-num-layers {predictions}"
+    require(named == predictions, flag, text, rule, f"name {predictions} layers m")
+    rule = "prediction layers m stand in the part of the loss"
+    require(parts[-1].count("m") == named, flag, text, rule, f'end with "{"m" * named}L"')
+    require(all(parts), flag, text, "names a part that holds nothing", "give every part a layer t")
 
 
 def virtual_stages_fit(config: Config) -> None:

@@ -13,12 +13,11 @@ from megatron.training.tokenizer_of_run import tokenizer_files
 from megatron.training.tokenizers import ByteTokenizer, check_tokenizer_flags
 
 
-def learning_rate_is_given(config: Config) -> None:
+def learning_rates_fit(config: Config) -> None:
+    """That there is one is a rule of the start."""
     optimizer = config.optimizer
-    if config.training.skip_train:
+    if config.training.skip_train or optimizer.lr is None:
         return
-    require(optimizer.lr is not None, "--lr", "", "training needs it", "add for example --lr 3e-4")
-    assert optimizer.lr is not None
     require(optimizer.lr > 0, "--lr", optimizer.lr, "must be positive", "use for example 3e-4")
     at_least(0, (("--min-lr", optimizer.min_lr), ("--lr-warmup-init", optimizer.lr_warmup_init)))
     lowest, peak = optimizer.min_lr, optimizer.lr
@@ -38,14 +37,6 @@ def schedule_counts_one_unit(config: Config) -> None:
     steps, samples = training.train_iters, training.train_samples
     rule = "a run counts steps or samples"
     require(steps is None or samples is None, "--train-samples", samples, rule, "give --train-iters or --train-samples")
-    if not training.skip_train:
-        require(
-            steps is not None or samples is not None,
-            "--train-iters",
-            "",
-            "training needs a length",
-            "add --train-iters N",
-        )
     at_least(1, (("--train-iters", steps), ("--train-samples", samples)))
     by_steps = (
         ("--lr-decay-iters", optimizer.lr_decay_iters),
@@ -222,7 +213,7 @@ def profile_can_be_written(config: Config) -> None:
 
 
 RUN_RULES: tuple[Rule, ...] = (
-    learning_rate_is_given,
+    learning_rates_fit,
     schedule_counts_one_unit,
     warm_up_fits,
     optimizer_values_are_in_range,

@@ -10,7 +10,6 @@ from megatron.training.arguments import ParsedArguments
 from megatron.training.config import Config
 from megatron.training.flags import config_flags, flag_texts
 from megatron.training.packages import is_installed
-from megatron.training.stages import chunk_sizes, stage_layers, virtual_stages
 from moe_overlap.describe.errors import ConfigError
 
 DRY_RUN = "drop the flag; --dry-run accepts it"
@@ -52,7 +51,18 @@ def obstacles(parsed: ParsedArguments, machine: Machine) -> list[ConfigError]:
     """Everything that stops a start of a valid configuration on this machine."""
     config = parsed.config
     awaited = (ConfigError(words, "", f"{feature}: not executed yet", DRY_RUN) for words, feature in parsed.awaited)
-    return [*_needed(config, machine), *awaited, *_not_executed(config)]
+    return [*_not_given(config), *_needed(config, machine), *awaited, *_not_executed(config)]
+
+
+def _not_given(config: Config) -> Iterator[ConfigError]:
+    """What training needs, and a look at a model and its layout does not."""
+    training = config.training
+    if training.skip_train:
+        return
+    if config.optimizer.lr is None:
+        yield ConfigError("--lr", "", "training needs it", "add for example --lr 3e-4")
+    if training.train_iters is None and training.train_samples is None:
+        yield ConfigError("--train-iters", "", "training needs a length", "add --train-iters N")
 
 
 def _needed(config: Config, machine: Machine) -> Iterator[ConfigError]:
@@ -79,32 +89,9 @@ def _lacking(words: str, need: str, machine: Machine) -> Iterator[ConfigError]:
 
 def _not_executed(config: Config) -> Iterator[ConfigError]:
     """Values of fields that this fork executes in part."""
-    parallel, model = config.parallel, config.model
-    if model.position_embedding_type == "yarn":
-        rule = "YaRN and scaled rotary positions: not executed yet"
-        yield ConfigError("--position-embedding-type", "yarn", rule, "use rope; --dry-run accepts it")
+    parallel = config.parallel
     group, stages = parallel.microbatch_group_size_per_vp_stage, parallel.pipeline_model_parallel_size
     if group not in (None, stages):
         rule = f"a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"
         fix = f"use {stages} or drop it; --dry-run accepts it"
         yield ConfigError("--microbatch-group-size-per-virtual-pipeline-stage", group, rule, fix)
-    if parallel.recompute_granularity == "selective" and len(set(stage_layers(config))) > 1:
-        rule, fix = "stages of unequal depth recompute whole layers only", "use --recompute-granularity full"
-        yield ConfigError("--recompute-granularity", "selective", rule, f"{fix}; --dry-run accepts it")
-    yield from _uneven_stages(config)
-
-
-def _uneven_stages(config: Config) -> Iterator[ConfigError]:
-    """What runs: stages of equal depth, and of unequal depth by --decoder-*-pipeline-num-layers or without interleaving."""
-    parallel, depths = config.parallel, {count for sizes in chunk_sizes(config) for count in sizes}
-    layout = parallel.pipeline_model_parallel_layout
-    accounts = parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split
-    if len(depths) == 1 or (layout is None and (virtual_stages(config) == 1 or not accounts)):
-        return
-    embedding = parallel.account_for_embedding_in_pipeline_split
-    account = f"--account-for-{'embedding' if embedding else 'loss'}-in-pipeline-split"
-    rule, fix = (
-        "stages of such depths: not executed yet",
-        "use --decoder-first-pipeline-num-layers; --dry-run accepts it",
-    )
-    yield ConfigError(f"--pipeline-model-parallel-layout {layout}" if layout else account, "", rule, fix)

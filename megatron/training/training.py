@@ -187,7 +187,8 @@ class TrainingLoop:
         return StorageTracker(held_tensors(self.job.chunks, self.job.optimizer))
 
     def _optional(self, result: Any, seconds: float) -> dict[str, float]:
-        logging, figures = self._config.logging, {}
+        logging = self._config.logging
+        figures = {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.predictions, 1)}
         if logging.log_throughput:
             flops = self.job.flops_per_token * result.tokens
             figures["model_tflops_per_device"] = flops / seconds / dist.get_world_size() / 1e12

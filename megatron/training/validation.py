@@ -5,6 +5,7 @@ Each rule is a small function; the files of rules are grouped like the flags.
 
 from __future__ import annotations
 
+from megatron.training.attention_rules import ATTENTION_RULES
 from megatron.training.config import Config
 from megatron.training.model_rules import MODEL_RULES
 from megatron.training.moe_rules import MOE_RULES
@@ -23,7 +24,8 @@ def validate(config: Config, world_size: int | None) -> None:
     Raises:
         ConfigError: the first rule that does not hold, with flag, value, rule and fix.
     """
-    for rule in (*MODEL_RULES, *MOE_RULES, *PARALLEL_RULES, *RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES):
+    before, after = (*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES), (*RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES)
+    for rule in (*before, *PARALLEL_RULES, *after):
         rule(config)
     if world_size is not None:
         check_world(config, world_size)

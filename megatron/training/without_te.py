@@ -1,13 +1,14 @@
-"""Modules for a machine without Transformer Engine, CPU or GPU: attention by torch SDPA, norms that know sequence parallelism.
+"""Modules for a machine without Transformer Engine, CPU or GPU: norms that know sequence parallelism, repaired linears.
 
-The classes plug into megatron-core's layer specs. `repair_imports()` mends the places where megatron-core 0.16.1 takes
-Transformer Engine for granted.
+The core attention stands in `sdpa_attention.py`. The classes plug into megatron-core's layer specs. `repair_imports()` mends
+the places where megatron-core 0.16.1 takes Transformer Engine for granted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +21,12 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megatron.training.context_parallel import GatherSequence, causal_mask
-
-# Legend: S sequence (a norm sees this rank's part), B batch, H heads, G key/value groups, D head width, E hidden size.
+# Legend: S sequence (a norm sees this rank's part), B batch, E hidden size, I and O input and output width.
 
 
 def transformer_engine_is_installed() -> bool:
@@ -38,84 +38,19 @@ def repair_imports() -> None:
     """Give names that megatron-core leaves undefined without Transformer Engine the value it tests for.
 
     moe/moe_utils.py:1192 reads `te_general_gemm` (router gating); multi_latent_attention.py:184 believes in `TELinear`;
-    tensor_parallel/random.py:588 asks Transformer Engine whether fp8 is on (recomputed norms), as it takes False for a recipe.
+    tensor_parallel/random.py:588 asks Transformer Engine whether fp8 is on (recomputed norms), as it takes False for a recipe;
+    moe/moe_layer.py:171 has no other projection for experts in a latent space than Transformer Engine's.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_layer, moe_utils
 
     random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
     random.fp8_autocast = lambda **_: contextlib.nullcontext()
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
-
-
-class SdpaAttention(torch.nn.Module):
-    """Causal core attention by torch.nn.functional.scaled_dot_product_attention; the constructor is megatron-core's.
-
-    The causal mask is implicit; a mask tensor (documents kept apart by --reset-attention-mask) replaces it. Under context
-    parallelism keys and values are gathered first (context_parallel.py).
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **widths: int,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.softmax_scale = softmax_scale
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
-
-    def forward(
-        self,
-        query_SBHD: Tensor,
-        key_SBGD: Tensor,
-        value_SBGD: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        """Attend within each sample.
-
-        Args:
-            query_SBHD, key_SBGD, value_SBGD: this rank's heads and part of the sequence; the value's head width may differ.
-            attention_mask: [B, 1, S, whole S], true where attention is forbidden, or None for causal.
-        Returns:
-            [S, B, H · D of the values].
-        """
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-        assert packed_seq_params is None and attention_bias is None, "packed sequences do not reach this path"
-        allowed = None if attention_mask is None else ~attention_mask
-        if self.context_group is not None:
-            key_SBGD, value_SBGD = (GatherSequence.apply(x, self.context_group) for x in (key_SBGD, value_SBGD))
-            if allowed is None:
-                allowed = causal_mask(key_SBGD.shape[0], self.context_group, key_SBGD.device)
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBHD, key_SBGD, value_SBGD))
-        dropout = self.dropout if self.training else 0.0
-        arguments = {
-            "attn_mask": allowed,
-            "is_causal": allowed is None,
-            "scale": self.softmax_scale,
-            "enable_gqa": query.shape[1] != key.shape[1],
-        }
-        if dropout and not self.config.sequence_parallel:
-            with get_cuda_rng_tracker().fork():
-                out_BHSD = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
-        else:
-            out_BHSD = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **arguments)
-        return out_BHSD.permute(2, 0, 1, 3).reshape(query_SBHD.shape[0], query_SBHD.shape[1], -1)
+    moe_layer.TELinear, moe_layer.HAVE_TE = LatentProjection, True
 
 
 class TorchNorm(torch.nn.Module):
@@ -157,6 +92,37 @@ class ExpertOutput(RowParallelLinear):
         self.explicit_expert_comm = self.is_expert
         if self.bias is not None:
             self.bias.sequence_parallel = False
+
+
+class LatentProjection(torch.nn.Module):
+    """A linear that every tensor-parallel rank holds whole, between the tokens and experts in a latent space.
+
+    The constructor is that of Transformer Engine's as megatron-core calls it (`parallel_mode="duplicated"`).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[Tensor], object],
+        bias: bool,
+        **fixed: Any,
+    ) -> None:
+        super().__init__()
+        where = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, **where))
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(output_size, **where)) if bias else None)
+        with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+            init_method(self.weight)
+        for parameter in self.parameters():
+            # Each rank sees its part of the sequence: megatron-core sums these gradients over the tensor-parallel ranks.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x_SBI: Tensor) -> tuple[Tensor, None]:
+        """[…, I] -> […, O], and no bias left to add."""
+        return F.linear(x_SBI, self.weight, self.bias), None
 
 
 class LatentSelfAttention(MLASelfAttention):

@@ -143,17 +143,11 @@ _DROP = "drop the flag"
 
 AWAITED = (
     _group("context parallelism that differs from sequence to sequence", "*context-parallel max-seqlen-per-dp-cp-rank"),
-    _group("multi-token prediction", "mtp-num-layers mtp-loss-scaling-factor mtp-standalone"),
-    _group("attention over a window", "window-size window-attn-skip-freq"),
-    _group("attention sinks", "softmax-type"),
+    _group("multi-token prediction on other stages than the loss", "mtp-standalone"),
     _group("layers without positions", "no-rope-freq"),
-    _group("YaRN and scaled rotary positions", "use-rope-scaling rope-scaling-factor yarn-* no-yarn-*"),
-    _group("clamped and shifted gated activations", "activation-func-clamp-value glu-linear-offset quick-geglu"),
-    _group("other forms of GELU", "openai-gelu"),
     _group("other norms and clips of queries and keys", "qk-l2-norm qk-clip*"),
     _group("gated attention", "attention-output-gate"),
     _group("other residual connections", "apply-residual-connection-post-layernorm fp32-residual-connection"),
-    _group("experts in a latent space", "moe-latent-size"),
     _group("layers of unlike shape", "heterogeneous-layers-*"),
     _group("sparse and linear attention", "experimental-attention-variant dsa-* linear-*"),
     _group("several optimizer instances", "num-distributed-optimizer-instances"),

@@ -111,7 +111,7 @@ class PlanExecutor:
         state = self._state(instructions, batches)
         forward = [i for i in instructions if not is_update(i) and not _is_backward(i)]
         self._follow(forward, state)
-        loss, tokens = self._update.mean_loss(state.reports)
+        loss, tokens, _ = self._update.mean_losses(state.reports)
         get_moe_layer_wise_logging_tracker().clear()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
 

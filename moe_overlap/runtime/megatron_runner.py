@@ -88,9 +88,10 @@ class MegatronStepRunner:
         self._recorder.start_step()
         for chunk in self._chunks:
             chunk.eval()
-        loss, tokens = self._update.mean_loss(self._pass(instructions, batches, forward_only=True))
+        reports = self._pass(instructions, batches, forward_only=True)
+        loss, tokens, predictions = self._update.mean_losses(reports)
         get_moe_layer_wise_logging_tracker().clear()
-        return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
+        return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()), predictions)
 
     def _pass(self, instructions: Sequence[Instruction], batches: Iterator[Batch], forward_only: bool) -> list[Tensor]:
         micro_batches = self._micro_batches = micro_batches_of(instructions)
@@ -114,16 +115,22 @@ class MegatronStepRunner:
         chunk_index = next(i for i, mine in enumerate(self._chunks) if mine is chunk)
         self._recorder.forward(chunk_index, micro_batch)
         self._clock.micro_batch = self.step * self._micro_batches + micro_batch
-        output = chunk(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
-        return output, partial(self._loss, batch)
+        inputs = batch["tokens"], batch["position_ids"], batch.get("attention_mask")
+        output = chunk(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
+        return output, partial(self._loss, batch, getattr(_model_in(chunk), "prediction_report", None))
 
-    def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Any, ...]:
+    def _loss(self, batch: Batch, predicted: Tensor | None, losses_BS: Tensor) -> tuple[Any, ...]:
         """Loss of one micro-batch; the pair (sum, tokens) of every micro-batch makes the reported mean.
 
         Where ranks share the sequences, each divides its sum by the tokens of all of them.
+
+        Args:
+            predicted: the pairs of the prediction layers, where there are any.
         """
         total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
         report = torch.stack([total.detach(), tokens.detach()])
+        if predicted is not None:
+            report = torch.cat([report, predicted])
         if self._config.calculate_per_token_loss:
             return total, tokens.to(torch.int), report
         return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
@@ -136,10 +143,8 @@ class MegatronStepRunner:
 
 
 def _record_ends(chunk: Any, chunk_index: int, recorder: SpanRecorder) -> None:
-    """Spans of what stands before and after the layers: embedding, final norm, head and loss."""
-    module = chunk
-    while not hasattr(module, "decoder"):
-        module = module.module
+    """Spans of what stands before and after the layers: embedding, final norm, head and loss, and around those that predict."""
+    module = _model_in(chunk)
 
     def begins(name: str) -> Any:
         return lambda *_: recorder.begin(name)
@@ -154,5 +159,32 @@ def _record_ends(chunk: Any, chunk_index: int, recorder: SpanRecorder) -> None:
         if module.decoder.final_layernorm is not None:
             module.decoder.final_layernorm.register_forward_pre_hook(begins("head.norm"))
             module.decoder.final_layernorm.register_forward_hook(marks("head.norm.backward"))
-        module.output_layer.register_forward_pre_hook(begins("head.loss"))
+        predicting = module.mtp.layers if module.mtp_process else ()
+        for depth, layer in enumerate(predicting):
+            _record_prediction(layer, f"mtp{depth}", recorder)
+        if predicting:
+            predicting[-1].loss.register_forward_hook(begins("head.loss"))
+        else:
+            module.output_layer.register_forward_pre_hook(begins("head.loss"))
         module.register_forward_hook(marks("head.loss.backward"))
+
+
+def _record_prediction(layer: Any, operator: str, recorder: SpanRecorder) -> None:
+    """Spans of a prediction layer around the transformer layer inside it."""
+
+    def projected(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        return recorder.on_backward(f"{operator}.project.backward", output[0]), output[1]
+
+    # Its first norm begins a recomputation, which leaves the embedding out.
+    for module in (layer, layer.enorm):
+        module.register_forward_pre_hook(lambda *_: recorder.begin(f"{operator}.project"))
+    layer.eh_proj.register_forward_hook(projected)
+    layer.loss.register_forward_pre_hook(lambda *_: recorder.begin(f"{operator}.loss"))
+    layer.loss.register_forward_hook(lambda _m, _i, loss: recorder.on_backward(f"{operator}.loss.backward", loss))
+
+
+def _model_in(chunk: Any) -> Any:
+    """The GPTModel inside wrappers."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk

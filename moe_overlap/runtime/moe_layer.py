@@ -21,12 +21,16 @@ from moe_overlap.runtime.spans import SpanRecorder
 
 
 class RecordedLayer(TransformerLayer):
-    """A transformer layer that names its operators `L<n>.attention` and `L<n>.mlp` or `L<n>.moe.…`, n from 0."""
+    """A transformer layer that names its operators `L<n>.attention` and `L<n>.mlp` or `L<n>.moe.…`, n from 0.
+
+    Inside a multi-token-prediction layer, whose number counts on behind the decoder's, `mtp<n>.…`.
+    """
 
     def __init__(self, *args: Any, recorder: SpanRecorder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recorder = recorder
-        self.operator = f"L{self.layer_number - 1}"
+        beyond = self.layer_number - 1 - self.config.num_layers
+        self.operator = f"L{self.layer_number - 1}" if beyond < 0 else f"mtp{beyond}"
         if isinstance(self.mlp, RecordedMoELayer):
             self.mlp.operator = self.operator + ".moe"
         # What is recomputed begins, and ends its backward, inside: only there does the recorder meet it the second time.
@@ -197,7 +201,7 @@ def adapt_layer(
                 parts = dataclasses.replace(parts, router=make_gate)
             mlp = dataclasses.replace(submodules.mlp, module=RecordedMoELayer, submodules=parts, params=params)
             submodules = dataclasses.replace(submodules, mlp=mlp)
-        recorded: Any = RecordedLayer
+        recorded: type = RecordedLayer
         if spec.module is not TransformerLayer:
             recorded = type(f"Recorded{spec.module.__name__}", (RecordedLayer, spec.module), {})
         return dataclasses.replace(

@@ -44,7 +44,7 @@ class LayerwiseOptimizer(Protocol):
         """Take over the reduced gradients, undo the loss scale, clip them by the global norm."""
 
     def step(self, part: str) -> None:
-        """Update the parameters of one part: `embedding`, `L3`, `head`."""
+        """Update the parameters of one part: `embedding`, `L3`, `mtp0`, `head`."""
 
     def publish(self) -> None:
         """Make the updated weights visible to every replica. All parts must have been stepped."""
@@ -174,10 +174,10 @@ class MegatronLayerwiseOptimizer:
 
 
 def part_order(part: str) -> tuple[int, int]:
-    """Sort key: embedding, layers by number, head."""
-    if part == "embedding":
-        return (0, 0)
-    return (2, 0) if part == "head" else (1, int(part[1:]))
+    """Sort key: embedding, layers by number, prediction layers, head."""
+    if part in ("embedding", "head"):
+        return (0 if part == "embedding" else 3, 0)
+    return (2, int(part[3:])) if part.startswith("mtp") else (1, int(part[1:]))
 
 
 def named_parts(chunks: Iterable[Any]) -> Iterable[tuple[str, torch.nn.Parameter]]:
@@ -187,9 +187,11 @@ def named_parts(chunks: Iterable[Any]) -> Iterable[tuple[str, torch.nn.Parameter
         while not hasattr(module, "decoder"):
             module = module.module
         for name, parameter in module.named_parameters():
-            layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-            if layer:
-                yield f"L{module.decoder.layers[int(layer.group(1))].layer_number - 1}", parameter
+            layer = re.match(r"(decoder|mtp)\.layers\.(\d+)\.", name)
+            if layer and layer[1] == "mtp":
+                yield f"mtp{layer[2]}", parameter
+            elif layer:
+                yield f"L{module.decoder.layers[int(layer[2])].layer_number - 1}", parameter
             else:
                 yield ("embedding" if name.startswith("embedding.") else "head"), parameter
 

@@ -24,6 +24,7 @@ EXPERT_BIAS = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32"
     " --moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
 )
+PREDICTION = "--mtp-num-layers 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 TOGETHER = {
@@ -32,6 +33,7 @@ TOGETHER = {
     "tp2": TP2,
     "pp2": PP2,
     "vpp2": f"{VPP2} --num-layers 4",
+    "prediction": f"{EP2} {OVERLAP} {PREDICTION}",
     "bias": f"{EP2} {EXPERT_BIAS}",
     "bf16": f"{EP2} {OVERLAP} --bf16",
     "dropout": f"{EP2} {DROPOUT}",
@@ -44,6 +46,8 @@ RESHARDED = [
     ("one", f"{EP2} {OVERLAP}"),
     ("one", TP2),
     ("vpp2", f"{EP2} {OVERLAP} --num-layers 4"),
+    ("prediction", f"{PP2} {PREDICTION} --pipeline-model-parallel-layout Ett|mmL"),
+    ("prediction", f"{TP2} {PREDICTION}"),
 ]
 TO_ONE = [("ep2", ""), ("tp2", "")]
 
@@ -139,11 +143,13 @@ FOUR = {
     "tp2-ep2-etp2": f"{TP2} {EP2} --expert-tensor-parallel-size 2",
     "tp2-ep2-etp1": f"{TP2} {EP2} --expert-tensor-parallel-size 1 {OVERLAP}",
     "ep2-edp2": f"{EP2} {OVERLAP} {EXPERT_BIAS}",
+    "ep2-pp2-prediction": f"{EP2} {PP2} {OVERLAP} {PREDICTION}",
 }
 FOUR_RESHARDED = [
     ("ep2-pp2", FOUR["tp2-ep2-etp2"]),
     ("tp2-ep2-etp2", FOUR["ep2-pp2"]),
     ("tp2-ep2-etp1", f"{VPP2} {EP2} --num-layers 4"),
+    ("ep2-pp2-prediction", f"{TP2} {PP2} {PREDICTION}"),
     ("ep2-edp2", f"--expert-model-parallel-size 4 {EXPERT_BIAS}"),
 ]
 

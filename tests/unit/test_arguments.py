@@ -26,6 +26,7 @@ OTHER_DEFAULTS = {
     "moe_aux_loss_coeff": "a list of one; upstream unpacks it",
     "profile_ranks": "upstream's empty list stands for rank 0",
     "offload_modules": "an empty list; written as a tuple",
+    "yarn_correction_range_round_to_int": "upstream writes None for on",
 }
 OWN_FLAGS = {
     "defer_weight_gradients",
@@ -85,7 +86,7 @@ def test_every_pattern_is_for_some_flag() -> None:
 
 def test_every_field_survives_the_way_through_flags() -> None:
     """Each flag in turn is set to a value other than its default."""
-    samples = {"int": "7", "float": "0.25", "str": "word", "layers": "([0]*1+[1]*2)"}
+    samples = {"int": "7", "float": "0.25", "str": "word", "layers": "([0]*1+[1]*2)", "pair": "(8, 0)"}
     for flag in config_flags():
         if flag.kind == "switch":
             words = [flag.off or flag.names[0]]
@@ -139,13 +140,14 @@ def test_older_spellings_are_read_as_upstream_reads_them() -> None:
 
 
 def test_what_is_awaited_is_accepted_with_its_values() -> None:
-    parsed = parse(["--mtp-num-layers", "1", "--window-size", "128,0", "--softmax-type", "vanilla"])
+    parsed = parse(["--mtp-standalone", "--qk-l2-norm", "--no-rope-freq", "4"])
     assert parsed.awaited == (
-        ("--mtp-num-layers 1", "multi-token prediction"),
-        ("--window-size 128,0", "attention over a window"),
+        ("--mtp-standalone", "multi-token prediction on other stages than the loss"),
+        ("--qk-l2-norm", "other norms and clips of queries and keys"),
+        ("--no-rope-freq 4", "layers without positions"),
     )
-    with pytest.raises(ConfigError, match="--mtp-num-layers one: must be a whole number"):
-        parse(["--mtp-num-layers", "one"])
+    with pytest.raises(ConfigError, match="--max-seqlen-per-dp-cp-rank one: must be a whole number"):
+        parse(["--max-seqlen-per-dp-cp-rank", "one"])
 
 
 def test_brackets_around_lists() -> None:

@@ -73,10 +73,9 @@ def test_what_needs_a_gpu_stops_a_start_on_the_cpu_only(words: str, line: str) -
 @pytest.mark.parametrize(
     "words",
     [
-        "--mtp-num-layers 1",
+        "--mtp-standalone",
         "--context-parallel-size 2 --hybrid-context-parallel",
-        "--position-embedding-type yarn",
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL",
+        "--position-embedding-type rope --no-rope-freq 4",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
         "--microbatch-group-size-per-virtual-pipeline-stage 3",
         "--use-torch-fsdp2",

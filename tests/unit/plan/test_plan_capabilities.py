@@ -78,7 +78,12 @@ def test_what_flags_say_is_executed(recompute: Recompute) -> None:
             "stages[0].recompute.layers 1: selective recomputation covers every layer of a chunk (2); write 2",
         ),
         ({}, {"precision": "fp8"}, "precision fp8: not executed; use fp32, bf16 or fp16"),
-        ({}, {"mtp_stage": 1}, "mtp_stage 1: multi-token prediction is not executed; write null"),
+        ({}, {"mtp_stage": 0}, "mtp_stage 0: prediction layers run on the stage of the loss; write 1"),
+        (
+            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="cross_micro_batch"),))},
+            {"mtp_stage": 1},
+            "mtp_stage 1: multi-token prediction is not overlapped, and here layers are; write null or overlap nothing",
+        ),
         ({}, {"embedding_stage": 1}, "embedding_stage 1: the embedding runs on the first stage; write 0"),
         ({}, {"loss_stage": 0}, "loss_stage 0: the loss runs on the last stage; write 1"),
     ],
