@@ -10,7 +10,7 @@ import torch
 from one_process import MOE, loss_of, small
 
 from megatron.training.loss_scale import restore_scaler, scaler_state
-from megatron.training.without_te import SdpaAttention
+from megatron.training.sdpa_attention import SdpaAttention
 from moe_overlap.runtime.optimizer import MegatronLayerwiseOptimizer
 
 FP16 = f"{MOE} --fp16 --initial-loss-scale 1024 --hysteresis 1 --loss-scale-window 2"
