@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.config import Config
-from megatron.training.describe import dense_width, expert_tensor_size, uses_sequence_parallel
+from megatron.training.describe import dense_width, expert_tensor_size, moe_layers, uses_sequence_parallel
 from megatron.training.rule import Rule, at_least, require
 
 
@@ -115,7 +115,8 @@ def _widths(config: Config) -> Iterator[tuple[str, int]]:
     assert training.micro_batch_size is not None
     tensor = parallel.tensor_model_parallel_size
     yield "--hidden-size", model.hidden_size
-    yield "the MLP's width on a rank", dense_width(config) // tensor
+    if not all(moe_layers(config)):
+        yield "the MLP's width on a rank", dense_width(config) // tensor
     if model.multi_latent_attention:
         yield "the heads' values on a rank", model.num_attention_heads * model.v_head_dim // tensor
         yield "--kv-lora-rank", model.kv_lora_rank

@@ -53,7 +53,10 @@ def fast_runs(place: str) -> dict[str, Rows]:
 
 
 def hurt(folder: Path) -> Rows:
-    """The second rank's experts, which no other rank holds, get an infinite gradient in the second step."""
+    """The second rank's experts, which no other rank holds, get an infinite gradient in the second step.
+
+    megatron-core moves only the scaler of the experts then, though it scales the loss by that of the dense weights.
+    """
     import torch.distributed as dist
 
     import pretrain_moe

@@ -39,6 +39,7 @@ OWN_FLAGS = {
     "moe_overlap_micro_batches",
     "moe_overlap_partitions",
     "moe_overlap_range",
+    "parallel_attention_mlp",
     "plan",
     "trace",
 }

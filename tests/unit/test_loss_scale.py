@@ -1,4 +1,4 @@
-"""The loss scale: one for all kinds of weights, saved and restored, and attention that holds its scores in fp32."""
+"""The loss scale: moved, saved and restored; and attention that holds its scores in fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from one_process import MOE, loss_of, small
 
 from megatron.training.loss_scale import restore_scaler, scaler_state
-from megatron.training.without_te import SdpaAttention
+from megatron.training.sdpa_attention import SdpaAttention
 from moe_overlap.runtime.optimizer import MegatronLayerwiseOptimizer
 
 FP16 = f"{MOE} --fp16 --initial-loss-scale 1024 --hysteresis 1 --loss-scale-window 2"
@@ -30,8 +30,7 @@ def made(flags: str = "") -> tuple[Any, Any, MegatronLayerwiseOptimizer]:
 @pytest.mark.parametrize(
     "name", ["experts.local_experts.1.linear_fc1.weight", "layers.0.self_attention.linear_qkv.weight"]
 )
-def test_an_overflow_anywhere_moves_the_one_scale(name: str) -> None:
-    """megatron-core gives dense and expert weights a scaler each."""
+def test_an_overflow_anywhere_moves_the_scale(name: str) -> None:
     chunk, optimizer, layerwise = made()
     for scale in (1024, 512):
         assert layerwise.loss_scale == scale == float(optimizer.get_loss_scale())

@@ -68,7 +68,7 @@ REFUSED = {
     f"{TENSORWISE} --hidden-size 72": f"--fp8-format hybrid: --hidden-size = 72 is not divisible by 16; {CHANGE}",
     f"{MXFP8} --hidden-size 80": f"--fp8-format e4m3: --hidden-size = 80 is not divisible by 32; {CHANGE}",
     f"{NVFP4} --hidden-size 80": f"--fp4-format e2m1: --hidden-size = 80 is not divisible by 32; {CHANGE}",
-    f"{TENSORWISE} --ffn-hidden-size 40": (
+    f"{TENSORWISE} --ffn-hidden-size 40 --moe-ffn-hidden-size 64 --moe-layer-freq 2": (
         f"--fp8-format hybrid: the MLP's width on a rank = 40 is not divisible by 16; {CHANGE}"
     ),
     f"{TENSORWISE} {TP8}": f"--fp8-format hybrid: the heads' width on a rank = 8 is not divisible by 16; {CHANGE}",
@@ -101,6 +101,8 @@ def test_refused(words: str) -> None:
         f"{TENSORWISE} --first-last-layers-bf16 --moe-router-padding-for-quantization",
         f"{MXFP8} --fp8-param-gather --reuse-grad-buf-for-mxfp8-param-ag",
         NVFP4,
+        # A width that no layer has, as all of them are MoE.
+        f"{TENSORWISE} --ffn-hidden-size 40 --moe-ffn-hidden-size 64",
         # Without --fp16 and --fp8-format their settings mean nothing.
         "--loss-scale-window 1.5 --fp8-recipe custom",
     ],
