@@ -100,6 +100,8 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
         ("--save-interval", checkpoint.save_interval),
         ("--save-retain-interval", checkpoint.save_retain_interval),
         ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints),
+        ("--async-save", checkpoint.async_save or None),
+        ("--ckpt-assume-constant-structure", checkpoint.ckpt_assume_constant_structure or None),
     )
     for flag, value in saving:
         if value is not None and checkpoint.save is None:
@@ -108,9 +110,11 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
         ("--ckpt-step", checkpoint.ckpt_step),
         ("--finetune", checkpoint.finetune),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
+        ("--ckpt-fully-parallel-load", checkpoint.ckpt_fully_parallel_load),
+        ("--dist-ckpt-strictness", checkpoint.dist_ckpt_strictness),
     )
     for flag, on in loading:
-        if on and checkpoint.load is None:
+        if on and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
             yield flag, "counts with --load only"
 
 
