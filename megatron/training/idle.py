@@ -88,8 +88,6 @@ def _data(data: DataConfig) -> Iterator[tuple[str, str]]:
         yield "--vocab-file", "counts for GPT2BPETokenizer, and without --tokenizer-type and --vocab-size"
     if data.merge_file is not None and data.tokenizer_type != "GPT2BPETokenizer":
         yield "--merge-file", "read for --tokenizer-type GPT2BPETokenizer only"
-    if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
-        yield "--tiktoken-pattern", "read for --tokenizer-type TikTokenizer only"
 
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:
