@@ -264,7 +264,7 @@ def test_a_dataset_of_another_vocabulary(tmp_path: Path) -> None:
         next(batches(made, sampler(6), num_workers=0, seed=1, vocab_size=100))  # type: ignore[arg-type]
 
 
-def test_a_batch_names_the_dataset_of_a_blend_that_is_of_another_vocabulary(tmp_path: Path) -> None:
+def test_a_batch_names_the_dataset_of_a_blend_that_is_of_another_vocabulary(tmp_path: Path, one_rank: None) -> None:
     for name, ids in (("low", 5), ("high", 200)):
         with indexed_dataset(str(tmp_path / name), 257) as writer:
             for _ in range(9):

@@ -19,8 +19,6 @@ WORDS = (
 
 
 def test_no_two_micro_batches_have_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     numbers = []
     begin = Gate.begin
 
@@ -29,6 +27,11 @@ def test_no_two_micro_batches_have_one_number(monkeypatch: pytest.MonkeyPatch) -
         return begin(self, *sizes, **draws)
 
     monkeypatch.setattr(Gate, "begin", recorded)
+    fresh = not dist.is_initialized()
+    if fresh:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     pretrain_moe.assemble(parse(WORDS.split()), 0).run()
+    if fresh:
+        dist.destroy_process_group()
     # A step of four samples (32 tokens), then steps of two: numbers that grow with the step's own size would repeat.
     assert len(numbers) == len(set(numbers)) == 14 and numbers == sorted(numbers)
