@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.training.checkpoint_folder import Stored, choose
+from megatron.training.checkpoint_folder import Stored, choose, non_persistent_folder
 from megatron.training.config import CheckpointConfig, Config, OptimizerConfig
 from megatron.training.describe import describe_model
 from moe_overlap.describe.errors import ConfigError
@@ -69,7 +69,13 @@ def start_of(flags: CheckpointConfig) -> Start | None:
     """
     if flags.load is not None:
         must_exist = flags.exit_on_missing_checkpoint and flags.pretrained_checkpoint is None
-        stored = choose(flags.load, flags.ckpt_step, must_exist)
+        passing = None
+        if flags.non_persistent_ckpt_type is not None and flags.ckpt_step is None:
+            folder = non_persistent_folder(flags.load, flags.non_persistent_global_ckpt_dir)
+            passing = choose(str(folder), None, exit_on_missing=False)
+        stored = choose(flags.load, flags.ckpt_step, must_exist and passing is None)
+        if passing is not None and (stored is None or passing.step > stored.step):
+            stored = passing
         if stored is not None:
             return Start(stored, "--load", flags.load, flags.finetune)
     if flags.pretrained_checkpoint is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ from megatron.training.first_rank import on_every_rank, on_first_rank
 from moe_overlap.describe.errors import ConfigError
 
 
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which checkpoints of a folder stay: all, or the last ones and those at multiples of an interval."""
+
+    last: int | None
+    multiples_of: int | None = None
+
+
 class Saver:
     """Writes checkpoints; every method is collective over all ranks.
 
@@ -42,7 +51,7 @@ class Saver:
 
     def __init__(self, flags: CheckpointConfig, groups: ProcessGroupCollection) -> None:
         self._flags, self._has_saved = flags, False
-        self._under_way: tuple[int, Future[None] | None] | None = None
+        self._under_way: tuple[Path, Future[None] | None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._group: Any = None
         if flags.async_save and flags.save is not None:
@@ -60,13 +69,14 @@ class Saver:
         on_every_rank(lambda: _require_shared(folder, temporary))
         return temporary
 
-    def save(self, state: dict[str, Any], temporary: Path, step: int, content: Mapping[str, Any]) -> None:
+    def save(self, state: dict[str, Any], temporary: Path, step: int, content: Mapping[str, Any], keep: Keep) -> None:
         """Write a state, or start to; `completed` tells when it is done.
 
         Args:
             state: sharded; with --async-save it may change as soon as this returns.
             temporary: what `open` returned.
             content: of the completion mark.
+            keep: which of the folder's checkpoints stay.
         Raises:
             ConfigError: on every rank, when the folder cannot be written.
         """
@@ -81,14 +91,15 @@ class Saver:
             )
         assert request is not None
         self._has_saved = True
+        final, work = folder / checkpoint_folder.step_name(step), (request, temporary, step, content, keep)
         if self._thread is None:
-            self._finish(request, temporary, step, content)
-            self._under_way = (step, None)
+            self._finish(*work)
+            self._under_way = (final, None)
         else:
-            self._under_way = (step, self._thread.submit(self._finish, request, temporary, step, content))
+            self._under_way = (final, self._thread.submit(self._finish, *work))
 
-    def completed(self, wait: bool) -> int | None:
-        """The step of a save that has become complete since the last call.
+    def completed(self, wait: bool) -> Path | None:
+        """The checkpoint that has become complete since the last call.
 
         Args:
             wait: until the save under way is complete, if there is one.
@@ -97,16 +108,18 @@ class Saver:
         """
         if self._under_way is None:
             return None
-        step, writing = self._under_way
+        final, writing = self._under_way
         if writing is not None:
             if not (wait or _true_on_every_rank(writing.done())):
                 return None
             self._under_way = None
             writing.result()
         self._under_way = None
-        return step
+        return final
 
-    def _finish(self, request: AsyncRequest, temporary: Path, step: int, content: Mapping[str, Any]) -> None:
+    def _finish(
+        self, request: AsyncRequest, temporary: Path, step: int, content: Mapping[str, Any], keep: Keep
+    ) -> None:
         folder, rank = temporary.parent, dist.get_rank()
         assert request.async_fn is not None
         try:
@@ -130,7 +143,7 @@ class Saver:
             files = {name: sizes for part in sums for name, sizes in part.items()}
             files |= checkpoint_folder.checksums(path for path in temporary.iterdir() if path.name not in files)
             checkpoint_folder.publish(temporary, folder, step, {**content, "files": files})
-            checkpoint_folder.prune(folder, step, self._flags.keep_last_checkpoints, self._flags.save_retain_interval)
+            checkpoint_folder.prune(folder, step, keep.last, keep.multiples_of)
 
         on_first_rank(complete, self._group)
 

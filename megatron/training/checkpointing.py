@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training import checkpoint_folder, checkpoint_rules
 from megatron.training.arguments import config_to_flags
-from megatron.training.checkpoint_folder import Stored
+from megatron.training.checkpoint_folder import Stored, non_persistent_folder
 from megatron.training.checkpoint_rules import Start, model_fingerprint
-from megatron.training.checkpoint_saver import Saver
+from megatron.training.checkpoint_saver import Keep, Saver
 from megatron.training.checkpoint_tensors import differences, first_reason, model_state, without_keys
 from megatron.training.config import Config
 from megatron.training.first_rank import on_every_rank, on_first_rank
@@ -78,15 +78,19 @@ class Checkpointer:
         self._saver = Saver(config.checkpoint, groups)
         self.notes: tuple[str, ...] = ()
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, persistent: bool = True) -> None:
         """Write `<save>/step-N`, or with --async-save start to; killed at any moment, the step is absent or complete.
 
+        Args:
+            persistent: keep it; else it replaces the former one that was not, in a folder apart.
         Raises:
             ConfigError: on every rank, when the folder cannot be written.
         """
         flags = self._config.checkpoint
         assert flags.save is not None
-        folder = Path(flags.save)
+        folder, keep = Path(flags.save), Keep(flags.keep_last_checkpoints, flags.save_retain_interval)
+        if not persistent:
+            folder, keep = non_persistent_folder(flags.save, flags.non_persistent_global_ckpt_dir), Keep(last=1)
         content = {
             "progress": dataclasses.asdict(progress),
             "fingerprint": self._fingerprint,
@@ -100,10 +104,10 @@ class Checkpointer:
         temporary = self._saver.open(folder, progress.iteration)
         with self._gathered_weights():
             state = self._state(not flags.no_save_optim, not flags.no_save_rng, loading=False)
-            self._saver.save(state, temporary, progress.iteration, content)
+            self._saver.save(state, temporary, progress.iteration, content, keep)
 
-    def completed(self, wait: bool) -> int | None:
-        """The step of a save that has become complete since the last call.
+    def completed(self, wait: bool) -> Path | None:
+        """The checkpoint that has become complete since the last call.
 
         Args:
             wait: until the save under way is complete, if there is one.

@@ -404,6 +404,12 @@ class CheckpointConfig:
     """Delete all but the last N; --save-retain-interval wins."""
     pretrained_checkpoint: str | None = None
     """Where --load holds nothing: folder whose last weights the run starts from, as with --finetune."""
+    non_persistent_save_interval: int | None = None
+    """Steps between saves of which only the last is kept, in a folder of their own."""
+    non_persistent_ckpt_type: Literal["global"] | None = None
+    """What those are: checkpoints like the others. A load takes the later one of either kind."""
+    non_persistent_global_ckpt_dir: str | None = flag(None, of="checkpoint.non_persistent_ckpt_type")
+    """Folder for them; default `non_persistent` in that of --save, or of --load."""
     ckpt_step: int | None = None
     """Load this step instead of the last one."""
     ckpt_format: Literal["torch_dist", "torch", "torch_dcp"] = "torch_dist"

@@ -98,6 +98,7 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
         ("--save-interval", checkpoint.save_interval),
         ("--save-retain-interval", checkpoint.save_retain_interval),
         ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints),
+        ("--non-persistent-save-interval", checkpoint.non_persistent_save_interval),
         ("--async-save", checkpoint.async_save or None),
         ("--ckpt-assume-constant-structure", checkpoint.ckpt_assume_constant_structure or None),
     )

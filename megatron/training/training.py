@@ -31,11 +31,11 @@ class TrainingFailed(Exception):
 class Checkpoints(Protocol):
     """What the loop needs of a checkpointer."""
 
-    def save(self, progress: Progress) -> None:
-        """Save everything, complete or not at all, or start to."""
+    def save(self, progress: Progress, persistent: bool = True) -> None:
+        """Save everything, complete or not at all, or start to; what is not persistent, the next such save replaces."""
 
-    def completed(self, wait: bool) -> int | None:
-        """The step of a save that has become complete since the last call; `wait` for one under way."""
+    def completed(self, wait: bool) -> Path | None:
+        """The checkpoint that has become complete since the last call; `wait` for one under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,8 @@ class TrainingLoop:
                 self._say_what_is_saved(wait=False)
                 if _is_due(self._config.checkpoint.save_interval, iteration):
                     self.save_now()
+                elif _is_due(self._config.checkpoint.non_persistent_save_interval, iteration):
+                    self.save_now(persistent=False)
                 if training.eval_iters and _is_due(training.eval_interval, iteration) and iteration < job.total_steps:
                     self.evaluate("valid")
                 reason = self._exit_reason(iteration)
@@ -221,20 +223,21 @@ class TrainingLoop:
         notes += [f"unigram entropy {entropy:.2f}" for entropy in [job.batches.unigram_entropy(split)] if entropy]
         job.log.log_evaluation(split, loss / tokens, self.progress.iteration, f" ({', '.join(notes)})" if notes else "")
 
-    def save_now(self) -> None:
+    def save_now(self, persistent: bool = True) -> None:
         """Save the present state, whatever the intervals say, or start to as soon as the former save is complete."""
         if self._config.checkpoint.save is None:
             return
         self._say_what_is_saved(wait=True)
-        self.job.checkpoints.save(self.progress)
-        self._saved_at = self.progress.iteration
+        self.job.checkpoints.save(self.progress, persistent)
+        if persistent:
+            self._saved_at = self.progress.iteration
         if not self._config.checkpoint.async_save:
             self._say_what_is_saved(wait=True)
 
     def _say_what_is_saved(self, wait: bool) -> None:
-        step = self.job.checkpoints.completed(wait)
-        if step is not None:
-            self.job.log.say("saved", f"{self._config.checkpoint.save}/step-{step:06d}")
+        path = self.job.checkpoints.completed(wait)
+        if path is not None:
+            self.job.log.say("saved", str(path))
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._stopped_by_signal = True

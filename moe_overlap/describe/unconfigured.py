@@ -174,7 +174,7 @@ AWAITED = (
         "tokenizer-* tiktoken-* *-tokenizer-sentencepiece-* legacy-tokenizer vocab-extra-ids "
         "null-tokenizer-* allow-ambiguous-pad-tokens trust-remote-code",
     ),
-    _group("checkpoints that do not persist", "non-persistent-* replication*"),
+    _group("checkpoints on the nodes' own disks", "non-persistent-local-* replication*"),
     _group("loading other formats", "ckpt-convert-* load-main-params-from-ckpt override-ckpt-iteration"),
     _group("the watch for large losses and gradients", "check-for-spiky-loss check-for-large-grads"),
     _group("files of gradients, weights and activations", "save-*-interval"),
@@ -232,6 +232,8 @@ CHOICES = {
     ("--moe-flex-dispatcher-backend", "ncclep"): "megatron-core 0.16.1 has no such backend",
     ("--dataloader-type", "external"): "the data come from --data-path",
     ("--transformer-impl", "inference_optimized"): "this fork trains",
+    ("--non-persistent-ckpt-type", "local"): "checkpoints lie on a file system that all nodes share",
+    ("--non-persistent-ckpt-type", "in_memory"): "checkpoints lie on a file system that all nodes share",
     ("--dist-ckpt-strictness", "return_unexpected"): "it hands the keys to a caller, and a run has none",
     ("--dist-ckpt-strictness", "return_all"): "it hands the keys to a caller, and a run has none",
     ("--tokenizer-type", "SFTTokenizer"): "fine-tuning samples are not built in yet",

@@ -24,6 +24,7 @@ EXPERT_BIAS = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32"
     " --moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
 )
+PASSING = "--non-persistent-save-interval 1 --non-persistent-ckpt-type global"
 LOG_ALL = "--dist-ckpt-strictness log_all"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
@@ -142,6 +143,12 @@ def accepted(folder: Path) -> dict[str, Any]:
         "bias": train(folder, "biased", f"{good} --add-qkv-bias --save {folder / 'biased'} {LOG_ALL}"),
         "extra": message_of(folder, f"{EP2} --load {folder / 'biased'}"),
         "no bias": train(folder, "unbiased", f"{EP2} --load {folder / 'biased'} --finetune {LOG_ALL}"),
+        "passing": train(
+            folder,
+            "passing",
+            f"{EP2} {PASSING} --save-interval 2 --exit-interval 3 --async-save --save {folder}/passing",
+        ),
+        "resumed": train(folder, "resumed", f"{EP2} {PASSING} --load {folder}/passing"),
         "empty": train(folder, "empty", f"{EP2} --load {folder / 'nothing'}"),
         "kept": train(folder, "kept", f"{EP2} --save {folder}/kept {keep}"),
     }
@@ -261,6 +268,14 @@ def test_parts_of_a_checkpoint(launch: Launch) -> None:
     ranks, folder = launch
     seen, whole = ranks[0], ranks[0]["same"]["ep2"][0]
     assert list(seen["finetune"]) == [1, 2, 3, 4] and seen["finetune"][1][0] < whole[1][0]
+    # Steps 1 and 3 were saved for a while only; the end of the run saves its step to stay.
+    assert list(seen["passing"]) == [1, 2, 3] and list(seen["resumed"]) == [4]
+    assert sorted(path.name for path in (folder / "passing").iterdir()) == [
+        "non_persistent",
+        "step-000002",
+        "step-000003",
+    ]
+    assert [path.name for path in (folder / "passing/non_persistent").iterdir()] == ["step-000003"]
     assert list(seen["pretrained"]) == [1, 2, 3, 4] and seen["pretrained"][1][0] < whole[1][0]
     # A bias that no checkpoint holds begins at zero.
     assert seen["bias"][3][0] == whole[3][0] and seen["bias"][4][0] != whole[4][0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.training import checkpoint_folder as cf
 from megatron.training.checkpoint_folder import Stored
 from megatron.training.checkpoint_rules import (
     Differences,
@@ -16,8 +17,9 @@ from megatron.training.checkpoint_rules import (
     require_parts,
     require_same_fingerprint,
     schedule_to_load,
+    start_of,
 )
-from megatron.training.config import Config, ModelConfig, MoEConfig, OptimizerConfig
+from megatron.training.config import CheckpointConfig, Config, ModelConfig, MoEConfig, OptimizerConfig
 from moe_overlap.describe.errors import ConfigError
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
@@ -39,6 +41,48 @@ SCHEDULE: dict[str, Any] = {
 
 def stored(**mark: Any) -> Stored:
     return Stored(Path("runs/a/step-000005"), 5, 1, mark)
+
+
+def save(folder: Path, step: int) -> None:
+    cf.publish(cf.open_temporary(folder, step), folder, step, {"files": {}})
+
+
+def start(*, load: Path, **flags: Any) -> tuple[str, str, bool] | None:
+    found = start_of(CheckpointConfig(load=str(load), **flags))
+    return found and (found.flag, f"{found.stored.path.parent.name}/{found.stored.step}", found.weights_alone)
+
+
+def test_a_run_starts_from_load_or_else_from_pretrained_weights(tmp_path: Path) -> None:
+    load, other = tmp_path / "load", tmp_path / "other"
+    assert start(load=load) is None
+    with pytest.raises(ConfigError, match=f"^--pretrained-checkpoint {other}: holds no checkpoint"):
+        start(load=load, pretrained_checkpoint=str(other))
+    save(other, 9)
+    for must_exist in (False, True):
+        flags = {"pretrained_checkpoint": str(other), "exit_on_missing_checkpoint": must_exist}
+        assert start(load=load, **flags) == ("--pretrained-checkpoint", "other/9", True)
+    with pytest.raises(ConfigError, match=f"^--pretrained-checkpoint {other}/step-000009: is one checkpoint, not"):
+        start(load=load, pretrained_checkpoint=str(other / "step-000009"))
+    save(load, 4)
+    assert start(load=load, pretrained_checkpoint=str(other)) == ("--load", "load/4", False)
+    assert start(load=load, finetune=True) == ("--load", "load/4", True)
+
+
+def test_the_later_of_a_passing_and_a_lasting_save_is_loaded(tmp_path: Path) -> None:
+    apart = tmp_path / "apart"
+    for flags, folder in (({}, tmp_path / "non_persistent"), ({"non_persistent_global_ckpt_dir": str(apart)}, apart)):
+        save(folder, 5)
+        assert start(load=tmp_path, non_persistent_ckpt_type="global", **flags) == ("--load", f"{folder.name}/5", False)
+    save(tmp_path, 4)
+    assert start(load=tmp_path) == ("--load", f"{tmp_path.name}/4", False)
+    assert start(load=tmp_path, non_persistent_ckpt_type="global") == ("--load", "non_persistent/5", False)
+    assert start(load=tmp_path, non_persistent_ckpt_type="global", ckpt_step=4) == (
+        "--load",
+        f"{tmp_path.name}/4",
+        False,
+    )
+    save(tmp_path, 6)
+    assert start(load=tmp_path, non_persistent_ckpt_type="global") == ("--load", f"{tmp_path.name}/6", False)
 
 
 def test_a_default_equals_its_value_written_out() -> None:
