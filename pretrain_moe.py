@@ -36,11 +36,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         require_our_portion()
         from megatron.training.arguments import parse
+        from megatron.training.checkpoint_arguments import with_checkpoint_arguments
         from megatron.training.dry_run import dry_run
         from megatron.training.start_rules import require_startable, this_machine
         from megatron.training.validation import validate
 
-        parsed = parse(argv)
+        parsed = with_checkpoint_arguments(parse(argv))
         if parsed.dry_run:
             dry_run(parsed, parsed.world_size, sys.stdout)
             return 0
@@ -176,7 +177,8 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     # What runs: tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
     config = parsed.config
     tokenizer = tokenizer_of_run(config.data)
-    model = describe_model(config, known_vocab_size(config) or tokenizer.vocab_size, parsed.name)
+    vocabulary = known_vocab_size(config) or tokenizer.vocab_size
+    model = describe_model(config, vocabulary, parsed.name)
     plan = plan_of_run(config, model, dist.get_world_size())
     instructions = lower(plan, model, rank)
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
@@ -195,11 +197,13 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         context_size=run.groups.collection.cp.size(),
         device=device_of_this_process(),
     )
-    fingerprint = model_fingerprint(config)
+    fingerprint = model_fingerprint(config, vocabulary)
     checkpoints = Checkpointer(config, run.chunks, run.optimizer, run.scheduler, run.groups.collection, fingerprint)
     progress = checkpoints.load() or Progress()
     log = MetricsLog(config.logging, rank, total_steps, asdict(config))
     announce(log, parsed, model, dist.get_world_size(), source.description)
+    for note in checkpoints.notes:
+        log.say("loaded", note)
     counted = count_expert_loads([unwrap(chunk) for chunk in run.chunks], model) if uses_expert_loads(config) else None
     trace_path = Path((config.overlap.trace or "") + (f".rank{rank}" if rank else ""))
     job = Job(

@@ -19,7 +19,7 @@ from moe_overlap.describe.model import ModelDescription
 
 
 def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, world_size: int, corpus: str) -> None:
-    """Environment, corpus, model, layout, and the flags that have no effect here."""
+    """Environment, corpus, model, layout, what was decided between flags, and the flags that have no effect here."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     packages = f"torch {torch.__version__} ({device}), megatron-core {version('megatron-core')}"
     log.say("environment", f"python {platform.python_version()}, {packages}")
@@ -28,6 +28,8 @@ def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, 
     for note in parsed.model_notes:
         log.say("not the same", note)
     log.say("layout", layout_line(parallel_layout(parsed.config, world_size), parsed.config))
+    for subject, text in parsed.told:
+        log.say(subject, text)
     idle = idle_flags(parsed)
     if idle:
         log.say("no effect", " ".join(name for name, _ in idle))

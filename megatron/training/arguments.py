@@ -31,6 +31,8 @@ ALIASES = {
     "--persistent-save-interval": ("--save-interval",),
     "--disable-fp8-wgrad": ("--no-fp8-wgrad",),
     "--disable-log-loss-scale-to-tensorboard": ("--no-log-loss-scale-to-tensorboard",),
+    "--disable-ckpt-fully-parallel-save": ("--no-ckpt-fully-parallel-save",),
+    "--disable-use-tokenizer-model-from-checkpoint-args": ("--no-use-tokenizer-model-from-checkpoint-args",),
 }
 """Older spellings that upstream still reads -> the words they stand for; a value follows the last of them."""
 COMMAND_FLAGS = {"--help": 0, "-h": 0, "--dry-run": 0, "--world-size": 1, "--model": 1}
@@ -54,6 +56,8 @@ class ParsedArguments:
     """Names of the configuration flags that were written."""
     dry_run: bool
     world_size: int | None
+    told: tuple[tuple[str, str], ...] = ()
+    """What the user should know of how it was understood: subject and text."""
 
 
 def parse(argv: Sequence[str]) -> ParsedArguments:

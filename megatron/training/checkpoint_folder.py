@@ -69,6 +69,16 @@ def complete_checkpoints(folder: Path) -> list[Stored]:
     return sorted(stored, key=lambda checkpoint: checkpoint.order)
 
 
+def non_persistent_folder(parent: str, given: str | None) -> Path:
+    """Where the saves lie of which only the last is kept.
+
+    Args:
+        parent: folder of the other saves.
+        given: --non-persistent-global-ckpt-dir.
+    """
+    return Path(given) if given is not None else Path(parent) / "non_persistent"
+
+
 def choose(load: str, step: int | None, exit_on_missing: bool) -> Stored | None:
     """The checkpoint to load.
 

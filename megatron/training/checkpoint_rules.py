@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megatron.training.checkpoint_folder import Stored
-from megatron.training.config import Config, OptimizerConfig
+from megatron.training.checkpoint_folder import Stored, choose, non_persistent_folder
+from megatron.training.config import CheckpointConfig, Config, OptimizerConfig
 from megatron.training.describe import describe_model
 from moe_overlap.describe.errors import ConfigError
 
+PRETRAINED = "--pretrained-checkpoint"
 SAME_MODEL = "give the flags of the saved model"
 SCHEDULE_FLAGS = {
     "max_lr": "--lr",
@@ -25,14 +28,87 @@ SCHEDULE_FLAGS = {
 """Field of megatron-core's scheduler -> how a user knows it."""
 
 
-def model_fingerprint(config: Config) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What separates a checkpoint from the state a run asks for; each a phrase with key and shape, equal on every rank.
+
+    Attributes:
+        shapes: keys of both with unlike shapes.
+        absent: keys that the checkpoint lacks ("unexpected" in --dist-ckpt-strictness).
+        extra: keys that the run does not ask for ("missing" in the load).
+        absent_keys: the keys of `absent`.
+    """
+
+    shapes: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    absent_keys: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run starts from.
+
+    Attributes:
+        flag: the one that named the folder.
+        folder: as it was given.
+        weights_alone: whether the run begins at step 0 with these weights.
+    """
+
+    stored: Stored
+    flag: str
+    folder: str
+    weights_alone: bool
+
+
+def start_of(flags: CheckpointConfig) -> Start | None:
+    """The checkpoint of --load, or else that of --pretrained-checkpoint; None where there is nothing to load.
+
+    Raises:
+        ConfigError: what is there is incomplete, or of another format; nothing is there, and that is an error.
+    """
+    if flags.load is not None:
+        must_exist = flags.exit_on_missing_checkpoint and flags.pretrained_checkpoint is None
+        passing = None
+        if flags.non_persistent_ckpt_type is not None and flags.ckpt_step is None:
+            folder = non_persistent_folder(flags.load, flags.non_persistent_global_ckpt_dir)
+            passing = choose(str(folder), None, exit_on_missing=False)
+        stored = choose(flags.load, flags.ckpt_step, must_exist and passing is None)
+        if passing is not None and (stored is None or passing.step > stored.step):
+            stored = passing
+        if stored is not None:
+            return Start(stored, "--load", flags.load, flags.finetune)
+    if flags.pretrained_checkpoint is None:
+        return None
+    with told_of(PRETRAINED):
+        stored = choose(flags.pretrained_checkpoint, None, exit_on_missing=False)
+    if stored is None:
+        raise ConfigError(PRETRAINED, flags.pretrained_checkpoint, "holds no checkpoint", "correct the path")
+    return Start(stored, PRETRAINED, flags.pretrained_checkpoint, weights_alone=True)
+
+
+@contextlib.contextmanager
+def told_of(flag: str) -> Iterator[None]:
+    """Errors about --load name this flag."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.subject != "--load":
+            raise
+        raise ConfigError(flag, error.value, error.rule, error.fix) from error
+
+
+def model_fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
     """The flags under which weights mean the same function: a difference that no tensor shape shows is found by them.
 
-    Sizes are the derived ones, so that a default equals its value written out; the vocabulary, which is padded by layout, is
-    left to the tensor shapes.
+    Sizes are the derived ones, so that a default equals its value written out.
+
+    Args:
+        vocab_size: the tokenizer's: the tensors' is padded, by a multiple that depends on the layout.
     """
-    model = describe_model(config, vocab_size=1)
+    model = describe_model(config, vocab_size)
     return {
+        "--vocab-size": vocab_size,
         "--num-layers": model.num_layers,
         "--hidden-size": model.hidden_size,
         "--num-attention-heads": model.num_attention_heads,
@@ -76,11 +152,24 @@ def require_same_fingerprint(stored: Stored, load: str, fingerprint: Mapping[str
         raise ConfigError("--load", load, rule, SAME_MODEL)
 
 
-def require_fit(stored: Stored, load: str, differences: Sequence[str]) -> None:
-    """The tensors asked for are there, in their shapes."""
-    if differences:
-        rule = f"step {stored.step} is of another model ({_some(differences)})"
-        raise ConfigError("--load", load, rule, SAME_MODEL)
+def require_fit(stored: Stored, load: str, found: Differences, strictness: str | None) -> tuple[str, ...]:
+    """The tensors asked for are there, in their shapes, as far as --dist-ckpt-strictness demands it.
+
+    Returns:
+        What is to be said about keys that one side lacks.
+    Raises:
+        ConfigError: unlike shapes; keys that one side lacks, where they are an error.
+    """
+    if strictness in (None, "raise_all"):
+        wrong = (*found.absent, *found.extra)
+    else:
+        wrong = found.absent if strictness in ("assume_ok_unexpected", "raise_unexpected") else ()
+    if found.shapes or wrong:
+        rule = f"step {stored.step} is of another model ({_some((*found.shapes, *wrong))})"
+        fix = SAME_MODEL if found.shapes else f"{SAME_MODEL}, or load what fits with --dist-ckpt-strictness log_all"
+        raise ConfigError("--load", load, rule, fix)
+    told = {"log_unexpected": found.absent, "log_all": (*found.absent, *found.extra)}.get(strictness or "", ())
+    return (f"{_some(told)} (--dist-ckpt-strictness {strictness})",) if told else ()
 
 
 def require_parts(stored: Stored, load: str, optimizer: Mapping[str, Any] | None, with_random_states: bool) -> None:

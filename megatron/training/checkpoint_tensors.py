@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +19,66 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.training.checkpoint_rules import Differences
 
 EMBEDDING, OUTPUT, OUTPUT_BIAS = "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"
 
 
-class DirectSave(SaveShardedStrategy):
-    """The files of megatron-core's `torch_dist` format, written and synced by this process.
+class DirectSave(AsyncSaveShardedStrategy):
+    """The files of megatron-core's `torch_dist` format, written and synced by a thread of this process.
 
     The stock strategy hands the data to forked writers through a manager process that imports everything anew (seconds per
     save), and waits for ever when a writer dies.
+
+    Args:
+        copies: write copies of the tensors, so that training may go on meanwhile.
+        group: the ranks that save, for the writing thread alone where there is one; the default group unless given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: bool, group: Any = None) -> None:
         super().__init__("torch_dist", 1)
+        self._copies, self._group = copies, group
 
     @property
     def can_handle_sharded_objects(self) -> bool:
         """Objects go to the same files."""
         return True
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write every shard of which this rank holds the main replica. Collective.
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
+        """What writes every shard of which this rank holds the main replica, as they are now.
 
-        Raises:
-            CheckpointException: on every rank, when a rank could not write.
+        The request's function is collective. It raises CheckpointException on every rank when a rank could not write.
         """
         by_key: dict[str, list[Any]] = {}
         for shard in nested_values(sharded_state_dict):
-            if is_main_replica(shard.replica_id):
-                by_key.setdefault(shard.unique_key if isinstance(shard, ShardedObject) else shard.key, []).append(shard)
+            if not is_main_replica(shard.replica_id):
+                continue
+            if self._copies and isinstance(shard, ShardedTensor):
+                shard.data = shard.data.detach().to("cpu", copy=True)
+            by_key.setdefault(shard.unique_key if isinstance(shard, ShardedObject) else shard.key, []).append(shard)
+        return AsyncRequest(self._write, (by_key, checkpoint_dir), [])
+
+    def _write(self, by_key: dict[str, list[Any]], folder: str | Path) -> None:
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
+            storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=True),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self._group,
         )
+
+
+def first_reason(error: CheckpointException) -> str:
+    """What the first rank that failed says, in a line."""
+    failure = next(iter(error.failures.values()))[0]
+    return str(getattr(failure, "strerror", None) or failure).splitlines()[0]
 
 
 def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
@@ -97,13 +118,11 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
             yield value
 
 
-def differences(state: Any, path: Path, ignored: Sequence[str]) -> list[str]:
-    """What separates a checkpoint from the state a run asks for. Collective.
+def differences(state: Any, path: Path, ignored: Sequence[str]) -> Differences:
+    """Compare a checkpoint with the state a run asks for. Collective.
 
     Args:
         ignored: beginnings of keys that the checkpoint may hold without being asked for.
-    Returns:
-        One phrase per key, equal on every rank; empty when the checkpoint fits.
     """
     there = {
         key: tuple(tensor.global_shape) for key, tensor in dist_checkpointing.load_tensors_metadata(str(path)).items()
@@ -112,15 +131,27 @@ def differences(state: Any, path: Path, ignored: Sequence[str]) -> list[str]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, here)
     wanted = {key: value for rank in everywhere for key, value in rank.items()}
-    found = []
-    for key in sorted(wanted.keys() | there.keys()):
-        if key not in wanted:
-            if not key.startswith(tuple(ignored)):
-                found.append(f"{key} is only in the checkpoint")
-            continue
+    shapes = []
+    for key in sorted(wanted.keys() & there.keys()):
         shape, padded = wanted[key]
-        if key not in there:
-            found.append(f"{key} is not in the checkpoint")
-        elif there[key] != shape and not (padded and there[key][1:] == shape[1:]):
-            found.append(f"{key} is {list(there[key])} in the checkpoint, {list(shape)} here")
-    return found
+        if there[key] != shape and not (padded and there[key][1:] == shape[1:]):
+            shapes.append(f"{key} is {list(there[key])} in the checkpoint, {list(shape)} here")
+    absent = sorted(wanted.keys() - there.keys())
+    extra = sorted(key for key in there.keys() - wanted.keys() if not key.startswith(tuple(ignored)))
+    return Differences(
+        tuple(shapes),
+        tuple(f"{key} {list(wanted[key][0])} is not in the checkpoint" for key in absent),
+        tuple(f"{key} {list(there[key])} is only in the checkpoint" for key in extra),
+        frozenset(absent),
+    )
+
+
+def without_keys(state: Any, keys: Collection[str]) -> Any:
+    """A state to load without the tensors of some keys."""
+    if not isinstance(state, dict):
+        return state
+    kept = {}
+    for name, value in state.items():
+        if not (isinstance(value, ShardedTensor | ShardedTensorFactory) and value.key in keys):
+            kept[name] = without_keys(value, keys)
+    return kept

@@ -409,10 +409,24 @@ class CheckpointConfig:
     """Folder to load the last complete checkpoint from; an empty one starts afresh."""
     save_interval: int | None = None
     """Steps between saves; with --save one more at the end."""
+    async_save: bool = False
+    """Write beside training: it waits only while each rank copies what it will write."""
+    ckpt_fully_parallel_save: bool = flag(True, "--ckpt-fully-parallel-save", off="--no-ckpt-fully-parallel-save")
+    """Share the writing of replicated weights among the data-parallel ranks."""
+    ckpt_assume_constant_structure: bool = False
+    """Check and distribute what ranks write in the first save only."""
     save_retain_interval: int | None = None
     """Keep checkpoints at multiples of this."""
     keep_last_checkpoints: int | None = None
     """Delete all but the last N; --save-retain-interval wins."""
+    pretrained_checkpoint: str | None = None
+    """Where --load holds nothing: folder whose last weights the run starts from, as with --finetune."""
+    non_persistent_save_interval: int | None = None
+    """Steps between saves of which only the last is kept, in a folder of their own."""
+    non_persistent_ckpt_type: Literal["global"] | None = None
+    """What those are: checkpoints like the others. A load takes the later one of either kind."""
+    non_persistent_global_ckpt_dir: str | None = flag(None, of="checkpoint.non_persistent_ckpt_type")
+    """Folder for them; default `non_persistent` in that of --save, or of --load."""
     ckpt_step: int | None = None
     """Load this step instead of the last one."""
     ckpt_format: Literal["torch_dist", "torch", "torch_dcp"] = "torch_dist"
@@ -429,6 +443,21 @@ class CheckpointConfig:
     """Do not save random-number states."""
     exit_on_missing_checkpoint: bool = False
     """An empty --load is an error."""
+    use_checkpoint_args: bool = False
+    """Take model and vocabulary from the checkpoint's arguments; flags of sizes that are given stay, others give way."""
+    use_mp_args_from_checkpoint_args: bool = flag(False, of="checkpoint.use_checkpoint_args")
+    """Take tensor, pipeline and expert parallel sizes from there as well."""
+    use_tokenizer_model_from_checkpoint_args: bool = flag(
+        True, "--use-tokenizer-model-from-checkpoint-args", off="--no-use-tokenizer-model-from-checkpoint-args"
+    )
+    """Take the tokenizer from there as well."""
+    ckpt_fully_parallel_load: bool = False
+    """Have each of the data-parallel ranks read a part of what they share, and exchange it."""
+    dist_ckpt_strictness: (
+        Literal["assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "ignore_all"]
+        | None
+    ) = None
+    """What to do about weights that only the run (unexpected) or only the checkpoint has; default raise_all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

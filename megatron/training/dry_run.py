@@ -70,6 +70,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         ),
         _line("layout", layout_line(layout, config)),
         *([_line("in flight", in_flight_line(plan))] if has_pairs(plan) else []),
+        *(_line(subject, text) for subject, text in parsed.told),
         "",
         "flags that differ from the defaults",
         *_changed_flags(config),
@@ -155,6 +156,7 @@ def missing_files(config: Config) -> list[tuple[str, str]]:
         ("--vocab-file", data.vocab_file if reads_vocab_file(data) else None),
         ("--merge-file", data.merge_file if data.tokenizer_type == "GPT2BPETokenizer" else None),
         ("--load", config.checkpoint.load),
+        ("--pretrained-checkpoint", config.checkpoint.pretrained_checkpoint),
         ("--plan", config.overlap.plan),
     ):
         if path is not None and not Path(path).exists():

@@ -119,8 +119,6 @@ def _data(data: DataConfig) -> Iterator[tuple[str, str]]:
         yield "--vocab-file", "counts for GPT2BPETokenizer, and without --tokenizer-type and --vocab-size"
     if data.merge_file is not None and data.tokenizer_type != "GPT2BPETokenizer":
         yield "--merge-file", "read for --tokenizer-type GPT2BPETokenizer only"
-    if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
-        yield "--tiktoken-pattern", "read for --tokenizer-type TikTokenizer only"
 
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:
@@ -131,6 +129,9 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
         ("--save-interval", checkpoint.save_interval),
         ("--save-retain-interval", checkpoint.save_retain_interval),
         ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints),
+        ("--non-persistent-save-interval", checkpoint.non_persistent_save_interval),
+        ("--async-save", checkpoint.async_save or None),
+        ("--ckpt-assume-constant-structure", checkpoint.ckpt_assume_constant_structure or None),
     )
     for flag, value in saving:
         if value is not None and checkpoint.save is None:
@@ -139,9 +140,11 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
         ("--ckpt-step", checkpoint.ckpt_step),
         ("--finetune", checkpoint.finetune),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
+        ("--ckpt-fully-parallel-load", checkpoint.ckpt_fully_parallel_load),
+        ("--dist-ckpt-strictness", checkpoint.dist_ckpt_strictness),
     )
     for flag, on in loading:
-        if on and checkpoint.load is None:
+        if on and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
             yield flag, "counts with --load only"
 
 

@@ -146,12 +146,14 @@ def restore_optimizer(optimizer: Any, name: str, state: dict[str, Any], steps: i
     """Take over a loaded state, after the model's parameters have been loaded.
 
     Args:
-        state: what came back for `optimizer_state(..., loading=True)`.
+        state: what came back for `optimizer_state(..., loading=True)`; of a parameter that it lacks the state stays as new.
         steps: updates made so far.
     """
     for index, piece in enumerate(_pieces(optimizer)):
         _, first, last = piece.holders[piece.place]
-        loaded = {kind: state[f"{index}.{kind}"].reshape(-1)[first:last].clone() for kind in piece.kinds(name)}
+        found = {kind: state[f"{index}.{kind}"] for kind in piece.kinds(name) if f"{index}.{kind}" in state}
+        loaded = {kind: whole.reshape(-1)[first:last].clone() for kind, whole in found.items()}
+        loaded |= {kind: torch.zeros_like(piece.main) for kind in MOMENTS[name] if kind not in loaded}
         if MASTER_WEIGHT in loaded:
             piece.main.copy_(loaded.pop(MASTER_WEIGHT))
         if name == "adam" and isinstance(piece.inner, (torch.optim.Adam, torch.optim.AdamW)):

@@ -169,8 +169,11 @@ def checkpoint_intervals_fit(config: Config) -> None:
         ("--save-interval", checkpoint.save_interval),
         ("--save-retain-interval", checkpoint.save_retain_interval),
         ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints),
+        ("--non-persistent-save-interval", checkpoint.non_persistent_save_interval),
     )
     at_least(1, saving)
+    often, rule, fix = checkpoint.non_persistent_save_interval, "needs a type", "add --non-persistent-ckpt-type global"
+    require(often is None or checkpoint.non_persistent_ckpt_type, "--non-persistent-save-interval", often, rule, fix)
     retain, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if retain is not None:
         rule, fix = "checkpoints are not saved at intervals", "add --save-interval N"

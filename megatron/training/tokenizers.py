@@ -207,7 +207,7 @@ def build_tokenizer(tokenizer_type: str | None, files: TokenizerFiles, vocab_siz
 
 
 def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, vocab_size: int | None) -> None:
-    """Raises ConfigError where a type is unknown or lacks a flag; opens no file."""
+    """Raises ConfigError where a type is unknown or lacks a flag, or a setting is another type's; opens no file."""
     if tokenizer_type is not None and tokenizer_type not in TYPES:
         raise ConfigError("--tokenizer-type", tokenizer_type, "is not supported", f"use {one_of(TYPES)}")
     what = "FOLDER" if tokenizer_type == "HuggingFaceTokenizer" else "FILE"
@@ -221,6 +221,7 @@ def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, voc
             raise ConfigError("--tokenizer-type", tokenizer_type, "needs the tokenizer's files", fix)
     if tokenizer_type == "NullTokenizer" and vocab_size is None:
         raise ConfigError("--tokenizer-type", tokenizer_type, "needs the number of ids", "add --vocab-size N")
+    _refuse_tiktoken_settings(tokenizer_type, files)
 
 
 def refuse_unread_files(tokenizer_type: str | None, files: TokenizerFiles) -> None:
@@ -230,11 +231,22 @@ def refuse_unread_files(tokenizer_type: str | None, files: TokenizerFiles) -> No
         ("--tokenizer-model", files.tokenizer_model, by_model),
         ("--vocab-file", files.vocab_file, by_gpt2),
         ("--merge-file", files.merge_file, by_gpt2),
-        ("--tiktoken-pattern", files.tiktoken_pattern, ("TikTokenizer",)),
     ):
         if path is not None and tokenizer_type not in readers:
             rule = f"is used by --tokenizer-type {one_of(readers)} only"
             raise ConfigError(flag, path, rule, "add that flag or drop this one")
+    _refuse_tiktoken_settings(tokenizer_type, files)
+
+
+def _refuse_tiktoken_settings(tokenizer_type: str | None, files: TokenizerFiles) -> None:
+    special, usual = files.tiktoken_num_special_tokens, TokenizerFiles().tiktoken_num_special_tokens
+    for flag, value in (
+        ("--tiktoken-pattern", files.tiktoken_pattern),
+        ("--tiktoken-num-special-tokens", special if special != usual else None),
+    ):
+        if value is not None and tokenizer_type != "TikTokenizer":
+            rule = "is used by --tokenizer-type TikTokenizer only"
+            raise ConfigError(flag, value, rule, "add that flag or drop this one")
 
 
 def _build(tokenizer_type: str | None, files: TokenizerFiles, vocab_size: int | None) -> Tokenizer:

@@ -31,8 +31,11 @@ class TrainingFailed(Exception):
 class Checkpoints(Protocol):
     """What the loop needs of a checkpointer."""
 
-    def save(self, progress: Progress) -> None:
-        """Save everything, complete or not at all."""
+    def save(self, progress: Progress, persistent: bool = True) -> None:
+        """Save everything, complete or not at all, or start to; what is not persistent, the next such save replaces."""
+
+    def completed(self, wait: bool) -> Path | None:
+        """The checkpoint that has become complete since the last call; `wait` for one under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +110,15 @@ class TrainingLoop:
         """
         training, job = self._config.training, self.job
         with contextlib.closing(job.log):
-            if not training.skip_train:
-                self._train()
+            try:
+                if not training.skip_train:
+                    self._train()
+            except TrainingFailed:
+                self._say_what_is_saved(wait=True)
+                raise
             if self._saved_at != self.progress.iteration:
                 self.save_now()
+            self._say_what_is_saved(wait=True)
             if training.eval_iters and (self.progress.iteration >= job.total_steps or training.skip_train):
                 self.evaluate("valid")
                 self.evaluate("test")
@@ -124,8 +132,11 @@ class TrainingLoop:
             for iteration in range(self.progress.iteration + 1, job.total_steps + 1):
                 spans = self.step(iteration, feed)
                 profiled(iteration)
+                self._say_what_is_saved(wait=False)
                 if _is_due(self._config.checkpoint.save_interval, iteration):
                     self.save_now()
+                elif _is_due(self._config.checkpoint.non_persistent_save_interval, iteration):
+                    self.save_now(persistent=False)
                 if training.eval_iters and _is_due(training.eval_interval, iteration) and iteration < job.total_steps:
                     self.evaluate("valid")
                 reason = self._exit_reason(iteration)
@@ -218,13 +229,21 @@ class TrainingLoop:
         notes += [f"unigram entropy {entropy:.2f}" for entropy in [job.batches.unigram_entropy(split)] if entropy]
         job.log.log_evaluation(split, loss / tokens, self.progress.iteration, f" ({', '.join(notes)})" if notes else "")
 
-    def save_now(self) -> None:
-        """Save the present state, whatever the intervals say."""
+    def save_now(self, persistent: bool = True) -> None:
+        """Save the present state, whatever the intervals say, or start to as soon as the former save is complete."""
         if self._config.checkpoint.save is None:
             return
-        self.job.checkpoints.save(self.progress)
-        self._saved_at = self.progress.iteration
-        self.job.log.say("saved", f"{self._config.checkpoint.save}/step-{self.progress.iteration:06d}")
+        self._say_what_is_saved(wait=True)
+        self.job.checkpoints.save(self.progress, persistent)
+        if persistent:
+            self._saved_at = self.progress.iteration
+        if not self._config.checkpoint.async_save:
+            self._say_what_is_saved(wait=True)
+
+    def _say_what_is_saved(self, wait: bool) -> None:
+        path = self.job.checkpoints.completed(wait)
+        if path is not None:
+            self.job.log.say("saved", str(path))
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._stopped_by_signal = True

@@ -89,10 +89,10 @@ WITHOUT_EFFECT = (
         "no-initialization distribute-saved-activations keep-fp8-transpose-cache",
     ),
     _group(
-        "how checkpoints are written and read: saves are synchronous and each rank writes its own part",
-        "async-* use-persistent-ckpt-worker ckpt-fully-parallel-* *-ckpt-fully-parallel-save "
-        "ckpt-assume-constant-structure ckpt-drop-redundant-extra-state ckpt-pg-tensors-cache-* "
-        "*-ckpt-load-validate-sharding-integrity verify-integrity dist-ckpt-strictness dist-ckpt-workers "
+        "how checkpoints are written and read: by one thread of each rank, whole and checked by their sums",
+        "async-ckpt-* async-strategy use-persistent-ckpt-worker ckpt-fully-parallel-*-* "
+        "ckpt-drop-redundant-extra-state ckpt-pg-tensors-cache-* "
+        "*-ckpt-load-validate-sharding-integrity verify-integrity dist-ckpt-workers "
         "dist-ckpt-optim-fully-reshardable dist-ckpt-save-pre-mcore-014 use-dist-ckpt "
         "distrib-optim-fully-reshardable-mem-efficient auto-detect-ckpt-format *-save-tokenizer-assets dist-ckpt-format "
         "*-strict-fsdp-dtensor-load",
@@ -157,7 +157,7 @@ AWAITED = (
     _group("fp32 sums of bf16 gradients", "ddp-reduce-scatter-with-fp32-accumulation ddp-param-name-patterns-*"),
     _group("other initial weights", "data-parallel-random-init init-method-xavier-uniform"),
     _group("sharding by torch's FSDP", "use-torch-fsdp2"),
-    _group("starting from a dense checkpoint", "moe-use-upcycling moe-upcycling-granularity pretrained-checkpoint"),
+    _group("starting from a dense checkpoint", "moe-use-upcycling moe-upcycling-granularity"),
     _group("routing by recorded choices", "moe-enable-routing-replay"),
     _group(
         "evaluation apart from training",
@@ -171,11 +171,10 @@ AWAITED = (
     _group("unlike data order of the replicas", "no-data-sharding use-same-sampling-seed-across-dp-ranks"),
     _group(
         "settings of other tokenizers",
-        "tokenizer-* tiktoken-* *-tokenizer-sentencepiece-* *-tokenizer-model-from-* legacy-tokenizer vocab-extra-ids "
+        "tokenizer-* tiktoken-* *-tokenizer-sentencepiece-* legacy-tokenizer vocab-extra-ids "
         "null-tokenizer-* allow-ambiguous-pad-tokens trust-remote-code",
     ),
-    _group("arguments from a checkpoint", "use-checkpoint-args use-mp-args-from-checkpoint-args"),
-    _group("checkpoints that do not persist", "non-persistent-* replication*"),
+    _group("checkpoints on the nodes' own disks", "non-persistent-local-* replication*"),
     _group("loading other formats", "ckpt-convert-* load-main-params-from-ckpt override-ckpt-iteration"),
     _group("the watch for large losses and gradients", "check-for-spiky-loss check-for-large-grads"),
     _group("files of gradients, weights and activations", "save-*-interval"),
@@ -233,6 +232,10 @@ CHOICES = {
     ("--moe-flex-dispatcher-backend", "ncclep"): "megatron-core 0.16.1 has no such backend",
     ("--dataloader-type", "external"): "the data come from --data-path",
     ("--transformer-impl", "inference_optimized"): "this fork trains",
+    ("--non-persistent-ckpt-type", "local"): "checkpoints lie on a file system that all nodes share",
+    ("--non-persistent-ckpt-type", "in_memory"): "checkpoints lie on a file system that all nodes share",
+    ("--dist-ckpt-strictness", "return_unexpected"): "it hands the keys to a caller, and a run has none",
+    ("--dist-ckpt-strictness", "return_all"): "it hands the keys to a caller, and a run has none",
     ("--tokenizer-type", "SFTTokenizer"): "fine-tuning samples are not built in yet",
 }
 CHOICE_GROUPS = {

@@ -26,7 +26,7 @@ from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
 from moe_overlap.runtime.gradient_pieces import GradientPieces
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
-from moe_overlap.runtime.routing.draws import DrawClock
+from moe_overlap.runtime.routing.draws import DrawClock, first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.stage_transfers import StageTransfers
 from moe_overlap.runtime.step import Batch, StepResult, naming
@@ -128,7 +128,7 @@ class PlanExecutor:
             arrived,
             self._optimizer.loss_scale * (1.0 if self._per_token else self._context_size / micro_batches),
             self._clock.seed,
-            self.step * micro_batches,
+            first_micro_batch(self.step),
             frozenset(again),
         )
 

@@ -20,7 +20,7 @@ from moe_overlap.describe.batch import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
-from moe_overlap.runtime.routing.draws import DrawClock
+from moe_overlap.runtime.routing.draws import DrawClock, first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.step import Batch, StepResult
 from moe_overlap.runtime.transfers import RecordedTransfers
@@ -94,7 +94,7 @@ class MegatronStepRunner:
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()), predictions)
 
     def _pass(self, instructions: Sequence[Instruction], batches: Iterator[Batch], forward_only: bool) -> list[Tensor]:
-        micro_batches = self._micro_batches = micro_batches_of(instructions)
+        micro_batches = micro_batches_of(instructions)
         arrived = [next(batches) for _ in range(micro_batches)]
         chunks = self._chunks if len(self._chunks) > 1 else self._chunks[0]
         feeds = [enumerate(arrived) for _ in self._chunks]
@@ -114,7 +114,7 @@ class MegatronStepRunner:
         micro_batch, batch = next(feed)
         chunk_index = next(i for i, mine in enumerate(self._chunks) if mine is chunk)
         self._recorder.forward(chunk_index, micro_batch)
-        self._clock.micro_batch = self.step * self._micro_batches + micro_batch
+        self._clock.micro_batch = first_micro_batch(self.step) + micro_batch
         inputs = batch["tokens"], batch["position_ids"], batch.get("attention_mask")
         output = chunk(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
         return output, partial(self._loss, batch, getattr(_model_in(chunk), "prediction_report", None))

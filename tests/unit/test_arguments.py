@@ -25,6 +25,8 @@ OTHER_DEFAULTS = {
     "moe_router_load_balancing_type": "a list of one; upstream unpacks it",
     "moe_aux_loss_coeff": "a list of one; upstream unpacks it",
     "profile_ranks": "upstream's empty list stands for rank 0",
+    "ckpt_fully_parallel_save": "on, as upstream has it; its flag is one of old",
+    "dist_ckpt_strictness": "weights that one side lacks are an error unless the user says otherwise",
     "offload_modules": "an empty list; written as a tuple",
     "yarn_correction_range_round_to_int": "upstream writes None for on",
 }
