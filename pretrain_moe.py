@@ -36,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         require_our_portion()
         from megatron.training.arguments import parse
-        from megatron.training.checkpoint_arguments import with_checkpoint_arguments
+        from megatron.training.checkpoints.arguments import with_checkpoint_arguments
         from megatron.training.dry_run import dry_run
-        from megatron.training.start_rules import require_startable, this_machine
+        from megatron.training.rules.start import require_startable, this_machine
         from megatron.training.validation import validate
 
         parsed = with_checkpoint_arguments(parse(argv))
@@ -62,8 +62,8 @@ def require_our_portion() -> None:
 def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     """Everything from the import of torch to the last evaluation."""
     from megatron.training import cpu_backend
-    from megatron.training.packages import require_packages
     from megatron.training.quiet import quiet_libraries
+    from megatron.training.rules.packages import require_packages
 
     require_packages(parsed.config)
     quiet_libraries()
@@ -71,8 +71,8 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
         cpu_backend.install()
     import torch.distributed as dist
 
-    from megatron.training.announce import announce_end
     from megatron.training.initialize import start_process
+    from megatron.training.report.announce import announce_end
     from megatron.training.training import TrainingFailed
     from moe_overlap.runtime.step import CommunicationFailed
 
@@ -155,9 +155,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     """A run from its flags: plan, machinery, data, checkpoint, reports. Collective over the default process group."""
     import torch.distributed as dist
 
-    from megatron.training.announce import announce
     from megatron.training.batch_sizes import batch_sizes
-    from megatron.training.batch_source import BatchSource
     from megatron.training.checkpointing import Checkpointer, Progress, model_fingerprint
     from megatron.training.describe import describe_model, known_vocab_size
     from megatron.training.initialize import device_of_this_process
@@ -165,8 +163,10 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.model import unwrap
     from megatron.training.plan_from_flags import with_global_batch
     from megatron.training.plan_of_run import plan_of_run
-    from megatron.training.reports import Reports, uses_expert_loads
-    from megatron.training.tokenizer_of_run import tokenizer_of_run
+    from megatron.training.report.announce import announce
+    from megatron.training.report.reports import Reports, uses_expert_loads
+    from megatron.training.text.batch_source import BatchSource
+    from megatron.training.text.tokenizer_of_run import tokenizer_of_run
     from megatron.training.training import Job, TrainingLoop
     from moe_overlap.describe.flops import training_flops_per_token
     from moe_overlap.plan.lower import lower

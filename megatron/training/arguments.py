@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.config import Config
-from megatron.training.flags import Flag, config_flags, flag_texts, one_of
-from megatron.training.help import help_text
+from megatron.training.flags.help import help_text
+from megatron.training.flags.table import Flag, config_flags, flag_texts, one_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model_file import read_model
 from moe_overlap.describe.shell_script import script_flags

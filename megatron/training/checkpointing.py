@@ -1,7 +1,7 @@
 """Saving and loading a run: weights, optimizer, schedule, random-number states, progress.
 
-`checkpoint_folder.py` makes a checkpoint complete or absent, `checkpoint_tensors.py` and `optimizer_state.py` say what its
-tensors are, `checkpoint_rules.py` what a run may load. A run that resumes in the layout it was saved in continues bitwise; in
+`checkpoints/folder.py` makes a checkpoint complete or absent, `checkpoints/tensors.py` and `checkpoints/optimizer_state.py` say what its
+tensors are, `rules/checkpoint.py` what a run may load. A run that resumes in the layout it was saved in continues bitwise; in
 another one, within rounding.
 """
 
@@ -24,18 +24,19 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.training import checkpoint_folder, checkpoint_rules
 from megatron.training.arguments import config_to_flags
-from megatron.training.checkpoint_folder import Stored, non_persistent_folder
-from megatron.training.checkpoint_rules import Start, model_fingerprint
-from megatron.training.checkpoint_saver import Keep, Saver
-from megatron.training.checkpoint_tensors import differences, first_reason, model_state, without_keys
+from megatron.training.checkpoints import folder as checkpoint_folder
+from megatron.training.checkpoints.folder import Stored, non_persistent_folder
+from megatron.training.checkpoints.loss_scale import restore_scaler, scaler_state
+from megatron.training.checkpoints.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
+from megatron.training.checkpoints.random_states import random_states, set_random_states
+from megatron.training.checkpoints.saver import Keep, Saver
+from megatron.training.checkpoints.tensors import differences, first_reason, model_state, without_keys
 from megatron.training.config import Config
 from megatron.training.first_rank import on_every_rank, on_first_rank
-from megatron.training.loss_scale import restore_scaler, scaler_state
 from megatron.training.model import unwrap
-from megatron.training.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
-from megatron.training.random_states import random_states, set_random_states
+from megatron.training.rules import checkpoint as checkpoint_rules
+from megatron.training.rules.checkpoint import Start, model_fingerprint
 from moe_overlap.describe.errors import ConfigError
 
 __all__ = ["Checkpointer", "Progress", "model_fingerprint"]

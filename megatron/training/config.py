@@ -1,7 +1,7 @@
 """What a run is, as dataclasses. Each field is a flag: name, type, default and choices stand here once, its help below it.
 
 Field names are the attribute names of upstream Megatron-LM, defaults are upstream's; `arguments.py` makes the flags.
-Forms of attention stand in `config_attention.py`, the groups that need a GPU's libraries in `config_gpu.py`.
+Forms of attention stand in `flags/config_attention.py`, the groups that need a GPU's libraries in `flags/config_gpu.py`.
 Nothing here derives or repairs a value: derived sizes are computed by `describe.py`, rules stand in `validation.py`.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.training.config_attention import AttentionConfig
-from megatron.training.config_flag import flag
-from megatron.training.config_gpu import DeviceConfig, PrecisionConfig
+from megatron.training.flags.config_attention import AttentionConfig
+from megatron.training.flags.config_flag import flag
+from megatron.training.flags.config_gpu import DeviceConfig, PrecisionConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

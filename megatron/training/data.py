@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.training.config import DataConfig
-from megatron.training.data_files import (
+from megatron.training.first_rank import on_every_rank, on_first_rank
+from megatron.training.text.data_files import (
     BUILTIN_SPLIT,
     DEFAULT_SPLIT,
     HEADER,
@@ -39,10 +40,9 @@ from megatron.training.data_files import (
     check_indexed_dataset,
     parse_split,
 )
-from megatron.training.data_source import DataSource, data_source
-from megatron.training.first_rank import on_every_rank, on_first_rank
-from megatron.training.indexed import cannot_write, prepare_builtin_corpus
-from megatron.training.tokenizers import Tokenizer
+from megatron.training.text.data_source import DataSource, data_source
+from megatron.training.text.indexed import cannot_write, prepare_builtin_corpus
+from megatron.training.text.tokenizers import Tokenizer
 from moe_overlap.describe.errors import ConfigError
 
 Dataset: TypeAlias = GPTDataset | BlendedDataset

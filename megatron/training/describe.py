@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megatron.training.batch_sizes import largest_batch
 from megatron.training.config import Config
-from megatron.training.file_tokenizers import TIKTOKEN_VOCAB_SIZE
 from megatron.training.stages import virtual_stages
-from megatron.training.tokenizers import ByteTokenizer
+from megatron.training.text.file_tokenizers import TIKTOKEN_VOCAB_SIZE
+from megatron.training.text.tokenizers import ByteTokenizer
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import LatentAttention, ModelDescription
 

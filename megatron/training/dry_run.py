@@ -10,7 +10,6 @@ from typing import TextIO
 from megatron.training.arguments import ParsedArguments
 from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
-from megatron.training.data_source import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.describe import (
     ParallelLayout,
     describe_model,
@@ -18,13 +17,14 @@ from megatron.training.describe import (
     parallel_layout,
     smallest_world,
 )
-from megatron.training.flags import config_flags, flag_texts
-from megatron.training.idle import idle_flags, reads_vocab_file
-from megatron.training.packages import is_installed, packages_of
+from megatron.training.flags.idle import idle_flags, reads_vocab_file
+from megatron.training.flags.table import config_flags, flag_texts
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
-from megatron.training.start_rules import Machine, obstacles, this_machine
-from megatron.training.tokenizers import MODEL_TYPES
+from megatron.training.rules.packages import is_installed, packages_of
+from megatron.training.rules.start import Machine, obstacles, this_machine
+from megatron.training.text.data_source import ARGS, PER_SPLIT_ARGS, data_source
+from megatron.training.text.tokenizers import MODEL_TYPES
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-from megatron.training.boards import Boards
 from megatron.training.config import LoggingConfig
+from megatron.training.report.boards import Boards
 from moe_overlap.describe.expert_load import ExpertLoad
 
 LARGEST_EXPONENT = 20

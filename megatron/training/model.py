@@ -25,21 +25,21 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron.training.config import Config
 from megatron.training.describe import uses_sequence_parallel
-from megatron.training.few_groups import FewGroupsAttention
-from megatron.training.grouped_experts import GroupedExperts
-from megatron.training.multi_token import PredictingModel, prediction_spec
-from megatron.training.parallel_block import parallel_spec
-from megatron.training.sdpa_attention import SdpaAttention
-from megatron.training.stage_layout import StageLayout
-from megatron.training.stages import virtual_stages
-from megatron.training.variants import activation_fields, attention_fields, set_yarn
-from megatron.training.without_te import (
+from megatron.training.layers.few_groups import FewGroupsAttention
+from megatron.training.layers.grouped_experts import GroupedExperts
+from megatron.training.layers.multi_token import PredictingModel, prediction_spec
+from megatron.training.layers.parallel_block import parallel_spec
+from megatron.training.layers.sdpa_attention import SdpaAttention
+from megatron.training.layers.stage_layout import StageLayout
+from megatron.training.layers.variants import activation_fields, attention_fields, set_yarn
+from megatron.training.layers.without_te import (
     ExpertOutput,
     LatentSelfAttention,
     TorchNorm,
     repair_imports,
     transformer_engine_is_installed,
 )
+from megatron.training.stages import virtual_stages
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 

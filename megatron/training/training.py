@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.batch_sizes import BatchSizes
-from megatron.training.batch_source import BatchSource
 from megatron.training.checkpointing import Progress
 from megatron.training.config import Config
-from megatron.training.memory import StorageTracker, held_tensors, resident_bytes
 from megatron.training.metrics import MetricsLog, StepMetrics
-from megatron.training.reports import Reports
+from megatron.training.report.memory import StorageTracker, held_tensors, resident_bytes
+from megatron.training.report.reports import Reports
+from megatron.training.text.batch_source import BatchSource
 
 Batches = Iterator[dict[str, Any]]
 

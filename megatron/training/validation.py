@@ -5,14 +5,14 @@ Each rule is a small function; the files of rules are grouped like the flags.
 
 from __future__ import annotations
 
-from megatron.training.attention_rules import ATTENTION_RULES
 from megatron.training.config import Config
-from megatron.training.model_rules import MODEL_RULES
-from megatron.training.moe_rules import MOE_RULES
-from megatron.training.overlap_rules import OVERLAP_RULES
-from megatron.training.parallel_rules import PARALLEL_RULES, check_world
-from megatron.training.precision_rules import PRECISION_RULES
-from megatron.training.run_rules import RUN_RULES
+from megatron.training.rules.attention import ATTENTION_RULES
+from megatron.training.rules.model import MODEL_RULES
+from megatron.training.rules.moe import MOE_RULES
+from megatron.training.rules.overlap import OVERLAP_RULES
+from megatron.training.rules.parallel import PARALLEL_RULES, check_world
+from megatron.training.rules.precision import PRECISION_RULES
+from megatron.training.rules.run import RUN_RULES
 
 
 def validate(config: Config, world_size: int | None) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from megatron.training.arguments import parse
-from megatron.training.indexed import indexed_dataset
-from megatron.training.tokenizers import ByteTokenizer
+from megatron.training.text.indexed import indexed_dataset
+from megatron.training.text.tokenizers import ByteTokenizer
 from megatron.training.validation import validate
 from tests.end_to_end.program import ROOT
 from tests.spawn import run

@@ -21,8 +21,8 @@ import pytest
 
 from megatron.training.arguments import parse
 from megatron.training.describe import describe_model
-from megatron.training.indexed import indexed_dataset
 from megatron.training.plan_from_flags import plan_from_flags
+from megatron.training.text.indexed import indexed_dataset
 from moe_overlap.plan.serialize import save_plan
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import PROGRAM, SMALL, Ended, alone, environment, torchrun

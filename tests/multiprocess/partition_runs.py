@@ -54,7 +54,7 @@ def curves(
 
 def peak_bytes(variants: dict[str, str]) -> dict[str, int]:
     """Most bytes that one step of every variant holds on this rank beside parameters, gradients and optimizer state."""
-    from megatron.training.memory import StorageTracker, held_tensors
+    from megatron.training.report.memory import StorageTracker, held_tensors
 
     found = {}
     for name, flags in variants.items():

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.context_parallel import part_of_batch, positions
-from megatron.training.sdpa_attention import SdpaAttention
+from megatron.training.layers.context_parallel import part_of_batch, positions
+from megatron.training.layers.sdpa_attention import SdpaAttention
 from moe_overlap.describe.batch import TOKEN_COUNT
 from tests.spawn import run
 

@@ -11,8 +11,8 @@ import pytest
 from megatron.training import config as config_module
 from megatron.training.arguments import ALIASES, config_to_flags, parse
 from megatron.training.config import Config
-from megatron.training.flags import config_flags, flag_texts
-from megatron.training.help import field_docs, help_text
+from megatron.training.flags.help import field_docs, help_text
+from megatron.training.flags.table import config_flags, flag_texts
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.unconfigured import AWAITED, REFUSED, WITHOUT_EFFECT, awaited, refusal, without_effect_reason
 from moe_overlap.describe.upstream_flags import load_upstream_flags

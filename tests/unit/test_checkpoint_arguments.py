@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.training import checkpoint_folder as cf
 from megatron.training.arguments import ParsedArguments, config_to_flags, parse
-from megatron.training.checkpoint_arguments import with_checkpoint_arguments
+from megatron.training.checkpoints import folder as cf
+from megatron.training.checkpoints.arguments import with_checkpoint_arguments
 from megatron.training.dry_run import dry_run
 from moe_overlap.describe.errors import ConfigError
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron.training import checkpoint_folder as cf
-from megatron.training.checkpoint_folder import Stored
-from megatron.training.checkpoint_rules import (
+from megatron.training.checkpoints import folder as cf
+from megatron.training.checkpoints.folder import Stored
+from megatron.training.config import CheckpointConfig, Config, ModelConfig, MoEConfig, OptimizerConfig
+from megatron.training.rules.checkpoint import (
     Differences,
     model_fingerprint,
     require_fit,
@@ -19,7 +20,6 @@ from megatron.training.checkpoint_rules import (
     schedule_to_load,
     start_of,
 )
-from megatron.training.config import CheckpointConfig, Config, ModelConfig, MoEConfig, OptimizerConfig
 from moe_overlap.describe.errors import ConfigError
 
 MODEL = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)

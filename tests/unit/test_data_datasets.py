@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training import corpus, data, indexed
+from megatron.training import data
 from megatron.training.config import DataConfig
 from megatron.training.data import BatchSampler, Dataset, batches, build_datasets, unigram_entropy
-from megatron.training.data_files import check_indexed_dataset
-from megatron.training.indexed import indexed_dataset
-from megatron.training.tokenizers import ByteTokenizer, NullTokenizer
+from megatron.training.text import corpus, indexed
+from megatron.training.text.data_files import check_indexed_dataset
+from megatron.training.text.indexed import indexed_dataset
+from megatron.training.text.tokenizers import ByteTokenizer, NullTokenizer
 from moe_overlap.describe.errors import ConfigError
 
 

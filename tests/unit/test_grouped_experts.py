@@ -20,7 +20,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.training.grouped_experts import GroupedExperts
+from megatron.training.layers.grouped_experts import GroupedExperts
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron.training.arguments import parse
-from megatron.training.start_rules import Machine, obstacles, require_startable
+from megatron.training.rules.start import Machine, obstacles, require_startable
 from moe_overlap.describe.errors import ConfigError
 from tools.answer_lists import LISTS, RECORD, Answer, answer, record
 

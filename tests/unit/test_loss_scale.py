@@ -9,8 +9,8 @@ import pytest
 import torch
 from one_process import MOE, loss_of, small
 
-from megatron.training.loss_scale import restore_scaler, scaler_state
-from megatron.training.sdpa_attention import SdpaAttention
+from megatron.training.checkpoints.loss_scale import restore_scaler, scaler_state
+from megatron.training.layers.sdpa_attention import SdpaAttention
 from moe_overlap.runtime.optimizer import MegatronLayerwiseOptimizer
 
 FP16 = f"{MOE} --fp16 --initial-loss-scale 1024 --hysteresis 1 --loss-scale-window 2"

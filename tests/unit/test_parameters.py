@@ -14,7 +14,7 @@ import pytest
 
 from megatron.training.arguments import parse
 from megatron.training.describe import describe_model
-from megatron.training.flags import config_flags
+from megatron.training.flags.table import config_flags
 from moe_overlap.describe.flops import training_flops_per_token
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.parameters import Share, layer_parameters, model_parameters

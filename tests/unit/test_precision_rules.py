@@ -8,8 +8,8 @@ import pytest
 
 from megatron.training.arguments import parse
 from megatron.training.dry_run import dry_run
-from megatron.training.idle import idle_flags
-from megatron.training.start_rules import Machine, obstacles
+from megatron.training.flags.idle import idle_flags
+from megatron.training.rules.start import Machine, obstacles
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 

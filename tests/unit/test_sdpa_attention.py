@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from one_process import MOE, batch, loss_of, small
 from torch import Tensor
 
-from megatron.training.sdpa_attention import SdpaAttention
+from megatron.training.layers.sdpa_attention import SdpaAttention
 
 S, B = 7, 2
 SINKS = ("vanilla", "off-by-one", "learnable")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training import packages
-from megatron.training.tokenizers import ByteTokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
+from megatron.training.rules import packages
+from megatron.training.text.tokenizers import ByteTokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
 from moe_overlap.describe.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from one_process import MOE, SEQUENCE, SHARED, SIZES, loss_of, small
 
 from megatron.training.arguments import parse
 from megatron.training.describe import describe_model
-from megatron.training.idle import idle_flags
+from megatron.training.flags.idle import idle_flags
 from megatron.training.plan_from_flags import plan_from_flags, with_global_batch
 from moe_overlap.runtime.groups import stage_rank_sets
 

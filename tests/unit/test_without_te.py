@@ -10,7 +10,7 @@ import pytest
 import torch
 from one_process import SIZES, loss_of, small
 
-from megatron.training.without_te import ExpertOutput, TorchNorm, transformer_engine_is_installed
+from megatron.training.layers.without_te import ExpertOutput, TorchNorm, transformer_engine_is_installed
 
 
 def norm(kind: str, width: int = 5, **changes: Any) -> TorchNorm:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.training.config import DataConfig
-from megatron.training.data_files import Blend, parse_blend
+from megatron.training.text.data_files import Blend, parse_blend
 from moe_overlap.describe.errors import ConfigError
 
 PARTS = ("train", "valid", "test")

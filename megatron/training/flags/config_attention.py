@@ -1,6 +1,6 @@
 """The part of a run's configuration that says how attention differs from plain causal softmax attention.
 
-Flags, defaults and meanings are upstream's; `model.py` hands them to megatron-core, `attention_rules.py` holds their rules.
+Flags, defaults and meanings are upstream's; `model.py` hands them to megatron-core, `rules/attention.py` holds their rules.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.config_flag import flag
+from megatron.training.flags.config_flag import flag
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

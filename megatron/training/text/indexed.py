@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from megatron.training.corpus import builtin_corpus_documents, summarize_corpus
-from megatron.training.data_files import check_indexed_dataset
-from megatron.training.tokenizers import Tokenizer
+from megatron.training.text.corpus import builtin_corpus_documents, summarize_corpus
+from megatron.training.text.data_files import check_indexed_dataset
+from megatron.training.text.tokenizers import Tokenizer
 from moe_overlap.describe.errors import ConfigError
 
 CORPUS_FORMAT = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.training.config import Config
-from megatron.training.rule import Rule, at_least, require
+from megatron.training.rules.rule import Rule, at_least, require
 
 
 def windows_fit(config: Config) -> None:

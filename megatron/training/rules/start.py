@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron.training.arguments import ParsedArguments
 from megatron.training.config import Config
-from megatron.training.flags import config_flags, flag_texts
-from megatron.training.packages import is_installed
+from megatron.training.flags.table import config_flags, flag_texts
+from megatron.training.rules.packages import is_installed
 from moe_overlap.describe.errors import ConfigError
 
 DRY_RUN = "drop the flag; --dry-run accepts it"
@@ -24,7 +24,7 @@ class Machine:
     """Of `transformer_engine` and `deep_ep`, those that are installed."""
 
     def lacks(self, need: str) -> str | None:
-        """What is missing for a need of `config_flag.py`; None if nothing is."""
+        """What is missing for a need of `flags/config_flag.py`; None if nothing is."""
         package = {"Transformer Engine": "transformer_engine", "DeepEP": "deep_ep"}.get(need)
         missing = ([] if self.cuda else ["a GPU"]) + ([package] if package and package not in self.packages else [])
         return " and ".join(missing) or None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.training.config import Config
-from megatron.training.rule import Rule, require
+from megatron.training.rules.rule import Rule, require
 from megatron.training.stages import virtual_stages
 from moe_overlap.plan.gate_rules import check_gate, require_partitionable
 

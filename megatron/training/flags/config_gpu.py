@@ -1,7 +1,7 @@
 """The part of a run's configuration that a GPU, Transformer Engine or a communication library must carry out; and fp16.
 
 A field names what it needs (`needs=`) or the field it is a setting of (`of=`): a dry run accepts it anywhere and says so, a start
-on a machine that lacks it is refused (`start_rules.py`). `model.py` and `optimizer.py` hand the values to megatron-core.
+on a machine that lacks it is refused (`rules/start.py`). `model.py` and `optimizer.py` hand the values to megatron-core.
 fp16 runs anywhere. None of this has run on a GPU here.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.config_flag import Need, flag
+from megatron.training.flags.config_flag import Need, flag
 
 _TE: Need = "Transformer Engine"
 _StateType = Literal["fp32", "fp16", "bf16", "fp8"]

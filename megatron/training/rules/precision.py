@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megatron.training.config import Config
 from megatron.training.describe import dense_width, expert_tensor_size, moe_layers, uses_sequence_parallel
-from megatron.training.rule import Rule, at_least, require
+from megatron.training.rules.rule import Rule, at_least, require
 
 
 def one_type_holds_the_weights(config: Config) -> None:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.training.file_tokenizers import (
+from megatron.training.flags.table import one_of
+from megatron.training.rules.packages import TOKENIZER_PACKAGES, require_package
+from megatron.training.text.file_tokenizers import (
     NO_PAD,
     GPT2BPETokenizer,
     SentencePieceTokenizer,
     TikTokenizer,
 )
-from megatron.training.flags import one_of
-from megatron.training.packages import TOKENIZER_PACKAGES, require_package
 from moe_overlap.describe.errors import ConfigError
 
 SENTENCE_PIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.training.packages import TOKENIZER_PACKAGES, require_package
+from megatron.training.rules.packages import TOKENIZER_PACKAGES, require_package
 from moe_overlap.describe.errors import ConfigError
 
 NO_PAD = -1

@@ -7,10 +7,10 @@ from signal import valid_signals
 
 from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
-from megatron.training.data_source import check_data_flags
-from megatron.training.rule import Rule, at_least, fraction, require
-from megatron.training.tokenizer_of_run import tokenizer_files
-from megatron.training.tokenizers import ByteTokenizer, check_tokenizer_flags
+from megatron.training.rules.rule import Rule, at_least, fraction, require
+from megatron.training.text.data_source import check_data_flags
+from megatron.training.text.tokenizer_of_run import tokenizer_files
+from megatron.training.text.tokenizers import ByteTokenizer, check_tokenizer_flags
 
 
 def learning_rates_fit(config: Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.training.config import Config
 from megatron.training.describe import dense_width, expert_tensor_size
-from megatron.training.rule import Rule, at_least, divisors, fraction, require
+from megatron.training.rules.rule import Rule, at_least, divisors, fraction, require
 
 _AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 

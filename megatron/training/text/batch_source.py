@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from megatron.training.config import Config
-from megatron.training.context_parallel import part_of_batch
 from megatron.training.data import BatchSampler, Dataset, batches, build_datasets, unigram_entropy
-from megatron.training.tokenizers import Tokenizer
+from megatron.training.layers.context_parallel import part_of_batch
+from megatron.training.text.tokenizers import Tokenizer
 
 
 class BatchSource:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron.training.config import Config
-from megatron.training.flags import one_of
+from megatron.training.flags.table import one_of
 from moe_overlap.describe.errors import ConfigError
 
 Rule = Callable[[Config], None]

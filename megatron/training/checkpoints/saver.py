@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.training import checkpoint_folder
-from megatron.training.checkpoint_tensors import DirectSave, first_reason
+from megatron.training.checkpoints import folder as checkpoint_folder
+from megatron.training.checkpoints.tensors import DirectSave, first_reason
 from megatron.training.config import CheckpointConfig
 from megatron.training.first_rank import on_every_rank, on_first_rank
 from moe_overlap.describe.errors import ConfigError

@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron.training.config import DataConfig
 from megatron.training.describe import vocab_file_entries
-from megatron.training.tokenizers import NullTokenizer, Tokenizer, TokenizerFiles, build_tokenizer
+from megatron.training.text.tokenizers import NullTokenizer, Tokenizer, TokenizerFiles, build_tokenizer
 
 
 def tokenizer_of_run(data: DataConfig) -> Tokenizer:

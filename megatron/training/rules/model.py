@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.training.config import Config
 from megatron.training.describe import dense_width
-from megatron.training.rule import Rule, at_least, divisors, fraction, require
+from megatron.training.rules.rule import Rule, at_least, divisors, fraction, require
 
 
 def sizes_are_given(config: Config) -> None:

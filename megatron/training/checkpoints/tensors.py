@@ -27,7 +27,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.training.checkpoint_rules import Differences
+from megatron.training.rules.checkpoint import Differences
 
 EMBEDDING, OUTPUT, OUTPUT_BIAS = "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from megatron.training.arguments import ParsedArguments
 from megatron.training.config import Config, DataConfig
-from megatron.training.flags import config_flags, one_of, spelling
-from megatron.training.tokenizers import MODEL_TYPES
+from megatron.training.flags.table import config_flags, one_of, spelling
+from megatron.training.text.tokenizers import MODEL_TYPES
 
 FLEX_FIELD, FLEX = "moe.moe_token_dispatcher_type", "flex"
 """The one field of which a single choice has settings."""

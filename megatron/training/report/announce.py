@@ -13,7 +13,7 @@ from megatron.training.arguments import ParsedArguments
 from megatron.training.config import Config
 from megatron.training.describe import parallel_layout
 from megatron.training.dry_run import layout_line, model_line
-from megatron.training.idle import idle_flags
+from megatron.training.flags.idle import idle_flags
 from megatron.training.metrics import MetricsLog
 from moe_overlap.describe.model import ModelDescription
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.training.checkpoint_folder import Stored, choose, non_persistent_folder
+from megatron.training.checkpoints.folder import Stored, choose, non_persistent_folder
 from megatron.training.config import CheckpointConfig, Config, OptimizerConfig
 from megatron.training.describe import describe_model
 from moe_overlap.describe.errors import ConfigError

@@ -7,9 +7,9 @@ import math
 from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
 from megatron.training.describe import expert_tensor_size, smallest_world
-from megatron.training.flags import one_of
-from megatron.training.overlap_rules import overlap_flag
-from megatron.training.rule import Rule, at_least, divisors, require
+from megatron.training.flags.table import one_of
+from megatron.training.rules.overlap import overlap_flag
+from megatron.training.rules.rule import Rule, at_least, divisors, require
 from megatron.training.stages import chunk_sizes, counted_layers, layout_parts, stage_layers, virtual_stages
 from moe_overlap.describe.errors import ConfigError
 
@@ -187,7 +187,7 @@ def full_recompute_fits_the_stages(config: Config) -> None:
 def gradient_overlap_fits(config: Config) -> None:
     parallel = config.parallel
     if overlap_flag(config) is not None:
-        return  # overlap_rules.py refuses both
+        return  # rules/overlap.py refuses both
     fits = parallel.overlap_grad_reduce or not parallel.overlap_param_gather
     require(
         fits, "--overlap-param-gather", "", "works on the buckets of --overlap-grad-reduce", "add --overlap-grad-reduce"

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron.training.context_parallel import GatherSequence, positions
+from megatron.training.layers.context_parallel import GatherSequence, positions
 
 SINK_WIDTH = 8
 """Elements by which heads grow to hold a sink; one carries it, the others keep the width a multiple of 8 for GPU kernels."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.training.config import Config, LoggingConfig
-from megatron.training.memory import device_memory
 from megatron.training.metrics import MetricsLog
-from megatron.training.timers import TimerWindow, slowest, timer_lines
+from megatron.training.report.memory import device_memory
+from megatron.training.report.timers import TimerWindow, slowest, timer_lines
 from moe_overlap.describe.expert_load import ExpertLoad
 
 Spans = Sequence[Any]

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.training.arguments import ParsedArguments, parse
-from megatron.training.checkpoint_rules import Start, start_of
 from megatron.training.config import Config
-from megatron.training.flags import Flag, config_flags, flag_texts
+from megatron.training.flags.table import Flag, config_flags, flag_texts
+from megatron.training.rules.checkpoint import Start, start_of
 from moe_overlap.describe.errors import ConfigError
 
 ASKED = "--use-checkpoint-args"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import config as config_module
-from megatron.training import config_attention, config_gpu
 from megatron.training.config import Config
-from megatron.training.flags import Flag, config_flags
+from megatron.training.flags import config_attention, config_gpu
+from megatron.training.flags.table import Flag, config_flags
 
 _WIDTH = 120
 _INDENT = 4
