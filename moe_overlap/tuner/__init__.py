@@ -1,0 +1,1 @@
+"""Chooses a plan: capture, profile, cost, search."""

@@ -1,0 +1,1 @@
+"""What a plan costs: seconds and bytes, without torch."""
