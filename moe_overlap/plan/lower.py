@@ -34,7 +34,7 @@ def lower(
     plan: Plan,
     model: ModelDescription,
     rank: int,
-    saved_bytes: Mapping[int, int] = MappingProxyType({}),
+    saved_bytes: Mapping[str, int] = MappingProxyType({}),
     while_waiting: bool = True,
 ) -> tuple[Instruction, ...]:
     """The instruction list of one rank.

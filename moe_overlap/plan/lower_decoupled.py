@@ -31,13 +31,13 @@ from typing import TypeVar
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import payload
+from moe_overlap.plan.instructions import OPTIMIZER, TO_DEVICE, TO_HOST
 from moe_overlap.plan.list_builder import Draft, ListBuilder
 from moe_overlap.plan.lower_update import DATA_CHANNEL, is_replicated, norm_of, optimizer_parts
 from moe_overlap.plan.part_uses import Use, gradient_ends, gradients_of, is_backward, part_of, uses_of
 from moe_overlap.plan.payload import PartSize
 from moe_overlap.plan.plan import Plan, StagePlan
 
-TO_DEVICE, TO_HOST, OPTIMIZER_CHANNEL = "h2d", "d2h", "optimizer"
 NORM = "state.norm"
 T = TypeVar("T")
 
@@ -47,8 +47,8 @@ class DecoupledLowering:
     """Writes one step of one stage.
 
     Attributes:
-        saved_bytes: layer -> bytes that its forward pass of a micro-batch keeps; the capture knows them. Copies of
-            activations of layers that do not stand here have 0 bytes.
+        saved_bytes: part -> bytes that its forward pass of a micro-batch keeps; the capture knows them. Copies of activations
+            of parts that do not stand here have 0 bytes.
         while_waiting: False lets everything wait until the first micro-batch has arrived, to measure what waiting hides.
         _earliest: what nothing may start before.
         _ended: the last instruction of the last use that has ended.
@@ -62,7 +62,7 @@ class DecoupledLowering:
     stage_index: int
     model: ModelDescription
     to: ListBuilder
-    saved_bytes: Mapping[int, int]
+    saved_bytes: Mapping[str, int]
     while_waiting: bool = True
     _earliest: tuple[int, ...] = ()
     _ended: tuple[int, ...] = ()
@@ -133,7 +133,7 @@ class DecoupledLowering:
         step = Draft(
             kind="optimizer",
             name=f"optimizer.{part}",
-            channel=OPTIMIZER_CHANNEL,
+            channel=OPTIMIZER,
             reads=(*sums, *states, NORM),
             writes=(f"parameters.{part}", *states, *moved),
         )
@@ -279,7 +279,7 @@ class DecoupledLowering:
     def _stored_bytes(self, part: str, what: str) -> int:
         """Bytes of a part's weights, gradients or states on this rank, or of a layer's saved activations."""
         if what == "activations":
-            return self.saved_bytes.get(int(part.lstrip("Lmtp")), 0)
+            return self.saved_bytes.get(part, 0)
         return self._size(part).stored_bytes(self._stage, what, self.plan.precision)
 
     def _size(self, part: str) -> PartSize:

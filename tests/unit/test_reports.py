@@ -15,8 +15,8 @@ from megatron.training.run_rules import reports_are_due_at_some_step
 from megatron.training.timers import TimerWindow, slowest, timer_lines
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
+from moe_overlap.plan.spans import Span
 from moe_overlap.runtime.phases import phase_seconds
-from moe_overlap.runtime.spans import Span
 
 
 @pytest.fixture(autouse=True)

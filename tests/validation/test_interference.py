@@ -43,7 +43,7 @@ def test_error_on_unseen_rows(host: Host) -> None:
         at = samples.groups_N == group
         levels = {"host": host.whole, "place": host.places.get(place_of(group), host.whole), "group": own}
         for level, fitted in levels.items():
-            seconds = Interference(fitted.factors).seconds(alone[:, at])
+            seconds = Interference(fitted.factors).seconds(*alone[:, at])
             error[level][at] = 100 * np.abs(seconds / samples.seconds_N[at] - 1)
         assert abs(error["group"][at & test].mean() - own.test_error_percent) < 1e-3
         assert own.test_error_percent <= GROUP_PERCENT[host.gpu]

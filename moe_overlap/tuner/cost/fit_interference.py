@@ -71,7 +71,7 @@ def fit_factors(alone_SN: Floats, seconds_N: Floats, start: Factors) -> FactorLi
 
 def mean_error(model: Interference, alone_SN: Floats, seconds_N: Floats) -> float:
     """Mean absolute relative error, summed exactly; 0 of no rows."""
-    errors = np.abs(model.seconds(alone_SN) / seconds_N - 1)
+    errors = np.abs(model.seconds(*alone_SN) / seconds_N - 1)
     return math.fsum(errors.tolist()) / max(1, len(errors))
 
 

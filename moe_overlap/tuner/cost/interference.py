@@ -65,15 +65,14 @@ class Interference:
         """Slowdown of one stream while the streams `busy`, itself among them, are."""
         return float(self._table[stream, sum(8 >> other for other in set(busy))])
 
-    def seconds(self, alone: Floats) -> Floats:
+    def seconds(self, compute: Floats, device: Floats, to_device: Floats, to_host: Floats) -> Floats:
         """Seconds until everything has ended that began at the same time.
 
         Args:
-            alone: [4, ...] alone seconds of the streams, 0 where a stream has nothing to do.
-        Returns:
-            [...]
+            compute, device, to_device, to_host: alone seconds of the streams, 0 where one has nothing to do; they broadcast.
         """
-        rows = np.ascontiguousarray(alone, dtype=np.float64).reshape(4, -1)
+        alone = np.stack(np.broadcast_arrays(compute, device, to_device, to_host)).astype(np.float64, copy=False)
+        rows = alone.reshape(4, -1)
         total = np.empty(rows.shape[1])
         for first in range(0, rows.shape[1], BLOCK):
             total[first : first + BLOCK] = self._block(rows[:, first : first + BLOCK])

@@ -167,7 +167,7 @@ def test_the_race_check_knows_what_is_needed() -> None:
 def test_golden_list() -> None:
     """Written by this test's own expression, format_list(...), when the format changes."""
     plan = plan_samples.plan(2, 2, 1, 2, {"data": 2, "zero_level": 3, "offload": ALL})
-    made = lower(plan, plan_samples.model("dd"), 2, {0: 4000, 1: 8000})
+    made = lower(plan, plan_samples.model("dd"), 2, {"L0": 4000, "L1": 8000})
     assert format_list(made) == (plan_samples.GOLDEN / "zero3_offload_rank2.txt").read_text()
 
 
@@ -205,7 +205,7 @@ def test_collectives_follow_the_level() -> None:
 def test_copies_follow_the_shares() -> None:
     """Gradient sums are fetched from the second micro-batch on; weights wherever the use before has not loaded them."""
     plan = plan_samples.plan(1, micro_batches=2, stage={"offload": dataclasses.replace(ALL, weights=0.0)})
-    made = lower(plan, plan_samples.model("d"), 0, {0: 1000})
+    made = lower(plan, plan_samples.model("d"), 0, {"L0": 1000})
     states = [
         f"prefetch.{part}.{what} -" for part in ("embedding", "L0", "head") for what in ("optimizer", "gradients")
     ]

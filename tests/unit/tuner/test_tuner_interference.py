@@ -65,26 +65,26 @@ def test_it_equals_the_twin() -> None:
     for _ in range(20):
         factors, rows = draw_factors(), draw_rows(200)
         expected = [twin(row, factors) for row in rows.T.tolist()]
-        np.testing.assert_allclose(Interference(factors).seconds(rows), expected, rtol=1e-12)
+        np.testing.assert_allclose(Interference(factors).seconds(*rows), expected, rtol=1e-12)
 
 
 def test_limits() -> None:
     """Between the longest and the sum; one stream alone as it is; twice the work, twice the time."""
     for _ in range(20):
         model, rows = Interference(draw_factors()), draw_rows(BLOCK + 7)
-        seconds = model.seconds(rows)
+        seconds = model.seconds(*rows)
         assert (seconds >= rows.max(axis=0) * (1 - 1e-12)).all() and (seconds <= rows.sum(axis=0) * (1 + 1e-12)).all()
         alone = (rows > 0).sum(axis=0) == 1
         np.testing.assert_array_equal(seconds[alone], rows.sum(axis=0)[alone])
-        np.testing.assert_allclose(model.seconds(2 * rows), 2 * seconds)
-    np.testing.assert_allclose(NO_INTERFERENCE.seconds(rows), rows.max(axis=0), rtol=1e-15)
-    assert model.seconds(np.zeros((4, 3, 2))).tolist() == np.zeros((3, 2)).tolist()
+        np.testing.assert_allclose(model.seconds(*(2 * rows)), 2 * seconds)
+    np.testing.assert_allclose(NO_INTERFERENCE.seconds(*rows), rows.max(axis=0), rtol=1e-15)
+    assert model.seconds(*np.zeros((4, 3, 2))).tolist() == np.zeros((3, 2)).tolist()
 
 
 def test_by_hand() -> None:
     """Half speed together: after 4 s the copy of 2 s has ended and 3 of 5 s of computation are left."""
     model = Interference({**NO_INTERFERENCE.factors, "1010": (2.0, 2.0)})
-    assert model.seconds(np.array([5.0, 0.0, 2.0, 0.0])) == 7.0
+    assert model.seconds(*np.array([5.0, 0.0, 2.0, 0.0])) == 7.0
     assert (model.factor(0, {0, 2}), model.factor(0, {0, 1}), model.factor(2, {2})) == (2.0, 1.0, 1.0)
 
 
@@ -111,7 +111,7 @@ def made_up(noise: float = 0.0) -> Samples:
     """A host with one group: every mix of three sizes, latencies of 1 ms; every third mixed sample is a test."""
     sizes = np.array([mix for mix in product((0.0, 10.0, 20.0, 50.0), repeat=4) if any(mix)]).T
     alone = np.where(sizes > 0, 1e-3 + sizes * np.array([[1e-3], [2e-3], [1.5e-3], [1e-3]]), 0.0)
-    seconds = Interference(TRUE_FACTORS).seconds(alone) * (1 + noise * RANDOM.standard_normal(sizes.shape[1]))
+    seconds = Interference(TRUE_FACTORS).seconds(*alone) * (1 + noise * RANDOM.standard_normal(sizes.shape[1]))
     count = len(seconds)
     is_test = ((sizes > 0).sum(axis=0) > 1) & (np.arange(count) % 3 == 0)
     return Samples("made-up", np.full(count, "1x2"), sizes, seconds, np.full(count, 0.01), is_test)
