@@ -169,8 +169,9 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.text.tokenizer_of_run import tokenizer_of_run
     from megatron.training.training import Job, TrainingLoop
     from moe_overlap.describe.flops import training_flops_per_token
+    from moe_overlap.plan import trace
     from moe_overlap.plan.lower import lower
-    from moe_overlap.runtime import spans, trace
+    from moe_overlap.plan.spans import communication_seconds
     from moe_overlap.runtime.parts import count_expert_loads
     from moe_overlap.runtime.phases import phase_seconds
 
@@ -217,7 +218,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         checkpoints=checkpoints,
         log=log,
         batches=source,
-        measure=spans.communication_seconds,
+        measure=communication_seconds,
         covered=run.recorder.covered,
         write_trace=lambda measured: trace.write_trace(trace_path, measured, rank),
         parameter_norm=run.layerwise.parameter_norm,

@@ -47,11 +47,6 @@ LOWERED = Limits(
         Limit("transfers", _only(()), "stages of unlike shape are not executed", "give all stages one shape, write []"),
     ),
     stage=(
-        Limit("zero_level", _only(0, 1), "ZeRO 2 and 3 are not executed", "write 1"),
-        Limit("offload.weights", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("offload.gradients", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("offload.optimizer", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("offload.activations", _only(0), "offloading is not executed", "write 0.0"),
         Limit("overlap.micro_batches_in_flight", _only(1, 2), "two micro-batches are interleaved at most", "write 2"),
     ),
     layer=(
@@ -67,7 +62,14 @@ LOWERED = Limits(
 """What `lower` knows."""
 EXECUTED = Limits(
     plan=(Limit("precision", _only("fp32", "bf16", "fp16"), "not executed", "use fp32, bf16 or fp16"),),
-    stage=(Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),),
+    stage=(
+        Limit("zero_level", _only(0, 1), "ZeRO 2 and 3 are not executed", "write 1"),
+        Limit("offload.weights", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("offload.gradients", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("offload.optimizer", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("offload.activations", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),
+    ),
     layer=(Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),),
 )
 """What the runtime executes of that."""
@@ -111,6 +113,10 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
                 rule,
                 "use 1f1b or write 1",
             )
+        if stage.is_decoupled and stage.overlap.gradient_chunk_bytes > 0:
+            subject = f"{source} {path}.overlap.gradient_chunk_bytes"
+            rule = "with ZeRO 2 and 3 and with offloading gradients are reduced part by part"
+            raise ConfigError(subject, stage.overlap.gradient_chunk_bytes, rule, "write 0")
     _refuse_differences(plan, SHAPE_FIELDS, source)
 
 

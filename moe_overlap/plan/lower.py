@@ -3,13 +3,15 @@
 A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a pass,
 ranges of operators run in partitions, and weight gradients stand under exchanges; a backward pass is interleaved with the
 forward pass of another micro-batch; gradients that are complete are reduced between exchanges; each where the plan says so.
+With ZeRO 2 and 3 and with offloading every part steps by itself, and collectives and copies stand around its passes.
 What it asks for and is not lowered yet is refused by field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators, payload
@@ -19,6 +21,7 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.layer_buffers import placed
 from moe_overlap.plan.layer_sequence import recomputes_predictions
 from moe_overlap.plan.list_builder import Draft, ListBuilder, build_list
+from moe_overlap.plan.lower_decoupled import DecoupledLowering
 from moe_overlap.plan.lower_layers import LayerLowering
 from moe_overlap.plan.lower_update import lower_update
 from moe_overlap.plan.micro_batch_order import interleave
@@ -37,12 +40,19 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.weight_gradients import saved_buffer
 
 
-def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
+def lower(
+    plan: Plan,
+    model: ModelDescription,
+    rank: int,
+    saved_bytes: Mapping[str, int] = MappingProxyType({}),
+    while_waiting: bool = True,
+) -> tuple[Instruction, ...]:
     """The instruction list of one rank.
 
     Args:
         plan: a plan that `validate_plan` has accepted for this model.
         rank: global rank.
+        saved_bytes, while_waiting: as in lower_decoupled.py, for stages whose parts step by themselves.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
@@ -54,6 +64,9 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
         written = [list(passes.write(step)) for step in steps]
         drafts += interleave(*written) if len(written) == 2 else written[0]
     to = ListBuilder(index)
+    if plan.stages[index].is_decoupled:
+        DecoupledLowering(plan, index, model, to, saved_bytes, while_waiting).write(drafts)
+        return to.finish()
     pieces = gradient_pieces(plan, index, model)
     if pieces:
         fill_gaps(build_list(index, drafts), pieces, to)

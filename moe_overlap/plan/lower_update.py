@@ -13,6 +13,7 @@ from moe_overlap.plan.plan import Plan, StagePlan
 
 DATA_CHANNEL = "dp"
 NORM_BYTES = 4
+NORM_BUFFER = "norm"
 
 
 def optimizer_parts(plan: Plan, stage_index: int, model: ModelDescription) -> tuple[str, ...]:
@@ -46,17 +47,9 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
         whole = sum(sizes.values(), PartSize(0, 0))
         sent = whole.reduction_bytes(stage)
         yield Draft(kind="collective", name="gradients", channel=DATA_CHANNEL, reads=totals, writes=totals, bytes=sent)
-    alone = plan.world_size == 1
-    yield Draft(
-        kind="compute" if alone else "collective",
-        name=operators.NORM,
-        channel=COMPUTE if alone else DATA_CHANNEL,
-        reads=totals,
-        writes=("norm",),
-        bytes=0 if alone else NORM_BYTES,
-    )
+    yield norm_of(plan, totals)
     for part in parts:
-        reads = (f"gradient.{part}", f"state.{part}", "norm")
+        reads = (f"gradient.{part}", f"state.{part}", NORM_BUFFER)
         yield Draft(
             kind="optimizer", name=f"optimizer.{part}", reads=reads, writes=(f"parameters.{part}", f"state.{part}")
         )
@@ -64,3 +57,16 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
         shards = tuple(f"parameters.{part}" for part in parts)
         sent = sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
         yield Draft(kind="collective", name="parameters", channel=DATA_CHANNEL, reads=shards, writes=shards, bytes=sent)
+
+
+def norm_of(plan: Plan, totals: tuple[str, ...], buffer: str = NORM_BUFFER) -> Draft:
+    """The norm of all gradients, over all ranks."""
+    alone = plan.world_size == 1
+    return Draft(
+        kind="compute" if alone else "collective",
+        name=operators.NORM,
+        channel=COMPUTE if alone else DATA_CHANNEL,
+        reads=totals,
+        writes=(buffer,),
+        bytes=0 if alone else NORM_BYTES,
+    )

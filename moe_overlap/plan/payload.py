@@ -24,6 +24,11 @@ ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8"
 GRADIENT_BYTES = 4
 """Gradients are accumulated and reduced in fp32."""
 COUNT_BYTES = 8
+STATE_BYTES = 8
+"""Adam's two moments; below fp32 the fp32 weights, MASTER_BYTES, are states, too."""
+MASTER_BYTES = 4
+SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}
+"""ZeRO level from which each of them is kept in shards."""
 
 
 def tokens_of_rank(plan: Plan, stage: StagePlan) -> int:
@@ -74,6 +79,14 @@ class PartSize:
     def gather_bytes(self, stage: StagePlan, precision: Precision) -> int:
         """Leaving the rank when updated parameters are gathered: (D - 1) / D."""
         return self._ring(stage, ACTIVATION_BYTES[precision])
+
+    def stored_bytes(self, stage: StagePlan, what: str, precision: Precision) -> int:
+        """Of the `weights`, `gradients` or `optimizer` states that the rank keeps, whole or its shard."""
+        states = STATE_BYTES + (0 if precision == "fp32" else MASTER_BYTES)
+        width = {"weights": ACTIVATION_BYTES[precision], "gradients": GRADIENT_BYTES, "optimizer": states}[what]
+        if stage.zero_level < SHARDED_FROM[what]:
+            return (self.dense + self.experts) * width
+        return (-(-self.dense // (stage.data * stage.context)) + -(-self.experts // stage.expert_data)) * width
 
     def _ring(self, stage: StagePlan, width: int) -> int:
         replicas = stage.data * stage.context

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.runtime.spans import Span
+from moe_overlap.plan.spans import Span
 
 Batch = dict[str, Any]
 

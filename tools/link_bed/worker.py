@@ -66,7 +66,7 @@ class Rank:
         """One step. `step`: forward and backward; `whole`: the update, too; `exchanges`: sum of the all-to-alls' spans."""
         import torch.distributed as dist
 
-        from moe_overlap.runtime.spans import communication_seconds
+        from moe_overlap.plan.spans import communication_seconds
 
         dist.barrier()
         begin = time.perf_counter()

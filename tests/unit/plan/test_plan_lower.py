@@ -21,7 +21,7 @@ from moe_overlap.plan.lower_update import optimizer_parts
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.payload import part_size
-from moe_overlap.plan.plan import Offload, Plan, Recompute
+from moe_overlap.plan.plan import Plan, Recompute
 from moe_overlap.plan.races import check_races
 from moe_overlap.plan.serialize import load_plan, read_record
 from moe_overlap.plan.validate import validate_plan
@@ -275,8 +275,6 @@ def test_recompute_groups() -> None:
 @pytest.mark.parametrize(
     ("stage", "field"),
     [
-        ({"zero_level": 2}, "stages[0].zero_level 2"),
-        ({"offload": Offload(optimizer=0.5)}, "stages[0].offload.optimizer 0.5"),
         (
             {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="fused"),))},
             "stages[0].overlap.layers[0].mechanism fused",

@@ -1,4 +1,4 @@
-"""Measured spans as a Perfetto trace (Chrome's JSON format): one process per rank, one track per channel."""
+"""Spans, measured or simulated, as a Perfetto trace (Chrome's JSON format): one process per rank, one track per channel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_overlap.runtime.spans import Span
+from moe_overlap.plan.spans import Span
 
 
 def write_trace(path: Path, spans: Sequence[Span], rank: int) -> None:
