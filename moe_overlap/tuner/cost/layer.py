@@ -8,7 +8,7 @@ what stands between it and its first reader; rings of keys and values run beside
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,3 +174,19 @@ def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
     """Seconds of the product that feeds a collective or reads it."""
     around = (index - 1, index + 1)
     return max((float(seconds[i]) for i in around if 0 <= i < len(table.ops) and table.classes[i] == 0), default=0.0)
+
+
+def hide_exchanges(cost: PartCost, slowdown: float) -> PartCost:
+    """The part with its exchanges under another micro-batch's computation, as far as they are shorter."""
+    forward, backward = cost.forward, cost.backward
+    exchange = forward.exchange_seconds + backward.exchange_seconds
+    compute = forward.compute_seconds + backward.compute_seconds
+    if not exchange:
+        return cost
+    left = _exposed(exchange, compute, slowdown) / exchange
+
+    def hidden(one: PassCost) -> PassCost:
+        exposed = {**one.exposed, "expert": one.exchange_seconds * left}
+        return replace(one, exposed=exposed, hidden_seconds=one.hidden_seconds + one.exchange_seconds * (1 - left))
+
+    return replace(cost, forward=hidden(forward), backward=hidden(backward))
