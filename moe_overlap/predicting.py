@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from megatron.training.arguments import expand_files, parse
 from megatron.training.config import Config
@@ -15,16 +17,20 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import read_expert_loads, shares_by_layer
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.plan import Plan, Precision
+from moe_overlap.plan.plan import Plan, Precision, StagePlan
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.validate import validate_plan
 from moe_overlap.speed_flags import features_of, grouped, without_newer, zero_level
-from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.capture.cache import CaptureError, cached_capture
+from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
 from moe_overlap.tuner.cost.predict import Prediction
 from moe_overlap.tuner.cost.predict import predict as predict_plan
+from moe_overlap.tuner.cost.prepare import stage_variants
 
-Graphs = Callable[[Config, ModelDescription, Plan, Mapping[str, tuple[str, ...]]], Mapping[int, CapturedModel]]
+Flags = Mapping[str, tuple[str, ...]]
+"""The words of a command line, grouped by flag."""
+Graphs = Callable[[Config, ModelDescription, Plan, Flags], Mapping[int, CapturedModel]]
 """Captured models by stage."""
 PRECISIONS: dict[str, PrecisionConfig] = {
     "bf16": PrecisionConfig(),
@@ -42,7 +48,7 @@ class Job:
     config: Config
     model: ModelDescription
     plan: Plan
-    flags: Mapping[str, tuple[str, ...]]
+    flags: Flags
 
 
 def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = None, plan: str | None = None) -> Job:
@@ -105,11 +111,48 @@ def predict(
     """
     job = read_job(words, cluster.gpus, precision, plan)
     features = features_of(job.config, job.plan.precision, job.flags)
-    captured = (graphs or _cached)(job.config, job.model, job.plan, job.flags)
+    captured = (graphs or cached_graphs)(job.config, job.model, job.plan, job.flags)
     load = _busiest(expert_load, job.plan) if expert_load is not None else 1.0
     return predict_plan(
         job.plan, job.model, captured, cluster, features, constants or shipped_constants(), software, load
     )
+
+
+def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
+    """Captured models of the stages from the user's cache; what is not there is captured, which takes seconds and torch."""
+    by_layout: dict[Layout, CapturedModel] = {}
+    layouts = [_layout(config, stage, plan) for stage in plan.stages]
+    for layout in dict.fromkeys(layouts):
+        alike = (stage for stage, other in zip(plan.stages, layouts, strict=True) if other == layout)
+        variants = sorted({variant for stage in alike for variant in stage_variants(stage)})
+        implementation: Implementation = "torch" if _is_local(flags) else "te"
+        try:
+            found = cached_capture(config, model, layout, implementation, variants, cache_dir=cache_folder())
+        except CaptureError as error:
+            raise ConfigError("the model", "", f"cannot be captured: {error}", "report these flags") from error
+        by_layout[layout] = found
+    return {index: by_layout[layout] for index, layout in enumerate(layouts)}
+
+
+def cache_folder() -> Path:
+    """Where captured layouts are kept: as the XDG base directories say."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_overlap" / "captures"
+
+
+def _layout(config: Config, stage: StagePlan, plan: Plan) -> Layout:
+    return Layout(
+        tensor=stage.tensor,
+        context=stage.context,
+        expert=stage.expert,
+        expert_tensor=stage.expert_tensor,
+        sequence_parallel=config.parallel.sequence_parallel and stage.tensor > 1,
+        precision=plan.precision,
+    )
+
+
+def _is_local(flags: Flags) -> bool:
+    """Whether megatron-core's own modules run in place of Transformer Engine's."""
+    return flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
 
 
 def _busiest(path: str, plan: Plan) -> float:

@@ -131,4 +131,6 @@ def _optimizer_bytes(config: Config, precision: Precision) -> float:
     if not chosen.use_precision_aware_optimizer:
         master = 0.0 if precision == "fp32" else 4.0
         return master + (8.0 if config.optimizer.optimizer == "adam" else 4.0)
-    return STATE_BYTES[chosen.main_params_dtype] + STATE_BYTES[chosen.exp_avg_dtype] + STATE_BYTES[chosen.exp_avg_sq_dtype]
+    return (
+        STATE_BYTES[chosen.main_params_dtype] + STATE_BYTES[chosen.exp_avg_dtype] + STATE_BYTES[chosen.exp_avg_sq_dtype]
+    )

@@ -1,4 +1,4 @@
-"""Write `examples/clusters/NAME.json`, eight nodes of every GPU type of moe_overlap/describe/gpus.json, to start one's own from."""
+"""Write examples/clusters/NAME.json, eight nodes of every GPU type of moe_overlap/describe/gpus.json, to start from."""
 
 from __future__ import annotations
 

@@ -27,6 +27,8 @@ class Gpu:
     """A type of GPU. Peak rates of dense matrix products; None where it has no such units."""
 
     name: str
+    architecture: str
+    """Generation of the chip (`Hopper`): types of one generation are alike in what they make of their peak rates."""
     bf16_tflops: float
     """Of fp16, too."""
     fp8_tflops: float | None
@@ -69,10 +71,11 @@ class Cluster:
 
     def group_of(self, rank: int) -> NodeGroup:
         """The group of nodes that holds a rank."""
+        first = 0
         for group in self.groups:
-            if rank < group.gpus:
+            if rank < first + group.gpus:
                 return group
-            rank -= group.gpus
+            first += group.gpus
         raise ValueError(f"{self.name} has no GPU {rank}")
 
 
@@ -149,6 +152,7 @@ _GROUP_FIELDS = {
 }
 _GPU_FIELDS = {
     "name": str,
+    "architecture": str,
     "bf16_tflops": (int, float),
     "fp8_tflops": (int, float, type(None)),
     "fp4_tflops": (int, float, type(None)),

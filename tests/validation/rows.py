@@ -180,7 +180,7 @@ def _moe_flags(row: Row, facts: dict[str, Any]) -> list[str]:
 
 
 def _parallel_flags(row: Row, layers: int) -> list[str]:
-    pipeline, virtual, tensor = int(row["pp"]), int(row["vp"] or 1), int(row["tp"])
+    pipeline, virtual, tensor = int(row["pp"]), _virtual(row), int(row["tp"])
     words = f"""--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}
         --context-parallel-size {row["cp"]} --micro-batch-size {row["micro_batch"]}
         --global-batch-size {row["global_batch"]} --use-distributed-optimizer""".split()
@@ -253,3 +253,9 @@ def _recompute_flags(row: Row) -> list[str]:
     if kind != "selective" or not modules:
         return []
     return ["--recompute-granularity", "selective", "--recompute-modules", *modules.split(",")]
+
+
+def _virtual(row: Row) -> int:
+    """Virtual stages; where the table has none, what the next release's same line says, which the row quotes."""
+    quoted = re.search(r"VP listed NA in [\d.]+, (\d+) in", row["other_flags"])
+    return int(row["vp"] or (quoted[1] if quoted else 1))

@@ -154,9 +154,7 @@ def build_one_of_each(
     """
     kinds = tuple(dict.fromkeys(layer_kinds(model)))
     first = {kind: layer_kinds(model).index(kind) for kind in kinds}
-    small = replace(
-        model, num_layers=len(kinds), moe_layers=tuple(model.moe_layers[layer] for layer in first.values())
-    )
+    small = replace(model, num_layers=len(kinds), moe_layers=tuple(model.moe_layers[layer] for layer in first.values()))
     config = replace(config, model=replace(config.model, num_layers=len(kinds)))
     plan = plan_from_flags(config, small, world.size)
     with replaced([(model_builder, "Float16Module", _in_half_precision)]):

@@ -65,8 +65,7 @@ def same_graph(many: Part, one: Part) -> bool:
     except NotOneGraphError:
         return False
     return all(
-        _at_one(expression) == other
-        for expression, other in zip(_expressions(many), _expressions(one), strict=True)
+        _at_one(expression) == other for expression, other in zip(_expressions(many), _expressions(one), strict=True)
     )
 
 
@@ -116,9 +115,7 @@ def _fit_op(ops: Sequence[Op], points: tuple[Point, ...]) -> Op:
     if base.collective is not None:
         payload = _polynomial([op.collective.payload_bytes for op in ops if op.collective], points, place)
         collective = dataclasses.replace(base.collective, payload_bytes=payload)
-    return dataclasses.replace(
-        base, shape=shape, bytes=moved, flops=flops(base.name, shape), collective=collective
-    )
+    return dataclasses.replace(base, shape=shape, bytes=moved, flops=flops(base.name, shape), collective=collective)
 
 
 def _fit_storage(storages: Sequence[Storage], points: tuple[Point, ...]) -> Storage:

@@ -166,7 +166,9 @@ class PartRecorder:
             with self._recorder.at(HEAD_NORM):
                 hidden = model.decoder.final_layernorm(x_SBH)
             with self._recorder.at(HEAD_LOSS):
-                weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+                weight = (
+                    model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+                )
                 logits, _ = model.output_layer(hidden, weight=weight)
                 losses_BS = model.compute_language_model_loss(labels_BS, logits)
                 loss: torch.Tensor = (losses_BS.reshape(-1).float() * mask_BS.reshape(-1)).sum()

@@ -1,7 +1,7 @@
 """The constants of the time model, by GPU type and by software release: constants.json, written by `fit.py`.
 
-A GPU type without constants of its own takes those of its nearest kin, by the rate of its bf16 products: its predictions are
-extrapolated, and say so. A release takes its own scales, else those of the nearest release before it, else after it.
+A GPU type without constants of its own takes those of its nearest kin, of the same architecture if there is one: its
+predictions are extrapolated, and say so. A release takes its own scales, else those of the nearest release before it, else after it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from moe_overlap.describe.cluster import Gpu
+from moe_overlap.describe.cluster import Gpu, known_gpus
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.cost.links import LinkRates
 
@@ -76,21 +76,24 @@ class Constants:
     Attributes:
         gpus: by GPU type.
         releases: by software release (`26.04`).
+        fragmentation: what the allocator reserves in vain, as a part of activations and temporaries.
     """
 
     gpus: dict[str, GpuConstants]
     releases: dict[str, ReleaseConstants]
+    fragmentation: float = 0.0
 
-    def of_gpu(self, gpu: Gpu, rates: dict[str, float]) -> tuple[GpuConstants, bool]:
-        """Constants of a GPU type, and whether they are another type's.
-
-        Args:
-            rates: bf16 TFLOP/s of the types that have constants.
-        """
+    def of_gpu(self, gpu: Gpu) -> tuple[GpuConstants, bool]:
+        """Constants of a GPU type, and whether they are another type's."""
         if gpu.name in self.gpus:
             return self.gpus[gpu.name], False
-        nearest = min(self.gpus, key=lambda name: (abs(rates[name] - gpu.bf16_tflops), name))
-        return self.gpus[nearest], True
+        known = known_gpus()
+
+        def distance(name: str) -> tuple[bool, float, str]:
+            row = known[name]
+            return row["architecture"] != gpu.architecture, abs(row["bf16_tflops"] - gpu.bf16_tflops), name
+
+        return self.gpus[min(self.gpus, key=distance)], True
 
     def of_release(self, release: str | None, subject: str = "--software") -> tuple[ReleaseConstants, bool]:
         """Scales of a release (None: the newest), and whether they are another release's.
@@ -127,12 +130,14 @@ def shipped_constants() -> Constants:
 def constants_of(content: dict[str, Any]) -> Constants:
     """Constants from their JSON."""
     gpus = {name: GpuConstants(**row) for name, row in content["gpus"].items()}
-    return Constants(gpus, {name: ReleaseConstants(**row) for name, row in content["releases"].items()})
+    releases = {name: ReleaseConstants(**row) for name, row in content["releases"].items()}
+    return Constants(gpus, releases, content["fragmentation"])
 
 
 def constants_json(constants: Constants) -> str:
     """The text of constants.json."""
     content = {
+        "fragmentation": constants.fragmentation,
         "gpus": {name: dataclasses.asdict(row) for name, row in sorted(constants.gpus.items())},
         "releases": {name: dataclasses.asdict(row) for name, row in sorted(constants.releases.items())},
     }

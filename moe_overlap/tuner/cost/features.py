@@ -1,4 +1,4 @@
-"""How a configuration runs, beside its plan: what hides what, in which formats, launched how. Values, read from flags elsewhere."""
+"""How a configuration runs, beside its plan: what hides what, in which formats, launched how."""
 
 from __future__ import annotations
 
@@ -36,7 +36,5 @@ class Features:
     """Of one parameter, as the products read it."""
     optimizer_bytes: float = 12.0
     """Of one parameter: master weight and moments."""
-    gradients_are_flat: bool = True
-    """Gradients stand in one buffer from the first step on."""
     not_modelled: tuple[str, ...] = ()
     """Flags that change seconds or bytes and that no formula here knows."""

@@ -111,10 +111,12 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
                 beside = max(beside, _products_beside(table, seconds, index))
         exposed[kind] += _exposed(taken, beside, slowdown)
     if features.context_exchange == "p2p":
-        attention = float(seconds[here & _of(table, ATTENTION) & (table.classes == 2)].sum())
+        attention = float(seconds[here & (table.operators == ATTENTION) & (table.classes == 2)].sum())
         exposed["context"] = _exposed(totals["context"], attention, slowdown)
     if features.overlap_shared_expert:
-        exposed["expert"] = _exposed(exposed["expert"], float(seconds[here & _of(table, SHARED)].sum()), slowdown)
+        exposed["expert"] = _exposed(
+            exposed["expert"], float(seconds[here & (table.operators == SHARED)].sum()), slowdown
+        )
     return PassCost(
         compute_seconds=compute,
         exposed=exposed,
@@ -134,12 +136,8 @@ def _host_seconds(table: OpTable, setting: Setting, here: NDArray[np.bool_]) -> 
         return 0.0
     launched = here & (table.classes != 5)
     if setting.features.graphs == "partial":
-        launched = launched & np.logical_or.reduce([_of(table, operator) for operator in UNGRAPHED])
+        launched = launched & np.isin(table.operators, UNGRAPHED)
     return float(launched.sum()) * setting.constants.host_seconds
-
-
-def _of(table: OpTable, operator: str) -> NDArray[np.bool_]:
-    return np.array([op.operator == operator for op in table.ops], dtype=np.bool_)
 
 
 def _kind(collective: Collective) -> str:

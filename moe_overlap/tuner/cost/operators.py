@@ -40,6 +40,8 @@ class OpTable:
 
     part: Part
     ops: tuple[Op, ...]
+    operators: NDArray[np.str_]
+    """Places in the vocabulary of operators."""
     classes: NDArray[np.int64]
     """Indices of CLASSES."""
     flops: Floats
@@ -70,6 +72,7 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
     return OpTable(
         part=part,
         ops=ops,
+        operators=np.array([op.operator for op in ops], dtype=np.str_),
         classes=classes,
         flops=values[: len(ops)],
         bytes=values[len(ops) :],
@@ -103,9 +106,7 @@ def device_seconds(
     return seconds, origins
 
 
-def _roofline(
-    table: OpTable, gpu: Gpu, precision: str, constants: GpuConstants, release: ReleaseConstants
-) -> Floats:
+def _roofline(table: OpTable, gpu: Gpu, precision: str, constants: GpuConstants, release: ReleaseConstants) -> Floats:
     low = table.quantizable if precision in LOW_PRECISIONS else np.zeros_like(table.quantizable)
     forward = ~table.backward
     efficiency = np.select(
@@ -115,9 +116,13 @@ def _roofline(
     )
     rate = gpu.bf16_tflops * 1e12 * efficiency
     grouped = constants.grouped_gemm / constants.gemm
-    rate = np.where(low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == 1, grouped, 1.0), rate)
+    rate = np.where(
+        low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == 1, grouped, 1.0), rate
+    )
     product = np.where(table.classes < 3, table.flops / rate, 0.0) * release.products
-    moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(low & ~table.weight_gradient, QUANTIZED_BYTES * table.operand, 0.0)
+    moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(
+        low & ~table.weight_gradient, QUANTIZED_BYTES * table.operand, 0.0
+    )
     streamed = moved / (gpu.memory_gb_per_s * 1e9 * constants.memory) * release.memory
     seconds = product + streamed + constants.kernel_seconds
     seconds = seconds * np.where(table.expert, release.experts, 1.0)

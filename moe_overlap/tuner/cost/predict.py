@@ -7,25 +7,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.describe.cluster import GIB, Cluster, known_gpus
+from moe_overlap.describe.cluster import GIB, Cluster, Gpu, NodeGroup
 from moe_overlap.describe.flops import training_flops_per_token
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
-from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants
 from moe_overlap.tuner.cost.features import Features
-from moe_overlap.tuner.cost.groups import boundary_is_in_domain, stage_groups
+from moe_overlap.tuner.cost.groups import Group, boundary_is_in_domain, stage_groups
 from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_exchanges, part_cost
 from moe_overlap.tuner.cost.links import collective_seconds, host_seconds, point_to_point_seconds
-from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
-from moe_overlap.tuner.cost.operators import Lookup, tabulate
-from moe_overlap.tuner.cost.pipeline import in_flight, step_seconds
+from moe_overlap.tuner.cost.memory import PartBytes
+from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup
+from moe_overlap.tuner.cost.pipeline import step_seconds
+from moe_overlap.tuner.cost.prepare import Family, prepare
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
     StageCosts,
@@ -37,10 +39,6 @@ from moe_overlap.tuner.cost.stage import (
 )
 
 Floats = NDArray[np.float64]
-FRAGMENTATION = 0.0
-"""Part of activations that the allocator reserves in vain: 0 predicts what is allocated, as torch counts its peak."""
-CAPTURED_BYTES = {"fp32": 4.0}
-"""Of a captured parameter; 2 in every other precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,25 +58,57 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Whether every stage stays below the capacity of its GPU."""
-        return all(stage.peak_bytes <= self.capacity_bytes for stage in self.predicted.stages)
+        return not self.overflow
+
+    @property
+    def overflow(self) -> list[str]:
+        """The stages that exceed the capacity, each with its largest category."""
+        lines = []
+        for index, stage in enumerate(self.predicted.stages):
+            if stage.peak_bytes > self.capacity_bytes:
+                peaks = dataclasses.asdict(stage.peak_bytes_by_category)
+                most = max(peaks, key=lambda name: peaks[name])
+                sizes = f"{stage.peak_bytes / GIB:.1f} GiB of {self.capacity_bytes / GIB:.1f}"
+                lines.append(f"stage {index} needs {sizes}, most of it {most} ({peaks[most] / GIB:.1f})")
+        return lines
 
 
 @dataclass(frozen=True, slots=True)
-class PricedStage:
-    """One stage: its parts with their numbers, and its costs."""
+class Priced:
+    """A family of stages with its costs."""
 
+    family: Family
     costs: StageCosts
-    parts: tuple[tuple[PartCost, float], ...]
+    parts: tuple[PartCost, ...]
 
-    def sum_of(self, kind: str) -> float:
-        """Exposed seconds of a kind of communication in one micro-batch."""
-        both = ((cost.forward.exposed.get(kind, 0.0) + cost.backward.exposed.get(kind, 0.0), n) for cost, n in self.parts)
-        return sum(seconds * count for seconds, count in both)
+    def exposed(self, kind: str) -> Floats:
+        """[M] exposed seconds of a kind of communication in one micro-batch."""
+        both = [cost.forward.exposed.get(kind, 0.0) + cost.backward.exposed.get(kind, 0.0) for cost in self.parts]
+        return np.array(both) @ self.family.counts
 
     @property
-    def compute(self) -> float:
-        """Seconds of computation of one micro-batch."""
-        return sum((cost.forward.compute_seconds + cost.backward.compute_seconds) * n for cost, n in self.parts)
+    def compute(self) -> Floats:
+        """[M] seconds of computation of one micro-batch."""
+        return (
+            np.array([c.forward.compute_seconds + c.backward.compute_seconds for c in self.parts]) @ self.family.counts
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a prediction is made for.
+
+    Attributes:
+        load: rows of the busiest rank of an expert group over the mean.
+        lookup: the database of measured operators.
+    """
+
+    cluster: Cluster
+    constants: GpuConstants
+    release: ReleaseConstants
+    fragmentation: float = 0.0
+    load: float = 1.0
+    lookup: Lookup | None = None
 
 
 def predict(
@@ -99,56 +129,69 @@ def predict(
         release: software release whose efficiencies count; the newest where None.
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
+    Raises:
+        ConfigError: not a release's name.
     """
     gpu = cluster.group_of(0).gpu
-    rates = {name: row["bf16_tflops"] for name, row in known_gpus().items()}
-    of_gpu, other_gpu = constants.of_gpu(gpu, rates)
+    of_gpu, other_gpu = constants.of_gpu(gpu)
     of_release, other_release = constants.of_release(release)
-    priced = [
-        _price(plan, index, model, graphs[index], cluster, features, of_gpu, of_release, load, lookup)
-        for index in range(len(plan.stages))
-    ]
-    reasons = [f"no measurements of {gpu.name}"] if other_gpu else []
-    reasons += [f"no measurements of release {release}"] if other_release else []
-    return _whole(plan, model, cluster, priced, of_gpu, features, tuple(reasons))
+    reasons = [f"no measured steps of {gpu.name}"] if other_gpu else []
+    reasons += [f"no measured steps of release {release}"] if other_release else []
+    machine = Machine(
+        cluster=cluster,
+        constants=of_gpu,
+        release=of_release,
+        fragmentation=constants.fragmentation,
+        load=load,
+        lookup=lookup,
+    )
+    families = prepare(plan, model, graphs, load)
+    return price(plan, model, families, machine, features, tuple(reasons))
 
 
-def _price(
+def price(
     plan: Plan,
-    index: int,
     model: ModelDescription,
-    graph: CapturedModel,
-    cluster: Cluster,
+    families: tuple[Family, ...],
+    machine: Machine,
     features: Features,
-    constants: GpuConstants,
-    release: ReleaseConstants,
-    load: float,
-    lookup: Lookup | None,
-) -> PricedStage:
-    stage, links = plan.stages[index], cluster.group_of(plan.stages[index].devices.ranks[0])
-    groups, rates = stage_groups(plan, stage, cluster), constants.link_rates
+    extrapolating: tuple[str, ...] = (),
+) -> Prediction:
+    """Seconds and bytes from prepared numbers."""
+    priced = [_price(plan, model, family, machine, features) for family in families]
+    return _whole(plan, model, machine, priced, features, extrapolating)
+
+
+def _price(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
+    constants, stage = machine.constants, family.stage
+    links = machine.cluster.group_of(stage.devices.ranks[0])
+    groups = stage_groups(plan, stage, machine.cluster)
     setting = Setting(
         gpu=links.gpu,
         groups=groups,
         features=features,
         constants=constants,
-        release=release,
+        release=machine.release,
         topk=max(1, model.router_topk),
-        load=load,
-        lookup=lookup,
+        load=machine.load,
+        lookup=machine.lookup,
     )
-    counted = part_counts(plan, index, graph)
-    size, length = stage.micro_batch_size, plan.sequence_length
-    captured = CAPTURED_BYTES.get(plan.precision, 2.0)
-    costs = [part_cost(tabulate(part, size, length), setting) for part, _ in counted]
+    parts = [part_cost(table, setting) for table in family.tables]
     if features.overlap_experts:
-        costs = [hide_exchanges(cost, constants.overlap_slowdown) for cost in costs]
-    sizes = [part_bytes(part, size, length, captured, load) for part, _ in counted]
-    boundary = 2.0 * size * length / stage.context * model.hidden_size / (stage.tensor if stage.tensor > 1 else 1)
-    virtual = len(stage.chunks)
-    one = np.ones(1)
-    unit = 1 << 30
-    state = StateRates(
+        parts = [hide_exchanges(part, constants.overlap_slowdown) for part in parts]
+    concurrent = partly_concurrent(constants.overlap_slowdown)
+    rates = _state_rates(groups, links, constants, features)
+    terms = layer_terms(_kind_terms(parts, family.sizes), _strategy(stage), rates, concurrent)
+    boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
+    summed = stage_costs(terms, family.counts, family.in_flight, boundary, machine.fragmentation, family.held_once)
+    return Priced(family, summed, tuple(parts))
+
+
+def _state_rates(
+    groups: Mapping[str, Group], links: NodeGroup, constants: GpuConstants, features: Features
+) -> StateRates:
+    one, unit, rates = np.ones(1), 1 << 30, constants.link_rates
+    return StateRates(
         dense_scatter=one * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
         expert_scatter=one * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,
         latency_seconds=rates.latency_seconds,
@@ -161,50 +204,9 @@ def _price(
         overlap_grad_reduce=features.overlap_grad_reduce,
         overlap_param_gather=features.overlap_param_gather,
     )
-    terms = layer_terms(
-        _kind_terms(costs, sizes), _strategy(stage), state, partly_concurrent(constants.overlap_slowdown)
-    )
-    flying = in_flight(virtual, len(plan.stages), index, stage.gradient_accumulation_steps)
-    summed = stage_costs(
-        terms,
-        np.array([[count] for _, count in counted], dtype=np.float64),
-        np.array([flying]),
-        boundary if len(plan.stages) > 1 else 0.0,
-        FRAGMENTATION,
-        [part.kind == "head" for part, _ in counted],
-    )
-    return PricedStage(summed, tuple(zip(costs, (count for _, count in counted), strict=True)))
 
 
-def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part, float]]:
-    """The parts of a stage and how often each is there."""
-    stage = plan.stages[index]
-    variants: dict[tuple[str, str], int] = {}
-    for first, last in stage.chunks:
-        for place, layer in enumerate(range(first, last)):
-            key = (graph.layer_kinds[layer], layer_variant(stage, place))
-            variants[key] = variants.get(key, 0) + 1
-    samples = stage.micro_batch_size
-    counted = [(graph.part(kind, variant, samples), float(count)) for (kind, variant), count in variants.items()]
-    if index == plan.embedding_stage:
-        counted.append((graph.part("embedding", samples=samples), 1.0))
-    if index == (plan.loss_stage if plan.mtp_stage is None else plan.mtp_stage):
-        for kind in graph.mtp_kinds:
-            counted.append((graph.part(kind, layer_variant(stage, 0), samples), 1.0))
-    if index == plan.loss_stage:
-        counted.append((graph.part("head", samples=samples), 1.0))
-    return counted
-
-
-def layer_variant(stage: StagePlan, place: int) -> str:
-    """What the layer at a place of its chunk recomputes, as the capture names it."""
-    recompute = stage.recompute
-    if recompute.granularity == "none" or (recompute.granularity != "uniform" and place >= recompute.layers):
-        return "none"
-    return "+".join(sorted(recompute.modules)) if recompute.granularity == "selective" else "full"
-
-
-def _kind_terms(costs: list[PartCost], sizes: list[PartBytes]) -> KindTerms:
+def _kind_terms(costs: Sequence[PartCost], sizes: Sequence[PartBytes]) -> KindTerms:
     return KindTerms(
         forward_seconds=np.array([cost.forward.seconds for cost in costs]),
         backward_seconds=np.array([cost.backward.seconds for cost in costs]),
@@ -231,94 +233,96 @@ def _strategy(stage: StagePlan) -> Strategy:
 def _whole(
     plan: Plan,
     model: ModelDescription,
-    cluster: Cluster,
-    priced: list[PricedStage],
-    constants: GpuConstants,
+    machine: Machine,
+    priced: list[Priced],
     features: Features,
     extrapolating: tuple[str, ...],
 ) -> Prediction:
     """The step from its stages."""
-    stages, stage = len(plan.stages), plan.stages[0]
+    stage, cluster, constants = plan.stages[0], machine.cluster, machine.constants
     virtual, count = len(stage.chunks), stage.gradient_accumulation_steps
-    transfer = _transfer_seconds(plan, model, cluster, constants, features)
-    costs = [one.costs for one in priced]
-    stable = [float(cost.stable_seconds[0, 0]) + transfer for cost in costs]
-    first = [float(cost.first_extra_seconds[0, 0]) for cost in costs]
-    last = [float(cost.last_extra_seconds[0, 0]) for cost in costs]
+    place = {index: (one, column) for one in priced for column, index in enumerate(one.family.stages)}
+    order = [place[index] for index in range(len(plan.stages))]
+    transfer = _transfer_seconds(plan, priced[0].family.boundary_bytes, machine, features)
+    stable = [float(one.costs.stable_seconds[0, m]) + transfer for one, m in order]
+    first = [float(one.costs.first_extra_seconds[0, m]) for one, m in order]
+    last = [float(one.costs.last_extra_seconds[0, m]) for one, m in order]
     step = step_seconds(stable, first, last, count, virtual)
-    update = max(float(cost.optimizer_seconds[0, 0]) for cost in costs) + constants.step_seconds
+    update = max(float(one.costs.optimizer_seconds[0, m]) for one, m in order) + constants.step_seconds
     seconds = step.total + update
-    slowest = int(np.argmax(stable))
-    inside = {kind: count * priced[slowest].sum_of(kind) for kind in KINDS}
-    compute = count * priced[slowest].compute
+    slowest, column = order[int(np.argmax(stable))]
+    inside = {kind: count * float(slowest.exposed(kind)[column]) for kind in KINDS}
+    compute = count * float(slowest.compute[column])
     # What sharded or offloaded states add to a stable micro-batch is communication of the data ranks, or copies.
     states = step.steady - compute - sum(inside.values()) - count * transfer
-    breakdown = {
-        "compute_seconds": compute,
-        "bubble_seconds": step.bubble,
-        **{f"exposed_{kind}_seconds": value for kind, value in inside.items()},
-        "exposed_data_seconds": step.edges + states,
-        "exposed_transfer_seconds": count * transfer,
-        "optimizer_seconds": update,
-    }
     tokens = plan.global_batch_size * plan.sequence_length / plan.world_size / seconds
     tflops = tokens * training_flops_per_token(model, plan.sequence_length) / 1e12
-    provenance = _provenance(priced)
-    described = tuple(_stage(priced[i], stable[i], first[i], last[i], transfer, provenance) for i in range(stages))
     gpu = cluster.group_of(0).gpu
+    provenance = _provenance(priced)
     return Prediction(
         predicted=Predicted(
             step_seconds=seconds,
             tokens_per_second_per_gpu=tokens,
             model_tflops_per_gpu=tflops,
-            stages=described,
+            stages=tuple(
+                _stage(one, m, stable[i], first[i], last[i], transfer, provenance) for i, (one, m) in enumerate(order)
+            ),
             provenance=provenance,
         ),
-        breakdown=breakdown,
-        mfu=tflops / gpu.bf16_tflops,
+        breakdown={
+            "compute_seconds": compute,
+            "bubble_seconds": step.bubble,
+            **{f"exposed_{kind}_seconds": value for kind, value in inside.items()},
+            "exposed_data_seconds": step.edges + states,
+            "exposed_transfer_seconds": count * transfer,
+            "optimizer_seconds": update,
+        },
+        mfu=tflops / peak_tflops(gpu, plan.precision),
         capacity_bytes=int(gpu.memory_gib * GIB),
         extrapolating=extrapolating,
         not_modelled=features.not_modelled,
     )
 
 
-def _transfer_seconds(
-    plan: Plan, model: ModelDescription, cluster: Cluster, constants: GpuConstants, features: Features
-) -> float:
-    """Exposed seconds of a stage's transfers in one micro-batch: one each way, between passes that wait for them."""
-    stage = plan.stages[0]
+def peak_tflops(gpu: Gpu, precision: str) -> float:
+    """Peak rate of the precision that the products run in; bf16's where the GPU has no such units."""
+    if precision == "nvfp4" and gpu.fp4_tflops:
+        return gpu.fp4_tflops
+    return gpu.fp8_tflops if precision in LOW_PRECISIONS and gpu.fp8_tflops else gpu.bf16_tflops
+
+
+def _transfer_seconds(plan: Plan, boundary_bytes: float, machine: Machine, features: Features) -> float:
+    """Exposed seconds of a stage's transfers in one micro-batch: one each way and chunk, between passes that wait for them."""
     if len(plan.stages) == 1:
         return 0.0
-    bytes_sent = 2.0 * stage.micro_batch_size * plan.sequence_length / stage.context / stage.tensor * model.hidden_size
-    links = cluster.group_of(0)
-    one_way = float(
-        point_to_point_seconds(bytes_sent, links, boundary_is_in_domain(plan, cluster), constants.link_rates)
-    )
-    chunks = len(stage.chunks)
+    links, constants = machine.cluster.group_of(0), machine.constants
+    in_domain = boundary_is_in_domain(plan, machine.cluster)
+    one_way = float(point_to_point_seconds(boundary_bytes, links, in_domain, constants.link_rates))
+    chunks = len(plan.stages[0].chunks)
     exposed = constants.overlap_slowdown if chunks > 1 and features.overlap_transfers else 1.0
     return 2.0 * one_way * chunks * exposed
 
 
 def _stage(
-    priced: PricedStage, stable: float, first: float, last: float, transfer: float, provenance: Provenance
+    priced: Priced, column: int, stable: float, first: float, last: float, transfer: float, provenance: Provenance
 ) -> PredictedStage:
-    peaks = {name: int(values[0, 0]) for name, values in priced.costs.peaks.items()}
+    peaks = {name: int(values[0, column]) for name, values in priced.costs.peaks.items()}
     return PredictedStage(
         stable_seconds=stable,
         first_seconds=stable + first,
         last_seconds=stable + last,
         peak_bytes=sum(peaks.values()),
         peak_bytes_by_category=PeakBytes(**peaks),
-        exposed_communication_seconds=sum(priced.sum_of(kind) for kind in KINDS) + transfer,
+        exposed_communication_seconds=sum(float(priced.exposed(kind)[column]) for kind in KINDS) + transfer,
         provenance=provenance,
     )
 
 
-def _provenance(priced: list[PricedStage]) -> Provenance:
+def _provenance(priced: list[Priced]) -> Provenance:
     sums = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}
-    for stage in priced:
-        for cost, count in stage.parts:
+    for one in priced:
+        for cost, counts in zip(one.parts, one.family.counts, strict=True):
             for origin, seconds in cost.provenance.items():
-                sums[origin] += seconds * count
+                sums[origin] += seconds * float(counts.sum())
     total = sum(sums.values()) or 1.0
     return Provenance(**{origin: seconds / total for origin, seconds in sums.items()})

@@ -11,7 +11,7 @@ point-to-point transfers and tensor-parallel collectives of the forward pass are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,9 +140,9 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     once_gather = np.where(level < 3, gather, 0.0) * (level > 0)
     once_scatter = np.where(level < 2, scatter, 0.0) * np.where(level == 0, 2.0, 1.0)
     # The decoupled optimizer step stands before the first forward pass: it loads and stores what is kept on the host.
-    first = concurrent(forward + zeros, zeros, weights_in + optimizer_moved, activations + optimizer_moved) - concurrent(
-        forward + zeros, zeros, weights_in, activations
-    )
+    first = concurrent(
+        forward + zeros, zeros, weights_in + optimizer_moved, activations + optimizer_moved
+    ) - concurrent(forward + zeros, zeros, weights_in, activations)
     if rates.overlap_param_gather:
         first = first + concurrent(forward_stable, once_gather, zeros, zeros) - forward_stable
     else:
@@ -214,11 +214,99 @@ def stage_costs(
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTotals:
+    """What a search compares; [N, M] each."""
+
+    stable_seconds: Floats
+    extra_seconds: Floats
+    """First and last micro-batch beyond stable ones, and the optimizer."""
+    peak_bytes: Floats
+
+
+BLOCK = 1 << 15
+"""Stages worked on at a time, few enough to stay in the cache."""
+PAIRED_BLOCK = 1 << 12
+"""The same where each has a strategy of its own."""
+
+
+def stage_totals(
+    terms: LayerTerms,
+    counts: Floats,
+    in_flight: Floats,
+    boundary_bytes: float,
+    fragmentation: float,
+    held_once: Sequence[bool],
+) -> StageTotals:
+    """Sums of `stage_costs`, for millions of stages: nothing is kept by category. Arguments as there."""
+    once = np.array(held_once, dtype=np.bool_)[:, None]
+    reserved = 1.0 + fragmentation
+    state = terms.weights + terms.gradients + terms.optimizer + np.where(once, reserved * terms.saved, 0.0)
+    saved = np.where(once, 0.0, reserved * terms.saved)
+    extra = terms.first_extra_seconds + terms.last_extra_seconds + terms.optimizer_seconds
+    there = counts > 0
+    edges = 2.0 * boundary_bytes * (in_flight > 1)
+    strategies, shapes = terms.weights.shape[1], counts.shape[1]
+    result = np.empty((3, strategies, shapes))
+    rows = max(1, BLOCK // shapes)
+    held = counts * in_flight
+    for first in range(0, strategies, rows):
+        block = slice(first, first + rows)
+        np.matmul(terms.stable_seconds[:, block].T, counts, out=result[0, block])
+        np.matmul(extra[:, block].T, counts, out=result[1, block])
+        peak = np.matmul(state[:, block].T, counts, out=result[2, block])
+        peak += saved[:, block].T @ held
+        peak += reserved * _largest(terms.working[:, block], there)
+        peak += _largest(terms.gathered[:, block], there)
+        peak += edges
+    return StageTotals(stable_seconds=result[0], extra_seconds=result[1], peak_bytes=result[2])
+
+
+def paired_totals(
+    kinds: KindTerms,
+    strategy: Strategy,
+    rates: StateRates,
+    concurrent: Concurrent,
+    counts: Floats,
+    in_flight: Floats,
+    boundary_bytes: float,
+    fragmentation: float,
+    held_once: Sequence[bool],
+) -> StageTotals:
+    """Both steps for stages that share nothing: stage n has strategy n, `counts[:, n]` layers and `in_flight[n]`; [N] each."""
+    size = counts.shape[1]
+    result = np.empty((3, size))
+    once = np.array(held_once, dtype=np.bool_)[:, None]
+    reserved = 1.0 + fragmentation
+    for first in range(0, size, PAIRED_BLOCK):
+        block = slice(first, first + PAIRED_BLOCK)
+        terms = layer_terms(kinds, _part_of(strategy, block), _rates_of(rates, block), concurrent)
+        here, flying = counts[:, block], in_flight[block]
+        there = here > 0
+        extra = terms.first_extra_seconds + terms.last_extra_seconds + terms.optimizer_seconds
+        state = terms.weights + terms.gradients + terms.optimizer + reserved * terms.saved * np.where(once, 1.0, flying)
+        result[0, block] = (terms.stable_seconds * here).sum(axis=0)
+        result[1, block] = (extra * here).sum(axis=0)
+        peak = (state * here).sum(axis=0) + reserved * (terms.working * there).max(axis=0)
+        result[2, block] = peak + (terms.gathered * there).max(axis=0) + 2.0 * boundary_bytes * (flying > 1)
+    return StageTotals(stable_seconds=result[0], extra_seconds=result[1], peak_bytes=result[2])
+
+
+def _part_of(strategy: Strategy, block: slice) -> Strategy:
+    return Strategy(**{field.name: getattr(strategy, field.name)[block] for field in fields(Strategy)})
+
+
+def _rates_of(rates: StateRates, block: slice) -> StateRates:
+    return replace(rates, dense_scatter=rates.dense_scatter[block], expert_scatter=rates.expert_scatter[block])
+
+
 def _largest(per_layer: Floats, there: NDArray[np.bool_]) -> Floats:
     """[N, M] over the kinds that a stage has."""
-    result = np.zeros((per_layer.shape[1], there.shape[1]))
-    for values, present in zip(per_layer, there, strict=True):
-        np.maximum(result, values[:, None] * present, out=result)
+    sets = np.unique(there, axis=1)
+    result = np.empty((per_layer.shape[1], there.shape[1]))
+    for members in sets.T:
+        most = per_layer[members].max(axis=0, initial=0.0)
+        result[:, (there == members[:, None]).all(axis=0)] = most[:, None]
     return result
 
 

@@ -153,7 +153,9 @@ class Maker:
             for n, k, split in self.linears():
                 run.gemm("attention", self.tokens if split else self.local, n, k)
             run.stream("rotary", "attention", self.tokens * heads * qk * 3)
-            run.communicate("all_gather", "cp", self.tokens * cp * 2 * max(1, model.num_query_groups // tp) * v, "attention")
+            run.communicate(
+                "all_gather", "cp", self.tokens * cp * 2 * max(1, model.num_query_groups // tp) * v, "attention"
+            )
             self.core(run, core, shape, 1)
             run.gemm("attention", self.tokens, self.hidden, out)
             run.communicate("reduce_scatter", "tp", self.tokens * self.hidden, "attention")
@@ -163,12 +165,14 @@ class Maker:
         run.gemm("attention", self.tokens, out, self.hidden)
         self.weight(run, "attention", out, self.hidden)
         self.core(run, core, shape, Fraction(5, 2))
-        run.communicate("reduce_scatter", "cp", self.tokens * cp * 2 * max(1, model.num_query_groups // tp) * v, "attention")
+        run.communicate(
+            "reduce_scatter", "cp", self.tokens * cp * 2 * max(1, model.num_query_groups // tp) * v, "attention"
+        )
         run.stream("rotary", "attention", self.tokens * heads * qk * 3)
         for n, k, split in self.linears():
             run.gemm("attention", self.tokens if split else self.local, k, n)
         run.communicate("reduce_scatter", "tp", self.tokens * self.hidden, "attention")
-        for n, k, split in self.linears():
+        for n, k, _ in self.linears():
             self.weight(run, "attention", n, k, free=True)
         run.stream("norm", "attention", self.local * self.hidden * 5)
 
