@@ -1,4 +1,4 @@
-"""One layer of every kind, embedding and head of a configuration, built by our model builder under a layout, on rank 0 of a pretended world."""
+"""One layer of every kind, embedding and head, built by our model builder under a layout, on rank 0 of a pretended world."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron.training.model import AdaptLayer, build_model, unwrap
 from megatron.training.plan_from_flags import plan_from_flags
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.tuner.capture.graph import Layout
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds
 from moe_overlap.tuner.capture.request import FULL, NO_RECOMPUTATION
 from moe_overlap.tuner.capture.stand_ins import replaced
 
@@ -139,11 +140,6 @@ def config_for(config: Config, layout: Layout, variant: str) -> Config:
     )
 
 
-def layer_kinds(model: ModelDescription) -> tuple[str, ...]:
-    """Kind of every layer."""
-    return tuple("moe" if is_moe else "dense" for is_moe in model.moe_layers)
-
-
 def build_one_of_each(
     config: Config, model: ModelDescription, world: World, adapt_layer: AdaptLayer | None = None
 ) -> tuple[Any, tuple[str, ...]]:
@@ -154,9 +150,7 @@ def build_one_of_each(
     """
     kinds = tuple(dict.fromkeys(layer_kinds(model)))
     first = {kind: layer_kinds(model).index(kind) for kind in kinds}
-    small = replace(
-        model, num_layers=len(kinds), moe_layers=tuple(model.moe_layers[layer] for layer in first.values())
-    )
+    small = replace(model, num_layers=len(kinds), moe_layers=tuple(model.moe_layers[layer] for layer in first.values()))
     config = replace(config, model=replace(config.model, num_layers=len(kinds)))
     plan = plan_from_flags(config, small, world.size)
     with replaced([(model_builder, "Float16Module", _in_half_precision)]):

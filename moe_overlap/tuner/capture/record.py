@@ -140,7 +140,6 @@ class Recorder(TorchDispatchMode):
     def watch_modules(self, root: torch.nn.Module, prefix: str = "") -> None:
         """Attribute operators to the modules below `root`."""
 
-
         def leave(*_: Any) -> None:
             self._modules.pop()
 
