@@ -1,4 +1,4 @@
-"""One layer of every kind, embedding and head of a configuration, built by our model builder under a layout, on rank 0 of a pretended world."""
+"""One layer of every kind, embedding and head, built by our model builder under a layout, on rank 0 of a pretended world."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron.training.model import AdaptLayer, build_model, unwrap
 from megatron.training.plan_from_flags import plan_from_flags
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.tuner.capture.graph import Layout
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds
 from moe_overlap.tuner.capture.request import FULL, NO_RECOMPUTATION
 from moe_overlap.tuner.capture.stand_ins import replaced
 
@@ -137,11 +138,6 @@ def config_for(config: Config, layout: Layout, variant: str) -> Config:
         optimizer=replace(config.optimizer, bf16=layout.precision != "fp32"),
         overlap=OverlapConfig(),
     )
-
-
-def layer_kinds(model: ModelDescription) -> tuple[str, ...]:
-    """Kind of every layer."""
-    return tuple("moe" if is_moe else "dense" for is_moe in model.moe_layers)
 
 
 def build_one_of_each(

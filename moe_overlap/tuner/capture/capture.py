@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import megatron.core
-import torch
 from megatron.core.utils import GlobalMemoryBuffer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,74 +17,57 @@ from moe_overlap.tuner.capture.build import (
     World,
     build_one_of_each,
     config_for,
-    layer_kinds,
     pretended_world,
     stock_layer,
 )
-from moe_overlap.tuner.capture.fit import fit, same_graph, sample_points
-from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout, Part
+from moe_overlap.tuner.capture.fit import fit, gives, sample_points
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds
 from moe_overlap.tuner.capture.parts import PartRecorder, Piece, keep_gradients_apart
 from moe_overlap.tuner.capture.record import Recorder
-from moe_overlap.tuner.capture.request import NO_RECOMPUTATION
+from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, versions
 from moe_overlap.tuner.capture.spec import check
 from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, selected, without_data
 
 
-def capture_model(
-    config: Config,
-    model: ModelDescription,
-    layout: Layout,
-    implementation: Implementation,
-    variants: Sequence[str] = (NO_RECOMPUTATION,),
-    sha256: str = "",
-) -> CapturedModel:
-    """The graphs of a model under a layout.
+def capture(request: Request) -> CapturedModel:
+    """Every part of a request.
 
-    Args:
-        config: validated flags; their pipeline, data parallelism and overlap do not matter.
-        model: what `describe_model` made of them.
-        variants: of recomputation, each as in `Part.variant`; embedding and head are captured without.
-        sha256: of the request, kept in the result.
+    Embedding and head are captured without recomputation only: nothing of them is recomputed.
+
     Raises:
         UnregisteredKernelError: the model runs a kernel that the table of kernels does not list.
     """
-    parts: list[Part] = []
-    with pretended_world(layout) as world:
-        for variant in variants:
-            parts += _capture_variant(config, model, layout, implementation, variant, world)
+    with pretended_world(request.layout) as world:
+        parts = _capture_parts(request, world)
     return CapturedModel(
-        parts=tuple(parts),
-        layer_kinds=layer_kinds(model),
+        parts=parts,
+        layer_kinds=layer_kinds(request.model),
         mtp_kinds=(),
-        layout=layout,
-        implementation=implementation,
-        versions=(("torch", torch.__version__), ("megatron-core", megatron.core.__version__)),
-        sha256=sha256,
+        layout=request.layout,
+        implementation=request.implementation,
+        versions=versions(),
+        sha256=request.sha256(),
     )
 
 
-def _capture_variant(
-    config: Config,
-    model: ModelDescription,
-    layout: Layout,
-    implementation: Implementation,
-    variant: str,
-    world: World,
-) -> list[Part]:
-    config = config_for(config, layout, variant)
+def _capture_parts(request: Request, world: World) -> tuple[Part, ...]:
+    model, layout, variant = request.model, request.layout, request.variant
+    config = config_for(request.config, layout, variant)
     buffer = GlobalMemoryBuffer()
     with FakeTensorMode(allow_non_fake_inputs=True), without_data(buffer):
         gpt, kinds = build_one_of_each(config, model, world, stock_layer)
-        recorder, runner = instrument(config, model, layout, variant, world, gpt, kinds, buffer)
+        recorder, runner = instrument(config, layout, variant, world, gpt, kinds, buffer)
         with recomputation_announced(recorder):
-            runner.warm_up(2, sequence_unit(config, model, layout))
+            # What lives as long as the model need not be walked through between the recordings.
+            gc.freeze()
             pieces = [piece for kind, piece in runner.pieces.items() if variant == NO_RECOMPUTATION or kind in kinds]
-            return [part for piece in pieces for part in _capture_piece(runner, piece, config, model, layout)]
+            unit = sequence_unit(config, model, layout)
+            return tuple(part for piece in pieces for part in _capture_piece(runner, piece, unit))
 
 
 def instrument(
     config: Config,
-    model: ModelDescription,
     layout: Layout,
     variant: str,
     world: World,
@@ -107,20 +89,20 @@ def gradients_in_fp32(config: Config) -> bool:
     return optimizer.accumulate_allreduce_grads_in_fp32 or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16)
 
 
-def _capture_piece(
-    runner: PartRecorder, piece: Piece, config: Config, model: ModelDescription, layout: Layout
-) -> list[Part]:
-    unit = sequence_unit(config, model, layout)
-    found = []
-    for one_sample in (False, True):
-        points = sample_points(unit, one_sample)
-        recorded = [runner.record(piece, *point) for point in points]
-        for part in recorded:
-            check(part)
-        found.append(fit(recorded, points))
-        check(found[-1])
-    many, one = found
-    return [many] if same_graph(many, one) else [many, one]
+def _capture_piece(runner: PartRecorder, piece: Piece, unit: int) -> list[Part]:
+    points = sample_points(unit, one_sample=False)
+    many = _checked(fit([_checked(runner.record(piece, *point)) for point in points], points))
+    points = sample_points(unit, one_sample=True)
+    one = [_checked(runner.record(piece, *points[0]))]
+    if gives(many, one[0], points[0]):
+        return [many]
+    one += [_checked(runner.record(piece, *point)) for point in points[1:]]
+    return [many, _checked(fit(one, points))]
+
+
+def _checked(part: Part) -> Part:
+    check(part)
+    return part
 
 
 def sequence_unit(config: Config, model: ModelDescription, layout: Layout) -> int:

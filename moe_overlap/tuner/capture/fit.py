@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from moe_overlap.tuner.capture.expression import B, Expression, S
+from moe_overlap.tuner.capture.expression import B, Expression, S, evaluate
 from moe_overlap.tuner.capture.graph import Collective, Op, Part, Storage
 from moe_overlap.tuner.capture.kernels import flops
 
@@ -58,24 +58,14 @@ def fit(parts: Sequence[Part], points: Sequence[Point]) -> Part:
     return dataclasses.replace(base, ops=ops, storages=storages)
 
 
-def same_graph(many: Part, one: Part) -> bool:
-    """Whether the graph of several samples also gives every number of the graph of one."""
+def gives(part: Part, recorded: Part, point: Point) -> bool:
+    """Whether a fitted part has the operators and every number of one that was recorded at a point."""
     try:
-        _compare(many, one, (0, 0), (1, 0))
+        _compare(part, recorded, (0, 0), point)
     except NotOneGraphError:
         return False
-    return all(
-        _at_one(expression) == other for expression, other in zip(_expressions(many), _expressions(one), strict=True)
-    )
-
-
-def _at_one(expression: Expression) -> Expression:
-    total = Expression()
-    for monomial, coefficient in expression.terms:
-        kept = tuple((factor, power) for factor, power in monomial if factor != "b")
-        assert all(isinstance(factor, str) for factor, _ in kept), "functions stand in FLOPs only"
-        total = total + Expression(((kept, coefficient),))
-    return total
+    numbers = evaluate(_expressions(part), *point)
+    return bool((numbers == evaluate(_expressions(recorded), *point)).all())
 
 
 def _expressions(part: Part) -> list[Expression]:

@@ -42,13 +42,13 @@ class Piece:
 
     Attributes:
         kind: as in `Part.kind`.
-        modules: hold its parameters.
+        modules: hold its parameters, whose names start with the key.
         inputs: (samples, tokens) -> the tensors it is called with; those of a floating type get gradients.
         run: inputs -> the output, hidden states or the loss.
     """
 
     kind: str
-    modules: tuple[torch.nn.Module, ...]
+    modules: dict[str, torch.nn.Module]
     inputs: Callable[[int, int], tuple[torch.Tensor, ...]]
     run: Callable[..., torch.Tensor]
 
@@ -74,22 +74,22 @@ class PartRecorder:
     ) -> None:
         self._model, self._layout, self._recorder, self._buffer = model, layout, recorder, buffer
         self._variant = variant
-        recorder.watch_modules(model)
+        self._warm: set[tuple[str, int]] = set()
+        for name, module in (("embedding", model.embedding), ("final_layernorm", model.decoder.final_layernorm)):
+            recorder.watch_modules(module, name)
+        recorder.watch_modules(model.output_layer, "output_layer")
         layers = [self._layer(kind, layer) for kind, layer in zip(kinds, model.decoder.layers, strict=True)]
         self.pieces = {piece.kind: piece for piece in (self._embedding(), *layers, self._head())}
-
-    def warm_up(self, samples: int, tokens: int) -> None:
-        """Run everything once: what is made at the first micro-batch only is not recorded."""
-        for piece in self.pieces.values():
-            self.record(piece, samples, tokens)
 
     def record(self, piece: Piece, samples: int, tokens: int) -> Part:
         """The graph of one batch: its numbers are constants."""
         recorder = self._recorder
-        recorder.begin()
-        with torch.no_grad(), recorder:
-            # Tables that are made once for a sequence length belong to no recording.
-            piece.run(*piece.inputs(samples, tokens))
+        if (piece.kind, tokens) not in self._warm:
+            # Tables that are made once, or once for a sequence length, belong to no recording.
+            self._warm.add((piece.kind, tokens))
+            recorder.begin()
+            with recorder:
+                piece.run(*piece.inputs(samples, tokens))
         self._buffer.buffer.clear()
         gc.collect()
         with _no_collection():
@@ -125,12 +125,11 @@ class PartRecorder:
             )
 
     def _hold_parameters(self, piece: Piece) -> None:
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        for module in piece.modules:
-            for parameter in module.parameters():
+        for prefix, module in piece.modules.items():
+            for name, parameter in module.named_parameters(prefix=prefix):
                 replicas = "dp" if getattr(parameter, "allreduce", True) else "edp"
-                self._recorder.hold(parameter, "parameter", names[id(parameter)], replicas)
-                self._recorder.hold(parameter.main_grad, "gradient", names[id(parameter)], replicas)
+                self._recorder.hold(parameter, "parameter", name, replicas)
+                self._recorder.hold(parameter.main_grad, "gradient", name, replicas)
 
     def _hidden(self, samples: int, tokens: int) -> torch.Tensor:
         config = self._model.config
@@ -157,7 +156,7 @@ class PartRecorder:
         def inputs(samples: int, tokens: int) -> tuple[torch.Tensor, ...]:
             return self._tokens(samples, tokens), self._tokens(samples, tokens)
 
-        return Piece("embedding", (self._model.embedding,), inputs, run)
+        return Piece("embedding", {"embedding": self._model.embedding}, inputs, run)
 
     def _head(self) -> Piece:
         model = self._model
@@ -178,10 +177,13 @@ class PartRecorder:
             labels = self._tokens(samples, tokens)
             return self._hidden(samples, tokens), labels, torch.ones(labels.shape)
 
-        tied = (model.embedding.word_embeddings,) if model.share_embeddings_and_output_weights else ()
-        return Piece("head", (model.decoder.final_layernorm, model.output_layer, *tied), inputs, run)
+        modules = {"final_layernorm": model.decoder.final_layernorm, "output_layer": model.output_layer}
+        if model.share_embeddings_and_output_weights:
+            modules["embedding.word_embeddings"] = model.embedding.word_embeddings
+        return Piece("head", modules, inputs, run)
 
     def _layer(self, kind: str, layer: Any) -> Piece:
+        self._recorder.watch_modules(layer)
         name_operators(layer, self._recorder)
 
         def forward(x_SBH: torch.Tensor, rotary: Any) -> torch.Tensor:
@@ -195,7 +197,7 @@ class PartRecorder:
                 return checkpoint(forward, False, x_SBH, rotary)  # type: ignore[no-any-return]
             return forward(x_SBH, rotary)
 
-        return Piece(kind, (layer,), lambda samples, tokens: (self._hidden(samples, tokens),), run)
+        return Piece(kind, {"": layer}, lambda samples, tokens: (self._hidden(samples, tokens),), run)
 
 
 def name_operators(layer: Any, recorder: Recorder) -> None:

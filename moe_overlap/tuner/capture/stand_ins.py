@@ -1,4 +1,4 @@
-"""What megatron-core cannot do on tensors without data, in a process without peers: each thing listed, replaced while a capture runs.
+"""What megatron-core cannot do on tensors without data and without peers: each thing listed, replaced while a capture runs.
 
 Balanced routing stands in for the router's choice: every expert gets the same number of rows. `Counts` are lists that answer
 what megatron-core asks of tensors of counts.
