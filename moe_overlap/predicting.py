@@ -17,12 +17,14 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import read_expert_loads, shares_by_layer
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.plan import Plan, Precision, StagePlan
+from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.validate import validate_plan
 from moe_overlap.speed_flags import features_of, grouped, without_newer, zero_level
-from moe_overlap.tuner.capture.cache import CaptureError, cached_capture
+from moe_overlap.tuner.capture.cache import CaptureError, cached_captures
 from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds
+from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
 from moe_overlap.tuner.cost.predict import Prediction
 from moe_overlap.tuner.cost.predict import predict as predict_plan
@@ -119,35 +121,56 @@ def predict(
 
 
 def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
-    """Captured models of the stages from the user's cache; what is not there is captured, which takes seconds and torch."""
-    by_layout: dict[Layout, CapturedModel] = {}
-    layouts = [_layout(config, stage, plan) for stage in plan.stages]
-    for layout in dict.fromkeys(layouts):
-        alike = (stage for stage, other in zip(plan.stages, layouts, strict=True) if other == layout)
-        variants = sorted({variant for stage in alike for variant in stage_variants(stage)})
-        implementation: Implementation = "torch" if _is_local(flags) else "te"
-        try:
-            found = cached_capture(config, model, layout, implementation, variants, cache_dir=cache_folder())
-        except CaptureError as error:
-            raise ConfigError("the model", "", f"cannot be captured: {error}", "report these flags") from error
-        by_layout[layout] = found
-    return {index: by_layout[layout] for index, layout in enumerate(layouts)}
+    """Captured models of the stages from the user's cache; what is not there is captured, which takes seconds and torch.
+
+    Raises:
+        ConfigError: a part of the model cannot be captured.
+    """
+    requests = stage_requests(config, model, plan, flags)
+    asked = [request for several in requests.values() for request in several]
+    try:
+        found = dict(zip(map(Request.sha256, asked), cached_captures(asked, cache_folder()), strict=True))
+    except CaptureError as error:
+        raise ConfigError("the model", "", f"cannot be captured: {error}", "report these flags") from error
+    return {
+        index: joined([found[request.sha256()] for request in several], model) for index, several in requests.items()
+    }
+
+
+def stage_requests(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, list[Request]]:
+    """What has to be captured, by stage: one request for each variant of recomputation.
+
+    Products below bf16 run the operators of bf16 and are priced otherwise.
+    """
+    implementation: Implementation = "torch" if _is_local(flags) else "te"
+    precision = plan.precision if plan.precision in ("fp32", "fp16") else "bf16"
+    config = dataclasses.replace(config, precision=PRECISIONS.get(precision, PrecisionConfig()))
+    requests = {}
+    for index, stage in enumerate(plan.stages):
+        layout = Layout(
+            tensor=stage.tensor,
+            context=stage.context,
+            expert=stage.expert,
+            expert_tensor=stage.expert_tensor if model.num_experts else 1,
+            sequence_parallel=config.parallel.sequence_parallel and stage.tensor > 1,
+            precision=precision,
+        )
+        requests[index] = [
+            Request(config=config, model=model, layout=layout, implementation=implementation, variant=variant)
+            for variant in sorted(stage_variants(stage), key=lambda name: (name != NO_RECOMPUTATION, name))
+        ]
+    return requests
+
+
+def joined(variants: Sequence[CapturedModel], model: ModelDescription) -> CapturedModel:
+    """One captured model of several variants' parts."""
+    parts = tuple(part for captured in variants for part in captured.parts)
+    return dataclasses.replace(variants[0], parts=parts, layer_kinds=layer_kinds(model))
 
 
 def cache_folder() -> Path:
     """Where captured layouts are kept: as the XDG base directories say."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_overlap" / "captures"
-
-
-def _layout(config: Config, stage: StagePlan, plan: Plan) -> Layout:
-    return Layout(
-        tensor=stage.tensor,
-        context=stage.context,
-        expert=stage.expert,
-        expert_tensor=stage.expert_tensor,
-        sequence_parallel=config.parallel.sequence_parallel and stage.tensor > 1,
-        precision=plan.precision,
-    )
 
 
 def _is_local(flags: Flags) -> bool:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.plan.plan import PredictedStage
-from moe_overlap.predicting import Job, read_job
+from moe_overlap.predicting import Job, joined, read_job, stage_requests
 from moe_overlap.speed_flags import features_of
+from moe_overlap.tuner.capture.cache import cached_captures
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.constants import Constants
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.predict import Machine, Prediction, price
 from moe_overlap.tuner.cost.prepare import Family, prepare
 from tests.validation.rows import Row, flags_of
-
-Capture = Callable[[Job], CapturedModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,19 @@ class Case:
         return stages[-1] if "LAST RANK" in self.row["other_flags"] else max(stages, key=lambda stage: stage.peak_bytes)
 
 
-def case_of(row: Row, capture: Capture) -> Case:
-    """Prepare a row."""
-    job = read_job(flags_of(row), row.gpus)
-    graph = capture(job)
+def cases_of(rows: Sequence[Row], cache_dir: Path) -> list[Case]:
+    """Prepare rows; what is not in the cache is captured by one process."""
+    jobs = [read_job(flags_of(row), row.gpus) for row in rows]
+    asked = [stage_requests(job.config, job.model, job.plan, job.flags)[0] for job in jobs]
+    wanted = {request.sha256(): request for requests in asked for request in requests}
+    found = dict(zip(wanted, cached_captures(list(wanted.values()), cache_dir), strict=True))
+    return [
+        _case(row, job, joined([found[request.sha256()] for request in requests], job.model))
+        for row, job, requests in zip(rows, jobs, asked, strict=True)
+    ]
+
+
+def _case(row: Row, job: Job, graph: CapturedModel) -> Case:
     features = features_of(job.config, job.plan.precision, job.flags)
     graphs = dict.fromkeys(range(len(job.plan.stages)), graph)
     cluster = shipped_cluster(row["gpu"], row.gpus)

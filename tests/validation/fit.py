@@ -141,10 +141,10 @@ def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
 
 def main() -> None:
     """Fit and write."""
-    from tests.validation.table import calibration_cases, calibration_peaks
+    from tests.validation.table import calibration_cases
 
-    constants = fit(calibration_cases(), lambda line: print(line, file=sys.stderr, flush=True))
-    constants = dataclasses.replace(constants, fragmentation=fragmentation(calibration_peaks(), constants))
+    constants = fit(calibration_cases(times=True), lambda line: print(line, file=sys.stderr, flush=True))
+    constants = dataclasses.replace(constants, fragmentation=fragmentation(calibration_cases(times=False), constants))
     TARGET.write_text(constants_json(constants), encoding="utf-8")
 
 

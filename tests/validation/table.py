@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
 
-from moe_overlap.predicting import Job
-from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.predicting import cache_folder
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
-from tests.validation.evaluate import Case, case_of
+from tests.validation.evaluate import Case, cases_of
 from tests.validation.rows import Row, scored_rows
 
 
-def calibration_cases() -> list[Case]:
-    """Step times that constants may be fitted to."""
-    return [case_of(row, capture) for row in scored_rows() if row["split"] == "calibration" and is_time(row)]
-
-
-def calibration_peaks() -> list[Case]:
-    """Peaks of memory that constants may be fitted to."""
-    return [case_of(row, capture) for row in scored_rows() if row["split"] == "calibration" and not is_time(row)]
+def calibration_cases(times: bool) -> list[Case]:
+    """Runs that constants may be fitted to: their step times, or their peaks of memory."""
+    rows = [row for row in scored_rows() if row["split"] == "calibration" and is_time(row) == times]
+    return cases_of(rows, cache_folder())
 
 
 def is_time(row: Row) -> bool:
@@ -33,7 +27,7 @@ def is_time(row: Row) -> bool:
 def main() -> None:
     """Print the table and its summary."""
     constants = shipped_constants()
-    cases = [case_of(row, capture) for row in scored_rows()]
+    cases = cases_of(scored_rows(), cache_folder())
     for case in cases:
         print(line(case, constants))
     for text in summary(cases, constants):
@@ -82,31 +76,6 @@ def spearman(left: np.ndarray, right: np.ndarray) -> float:
         return float("nan")
     ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (left, right)]
     return float(np.corrcoef(*ranks)[0, 1])
-
-
-_CAPTURED: dict[object, CapturedModel] = {}
-
-
-def capture(job: Job) -> CapturedModel:
-    sys.path.insert(0, "tests/unit/tuner")
-    from hand_made import captured_by_hand
-
-    from moe_overlap.tuner.capture.graph import Layout
-
-    stage = job.plan.stages[0]
-    layout = Layout(
-        tensor=stage.tensor,
-        context=stage.context,
-        expert=stage.expert,
-        expert_tensor=stage.expert_tensor,
-        sequence_parallel=True,
-    )
-    fused = "--transformer-impl" not in job.flags
-    key = (job.model, layout, fused)
-    if key not in _CAPTURED:
-        variants = ("none", "full", "core_attn", "mla_up_proj", "mlp", "layernorm+moe_act")
-        _CAPTURED[key] = captured_by_hand(job.model, layout, variants, fused)
-    return _CAPTURED[key]
 
 
 if __name__ == "__main__":
