@@ -59,7 +59,7 @@ def axis_group(size: int, stride: int, world: int, links: NodeGroup) -> Group:
 
 
 def stage_groups(plan: Plan, stage: StagePlan, cluster: Cluster) -> dict[str, Group]:
-    """Groups of a stage by axis: tp, cp, dp, dp_cp, ep, etp, tp_ep, edp.
+    """Groups of a stage by axis, as a captured graph names them.
 
     `dp_cp` shares dense gradients and optimizer states, `edp` those of the experts.
     """
@@ -70,6 +70,8 @@ def stage_groups(plan: Plan, stage: StagePlan, cluster: Cluster) -> dict[str, Gr
         "cp": (context, tensor),
         "dp": (stage.data, tensor * context),
         "dp_cp": (stage.data * context, tensor),
+        "tp_cp": (tensor * context, 1),
+        "tp_dp_cp": (tensor * context * stage.data, 1),
         "ep": (stage.expert, stage.expert_tensor),
         "etp": (stage.expert_tensor, 1),
         "tp_ep": (experts, 1),
