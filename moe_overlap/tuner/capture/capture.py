@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -28,6 +28,7 @@ from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, versions
 from moe_overlap.tuner.capture.spec import check
 from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, selected, without_data
+from moe_overlap.tuner.capture.with_fused_kernels import accumulate_in_products, fused_kernels
 
 
 def capture(request: Request) -> CapturedModel:
@@ -54,33 +55,32 @@ def capture(request: Request) -> CapturedModel:
 def _capture_parts(request: Request, world: World) -> tuple[Part, ...]:
     model, layout, variant = request.model, request.layout, request.variant
     config = config_for(request.config, layout, variant)
-    buffer = GlobalMemoryBuffer()
-    with FakeTensorMode(allow_non_fake_inputs=True), without_data(buffer):
+    buffer, recorder = GlobalMemoryBuffer(), Recorder(world.axis_of)
+    fused = request.implementation == "te"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(without_data(buffer))
+        stack.enter_context(recomputation_announced(recorder))
+        if fused:
+            stack.enter_context(fused_kernels(recorder, world.groups.tp))
         gpt, kinds = build_one_of_each(config, model, world, stock_layer)
-        recorder, runner = instrument(config, layout, variant, world, gpt, kinds, buffer)
-        with recomputation_announced(recorder):
-            # What lives as long as the model need not be walked through between the recordings.
-            gc.freeze()
-            pieces = [piece for kind, piece in runner.pieces.items() if variant == NO_RECOMPUTATION or kind in kinds]
-            unit = sequence_unit(config, model, layout)
-            return tuple(part for piece in pieces for part in _capture_piece(runner, piece, unit))
+        if fused:
+            accumulate_in_products(gpt)
+        balance(gpt, recorder)
+        keep_gradients_apart(gpt, in_fp32=gradients_in_fp32(config))
+        runner = PartRecorder(gpt, kinds, layout, recorder, buffer, variant)
+        # What lives as long as the model need not be walked through between the recordings.
+        gc.freeze()
+        pieces = [piece for kind, piece in runner.pieces.items() if variant == NO_RECOMPUTATION or kind in kinds]
+        unit = sequence_unit(config, model, layout)
+        return tuple(part for piece in pieces for part in _capture_piece(runner, piece, unit))
 
 
-def instrument(
-    config: Config,
-    layout: Layout,
-    variant: str,
-    world: World,
-    gpt: Any,
-    kinds: Sequence[str],
-    buffer: GlobalMemoryBuffer,
-) -> tuple[Recorder, PartRecorder]:
-    """Recorder and hooks on a built model, balanced routing in its MoE layers."""
-    keep_gradients_apart(gpt, in_fp32=gradients_in_fp32(config))
+def balance(gpt: Any, recorder: Recorder) -> None:
+    """Balanced routing in every MoE layer."""
     balances = [Balance(layer.mlp) for layer in gpt.decoder.layers if layer.is_moe_layer]
-    stand_in = selected(balances[0].rows_per_expert) if balances else None
-    recorder = Recorder(world.axis_of, stand_in)
-    return recorder, PartRecorder(gpt, kinds, layout, recorder, buffer, variant)
+    if balances:
+        recorder.balanced = selected(balances[0].rows_per_expert)
 
 
 def gradients_in_fp32(config: Config) -> bool:

@@ -82,6 +82,12 @@ def _attention_backward(tensors: Sequence[Any], outputs: Sequence[Any]) -> Shape
     return _attention(tensors[1:], outputs)
 
 
+def _weight_gradient(tensors: Sequence[Any], outputs: Sequence[Any]) -> Shape:
+    """Gradient [M, N] and input [M, K] give [N, K]."""
+    gradient, rows = tensors[0].shape, tensors[1].shape
+    return (gradient[1], rows[1], gradient[0])
+
+
 KERNELS: dict[str, Kernel] = {
     "mm": Kernel(cost_class="gemm", shape=_product(0, 1)),
     "addmm": Kernel(cost_class="gemm", shape=_product(1, 2)),
@@ -92,6 +98,19 @@ KERNELS: dict[str, Kernel] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": Kernel(
         cost_class="attention", shape=_attention_backward, products=(3, 2)
     ),
+    # Stand-ins for Transformer Engine's kernels (fused_functions.py).
+    "te.norm": Kernel(cost_class="memory", saves="input, one or two statistics per row in fp32"),
+    "te.norm_backward": Kernel(cost_class="memory"),
+    "te.add_bias": Kernel(cost_class="memory"),
+    "te.weight_gradient": Kernel(cost_class="gemm", shape=_weight_gradient),
+    "te.grouped_gemm": Kernel(cost_class="grouped_gemm", saves="rows in, weights"),
+    "te.grouped_weight_gradient": Kernel(cost_class="grouped_gemm"),
+    "te.attention": Kernel(cost_class="attention", saves="query, key, value, output, log-sums in fp32"),
+    "te.attention_backward": Kernel(cost_class="attention", products=(3, 2)),
+    "te.rotary": Kernel(cost_class="memory", saves="the table"),
+    "te.move_rows": Kernel(cost_class="memory", saves="the map of rows"),
+    "te.row_map": Kernel(cost_class="memory"),
+    "te.general_gemm": Kernel(cost_class="gemm"),
 }
 """Operator of torch, or registered kernel -> its cost."""
 

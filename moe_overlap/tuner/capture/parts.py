@@ -244,8 +244,10 @@ def keep_gradients_apart(model: torch.nn.Module, in_fp32: bool) -> None:
 
 
 def _into_main_gradient(parameter: Any) -> None:
-    parameter.main_grad.add_(parameter.grad)
-    parameter.grad = None
+    """A product that adds to the buffer itself leaves no gradient."""
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
 
 
 @contextlib.contextmanager

@@ -80,14 +80,16 @@ class Recorder(TorchDispatchMode):
 
     Args:
         axis_of: name of a process group -> axis (`ep`), for the groups the model was given.
+
+    Attributes:
         balanced: stands in for operators whose result has a size that depends on data; called with operator and arguments,
             returns None for all others.
     """
 
-    def __init__(self, axis_of: Mapping[str, str], balanced: Callable[[str, Any], Any] | None = None) -> None:
+    def __init__(self, axis_of: Mapping[str, str]) -> None:
         super().__init__()
         self._axis_of = axis_of
-        self._balanced = balanced
+        self.balanced: Callable[[str, Any], Any] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -98,7 +100,7 @@ class Recorder(TorchDispatchMode):
         self._modules: list[str] = []
         self._operators: list[str] = []
         self._place_of_node: dict[int, tuple[str, str]] = {}
-        self._regions: list[str] = []
+        self._inside: list[Any] | None = None
         self._recomputing = 0
 
     # -- what the caller announces ------------------------------------------------------------------------------------------
@@ -158,43 +160,60 @@ class Recorder(TorchDispatchMode):
             self.recording.packed.add(self._ids[key])
         return tensor
 
-    def kernel(self, name: str, function: Callable[..., Any], *args: Any, compiled: bool = False) -> Any:
-        """Run a function that is one kernel on a GPU: its inner operators are not recorded.
+    def kernel(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        written: Sequence[torch.Tensor] = (),
+        shape: tuple[int, ...] | None = None,
+        compiled: bool = False,
+    ) -> Any:
+        """Run a function that is one kernel on a GPU: its inner operators are not recorded, only what remains of them.
 
         Args:
+            written: tensors that it writes in place.
+            shape: as in `Op.shape`; by default what the table makes of the arguments.
             compiled: by torch, which fuses operators that move memory; other kernels are looked up in the table.
         Raises:
             UnregisteredKernelError: neither compiled nor in the table.
         """
         if not compiled and name not in KERNELS:
-            raise UnregisteredKernelError(name, self._place()[1])
-        if self._regions:
+            raise UnregisteredKernelError(name, self._place()[0])
+        if self._inside is not None:
             return function(*args)
-        self._regions.append(name)
-        before = len(self.recording.storages)
+        self._inside = []
         try:
             result = function(*args)
         finally:
-            self._regions.pop()
+            inner, self._inside = self._inside, None
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        # What autograd kept inside, such as a mask, is written, too.
+        seen = {leaf.untyped_storage()._cdata for leaf in outputs}
+        for storage in filter(None, (reference() for reference in inner)):
+            if storage._cdata not in self._ids and storage._cdata not in seen and storage.nbytes():
+                seen.add(storage._cdata)
+                outputs.append(torch.empty(0, dtype=torch.uint8).set_(storage))
         made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in self._ids]
-        assert before == len(self.recording.storages)
-        if made:
-            self._emit(name, tensors, made, made)
+        if made or written:
+            self._emit(name, [*tensors, *written], made, [*made, *written], shape)
         return result
 
     # -- what torch announces -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._note_node()
         library, _, name = function._schema.name.partition("::")
-        stand_in = self._balanced(name, args) if self._balanced is not None else None
+        stand_in = self.balanced(name, args) if self.balanced is not None else None
         result = function(*args, **kwargs) if stand_in is None else stand_in
-        if self._regions:
+        if self._inside is not None:
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self._inside += [weakref.ref(leaf.untyped_storage()) for leaf in leaves]
             return result
         if library not in _KNOWN_LIBRARIES and name not in KERNELS:
-            raise UnregisteredKernelError(f"{library}::{name}", self._place()[1])
+            raise UnregisteredKernelError(f"{library}::{name}", self._place()[0])
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if library == "c10d":
@@ -207,12 +226,21 @@ class Recorder(TorchDispatchMode):
             self._emit(name, tensors, made, written)
         return result
 
-    def _emit(self, name: str, tensors: Sequence[Any], made: Sequence[Any], written: Sequence[Any]) -> None:
+    def _emit(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        made: Sequence[Any],
+        written: Sequence[Any],
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
         """Record one kernel."""
         reads = [self._watch(tensor, "constant") for tensor in tensors]
         writes = [self._watch(tensor, "activation") for tensor in written]
         entry = KERNELS.get(name)
-        if entry is not None and entry.shape is not None:
+        if shape is not None:
+            pass
+        elif entry is not None and entry.shape is not None:
             shape = tuple(int(size) for size in entry.shape(tensors, made or written))
         else:
             shape = (sum(tensor.numel() for tensor in written),)
@@ -237,7 +265,7 @@ class Recorder(TorchDispatchMode):
         if name not in COLLECTIVES:
             if name in ("barrier", "monitored_barrier_"):
                 return
-            raise UnregisteredKernelError(f"c10d::{name}", self._place()[1])
+            raise UnregisteredKernelError(f"c10d::{name}", self._place()[0])
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
         outputs = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
         inputs = outputs if name in _ONE_BUFFER else [t for t in tensors if all(t is not o for o in outputs)]
@@ -278,21 +306,20 @@ class Recorder(TorchDispatchMode):
         )
 
     def _place(self) -> tuple[str, str]:
-        """Module and operator of what runs now.
-
-        A node of autograd takes the next sequence number before its forward operators run; in the backward pass it is known
-        again by that number.
-        """
+        """Module and operator of what runs now; in the backward pass, those of the forward operator."""
         node = torch._C._current_autograd_node()
         if self._modules or self._operators or node is None:
-            place = (self._modules[-1] if self._modules else "", self._operators[-1] if self._operators else "")
-            self._place_of_node[torch.autograd._get_sequence_nr() - 1] = place
-            return place
+            return (self._modules[-1] if self._modules else "", self._operators[-1] if self._operators else "")
         place = self._place_of_node.get(node._sequence_nr())
         if place is None:
             last = self.recording.ops[-1] if self.recording.ops else None
             place = (last.module, last.operator) if last is not None else ("", "")
         return place
+
+    def _note_node(self) -> None:
+        """Remember where autograd's newest node was made: it takes the next sequence number before its operators run."""
+        if self._modules or self._operators:
+            self._place_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, self._place())
 
     def _watch(self, tensor: torch.Tensor, role: Role, name: str = "", replicas: str = "") -> int:
         storage = tensor.untyped_storage()

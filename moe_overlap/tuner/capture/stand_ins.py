@@ -18,6 +18,8 @@ from megatron.core.utils import GlobalMemoryBuffer
 
 from moe_overlap.tuner.capture.record import Recorder
 
+_ABSENT = object()
+
 
 class Counts(list[int]):
     """Numbers of rows, or an order of chunks, known without data."""
@@ -72,15 +74,18 @@ def without_data(buffer: GlobalMemoryBuffer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Owner, attribute, value: set on entry, given back on exit."""
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in replacements]
+    """Owner, attribute, value: set on entry, given back on exit; what was not there is not there again."""
+    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in replacements]
     for owner, name, value in replacements:
         setattr(owner, name, value)
     try:
         yield
     finally:
         for owner, name, value in reversed(before):
-            setattr(owner, name, value)
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 def recomputation_announced(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
