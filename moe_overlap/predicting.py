@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.training.arguments import expand_files, parse
 from megatron.training.config import Config
-from megatron.training.config_gpu import PrecisionConfig
+from megatron.training.config_gpu import DeviceConfig, PrecisionConfig
 from megatron.training.describe import describe_model, known_vocab_size
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.validation import validate
@@ -140,11 +140,20 @@ def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Fl
 def stage_requests(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, list[Request]]:
     """What has to be captured, by stage: one request for each variant of recomputation.
 
-    Products below bf16 run the operators of bf16 and are priced otherwise.
+    Products below bf16 run the operators of bf16 and are priced otherwise; what offloads, and the library that exchanges
+    tokens, change no operator either.
     """
     implementation: Implementation = "torch" if _is_local(flags) else "te"
     precision = plan.precision if plan.precision in ("fp32", "fp16") else "bf16"
-    config = dataclasses.replace(config, precision=PRECISIONS.get(precision, PrecisionConfig()))
+    dispatcher = config.moe.moe_token_dispatcher_type
+    config = dataclasses.replace(
+        config,
+        precision=PRECISIONS.get(precision, PrecisionConfig()),
+        device=DeviceConfig(),
+        moe=dataclasses.replace(
+            config.moe, moe_token_dispatcher_type="alltoall" if dispatcher == "flex" else dispatcher
+        ),
+    )
     requests = {}
     for index, stage in enumerate(plan.stages):
         layout = Layout(

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_overlap.tuner.capture.expression import evaluate
 from moe_overlap.tuner.capture.graph import Part
+from moe_overlap.tuner.capture.liveness import kept_bytes, output_bytes, peak_bytes
+
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +20,7 @@ class PartBytes:
     """Of one micro-batch; parameters are numbers, not bytes."""
 
     saved: float
-    """Kept from the forward to the backward pass; the input of the part is among it where it is kept."""
+    """Kept from the forward to the backward pass, the input of the part among it where it is kept."""
     working: float
     """Most that is live inside a pass beyond what is kept."""
     dense_parameters: float
@@ -27,40 +32,31 @@ def part_bytes(part: Part, b: int, s: int, parameter_bytes: float, load: float =
 
     Args:
         parameter_bytes: of one parameter, as captured.
-        load: rows of the busiest rank over the mean: what grows with them is held in the experts' storages.
+        load: rows of the busiest rank over the mean: what the experts' operators make grows with them.
     """
-    sizes = evaluate([storage.bytes for storage in part.storages], b, s)
-    loaded = np.zeros(len(part.storages), dtype=np.bool_)
-    for op in part.ops:
-        if op.scales_with_load:
-            loaded[list(op.writes)] = True
-    sizes = sizes * np.where(loaded, load, 1.0)
     numbers = {"dp": 0.0, "edp": 0.0}
+    sizes = evaluate([storage.bytes for storage in part.storages], b, s)
     for storage in part.storages:
         if storage.role == "parameter":
-            numbers[storage.replicas or "dp"] += sizes[storage.id] / parameter_bytes
-    saved = float(sizes[list(part.saved)].sum())
+            numbers[storage.replicas or "dp"] += float(sizes[storage.id]) / parameter_bytes
+    saved = float(sizes[[index for index in part.saved if index not in part.outputs]].sum())
+    kept = float(kept_bytes(part, b, s))
+    gradient = 0.0 if part.kind == "head" else float(output_bytes(part, b, s))
+    incoming = float(sizes[list(part.inputs)].sum())
+    # As in capture/liveness.py, peak_of_sequence: a pass has its own peak, what it is handed, and what other parts keep.
+    forward = float(peak_bytes(part, "forward", b, s)) + incoming - saved
+    backward = float(peak_bytes(part, "backward", b, s)) + gradient - kept
+    grown = _grows(part, sizes) * (load - 1.0)
     return PartBytes(
-        saved=saved,
-        working=max(0.0, _most_live(part, sizes) - saved),
+        saved=saved + grown,
+        working=max(0.0, forward, backward),
         dense_parameters=numbers["dp"],
         expert_parameters=numbers["edp"],
     )
 
 
-def _most_live(part: Part, sizes: np.ndarray) -> float:
-    """Largest sum of activations that are alive at an operator, what is saved included."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for op in part.ops:
-        for storage in (*op.reads, *op.writes):
-            last[storage] = op.id
-        for storage in op.writes:
-            first.setdefault(storage, op.id)
-    change = np.zeros(len(part.ops) + 1)
-    for storage in part.storages:
-        if storage.role in ("activation", "input") and storage.id in last:
-            end = last[storage.id] if storage.freed_after is None else storage.freed_after
-            change[first.get(storage.id, 0)] += sizes[storage.id]
-            change[end + 1] -= sizes[storage.id]
-    return float(np.cumsum(change).max())
+def _grows(part: Part, sizes: Floats) -> float:
+    """Kept bytes that grow with the rows routed to a rank."""
+    loaded = {index for op in part.ops if op.scales_with_load for index in op.writes}
+    kept = [index for index in part.saved if index in loaded and part.storages[index].role == "activation"]
+    return float(sizes[kept].sum())
