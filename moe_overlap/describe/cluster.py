@@ -1,0 +1,202 @@
+"""A cluster as numbers: GPU types, their memory, and the links that join them, by tier. Standard library only.
+
+Tiers, from the nearest: `domain` (NVLink or the like; may span nodes), `node` (PCIe between the GPUs of a node that share no
+domain), `network` (between nodes), `host` (a GPU and its host's memory). Rates are per GPU and direction, as peak rates.
+
+A cluster file (examples/clusters/*.json) has the fields that stand here; a GPU is a name of gpus.json or an object of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from moe_overlap.describe.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A type of GPU. Peak rates of dense matrix products; None where it has no such units."""
+
+    name: str
+    architecture: str
+    """Generation of the chip (`Hopper`): types of one generation are alike in what they make of their peak rates."""
+    bf16_tflops: float
+    """Of fp16, too."""
+    fp8_tflops: float | None
+    fp4_tflops: float | None
+    memory_gib: float
+    memory_gb_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeGroup:
+    """Nodes of one kind."""
+
+    gpu: Gpu
+    nodes: int
+    gpus_per_node: int
+    domain_gpus: int
+    """GPUs of one NVLink domain; 1 where there is none. May exceed the GPUs of a node."""
+    domain_gb_per_s: float | None
+    node_gb_per_s: float
+    network_gb_per_s: float
+    host_gb_per_s: float
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs of the group."""
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Groups of nodes; ranks go through them in order, node by node."""
+
+    name: str
+    groups: tuple[NodeGroup, ...]
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs."""
+        return sum(group.gpus for group in self.groups)
+
+    def group_of(self, rank: int) -> NodeGroup:
+        """The group of nodes that holds a rank."""
+        first = 0
+        for group in self.groups:
+            if rank < first + group.gpus:
+                return group
+            first += group.gpus
+        raise ValueError(f"{self.name} has no GPU {rank}")
+
+
+def known_gpus() -> dict[str, dict[str, Any]]:
+    """Rows of gpus.json by name and by alias."""
+    text = resources.files(__package__).joinpath("gpus.json").read_text(encoding="utf-8")
+    rows = json.loads(text)
+    return {alias: {"name": name, **row} for name, row in rows.items() for alias in (name, *row["aliases"])}
+
+
+def shipped_cluster(gpu: str, num_gpus: int, subject: str = "--gpu") -> Cluster:
+    """A cluster of one GPU type in its usual nodes: what `--gpu H100 --num-gpus 64` stands for.
+
+    Raises:
+        ConfigError: an unknown GPU (the known ones are listed), or a number that does not fill its nodes.
+    """
+    row = _known(gpu, subject)
+    per_node = row["gpus_per_node"]
+    if num_gpus < 1 or (num_gpus > per_node and num_gpus % per_node):
+        fix = f"use up to {per_node}, or a multiple of {per_node}"
+        raise ConfigError("--num-gpus", num_gpus, f"nodes of {row['name']} have {per_node} GPUs", fix)
+    nodes = max(1, num_gpus // per_node)
+    return cluster_of({"name": f"{gpu}-{num_gpus}", "groups": [node_group(row, nodes, num_gpus // nodes)]}, subject)
+
+
+def node_group(row: Mapping[str, Any], nodes: int, gpus_per_node: int) -> dict[str, Any]:
+    """A group of nodes as a cluster file has it, from a row of gpus.json."""
+    links = ("domain_gpus", "domain_gb_per_s", "node_gb_per_s", "network_gb_per_s", "host_gb_per_s")
+    return {
+        "gpu": row["name"],
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        **{field: row[field] for field in links},
+    }
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """A cluster file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a field is unknown, missing or of the wrong kind; it names the field.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--cluster", path, f"cannot be read ({error})", "correct the path") from None
+    except ValueError as error:
+        raise ConfigError("--cluster", path, f"is no JSON ({error})", "correct the file") from None
+    return cluster_of(content, str(path))
+
+
+def cluster_of(content: Any, subject: str) -> Cluster:
+    """A cluster from the content of a file.
+
+    Args:
+        subject: the file or flag, for errors.
+    """
+    _require_fields(content, {"name": str, "groups": list}, subject)
+    if not content["groups"]:
+        raise ConfigError(f"{subject} groups", "[]", "a cluster has nodes", "add a group of nodes")
+    groups = tuple(_group(row, f"{subject} groups[{index}]") for index, row in enumerate(content["groups"]))
+    return Cluster(name=content["name"], groups=groups)
+
+
+_GROUP_FIELDS = {
+    "gpu": (str, dict),
+    "nodes": int,
+    "gpus_per_node": int,
+    "domain_gpus": int,
+    "domain_gb_per_s": (int, float, type(None)),
+    "node_gb_per_s": (int, float),
+    "network_gb_per_s": (int, float),
+    "host_gb_per_s": (int, float),
+}
+_GPU_FIELDS = {
+    "name": str,
+    "architecture": str,
+    "bf16_tflops": (int, float),
+    "fp8_tflops": (int, float, type(None)),
+    "fp4_tflops": (int, float, type(None)),
+    "memory_gib": (int, float),
+    "memory_gb_per_s": (int, float),
+}
+
+
+def _group(row: Any, subject: str) -> NodeGroup:
+    _require_fields(row, _GROUP_FIELDS, subject)
+    if isinstance(row["gpu"], dict):
+        _require_fields(row["gpu"], _GPU_FIELDS, f"{subject}.gpu")
+        gpu = Gpu(**row["gpu"])
+    else:
+        known = _known(row["gpu"], f"{subject}.gpu")
+        gpu = Gpu(**{field.name: known[field.name] for field in dataclasses.fields(Gpu)})
+    if row["domain_gpus"] > 1 and row["domain_gb_per_s"] is None:
+        rule = f"{row['domain_gpus']} GPUs share a domain"
+        raise ConfigError(f"{subject}.domain_gb_per_s", "null", rule, "give the domain's rate")
+    return NodeGroup(**{**row, "gpu": gpu})
+
+
+def _known(name: str, subject: str) -> dict[str, Any]:
+    gpus = known_gpus()
+    if name in gpus:
+        return gpus[name]
+    near = difflib.get_close_matches(name, gpus, 1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    fix = f"{hint}known: {', '.join(gpus)}; others stand in a cluster file, with their rates"
+    raise ConfigError(subject, name, "unknown GPU", fix)
+
+
+def _require_fields(row: Any, fields: Mapping[str, Any], subject: str) -> None:
+    if not isinstance(row, dict):
+        raise ConfigError(subject, json.dumps(row)[:40], "must be an object", f"give {', '.join(fields)}")
+    for name in row:
+        if name not in fields:
+            raise ConfigError(f"{subject}.{name}", "", "unknown field", f"the fields are {', '.join(fields)}")
+    for name, kind in fields.items():
+        if name not in row:
+            raise ConfigError(f"{subject}.{name}", "", "is missing", f"the fields are {', '.join(fields)}")
+        value = row[name]
+        numeric = kind is int or (isinstance(kind, tuple) and int in kind)
+        wrong = not isinstance(value, kind) or isinstance(value, bool)
+        if wrong or (numeric and value is not None and value <= 0):
+            rule = "must be a positive number" if numeric else "is of the wrong kind"
+            raise ConfigError(f"{subject}.{name}", json.dumps(value)[:40], rule, "correct the value")

@@ -1,0 +1,197 @@
+"""Predict a run from its Megatron flags: what `tools/predict.py` prints, as a function. No torch where its layouts are cached."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megatron.training.arguments import expand_files, parse
+from megatron.training.config import Config
+from megatron.training.config_gpu import DeviceConfig, PrecisionConfig
+from megatron.training.describe import describe_model, known_vocab_size
+from megatron.training.plan_from_flags import plan_from_flags
+from megatron.training.validation import validate
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.expert_load import read_expert_loads, shares_by_layer
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.plan import Plan, Precision
+from moe_overlap.plan.serialize import load_plan
+from moe_overlap.plan.validate import validate_plan
+from moe_overlap.speed_flags import features_of, grouped, without_newer, zero_level
+from moe_overlap.tuner.capture.cache import CaptureError, cached_captures
+from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds
+from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
+from moe_overlap.tuner.cost.constants import Constants, shipped_constants
+from moe_overlap.tuner.cost.predict import Prediction
+from moe_overlap.tuner.cost.predict import predict as predict_plan
+from moe_overlap.tuner.cost.prepare import stage_variants
+
+Flags = Mapping[str, tuple[str, ...]]
+"""The words of a command line, grouped by flag."""
+Graphs = Callable[[Config, ModelDescription, Plan, Flags], Mapping[int, CapturedModel]]
+"""Captured models by stage."""
+PRECISIONS: dict[str, PrecisionConfig] = {
+    "bf16": PrecisionConfig(),
+    "fp16": PrecisionConfig(fp16=True),
+    "fp8": PrecisionConfig(fp8="hybrid", fp8_recipe="tensorwise"),
+    "mxfp8": PrecisionConfig(fp8="e4m3", fp8_recipe="mxfp8"),
+    "nvfp4": PrecisionConfig(fp4="e2m1"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """A configuration, understood."""
+
+    config: Config
+    model: ModelDescription
+    plan: Plan
+    flags: Flags
+
+
+def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = None, plan: str | None = None) -> Job:
+    """A command line for a number of GPUs.
+
+    Args:
+        words: Megatron flags; `@FILE` stands for the words in a file.
+        precision: in place of what the flags say.
+        plan: file of a plan that decides in place of the flags.
+    Raises:
+        ConfigError: the flags are wrong, or do not describe the vocabulary.
+    """
+    written = list(expand_files(words))
+    flags = grouped(written)
+    named = [word for word in words if word.startswith("@")][:1]
+    parsed = parse(without_newer(written))
+    config = parsed.config
+    if precision is not None:
+        bf16 = precision != "fp16"
+        optimizer = dataclasses.replace(config.optimizer, bf16=bf16)
+        config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])
+    validate(config, num_gpus)
+    vocabulary = known_vocab_size(config)
+    if vocabulary is None:
+        raise ConfigError("--vocab-size", "", "the flags alone do not tell the vocabulary", "add --vocab-size")
+    name = named[0][1:].rpartition("/")[2].partition(".")[0] if named else parsed.name
+    model = describe_model(config, vocabulary, name)
+    if plan is not None:
+        decided = load_plan(plan)
+        validate_plan(decided, model, plan)
+    else:
+        decided = plan_from_flags(config, model, num_gpus)
+        level = zero_level(flags)
+        stages = (dataclasses.replace(stage, zero_level=level) for stage in decided.stages)
+        decided = dataclasses.replace(decided, stages=tuple(stages))
+    return Job(config, model, decided, flags)
+
+
+def predict(
+    words: Sequence[str],
+    cluster: Cluster,
+    *,
+    precision: Precision | None = None,
+    software: str | None = None,
+    expert_load: str | None = None,
+    plan: str | None = None,
+    graphs: Graphs | None = None,
+    constants: Constants | None = None,
+) -> Prediction:
+    """Seconds and bytes of a run.
+
+    Args:
+        words: Megatron flags, or `@FILE`.
+        cluster: the machines; all of their GPUs run.
+        precision, plan: in place of what the flags say.
+        software: release whose efficiencies count; default the newest that was measured.
+        expert_load: file of --log-expert-load: the busiest ranks set the pace. Default: balanced routing.
+        graphs: captured models of the stages; default the cached capture.
+        constants: default those of constants.json.
+    """
+    job = read_job(words, cluster.gpus, precision, plan)
+    features = features_of(job.config, job.plan.precision, job.flags)
+    captured = (graphs or cached_graphs)(job.config, job.model, job.plan, job.flags)
+    load = _busiest(expert_load, job.plan) if expert_load is not None else 1.0
+    return predict_plan(
+        job.plan, job.model, captured, cluster, features, constants or shipped_constants(), software, load
+    )
+
+
+def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
+    """Captured models of the stages from the user's cache; what is not there is captured, which takes seconds and torch.
+
+    Raises:
+        ConfigError: a part of the model cannot be captured.
+    """
+    requests = stage_requests(config, model, plan, flags)
+    asked = [request for several in requests.values() for request in several]
+    try:
+        found = dict(zip(map(Request.sha256, asked), cached_captures(asked, cache_folder()), strict=True))
+    except CaptureError as error:
+        raise ConfigError("the model", "", f"cannot be captured: {error}", "report these flags") from error
+    return {
+        index: joined([found[request.sha256()] for request in several], model) for index, several in requests.items()
+    }
+
+
+def stage_requests(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, list[Request]]:
+    """What has to be captured, by stage: one request for each variant of recomputation.
+
+    Products below bf16 run the operators of bf16 and are priced otherwise; what offloads, and the library that exchanges
+    tokens, change no operator either.
+    """
+    implementation: Implementation = "torch" if _is_local(flags) else "te"
+    precision = plan.precision if plan.precision in ("fp32", "fp16") else "bf16"
+    dispatcher = config.moe.moe_token_dispatcher_type
+    config = dataclasses.replace(
+        config,
+        precision=PRECISIONS.get(precision, PrecisionConfig()),
+        device=DeviceConfig(),
+        moe=dataclasses.replace(
+            config.moe, moe_token_dispatcher_type="alltoall" if dispatcher == "flex" else dispatcher
+        ),
+    )
+    requests = {}
+    for index, stage in enumerate(plan.stages):
+        layout = Layout(
+            tensor=stage.tensor,
+            context=stage.context,
+            expert=stage.expert,
+            expert_tensor=stage.expert_tensor if model.num_experts else 1,
+            sequence_parallel=config.parallel.sequence_parallel and stage.tensor > 1,
+            precision=precision,
+        )
+        requests[index] = [
+            Request(config=config, model=model, layout=layout, implementation=implementation, variant=variant)
+            for variant in sorted(stage_variants(stage), key=lambda name: (name != NO_RECOMPUTATION, name))
+        ]
+    return requests
+
+
+def joined(variants: Sequence[CapturedModel], model: ModelDescription) -> CapturedModel:
+    """One captured model of several variants' parts."""
+    parts = tuple(part for captured in variants for part in captured.parts)
+    return dataclasses.replace(variants[0], parts=parts, layer_kinds=layer_kinds(model))
+
+
+def cache_folder() -> Path:
+    """Where captured layouts are kept: as the XDG base directories say."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_overlap" / "captures"
+
+
+def _is_local(flags: Flags) -> bool:
+    """Whether megatron-core's own modules run in place of Transformer Engine's."""
+    return flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
+
+
+def _busiest(path: str, plan: Plan) -> float:
+    """Rows of the busiest rank of an expert group over the mean, averaged over the layers."""
+    groups = plan.stages[0].expert
+    ratios = []
+    for shares in shares_by_layer(read_expert_loads(path)).values():
+        each = len(shares) // groups
+        ratios.append(groups * max(sum(shares[rank * each : (rank + 1) * each]) for rank in range(groups)))
+    return sum(ratios) / len(ratios)

@@ -1,0 +1,179 @@
+"""What a capture says: the operators, storages and collectives of each part of a model on one rank. Standard library and numpy.
+
+A `Part` is one layer of a kind, the embedding, the head, or a multi-token-prediction layer: its forward pass, then its backward
+pass, as executed. All sizes are expressions in b and s (`expression.py`). Pipeline and data parallelism, ZeRO, offloading and
+the number of layers and micro-batches are not in here: they follow in closed form from the parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_overlap.tuner.capture.expression import Expression
+
+Phase = Literal["forward", "backward"]
+CostClass = Literal["gemm", "grouped_gemm", "attention", "memory", "collective", "free"]
+"""`memory`: bound by the bytes it moves. `free`: a view, or bookkeeping that launches nothing."""
+Role = Literal["parameter", "gradient", "activation", "input", "constant"]
+"""`input`: what another part made (hidden states, gradients of outputs, tokens). `constant`: tables and masks."""
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+Implementation = Literal["te", "torch"]
+"""`te`: Transformer Engine's fused kernels, as megatron-core runs on a GPU. `torch`: what runs on a CPU."""
+
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What changes the operators of a layer on one rank.
+
+    Attributes:
+        precision: of the products, as in a plan (`bf16`, `fp16`, `fp32`, `fp8`, …).
+    """
+
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence_parallel: bool = False
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """A block of device memory.
+
+    Attributes:
+        id: its index in `Part.storages`.
+        bytes: its size.
+        role: who makes it and how long it lives.
+        name: the parameter's name inside the part, else empty.
+        replicas: of a parameter or gradient, the axis over which its copies are reduced: `dp` or `edp` (experts).
+        freed_after: id of the operator after which the memory is given back, as observed: references in the model's code
+            may hold it longer than its last reader. None: it outlives the part's backward pass.
+    """
+
+    id: int
+    bytes: Expression
+    role: Role
+    name: str = ""
+    replicas: Literal["", "dp", "edp"] = ""
+    freed_after: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """Communication inside a group.
+
+    Attributes:
+        axis: tp, cp, ep, etp, tp_ep, tp_cp, dp, dp_cp, tp_dp_cp.
+        size: ranks of the group.
+        payload_bytes: the larger of the rank's two buffers: the gathered output, the input of a reduce-scatter, the buffer of
+            an all-reduce or broadcast, all that is sent (to itself, too) in an all-to-all. (size - 1) / size of it crosses
+            the rank's links; of an all-reduce twice that.
+    """
+
+    kind: CollectiveKind
+    axis: str
+    size: int
+    payload_bytes: Expression
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One kernel or collective.
+
+    Attributes:
+        id: its index in `Part.ops`.
+        name: torch's operator (`mm`, `all_to_all`) or the registered kernel.
+        operator: its place in `moe_overlap/plan/operators.py`, without layer and suffix (`moe.experts`).
+        module: megatron-core's module path inside the part (`self_attention.linear_qkv`); may be empty in the backward pass.
+        shape: gemm (m, n, k); grouped_gemm (groups, total rows, n, k); attention (batch, heads, key/value heads, query length,
+            key length, query/key width, value width, window or 0); memory (elements written); else empty. Attention is causal.
+        flops: multiplications and additions; of attention only what the causal mask and the window leave, half the square.
+        bytes: read and written in device memory.
+        reads, writes: storage ids.
+        after: ids of operators that must end before it starts: read after write, write after read, write after write.
+        is_weight_gradient: a product that nothing but a parameter's gradient depends on.
+        is_recomputed: a forward operator that runs again in the backward pass.
+        scales_with_load: work and bytes grow with the rows routed to this rank's experts.
+    """
+
+    id: int
+    name: str
+    phase: Phase
+    operator: str
+    module: str
+    cost_class: CostClass
+    shape: tuple[Expression, ...]
+    dtype: str
+    flops: Expression
+    bytes: Expression
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    after: tuple[int, ...]
+    collective: Collective | None = None
+    is_weight_gradient: bool = False
+    is_recomputed: bool = False
+    scales_with_load: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Forward and backward pass of one part of the model.
+
+    Attributes:
+        kind: embedding, head, dense, moe, mtp.dense, mtp.moe; layers with a window say so (`moe.window128`).
+        variant: what is recomputed: `none`, `full`, or the modules (`core_attn+moe_act`), sorted.
+        one_sample: captured at b = 1, where some copies vanish; otherwise valid for b > 1 (and, without such a twin, for 1).
+        ops: in execution order, the forward pass first.
+        saved: storages kept from the forward to the backward pass, parameters and constants apart. The input is among them
+            where it is kept; it is the output of the part before, so a stage counts it once.
+        inputs, outputs: storages of the hidden states (of the embedding: tokens and positions; of the head: the loss).
+        gradient_inputs, gradient_outputs: storages of the gradients of outputs and of inputs.
+    """
+
+    kind: str
+    variant: str
+    one_sample: bool
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    saved: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    gradient_inputs: tuple[int, ...]
+    gradient_outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapturedModel:
+    """Every part of one model under one layout.
+
+    Attributes:
+        layer_kinds: kind of each decoder layer; `mtp_kinds` of each multi-token-prediction layer.
+        versions: of torch and megatron-core, and of the capture itself.
+        sha256: of the request: model, flags that matter, layout, implementation, versions.
+    """
+
+    parts: tuple[Part, ...]
+    layer_kinds: tuple[str, ...]
+    mtp_kinds: tuple[str, ...]
+    layout: Layout
+    implementation: Implementation
+    versions: tuple[tuple[str, str], ...]
+    sha256: str
+
+    def part(self, kind: str, variant: str = "none", samples: int | None = None) -> Part:
+        """The part of a kind.
+
+        Args:
+            variant: embedding and head have `none` only.
+            samples: of a micro-batch; 1 gives the graph of one sample where there is one.
+        Raises:
+            KeyError: it was not captured.
+        """
+        found = [part for part in self.parts if part.kind == kind and part.variant == variant]
+        if not found:
+            raise KeyError(f"no part {kind} with recomputation {variant}")
+        return next((part for part in found if part.one_sample == (samples == 1)), found[0])

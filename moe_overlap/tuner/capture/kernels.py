@@ -1,0 +1,149 @@
+"""What every kernel costs: the one table of operators that are more than moved bytes, and of kernels that torch does not know.
+
+An operator of torch that is not listed moves its inputs and outputs through memory once. A custom kernel (of another library,
+or a stand-in for one of Transformer Engine's) must be listed: its cost class, how its shape follows from its arguments, its
+FLOPs, and what it keeps for the backward pass. No torch here: arguments are anything with a `shape`.
+
+Legend: M rows, N columns, K inner width, E groups; B samples, S tokens, H heads, G key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_overlap.tuner.capture.expression import Expression, smallest
+from moe_overlap.tuner.capture.graph import CostClass
+
+Shape = tuple[int, ...]
+ShapeOf = Callable[[Sequence[Any], Sequence[Any]], Shape]
+"""Tensor arguments, outputs -> the shape of an `Op`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """An entry of the table.
+
+    Attributes:
+        cost_class: which curve of the cost model it follows.
+        shape: of its `Op`; None leaves the number of elements written.
+        products: of an attention kernel, products of query and key width, and of value width, per pair of tokens.
+        saves: what it keeps for its backward kernel, for people; empty for torch's own operators.
+    """
+
+    cost_class: CostClass
+    shape: ShapeOf | None = None
+    products: tuple[int, int] = (1, 1)
+    saves: str = ""
+
+
+class UnregisteredKernelError(LookupError):
+    """A kernel runs in the model that the table does not list."""
+
+    def __init__(self, name: str, place: str) -> None:
+        super().__init__(
+            f"kernel {name} in {place or 'the model'} is not registered; "
+            "add its cost to moe_overlap/tuner/capture/kernels.py"
+        )
+
+
+def _product(left: int, right: int) -> ShapeOf:
+    """[M, K] times [K, N], at these places among the tensor arguments."""
+    return lambda tensors, outputs: (*tensors[left].shape, tensors[right].shape[1])[0:3:2] + (tensors[left].shape[1],)
+
+
+def _batched_product(left: int, right: int) -> ShapeOf:
+    """[E, M, K] times [E, K, N]: E groups, E · M rows in all."""
+
+    def shape(tensors: Sequence[Any], outputs: Sequence[Any]) -> Shape:
+        groups, rows, inner = tensors[left].shape
+        return (groups, groups * rows, tensors[right].shape[2], inner)
+
+    return shape
+
+
+def _grouped_product(tensors: Sequence[Any], outputs: Sequence[Any]) -> Shape:
+    """Rows [M, K] times weights [E, K, N], or rows [M, K] transposed times rows [M, N] (weight gradients, E groups)."""
+    left, right = tensors[0].shape, tensors[1].shape
+    if len(right) == 3:
+        return (right[0], left[0], right[2], right[1])
+    return (outputs[0].shape[0], left[1], right[1], left[0])
+
+
+def _attention(tensors: Sequence[Any], outputs: Sequence[Any]) -> Shape:
+    """Query, key, value [B, H | G, S, D] in this order among the tensors."""
+    query, key, value = (tensor.shape for tensor in tensors[:3])
+    return (query[0], query[1], key[1], query[2], key[2], query[3], value[3], 0)
+
+
+def _attention_backward(tensors: Sequence[Any], outputs: Sequence[Any]) -> Shape:
+    """The gradient comes first."""
+    return _attention(tensors[1:], outputs)
+
+
+def _weight_gradient(tensors: Sequence[Any], outputs: Sequence[Any]) -> Shape:
+    """Gradient [M, N] and input [M, K] give [N, K]."""
+    gradient, rows = tensors[0].shape, tensors[1].shape
+    return (gradient[1], rows[1], gradient[0])
+
+
+KERNELS: dict[str, Kernel] = {
+    "mm": Kernel(cost_class="gemm", shape=_product(0, 1)),
+    "addmm": Kernel(cost_class="gemm", shape=_product(1, 2)),
+    "bmm": Kernel(cost_class="grouped_gemm", shape=_batched_product(0, 1)),
+    "baddbmm": Kernel(cost_class="grouped_gemm", shape=_batched_product(1, 2)),
+    "_grouped_mm": Kernel(cost_class="grouped_gemm", shape=_grouped_product),
+    "_scaled_dot_product_flash_attention_for_cpu": Kernel(cost_class="attention", shape=_attention),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": Kernel(
+        cost_class="attention", shape=_attention_backward, products=(3, 2)
+    ),
+    # Stand-ins for Transformer Engine's kernels (fused_functions.py).
+    "te.norm": Kernel(cost_class="memory", saves="input, one or two statistics per row in fp32"),
+    "te.norm_backward": Kernel(cost_class="memory"),
+    "te.add_bias": Kernel(cost_class="memory"),
+    "te.weight_gradient": Kernel(cost_class="gemm", shape=_weight_gradient),
+    "te.grouped_gemm": Kernel(cost_class="grouped_gemm", saves="rows in, weights"),
+    "te.grouped_weight_gradient": Kernel(cost_class="grouped_gemm"),
+    "te.attention": Kernel(cost_class="attention", saves="query, key, value, output, log-sums in fp32"),
+    "te.attention_backward": Kernel(cost_class="attention", products=(3, 2)),
+    "te.rotary": Kernel(cost_class="memory", saves="the table"),
+    "te.move_rows": Kernel(cost_class="memory", saves="the map of rows"),
+    "te.row_map": Kernel(cost_class="memory"),
+    "te.general_gemm": Kernel(cost_class="gemm"),
+}
+"""Operator of torch, or registered kernel -> its cost."""
+
+FORWARD_ONLY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_")
+"""Operators that take memory and write nothing."""
+GATHERS = ("index_select", "gather", "embedding", "index", "masked_select")
+"""Operators that read of their first argument only what they return."""
+
+
+def flops(kernel: str, shape: Sequence[Expression]) -> Expression:
+    """Multiplications and additions of a kernel of this shape; 0 for what is bound by memory.
+
+    Attention is causal: half of the square of query and key tokens, less where a window cuts it.
+    """
+    entry = KERNELS.get(kernel)
+    if entry is None or entry.cost_class == "memory":
+        return Expression()
+    if entry.cost_class == "gemm":
+        m, n, k = shape
+        return 2 * m * n * k
+    if entry.cost_class == "grouped_gemm":
+        _, rows, n, k = shape
+        return 2 * rows * n * k
+    batch, heads, _, query, key, width, value_width, window = shape
+    visible = key if not window.terms else smallest(key, window)
+    # Row i of the whole sequence sees min(i, window) keys; a rank of a context-parallel group has its share of the rows.
+    pairs = (visible * key - visible * visible / 2) * _share(query, key)
+    first, second = entry.products
+    return 2 * batch * heads * pairs * (first * width + second * value_width)
+
+
+def _share(query: Expression, key: Expression) -> Expression:
+    """Query tokens over key tokens, a constant."""
+    (monomial, part), (same, whole) = query.terms[0], key.terms[0]
+    assert monomial == same and len(query.terms) == len(key.terms) == 1, (str(query), str(key))
+    return Expression.of(part / whole)

@@ -1,0 +1,311 @@
+"""Runs each part of a built model once per sample batch and writes what the recorder saw as a graph.
+
+Legend: S tokens of a sample that this rank holds, B samples, H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.utils import GlobalMemoryBuffer
+
+from moe_overlap.plan.operators import (
+    ATTENTION,
+    COMBINE,
+    COUNT,
+    DISPATCH,
+    EMBEDDING,
+    EXPERTS,
+    GATE,
+    HEAD_LOSS,
+    HEAD_NORM,
+    MERGE,
+    MLP,
+    SHARED,
+)
+from moe_overlap.tuner.capture.graph import Layout, Op, Part
+from moe_overlap.tuner.capture.record import Recorder
+from moe_overlap.tuner.capture.request import FULL
+
+_WITH_LOAD = (DISPATCH, EXPERTS, COMBINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the model that can be run.
+
+    Attributes:
+        kind: as in `Part.kind`.
+        modules: hold its parameters, whose names start with the key.
+        inputs: (samples, tokens) -> the tensors it is called with; those of a floating type get gradients.
+        run: inputs -> the output, hidden states or the loss.
+    """
+
+    kind: str
+    modules: dict[str, torch.nn.Module]
+    inputs: Callable[[int, int], tuple[torch.Tensor, ...]]
+    run: Callable[..., torch.Tensor]
+
+
+class PartRecorder:
+    """Runs the pieces of one model.
+
+    Args:
+        model: megatron-core's GPTModel with one layer of each of `kinds`.
+        recorder: records it; hooks for it are placed on the model here.
+        buffer: the scratch buffer that the model's linears share.
+        variant: what is recomputed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kinds: Sequence[str],
+        layout: Layout,
+        recorder: Recorder,
+        buffer: GlobalMemoryBuffer,
+        variant: str,
+    ) -> None:
+        self._model, self._layout, self._recorder, self._buffer = model, layout, recorder, buffer
+        self._variant = variant
+        self._warm: set[tuple[str, int]] = set()
+        for name, module in (("embedding", model.embedding), ("final_layernorm", model.decoder.final_layernorm)):
+            recorder.watch_modules(module, name)
+        recorder.watch_modules(model.output_layer, "output_layer")
+        layers = [self._layer(kind, layer) for kind, layer in zip(kinds, model.decoder.layers, strict=True)]
+        self.pieces = {piece.kind: piece for piece in (self._embedding(), *layers, self._head())}
+
+    def record(self, piece: Piece, samples: int, tokens: int) -> Part:
+        """The graph of one batch: its numbers are constants."""
+        recorder = self._recorder
+        if (piece.kind, tokens) not in self._warm:
+            # Tables that are made once, or once for a sequence length, belong to no recording.
+            self._warm.add((piece.kind, tokens))
+            recorder.begin()
+            with recorder:
+                piece.run(*piece.inputs(samples, tokens))
+        self._buffer.buffer.clear()
+        gc.collect()
+        with _no_collection():
+            recorder.begin()
+            self._hold_parameters(piece)
+            inputs = piece.inputs(samples, tokens)
+            input_ids = tuple(recorder.hold(tensor, "input") for tensor in inputs)
+            with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+                output = piece.run(*inputs)
+                output_id = recorder.id_of(output)
+                recorder.end_forward()
+            gradient = torch.empty_like(output)
+            gradient_id = recorder.hold(gradient, "input")
+            with recorder:
+                torch.autograd.backward([output], [gradient])
+            found = [tensor.grad for tensor in inputs if tensor.grad is not None]
+            gradient_outputs = tuple(recorder.id_of(tensor) for tensor in found)
+            for tensor in self._buffer.buffer.values():
+                recorder.hold(tensor, "constant", "shared all-gather buffer")
+            del found, gradient, output
+            recording = recorder.recording
+            return Part(
+                kind=piece.kind,
+                variant=self._variant,
+                one_sample=samples == 1,
+                ops=finished(recording.ops, [storage.role for storage in recording.storages]),
+                storages=recording.frozen_storages(),
+                saved=_saved(recording, input_ids, output_id),
+                inputs=input_ids,
+                outputs=(output_id,),
+                gradient_inputs=(gradient_id,),
+                gradient_outputs=gradient_outputs,
+            )
+
+    def _hold_parameters(self, piece: Piece) -> None:
+        for prefix, module in piece.modules.items():
+            for name, parameter in module.named_parameters(prefix=prefix):
+                replicas = "dp" if getattr(parameter, "allreduce", True) else "edp"
+                self._recorder.hold(parameter, "parameter", name, replicas)
+                self._recorder.hold(parameter.main_grad, "gradient", name, replicas)
+
+    def _hidden(self, samples: int, tokens: int) -> torch.Tensor:
+        config = self._model.config
+        split = self._layout.context * (self._layout.tensor if config.sequence_parallel else 1)
+        shape = (tokens // split, samples, config.hidden_size)
+        return torch.empty(shape, dtype=config.params_dtype, requires_grad=True)
+
+    def _tokens(self, samples: int, tokens: int) -> torch.Tensor:
+        return torch.zeros((samples, tokens // self._layout.context), dtype=torch.long)
+
+    def _rotary(self, tokens: int) -> Any:
+        """The rotary table, as megatron-core's GPTModel makes it for a sequence."""
+        if getattr(self._model, "rotary_pos_emb", None) is None or self._model.config.multi_latent_attention:
+            return None
+        table = self._model.rotary_pos_emb(tokens)
+        return table[0] if isinstance(table, tuple) else table
+
+    def _embedding(self) -> Piece:
+        def run(tokens_BS: torch.Tensor, positions_BS: torch.Tensor) -> torch.Tensor:
+            with self._recorder.at(EMBEDDING):
+                hidden: torch.Tensor = self._model.embedding(input_ids=tokens_BS, position_ids=positions_BS)
+            return hidden
+
+        def inputs(samples: int, tokens: int) -> tuple[torch.Tensor, ...]:
+            return self._tokens(samples, tokens), self._tokens(samples, tokens)
+
+        return Piece("embedding", {"embedding": self._model.embedding}, inputs, run)
+
+    def _head(self) -> Piece:
+        model = self._model
+
+        def run(x_SBH: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
+            with self._recorder.at(HEAD_NORM):
+                hidden = model.decoder.final_layernorm(x_SBH)
+            with self._recorder.at(HEAD_LOSS):
+                weight = (
+                    model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+                )
+                logits, _ = model.output_layer(hidden, weight=weight)
+                losses_BS = model.compute_language_model_loss(labels_BS, logits)
+                loss: torch.Tensor = (losses_BS.reshape(-1).float() * mask_BS.reshape(-1)).sum()
+            return loss
+
+        def inputs(samples: int, tokens: int) -> tuple[torch.Tensor, ...]:
+            labels = self._tokens(samples, tokens)
+            return self._hidden(samples, tokens), labels, torch.ones(labels.shape)
+
+        modules = {"final_layernorm": model.decoder.final_layernorm, "output_layer": model.output_layer}
+        if model.share_embeddings_and_output_weights:
+            modules["embedding.word_embeddings"] = model.embedding.word_embeddings
+        return Piece("head", modules, inputs, run)
+
+    def _layer(self, kind: str, layer: Any) -> Piece:
+        self._recorder.watch_modules(layer)
+        name_operators(layer, self._recorder)
+
+        def forward(x_SBH: torch.Tensor, rotary: Any) -> torch.Tensor:
+            hidden, _ = layer(hidden_states=x_SBH, attention_mask=None, rotary_pos_emb=rotary)
+            return hidden  # type: ignore[no-any-return]
+
+        def run(x_SBH: torch.Tensor) -> torch.Tensor:
+            split = self._layout.context * (self._layout.tensor if self._model.config.sequence_parallel else 1)
+            rotary = self._rotary(x_SBH.shape[0] * split)
+            if self._variant == FULL:
+                return checkpoint(forward, False, x_SBH, rotary)  # type: ignore[no-any-return]
+            return forward(x_SBH, rotary)
+
+        return Piece(kind, {"": layer}, lambda samples, tokens: (self._hidden(samples, tokens),), run)
+
+
+def name_operators(layer: Any, recorder: Recorder) -> None:
+    """What the methods of a transformer layer run belongs to operators of the plan's vocabulary."""
+    _name(layer, "_forward_attention", ATTENTION, recorder)
+    if not layer.is_moe_layer:
+        _name(layer, "_forward_mlp", MLP, recorder)
+        return
+    _name(layer, "_forward_mlp", GATE, recorder)
+    _name(layer, "_forward_post_mlp", MERGE, recorder)
+    moe = layer.mlp
+    names = {
+        "route": GATE,
+        "preprocess": GATE,
+        "shared_experts_compute": SHARED,
+        "dispatch": DISPATCH,
+        "routed_experts_compute": EXPERTS,
+        "combine": COMBINE,
+        "postprocess": MERGE,
+    }
+    for method, operator in names.items():
+        _name(moe, method, operator, recorder)
+    if hasattr(moe.token_dispatcher, "preprocess") and moe.token_dispatcher.tp_ep_group.size() > 1:
+        _name(moe.token_dispatcher, "preprocess", COUNT, recorder)
+
+
+def _name(owner: Any, method: str, operator: str, recorder: Recorder) -> None:
+    stock = getattr(owner, method)
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with recorder.at(operator):
+            return stock(*args, **kwargs)
+
+    # Past the module's own __setattr__, which looks for parameters.
+    object.__setattr__(owner, method, named)
+
+
+def keep_gradients_apart(model: torch.nn.Module, in_fp32: bool) -> None:
+    """Add gradients to buffers of their own and drop them, as megatron-core's DDP does in its hooks."""
+    for parameter in model.parameters():
+        kind = torch.float32 if in_fp32 else parameter.dtype
+        parameter.main_grad = torch.zeros_like(parameter, dtype=kind, requires_grad=False)  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(_into_main_gradient)
+
+
+def _into_main_gradient(parameter: Any) -> None:
+    """A product that adds to the buffer itself leaves no gradient."""
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Cycles of references are freed later, at no certain operator: keep the garbage collector out."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _saved(recording: Any, input_ids: tuple[int, ...], output_id: int) -> tuple[int, ...]:
+    """What the forward pass leaves for the backward pass; `Part.saved`."""
+    kept = {index for index in recording.alive if recording.storages[index].role == "activation"} - {output_id}
+    return tuple(sorted(kept | (recording.packed & {*input_ids, output_id})))
+
+
+def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
+    """Operators with their dependencies, and with weight gradients and what grows with the experts' load marked.
+
+    Args:
+        roles: of the storages.
+    """
+    writer: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    after: list[tuple[int, ...]] = []
+    for op in ops:
+        needed = {writer[index] for index in (*op.reads, *op.writes) if index in writer}
+        needed |= {reader for index in op.writes for reader in readers.get(index, ())}
+        after.append(tuple(sorted(needed - {op.id})))
+        for index in op.writes:
+            writer[index], readers[index] = op.id, []
+        for index in op.reads:
+            readers.setdefault(index, []).append(op.id)
+    weights = _weight_gradients(ops, roles)
+    return tuple(
+        replace(
+            op,
+            after=after[op.id],
+            is_weight_gradient=op.id in weights,
+            scales_with_load=op.operator in _WITH_LOAD and not all(roles[index] == "gradient" for index in op.writes),
+        )
+        for op in ops
+    )
+
+
+def _weight_gradients(ops: Sequence[Op], roles: Sequence[str]) -> set[int]:
+    """Products of the backward pass whose results end in gradients of parameters and nowhere else."""
+    leads = {index: True for index, role in enumerate(roles) if role == "gradient"}
+    found = set()
+    for op in reversed(ops):
+        only = all(leads.get(index, False) for index in op.writes)
+        if only and op.phase == "backward" and op.cost_class in ("gemm", "grouped_gemm"):
+            found.add(op.id)
+        for index in op.reads:
+            if roles[index] != "gradient":
+                leads[index] = leads.get(index, True) and only
+    return found

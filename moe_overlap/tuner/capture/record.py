@@ -1,0 +1,356 @@
+"""A recorder of operators: what torch runs, on which storages, for which module. Works on real and on fake tensors.
+
+The recorder is a dispatch mode. It writes a `Part` whose expressions are constants, those of the batch that ran. Memory is
+watched by storage, so that lifetimes are those of the references that the model's code and autograd really hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_overlap.tuner.capture.expression import Expression
+from moe_overlap.tuner.capture.graph import Collective, CollectiveKind, Op, Phase, Role, Storage
+from moe_overlap.tuner.capture.kernels import FORWARD_ONLY, GATHERS, KERNELS, UnregisteredKernelError, flops
+
+COLLECTIVES: dict[str, CollectiveKind] = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+}
+"""Operators of torch.distributed's process groups."""
+_ONE_BUFFER = ("allreduce_", "broadcast_")
+_KNOWN_LIBRARIES = ("aten", "prim", "prims", "c10d")
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A storage while it is recorded."""
+
+    bytes: int
+    role: Role
+    name: str = ""
+    replicas: Any = ""
+    freed_after: int | None = None
+
+
+@dataclass(slots=True)
+class Recording:
+    """What ran: operators, storages, and what autograd and the model kept in between.
+
+    Attributes:
+        alive: storages alive when the forward pass ended.
+        packed: storages that autograd's nodes kept.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+    storages: list[_Watched] = field(default_factory=list)
+    alive: set[int] = field(default_factory=set)
+    packed: set[int] = field(default_factory=set)
+
+    def frozen_storages(self) -> tuple[Storage, ...]:
+        """The storages as the graph writes them."""
+        return tuple(
+            Storage(
+                id=index,
+                bytes=Expression.of(watched.bytes),
+                role=watched.role,
+                name=watched.name,
+                replicas=watched.replicas,
+                freed_after=watched.freed_after,
+            )
+            for index, watched in enumerate(self.storages)
+        )
+
+
+class Recorder(TorchDispatchMode):
+    """Records what runs inside `with recorder:`.
+
+    Args:
+        axis_of: name of a process group -> axis (`ep`), for the groups the model was given.
+
+    Attributes:
+        balanced: stands in for operators whose result has a size that depends on data; called with operator and arguments,
+            returns None for all others.
+    """
+
+    def __init__(self, axis_of: Mapping[str, str]) -> None:
+        super().__init__()
+        self._axis_of = axis_of
+        self.balanced: Callable[[str, Any], Any] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a new recording; what hooks and wrappers announce belongs to it from now on."""
+        self.recording = Recording()
+        self.phase: Phase = "forward"
+        self._ids: dict[int, int] = {}
+        self._modules: list[str] = []
+        self._operators: list[str] = []
+        self._place_of_node: dict[int, tuple[str, str]] = {}
+        self._inside: list[Any] | None = None
+        self._recomputing = 0
+
+    # -- what the caller announces ------------------------------------------------------------------------------------------
+
+    def hold(self, tensor: torch.Tensor, role: Role, name: str = "", replicas: str = "") -> int:
+        """A tensor that is there before the recording starts, or that something beside the model holds.
+
+        Returns:
+            The id of its storage.
+        """
+        index = self._watch(tensor, role, name, replicas)
+        watched = self.recording.storages[index]
+        watched.role, watched.name, watched.replicas = role, name, replicas
+        return index
+
+    def id_of(self, tensor: torch.Tensor) -> int:
+        """The id of a tensor's storage."""
+        return self._ids[tensor.untyped_storage()._cdata]
+
+    @contextlib.contextmanager
+    def at(self, operator: str) -> Iterator[None]:
+        """What runs inside belongs to an operator of the plan's vocabulary."""
+        self._operators.append(operator)
+        try:
+            yield
+        finally:
+            self._operators.pop()
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """What runs inside, in the backward pass, has run before."""
+        self._recomputing += self.phase == "backward"
+        counted = self.phase == "backward"
+        try:
+            yield
+        finally:
+            self._recomputing -= counted
+
+    def watch_modules(self, root: torch.nn.Module, prefix: str = "") -> None:
+        """Attribute operators to the modules below `root`."""
+
+        def leave(*_: Any) -> None:
+            self._modules.pop()
+
+        for name, module in root.named_modules(prefix=prefix):
+            module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
+            module.register_forward_hook(leave, always_call=True)
+
+    def end_forward(self) -> None:
+        """The forward pass has ended and its frames are gone."""
+        self.recording.alive = set(self._ids.values())
+        self.phase = "backward"
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note what autograd keeps; for saved_tensors_hooks."""
+        if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) in self._ids:
+            self.recording.packed.add(self._ids[key])
+        return tensor
+
+    def kernel(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        written: Sequence[torch.Tensor] = (),
+        shape: tuple[int, ...] | None = None,
+        compiled: bool = False,
+    ) -> Any:
+        """Run a function that is one kernel on a GPU: its inner operators are not recorded, only what remains of them.
+
+        Args:
+            written: tensors that it writes in place.
+            shape: as in `Op.shape`; by default what the table makes of the arguments.
+            compiled: by torch, which fuses operators that move memory; other kernels are looked up in the table.
+        Raises:
+            UnregisteredKernelError: neither compiled nor in the table.
+        """
+        if not compiled and name not in KERNELS:
+            raise UnregisteredKernelError(name, self._place()[0])
+        if self._inside is not None:
+            return function(*args)
+        self._inside = []
+        try:
+            result = function(*args)
+        finally:
+            inner, self._inside = self._inside, None
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        # What autograd kept inside, such as a mask, is written, too.
+        seen = {leaf.untyped_storage()._cdata for leaf in outputs}
+        for storage in filter(None, (reference() for reference in inner)):
+            if storage._cdata not in self._ids and storage._cdata not in seen and storage.nbytes():
+                seen.add(storage._cdata)
+                outputs.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+        made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in self._ids]
+        if made or written:
+            self._emit(name, [*tensors, *written], made, [*made, *written], shape)
+        return result
+
+    # -- what torch announces -----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._note_node()
+        library, _, name = function._schema.name.partition("::")
+        stand_in = self.balanced(name, args) if self.balanced is not None else None
+        result = function(*args, **kwargs) if stand_in is None else stand_in
+        if self._inside is not None:
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self._inside += [weakref.ref(leaf.untyped_storage()) for leaf in leaves]
+            return result
+        if library not in _KNOWN_LIBRARIES and name not in KERNELS:
+            raise UnregisteredKernelError(f"{library}::{name}", self._place()[0])
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if library == "c10d":
+            self._emit_collective(name, args, tensors)
+            return result
+        aliases = {tensor.untyped_storage()._cdata for tensor in tensors}
+        made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in aliases]
+        written = made + _mutated(function, args, kwargs)
+        if written:
+            self._emit(name, tensors, made, written)
+        return result
+
+    def _emit(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        made: Sequence[Any],
+        written: Sequence[Any],
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
+        """Record one kernel."""
+        reads = [self._watch(tensor, "constant") for tensor in tensors]
+        writes = [self._watch(tensor, "activation") for tensor in written]
+        entry = KERNELS.get(name)
+        if shape is not None:
+            pass
+        elif entry is not None and entry.shape is not None:
+            shape = tuple(int(size) for size in entry.shape(tensors, made or written))
+        else:
+            shape = (sum(tensor.numel() for tensor in written),)
+        read_bytes = sum(map(_touched_bytes, tensors))
+        if name.removesuffix("_") in GATHERS:
+            read_bytes = sum(map(_touched_bytes, [*tensors[1:], *written]))
+        moved = 0 if name in FORWARD_ONLY else read_bytes + sum(map(_touched_bytes, written))
+        expressions = tuple(map(Expression.of, shape))
+        self._append(
+            name=name,
+            cost_class="free" if name in FORWARD_ONLY else entry.cost_class if entry else "memory",
+            shape=expressions,
+            dtype=str((written or tensors)[0].dtype).removeprefix("torch."),
+            flops=flops(name, expressions),
+            bytes=Expression.of(moved),
+            reads=tuple(dict.fromkeys(reads)) if name not in FORWARD_ONLY else (),
+            writes=tuple(dict.fromkeys(writes)),
+        )
+
+    def _emit_collective(self, name: str, args: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Record one collective; c10d's schemas do not say what is written: the first argument is."""
+        if name not in COLLECTIVES:
+            if name in ("barrier", "monitored_barrier_"):
+                return
+            raise UnregisteredKernelError(f"c10d::{name}", self._place()[0])
+        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        outputs = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
+        inputs = outputs if name in _ONE_BUFFER else [t for t in tensors if all(t is not o for o in outputs)]
+        sent, received = (sum(map(_touched_bytes, side)) for side in (inputs, outputs))
+        kind = COLLECTIVES[name]
+        payload = sent if kind in ("all_to_all", "reduce_scatter") else max(sent, received)
+        reads = [self._watch(tensor, "constant") for tensor in inputs]
+        writes = [self._watch(tensor, "activation") for tensor in outputs]
+        self._append(
+            name=name.strip("_"),
+            cost_class="collective",
+            shape=(),
+            dtype=str(outputs[0].dtype).removeprefix("torch."),
+            flops=Expression(),
+            bytes=Expression.of(sent + received),
+            reads=tuple(dict.fromkeys(reads)),
+            writes=tuple(dict.fromkeys(writes)),
+            collective=Collective(
+                kind=kind,
+                axis=self._axis_of[group.group_name],
+                size=group.size(),
+                payload_bytes=Expression.of(payload),
+            ),
+        )
+
+    def _append(self, **fields: Any) -> None:
+        module, operator = self._place()
+        self.recording.ops.append(
+            Op(
+                id=len(self.recording.ops),
+                phase=self.phase,
+                operator=operator,
+                module=module,
+                after=(),
+                is_recomputed=self._recomputing > 0,
+                **fields,
+            )
+        )
+
+    def _place(self) -> tuple[str, str]:
+        """Module and operator of what runs now; in the backward pass, those of the forward operator."""
+        node = torch._C._current_autograd_node()
+        if self._modules or self._operators or node is None:
+            return (self._modules[-1] if self._modules else "", self._operators[-1] if self._operators else "")
+        place = self._place_of_node.get(node._sequence_nr())
+        if place is None:
+            last = self.recording.ops[-1] if self.recording.ops else None
+            place = (last.module, last.operator) if last is not None else ("", "")
+        return place
+
+    def _note_node(self) -> None:
+        """Remember where autograd's newest node was made: it takes the next sequence number before its operators run."""
+        if self._modules or self._operators:
+            self._place_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, self._place())
+
+    def _watch(self, tensor: torch.Tensor, role: Role, name: str = "", replicas: str = "") -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._ids:
+            self._ids[key] = len(self.recording.storages)
+            self.recording.storages.append(_Watched(storage.nbytes(), role, name, replicas))
+            weakref.finalize(storage, _free, self._ids, key, self.recording)
+        return self._ids[key]
+
+
+def _free(ids: dict[int, int], key: int, recording: Recording) -> None:
+    """A storage has gone: of the recording that watched it."""
+    index = ids.pop(key, None)
+    if index is not None:
+        recording.storages[index].freed_after = len(recording.ops) - 1
+
+
+def _mutated(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an operator writes to."""
+    found = []
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the different elements of a view: broadcast axes count once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count * tensor.element_size()

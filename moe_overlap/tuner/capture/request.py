@@ -1,0 +1,102 @@
+"""What is asked of a capture, and the key under which its answer is kept. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.training.arguments import config_to_flags, parse
+from megatron.training.config import Config
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.serialize import as_values, read_record
+from moe_overlap.tuner.capture.graph import Implementation, Layout
+
+NO_RECOMPUTATION, FULL = "none", "full"
+"""Variants beside lists of modules."""
+
+_SOURCES = ("tuner/capture/*.py", "../megatron/training/*.py")
+"""What decides, beside libraries, which operators run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One variant of one model under one layout.
+
+    Attributes:
+        config: validated flags; pipeline, data parallelism, optimizer and overlap in them do not matter.
+        variant: what is recomputed: `none`, `full`, or sorted modules joined by +.
+    """
+
+    config: Config
+    model: ModelDescription
+    layout: Layout
+    implementation: Implementation
+    variant: str = NO_RECOMPUTATION
+
+    def sha256(self) -> str:
+        """Hash of everything that the captured graphs depend on."""
+        of_model = dataclasses.replace(self.model, name="", num_layers=0, moe_layers=tuple(_kinds(self.model)))
+        content = {
+            "model": as_values(of_model),
+            "flags": {name: as_values(getattr(self.config, name)) for name in ("model", "moe", "precision", "device")},
+            "gradients": [
+                self.config.optimizer.accumulate_allreduce_grads_in_fp32,
+                self.config.optimizer.grad_reduce_in_bf16,
+            ],
+            "layout": as_values(self.layout),
+            "implementation": self.implementation,
+            "variant": self.variant,
+            "versions": versions(),
+            "sources": _sources_sha256(),
+        }
+        content["flags"]["model"] |= {"num_layers": None, "seq_length": None}
+        content["flags"]["moe"] |= {"moe_layer_freq": None}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def to_values(self) -> dict[str, Any]:
+        """As JSON values, for another process."""
+        return {
+            "flags": config_to_flags(self.config),
+            "model": as_values(self.model),
+            "layout": as_values(self.layout),
+            "implementation": self.implementation,
+            "variant": self.variant,
+        }
+
+    @staticmethod
+    def from_values(values: dict[str, Any]) -> Request:
+        """What `to_values` wrote."""
+        return Request(
+            config=parse(values["flags"]).config,
+            model=read_record(ModelDescription, values["model"], "request"),
+            layout=read_record(Layout, values["layout"], "request"),
+            implementation=values["implementation"],
+            variant=values["variant"],
+        )
+
+
+def _kinds(model: ModelDescription) -> list[bool]:
+    """Kinds of layers in the order of their first one: how many there are of each changes no graph."""
+    return list(dict.fromkeys(model.moe_layers))
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """Of the libraries whose operators are recorded; nothing is imported."""
+    return tuple((name, importlib.metadata.version(name)) for name in ("torch", "megatron-core"))
+
+
+@cache
+def _sources_sha256() -> str:
+    package = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for pattern in _SOURCES:
+        folder, _, name = pattern.rpartition("/")
+        for path in sorted((package / folder).glob(name)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

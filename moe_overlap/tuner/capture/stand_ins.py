@@ -1,0 +1,186 @@
+"""What megatron-core cannot do on tensors without data and without peers: each thing listed, replaced while a capture runs.
+
+Balanced routing stands in for the router's choice: every expert gets the same number of rows. `Counts` are lists that answer
+what megatron-core asks of tensors of counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers, mappings, random
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.utils import GlobalMemoryBuffer
+
+from moe_overlap.tuner.capture.record import Recorder
+
+_ABSENT = object()
+
+
+class Counts(list[int]):
+    """Numbers of rows, or an order of chunks, known without data."""
+
+    @property
+    def T(self) -> Counts:  # noqa: N802 - a tensor's attribute
+        """As many counts."""
+        return self
+
+    def ravel(self) -> Counts:
+        """As many counts."""
+        return self
+
+    def tolist(self) -> list[int]:
+        """Plain numbers."""
+        return list(self)
+
+
+class NoRandomStates:
+    """The tracker of generator states where nothing is drawn."""
+
+    def fork(self, name: str = "") -> contextlib.AbstractContextManager[None]:
+        """Nothing to switch."""
+        return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def without_data(buffer: GlobalMemoryBuffer) -> Iterator[None]:
+    """Replace what reads generators, or globals that outlive a capture.
+
+    Args:
+        buffer: takes the place of the scratch buffer of the tensor-parallel linears.
+    """
+    scale = torch.ones((), device="cpu")
+    tracker: dict[str, Any] = {}
+    replacements: list[tuple[Any, str, Any]] = [
+        # Generators: there is nothing to draw, and their states have no fake form.
+        (random, "_CUDA_RNG_STATE_TRACKER", NoRandomStates()),
+        (random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True),
+        (random, "_get_all_rng_states", lambda: ()),
+        (random, "_set_all_rng_states", lambda *states: None),
+        (random, "_fork_rng", contextlib.nullcontext),
+        # State that outlives a micro-batch: made anew, so that captures do not differ by who came first.
+        (layers, "get_global_memory_buffer", lambda: buffer),
+        (mappings, "get_global_memory_buffer", lambda: buffer),
+        (moe_utils, "get_moe_layer_wise_logging_tracker", lambda: tracker),
+        (MoEAuxLossAutoScaler, "main_loss_backward_scale", scale),
+    ]
+    with replaced(replacements):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Owner, attribute, value: set on entry, given back on exit; what was not there is not there again."""
+    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in replacements]
+    for owner, name, value in replacements:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def recomputation_announced(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
+    """The recorder hears when megatron-core's checkpoints run their function again."""
+    made: list[tuple[Any, str, Any]] = []
+    for function_class in (random.CheckpointFunction, random.CheckpointWithoutOutputFunction):
+        made.append((function_class, "forward", staticmethod(_announcing(function_class.forward, recorder))))
+    made.append((random.CheckpointWithoutOutput, "checkpoint", _announced_method(recorder)))
+    return replaced(made)
+
+
+def _announcing(forward: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def announced(context: Any, run: Callable[..., Any], *args: Any) -> Any:
+        return forward(context, _marked(run, recorder), *args)
+
+    return announced
+
+
+def _announced_method(recorder: Recorder) -> Callable[..., Any]:
+    stock = random.CheckpointWithoutOutput.checkpoint
+
+    def checkpoint(self: Any, run: Callable[..., Any], *args: Any) -> Any:
+        return stock(self, _marked(run, recorder), *args)
+
+    return checkpoint
+
+
+def _marked(run: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def marked(*args: Any) -> Any:
+        with recorder.recomputing():
+            return run(*args)
+
+    return marked
+
+
+class Balance:
+    """Balanced routing in one MoE layer.
+
+    Args:
+        layer: megatron-core's MoELayer.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._config = layer.config
+        self._dispatcher = layer.token_dispatcher
+        self._experts = layer.config.num_moe_experts
+        self._local = layer.num_local_experts
+        self._count = self._dispatcher.preprocess if hasattr(self._dispatcher, "preprocess") else None
+        if self._count is not None:
+            self._dispatcher.preprocess = self._balanced_counts
+            for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+                if hasattr(self._dispatcher, name):
+                    setattr(self._dispatcher, name, Counts(range(getattr(self._dispatcher, name).numel())))
+        layer.experts.register_forward_pre_hook(self._balanced_experts)
+
+    def rows_per_expert(self, tokens: int) -> int:
+        """Rows that this rank's tokens send to one expert."""
+        routed = tokens * self._config.moe_router_topk
+        rows = routed // self._experts
+        assert rows * self._experts == routed, "the sample batch does not divide among the experts"
+        factor = self._config.moe_expert_capacity_factor
+        if factor is None:
+            return rows
+        capacity = moe_utils.get_capacity(routed, self._experts, factor)
+        return int(capacity if self._config.moe_pad_expert_input_to_capacity else min(rows, capacity))
+
+    def _balanced_counts(self, routing_map: torch.Tensor) -> Any:
+        """Run the stock count for what it computes and communicates; answer with balanced counts."""
+        assert self._count is not None
+        dispatcher = self._dispatcher
+        self._count(routing_map)
+        rows = self.rows_per_expert(routing_map.shape[0])
+        shares, tensor = dispatcher.ep_size, dispatcher.tp_size
+        dispatcher.num_out_tokens = rows * self._experts
+        if dispatcher.input_splits is not None and not dispatcher.drop_and_pad:
+            dispatcher.input_splits = Counts([rows * self._local] * shares)
+            dispatcher.output_splits = Counts([rows * self._local] * shares)
+            # Equal parts: gathered without sizes, in one collective.
+            dispatcher.output_splits_tp = None
+        dispatcher.num_global_tokens_per_local_expert = Counts([rows] * (shares * tensor * self._local))
+        return Counts([rows * shares * tensor] * self._local)
+
+    def _balanced_experts(self, _module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows_TH, _counts, *rest = arguments
+        return (rows_TH, Counts([rows_TH.shape[0] // self._local] * self._local), *rest)
+
+
+def selected(rows_per_expert: Callable[[int], int]) -> Callable[[str, Any], Any]:
+    """A stand-in for `masked_select` by a routing map [some experts, tokens]: as many as balanced routing selects."""
+
+    def stand_in(name: str, arguments: Any) -> Any:
+        if name != "masked_select":
+            return None
+        values, mask = arguments[:2]
+        local, tokens = mask.shape
+        return values.new_empty(local * rows_per_expert(tokens))
+
+    return stand_in

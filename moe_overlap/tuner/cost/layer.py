@@ -1,0 +1,190 @@
+"""What one part of a model costs on one rank: seconds and bytes of its forward and backward pass, alone.
+
+Seconds are those of one micro-batch. What a device computes takes at least as long as its host needs to launch it, unless CUDA
+graphs do. A collective is exposed, except for what this says: in the backward pass a tensor-parallel collective runs beside
+what stands between it and its first reader; rings of keys and values run beside attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.describe.cluster import Gpu
+from moe_overlap.plan.operators import ATTENTION, COMBINE, DISPATCH, SHARED
+from moe_overlap.tuner.capture.graph import Collective
+from moe_overlap.tuner.cost.constants import GpuConstants, ReleaseConstants
+from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.groups import Group
+from moe_overlap.tuner.cost.links import all_to_all_seconds, collective_seconds, once_per_node
+from moe_overlap.tuner.cost.operators import Lookup, OpTable, device_seconds
+
+Floats = NDArray[np.float64]
+EXCHANGE_AXES = ("ep", "tp_ep", "etp")
+KINDS = ("tensor", "context", "expert")
+"""Of communication inside a layer."""
+UNGRAPHED = ("moe.dispatch", "moe.experts", "moe.combine", "moe.merge")
+"""What partial CUDA graphs leave to the host: its shapes depend on the routing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a part runs on, and how."""
+
+    gpu: Gpu
+    groups: Mapping[str, Group]
+    features: Features
+    constants: GpuConstants
+    release: ReleaseConstants
+    topk: int = 1
+    load: float = 1.0
+    """Rows of the busiest rank over the mean."""
+    lookup: Lookup | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassCost:
+    """One direction of one micro-batch through a part."""
+
+    compute_seconds: float
+    exposed: dict[str, float] = field(default_factory=dict)
+    """By KINDS: seconds in which nothing computes."""
+    hidden_seconds: float = 0.0
+    """Communication under computation."""
+    exchange_seconds: float = 0.0
+    """All exchanges of tokens, exposed or not: another micro-batch may hide them."""
+
+    @property
+    def seconds(self) -> float:
+        """From start to end."""
+        return self.compute_seconds + sum(self.exposed.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartCost:
+    """Both directions, and where their seconds come from."""
+
+    forward: PassCost
+    backward: PassCost
+    provenance: dict[str, float]
+    """Seconds by origin: measured, interpolated, roofline."""
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward.seconds + self.backward.seconds
+
+
+def part_cost(table: OpTable, setting: Setting) -> PartCost:
+    """Seconds of a part."""
+    seconds, origins = device_seconds(
+        table, setting.gpu, setting.features.precision, setting.constants, setting.release, setting.lookup
+    )
+    seconds = seconds * np.where(table.loaded, setting.load, 1.0)
+    provenance = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}
+    for origin in provenance:
+        provenance[origin] = float(seconds[np.array([o == origin for o in origins], dtype=np.bool_)].sum())
+    forward, backward = (_pass_cost(table, setting, seconds, is_backward) for is_backward in (False, True))
+    return PartCost(forward=forward, backward=backward, provenance=provenance)
+
+
+def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: bool) -> PassCost:
+    here = table.backward == is_backward
+    compute = max(float(seconds[here].sum()), _host_seconds(table, setting, here))
+    slowdown, features = setting.constants.overlap_slowdown, setting.features
+    totals = dict.fromkeys(KINDS, 0.0)
+    exposed = dict.fromkeys(KINDS, 0.0)
+    for index, collective, payload in table.collectives:
+        if not here[index]:
+            continue
+        taken = _collective(table, setting, index, collective, payload)
+        kind = _kind(collective)
+        totals[kind] += taken
+        beside = 0.0
+        if kind == "tensor":
+            if is_backward:
+                beside = _until_read(table, seconds, index)
+            if features.overlap_tensor:
+                beside = max(beside, _products_beside(table, seconds, index))
+        exposed[kind] += _exposed(taken, beside, slowdown)
+    if features.context_exchange == "p2p":
+        attention = float(seconds[here & (table.operators == ATTENTION) & (table.classes == 2)].sum())
+        exposed["context"] = _exposed(totals["context"], attention, slowdown)
+    if features.overlap_shared_expert:
+        exposed["expert"] = _exposed(
+            exposed["expert"], float(seconds[here & (table.operators == SHARED)].sum()), slowdown
+        )
+    return PassCost(
+        compute_seconds=compute,
+        exposed=exposed,
+        hidden_seconds=sum(totals.values()) - sum(exposed.values()),
+        exchange_seconds=totals["expert"],
+    )
+
+
+def _exposed(taken: float, beside: float, slowdown: float) -> float:
+    """What remains of communication beside computation."""
+    hidden = min(taken, beside)
+    return taken - hidden + slowdown * hidden
+
+
+def _host_seconds(table: OpTable, setting: Setting, here: NDArray[np.bool_]) -> float:
+    if setting.features.graphs == "full":
+        return 0.0
+    launched = here & (table.classes != 5)
+    if setting.features.graphs == "partial":
+        launched = launched & np.isin(table.operators, UNGRAPHED)
+    return float(launched.sum()) * setting.constants.host_seconds
+
+
+def _kind(collective: Collective) -> str:
+    if collective.axis in EXCHANGE_AXES:
+        return "expert"
+    return "context" if collective.axis == "cp" else "tensor"
+
+
+def _collective(table: OpTable, setting: Setting, index: int, collective: Collective, payload: float) -> float:
+    group, rates = setting.groups[collective.axis], setting.constants.link_rates
+    scale = setting.load if table.loaded[index] else 1.0
+    if collective.kind != "all_to_all":
+        return scale * float(collective_seconds(collective.kind, payload, group, rates))
+    share = 1.0
+    if table.ops[index].operator in (DISPATCH, COMBINE) and setting.features.dispatcher in ("deepep", "hybridep"):
+        share = once_per_node(setting.topk, group.nodes)
+    release = setting.release.experts if collective.axis in EXCHANGE_AXES else 1.0
+    return scale * release * float(all_to_all_seconds(payload, group, rates, share))
+
+
+def _until_read(table: OpTable, seconds: Floats, index: int) -> float:
+    """Seconds of what is issued between a collective and the first operator that waits for it."""
+    total = 0.0
+    for later in table.ops[index + 1 :]:
+        if index in later.after:
+            break
+        total += float(seconds[later.id])
+    return total
+
+
+def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
+    """Seconds of the product that feeds a collective or reads it."""
+    around = (index - 1, index + 1)
+    return max((float(seconds[i]) for i in around if 0 <= i < len(table.ops) and table.classes[i] == 0), default=0.0)
+
+
+def hide_exchanges(cost: PartCost, slowdown: float) -> PartCost:
+    """The part with its exchanges under another micro-batch's computation, as far as they are shorter."""
+    forward, backward = cost.forward, cost.backward
+    exchange = forward.exchange_seconds + backward.exchange_seconds
+    compute = forward.compute_seconds + backward.compute_seconds
+    if not exchange:
+        return cost
+    left = _exposed(exchange, compute, slowdown) / exchange
+
+    def hidden(one: PassCost) -> PassCost:
+        exposed = {**one.exposed, "expert": one.exchange_seconds * left}
+        return replace(one, exposed=exposed, hidden_seconds=one.hidden_seconds + one.exchange_seconds * (1 - left))
+
+    return replace(cost, forward=hidden(forward), backward=hidden(backward))

@@ -1,0 +1,116 @@
+"""Seconds of communication: latency and bandwidth per tier, over groups that span domains and nodes.
+
+A collective runs inside the domains and across them at the same time, so the slower of the two counts; each GPU has a network
+card of its own. Rates are peak rates times a measured efficiency. All functions take arrays of bytes.
+Source: Mist, section 5.2 (latency + bytes / bandwidth); hierarchical groups as NCCL runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moe_overlap.describe.cluster import NodeGroup
+from moe_overlap.tuner.cost.groups import Group
+
+Floats = NDArray[np.float64]
+GIGA = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkRates:
+    """Efficiencies of the links of one GPU type, as fractions of their peak rates, and latencies in seconds."""
+
+    domain: float
+    network: float
+    all_to_all_domain: float
+    all_to_all_network: float
+    host: float = 0.8
+    latency_seconds: float = 1.0e-5
+    """Of one collective inside a domain; each doubling of the domains adds as much again."""
+
+
+def collective_seconds(kind: str, held_bytes: ArrayLike, group: Group, rates: LinkRates) -> Floats:
+    """Seconds of one collective without interference.
+
+    Args:
+        kind: all_gather, reduce_scatter, all_reduce, broadcast or all_to_all.
+        held_bytes: the whole tensor: what a rank has after an all-gather, before a reduce-scatter, before an all-reduce,
+            before a broadcast; of an all-to-all all that a rank sends, its own part included.
+        group: the ranks.
+    """
+    held = np.asarray(held_bytes, dtype=np.float64)
+    if group.size == 1:
+        return np.zeros_like(held)
+    if kind == "all_to_all":
+        return all_to_all_seconds(held, group, rates)
+    factor = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "broadcast": 1.0}[kind]
+    links, moved = group.links, factor * held * (group.size - 1) / group.size
+    seconds = np.zeros_like(held)
+    if group.per_domain > 1:
+        assert links.domain_gb_per_s is not None
+        seconds = moved / (links.domain_gb_per_s * GIGA * rates.domain)
+    elif group.per_node > 1:
+        seconds = moved / (links.node_gb_per_s * GIGA * rates.domain)
+    outer, inner = _outer(group)
+    if outer > 1:
+        across = factor * held * (outer - 1) / outer / inner
+        seconds = np.maximum(seconds, across / (links.network_gb_per_s * GIGA * rates.network))
+    return seconds + _latency(group, rates)
+
+
+def all_to_all_seconds(sent_bytes: ArrayLike, group: Group, rates: LinkRates, network_share: float = 1.0) -> Floats:
+    """Seconds of an all-to-all.
+
+    Args:
+        sent_bytes: all that the busiest rank sends, its own part included; rows are spread evenly over the group.
+        network_share: of the bytes between nodes, the part that really crosses: dispatchers that send a token once per node,
+            however many of its experts are there, pay less (`once_per_node`).
+    """
+    sent = np.asarray(sent_bytes, dtype=np.float64)
+    if group.size == 1:
+        return np.zeros_like(sent)
+    outer, inner = _outer(group)
+    links = group.links
+    near = links.domain_gb_per_s if group.per_domain > 1 and links.domain_gb_per_s else links.node_gb_per_s
+    inside = sent * (inner - 1) / group.size / (near * GIGA * rates.all_to_all_domain)
+    across = sent * (group.size - inner) / group.size * network_share
+    outside = across / (links.network_gb_per_s * GIGA * rates.all_to_all_network)
+    return np.maximum(inside, outside) + _latency(group, rates)
+
+
+def once_per_node(topk: int, nodes: int) -> float:
+    """Expected copies of a token that cross to another node when each node gets one, per copy when each expert gets one.
+
+    A token's `topk` experts are spread evenly over `nodes` nodes.
+    """
+    if nodes <= 1:
+        return 1.0
+    return nodes * (1.0 - (1.0 - 1.0 / nodes) ** topk) / topk
+
+
+def point_to_point_seconds(bytes_sent: ArrayLike, links: NodeGroup, in_domain: bool, rates: LinkRates) -> Floats:
+    """Seconds of a transfer between two stages."""
+    if in_domain and links.domain_gb_per_s:
+        rate = links.domain_gb_per_s * rates.domain
+    else:
+        rate = links.network_gb_per_s * rates.network
+    return np.asarray(bytes_sent, dtype=np.float64) / (rate * GIGA) + rates.latency_seconds
+
+
+def host_seconds(copied_bytes: ArrayLike, links: NodeGroup, rates: LinkRates) -> Floats:
+    """Seconds of a copy between a GPU and its host, one direction."""
+    return np.asarray(copied_bytes, dtype=np.float64) / (links.host_gb_per_s * GIGA * rates.host)
+
+
+def _outer(group: Group) -> tuple[int, int]:
+    """Blocks that only the network joins, and ranks in each."""
+    inner = max(group.per_domain, group.per_node)
+    return -(-group.size // inner), inner
+
+
+def _latency(group: Group, rates: LinkRates) -> float:
+    outer, _ = _outer(group)
+    return rates.latency_seconds * (1.0 + float(np.log2(outer)))

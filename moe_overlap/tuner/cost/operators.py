@@ -1,0 +1,151 @@
+"""Seconds of single operators on a device: the measured database first, a roofline with efficiencies last.
+
+A product takes its operations at the efficiency of its kind, and beside that the bytes of its operands: small products are
+slower per operation than large ones. Everything else takes its bytes. Every kernel takes a least time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.describe.cluster import Gpu
+from moe_overlap.plan.operators import COMBINE, DISPATCH, EXPERTS, GATE, HEAD_LOSS, MERGE
+from moe_overlap.tuner.capture.expression import Expression, evaluate
+from moe_overlap.tuner.capture.graph import Collective, Op, Part
+from moe_overlap.tuner.cost.constants import GpuConstants, ReleaseConstants
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Provenance = Literal["measured", "interpolated", "roofline"]
+Lookup = Callable[[Op, tuple[float, ...]], tuple[float, Provenance] | None]
+"""The measured database: an operator and its numeric shape -> seconds and where they come from; None where it has nothing."""
+
+CLASSES = ("gemm", "grouped_gemm", "attention", "memory", "collective", "free")
+LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
+FULL_PRECISION_OPERATORS = (HEAD_LOSS, GATE)
+"""Products that stay in bf16 in fp8 and fp4 training."""
+EXPERT_OPERATORS = (DISPATCH, EXPERTS, COMBINE, GATE, MERGE)
+QUANTIZED_BYTES = 4.0
+"""Per element of a product's first operand: read as bf16, written as fp8 twice, by rows and by columns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpTable:
+    """The operators of a part as numbers, at one b and s; [N] each."""
+
+    part: Part
+    ops: tuple[Op, ...]
+    operators: NDArray[np.str_]
+    """Places in the vocabulary of operators."""
+    classes: NDArray[np.int64]
+    """Indices of CLASSES."""
+    flops: Floats
+    bytes: Floats
+    operand: Floats
+    """Elements of a product's first operand; 0 elsewhere."""
+    shapes: tuple[tuple[float, ...], ...]
+    backward: Bools
+    weight_gradient: Bools
+    loaded: Bools
+    """Work that grows with the rows routed here."""
+    expert: Bools
+    """Belongs to the experts and their exchange."""
+    quantizable: Bools
+    collectives: tuple[tuple[int, Collective, float], ...]
+    """Index, collective and payload bytes."""
+
+
+def tabulate(part: Part, b: int, s: int) -> OpTable:
+    """Evaluate every expression of a part's operators."""
+    ops = part.ops
+    shapes = _shapes(ops, b, s)
+    payloads = [(i, op.collective) for i, op in enumerate(ops) if op.collective is not None]
+    values = evaluate([op.flops for op in ops] + [op.bytes for op in ops], b, s)
+    moved = evaluate([collective.payload_bytes for _, collective in payloads] or [Expression.of(0)], b, s)
+    classes = np.array([CLASSES.index(op.cost_class) for op in ops], dtype=np.int64)
+    products = classes < 2
+    return OpTable(
+        part=part,
+        ops=ops,
+        operators=np.array([op.operator for op in ops], dtype=np.str_),
+        classes=classes,
+        flops=values[: len(ops)],
+        bytes=values[len(ops) :],
+        operand=np.array([_first_operand(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
+        shapes=shapes,
+        backward=np.array([op.phase == "backward" for op in ops], dtype=np.bool_),
+        weight_gradient=np.array([op.is_weight_gradient for op in ops], dtype=np.bool_),
+        loaded=np.array([op.scales_with_load for op in ops], dtype=np.bool_),
+        expert=np.array([op.operator in EXPERT_OPERATORS for op in ops], dtype=np.bool_),
+        quantizable=products & np.array([op.operator not in FULL_PRECISION_OPERATORS for op in ops], dtype=np.bool_),
+        collectives=tuple((i, c, float(payload)) for (i, c), payload in zip(payloads, moved, strict=False)),
+    )
+
+
+def device_seconds(
+    table: OpTable,
+    gpu: Gpu,
+    precision: str,
+    constants: GpuConstants,
+    release: ReleaseConstants,
+    lookup: Lookup | None = None,
+) -> tuple[Floats, list[Provenance]]:
+    """Seconds of every operator but collectives (0 there), alone on the device, and where each comes from."""
+    seconds = _roofline(table, gpu, precision, constants, release)
+    origins: list[Provenance] = ["roofline"] * len(table.ops)
+    if lookup is not None:
+        for index, op in enumerate(table.ops):
+            found = lookup(op, table.shapes[index]) if op.cost_class not in ("collective", "free") else None
+            if found is not None:
+                seconds[index], origins[index] = found
+    return seconds, origins
+
+
+def _roofline(table: OpTable, gpu: Gpu, precision: str, constants: GpuConstants, release: ReleaseConstants) -> Floats:
+    low = table.quantizable if precision in LOW_PRECISIONS else np.zeros_like(table.quantizable)
+    forward = ~table.backward
+    efficiency = np.select(
+        [table.classes == 0, table.classes == 1, (table.classes == 2) & forward, table.classes == 2],
+        [constants.gemm, constants.grouped_gemm, constants.attention_forward, constants.attention_backward],
+        1.0,
+    )
+    rate = gpu.bf16_tflops * 1e12 * efficiency
+    grouped = constants.grouped_gemm / constants.gemm
+    rate = np.where(
+        low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == 1, grouped, 1.0), rate
+    )
+    product = np.where(table.classes < 3, table.flops / rate, 0.0) * release.products
+    moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(
+        low & ~table.weight_gradient, QUANTIZED_BYTES * table.operand, 0.0
+    )
+    streamed = moved / (gpu.memory_gb_per_s * 1e9 * constants.memory) * release.memory
+    seconds = product + streamed + constants.kernel_seconds
+    seconds = seconds * np.where(table.expert, release.experts, 1.0)
+    return np.where(table.classes < 4, seconds, 0.0)
+
+
+def low_precision_rate(gpu: Gpu, precision: str, constants: GpuConstants) -> float:
+    """Operations per second of products below bf16; a GPU without such units runs the next wider format it has."""
+    if precision == "nvfp4" and gpu.fp4_tflops:
+        return gpu.fp4_tflops * 1e12 * constants.fp4
+    if gpu.fp8_tflops:
+        return gpu.fp8_tflops * 1e12 * constants.fp8
+    return gpu.bf16_tflops * 1e12 * constants.gemm
+
+
+def _shapes(ops: Sequence[Op], b: int, s: int) -> tuple[tuple[float, ...], ...]:
+    flat = [size for op in ops for size in op.shape]
+    values = iter(evaluate(flat, b, s) if flat else [])
+    return tuple(tuple(float(next(values)) for _ in op.shape) for op in ops)
+
+
+def _first_operand(op: Op, shape: tuple[float, ...]) -> float:
+    """m · k of a product, rows · k of a grouped one."""
+    if op.cost_class == "gemm":
+        return shape[0] * shape[2]
+    return shape[1] * shape[3] if op.cost_class == "grouped_gemm" else 0.0

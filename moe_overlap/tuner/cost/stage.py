@@ -1,0 +1,320 @@
+"""Seconds and peak bytes of pipeline stages, in closed form, for many stages at once.
+
+Two steps, so that a search pays for the first once: `layer_terms` prices each kind of layer under each strategy (data
+parallelism, ZeRO level, offloading: what meets what on the four channels); `stage_costs` sums them over the layers of a stage.
+
+Legend: K kinds of layer (kind and recompute variant), N strategies, M shapes of a stage. Arrays broadcast: [K, N], [K, M], [M].
+Source: Mist, section 5.2; the categories are those of plan.PeakBytes. Differences from Mist's release: the optimizer step,
+point-to-point transfers and tensor-parallel collectives of the forward pass are priced (notes on its defects: section 1.9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Concurrent = Callable[[Floats, Floats, Floats, Floats], Floats]
+"""Seconds of computation, device-to-device, host-to-device and device-to-host work that start together (interference)."""
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindTerms:
+    """What one layer of a kind brings, alone; [K] each. Seconds and bytes of one micro-batch."""
+
+    forward_seconds: Floats
+    """Computation and what communication inside the layer it does not hide."""
+    backward_seconds: Floats
+    saved_bytes: Floats
+    """Kept from the forward to the backward pass."""
+    working_bytes: Floats
+    """Most that is live inside a pass beyond what is kept."""
+    dense_parameters: Floats
+    """Numbers of parameters on a rank: replicated over the data ranks."""
+    expert_parameters: Floats
+    """Replicated over the expert-data ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """What is decided for the state of a stage; [N] each."""
+
+    data: Floats
+    """Ranks that share dense states (with context parallelism all of them)."""
+    expert_data: Floats
+    zero_level: Floats
+    offload_weights: Floats
+    offload_gradients: Floats
+    offload_optimizer: Floats
+    offload_activations: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateRates:
+    """What moving a byte of state costs; formats in bytes per parameter."""
+
+    dense_scatter: Floats
+    """Seconds per byte, reduce-scatter or all-gather over the data ranks; [N]."""
+    expert_scatter: Floats
+    latency_seconds: float
+    """Of one such collective."""
+    host_copy: float
+    """Seconds per byte, one direction."""
+    optimizer_sweep: float
+    """Seconds per byte of device memory."""
+    weight_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    gathered_bytes: float
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerTerms:
+    """One layer of each kind under each strategy; [K, N] each."""
+
+    stable_seconds: Floats
+    first_extra_seconds: Floats
+    """Of the first micro-batch of a step: parameters gathered, states loaded."""
+    last_extra_seconds: Floats
+    """Of the last one: gradients reduced."""
+    optimizer_seconds: Floats
+    weights: Floats
+    """Bytes, as everything below."""
+    gradients: Floats
+    optimizer: Floats
+    saved: Floats
+    working: Floats
+    gathered: Floats
+    """Whole parameters and gradients of a sharded or offloaded layer while it is at work."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageCosts:
+    """Stages; [N, M] each."""
+
+    stable_seconds: Floats
+    first_extra_seconds: Floats
+    last_extra_seconds: Floats
+    optimizer_seconds: Floats
+    peaks: dict[str, Floats]
+    """Bytes by CATEGORIES."""
+
+    @property
+    def peak_bytes(self) -> Floats:
+        """All categories."""
+        return np.sum([*self.peaks.values()], axis=0)
+
+
+def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurrent: Concurrent) -> LayerTerms:
+    """Price every kind of layer under every strategy."""
+    forward, backward = kinds.forward_seconds[:, None], kinds.backward_seconds[:, None]
+    dense, experts = kinds.dense_parameters[:, None], kinds.expert_parameters[:, None]
+    numbers = dense + experts
+    level = strategy.zero_level
+    shard = dense / strategy.data + experts / strategy.expert_data
+    zeros = np.zeros_like(shard)
+
+    def exchange(bytes_each: float) -> Floats:
+        """Seconds of a reduce-scatter or all-gather of one layer's state over its replicas."""
+        seconds = bytes_each * (dense * rates.dense_scatter + experts * rates.expert_scatter)
+        return seconds + rates.latency_seconds * (seconds > 0)
+
+    gather, scatter = exchange(rates.gathered_bytes), exchange(rates.gradient_bytes)
+    copied = rates.host_copy * np.where(level >= 3, shard, numbers)
+    weights_in = rates.weight_bytes * copied * strategy.offload_weights
+    gradients_moved = rates.gradient_bytes * copied * strategy.offload_gradients
+    activations = rates.host_copy * kinds.saved_bytes[:, None] * strategy.offload_activations
+    optimizer_moved = rates.host_copy * rates.optimizer_bytes * shard * strategy.offload_optimizer
+    each_gather, each_scatter = np.where(level >= 3, gather, 0.0), np.where(level >= 2, scatter, 0.0)
+
+    forward_stable = concurrent(forward + zeros, each_gather, weights_in, activations)
+    backward_stable = concurrent(
+        backward + zeros, each_gather + each_scatter, weights_in + gradients_moved + activations, gradients_moved
+    )
+    once_gather = np.where(level < 3, gather, 0.0) * (level > 0)
+    once_scatter = np.where(level < 2, scatter, 0.0) * np.where(level == 0, 2.0, 1.0)
+    # The decoupled optimizer step stands before the first forward pass: it loads and stores what is kept on the host.
+    first = concurrent(
+        forward + zeros, zeros, weights_in + optimizer_moved, activations + optimizer_moved
+    ) - concurrent(forward + zeros, zeros, weights_in, activations)
+    if rates.overlap_param_gather:
+        first = first + concurrent(forward_stable, once_gather, zeros, zeros) - forward_stable
+    else:
+        first = first + once_gather
+    if rates.overlap_grad_reduce:
+        last = concurrent(backward_stable, once_scatter, zeros, zeros) - backward_stable
+    else:
+        last = once_scatter
+    # Gradient, master weight and moments are read, all but the gradient written; the gradient is zeroed, and read for its norm.
+    swept = shard * (2 * rates.optimizer_bytes + 2 * rates.gradient_bytes) + numbers * rates.gradient_bytes
+    keeps = 1.0 - strategy.offload_weights
+    sharded = (level >= 3) | (strategy.offload_weights > 0)
+    return LayerTerms(
+        stable_seconds=forward_stable + backward_stable,
+        first_extra_seconds=first,
+        last_extra_seconds=last,
+        optimizer_seconds=rates.optimizer_sweep * swept,
+        weights=rates.weight_bytes * np.where(level >= 3, shard, numbers) * keeps,
+        gradients=rates.gradient_bytes * np.where(level >= 2, shard, numbers) * (1.0 - strategy.offload_gradients),
+        optimizer=rates.optimizer_bytes * np.where(level >= 1, shard, numbers) * (1.0 - strategy.offload_optimizer),
+        saved=kinds.saved_bytes[:, None] * (1.0 - strategy.offload_activations),
+        working=kinds.working_bytes[:, None] + kinds.saved_bytes[:, None] * strategy.offload_activations,
+        gathered=np.where(sharded, 2.0 * rates.weight_bytes * numbers, 0.0)
+        + np.where((level >= 2) | (strategy.offload_gradients > 0), 2.0 * rates.gradient_bytes * numbers, 0.0),
+    )
+
+
+def stage_costs(
+    terms: LayerTerms,
+    counts: Floats,
+    in_flight: Floats,
+    boundary_bytes: float,
+    fragmentation: float,
+    held_once: Sequence[bool],
+) -> StageCosts:
+    """Sum layers to stages.
+
+    Args:
+        counts: [K, M] layers of each kind; embedding and head are kinds that count 0 or 1.
+        in_flight: [M] micro-batches whose activations are held at once; with virtual stages a fraction.
+        boundary_bytes: hidden states at a stage's edge: one received, one to be sent, each way.
+        fragmentation: part of activations and temporaries that the allocator reserves in vain.
+        held_once: [K] kinds of which one micro-batch alone is ever held: the head.
+    """
+
+    def total(per_layer: Floats) -> Floats:
+        return np.einsum("kn,km->nm", per_layer, counts, optimize=True)
+
+    once = np.array(held_once, dtype=np.bool_)[:, None]
+    there = counts > 0
+    activations = total(np.where(once, 0.0, terms.saved)) * in_flight + total(np.where(once, terms.saved, 0.0))
+    working = _largest(terms.working, there)
+    zeros = np.zeros_like(activations)
+    peaks = {
+        "parameters": total(terms.weights),
+        "gradients": total(terms.gradients),
+        "optimizer": total(terms.optimizer),
+        "activations": activations,
+        "temporaries": working,
+        "communication": _largest(terms.gathered, there) + 2.0 * boundary_bytes * (in_flight > 1) + zeros,
+    }
+    peaks["fragmentation"] = fragmentation * (activations + working)
+    return StageCosts(
+        stable_seconds=total(terms.stable_seconds),
+        first_extra_seconds=total(terms.first_extra_seconds),
+        last_extra_seconds=total(terms.last_extra_seconds),
+        optimizer_seconds=total(terms.optimizer_seconds),
+        peaks=peaks,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTotals:
+    """What a search compares; [N, M] each."""
+
+    stable_seconds: Floats
+    extra_seconds: Floats
+    """First and last micro-batch beyond stable ones, and the optimizer."""
+    peak_bytes: Floats
+
+
+BLOCK = 1 << 15
+"""Stages worked on at a time, few enough to stay in the cache."""
+PAIRED_BLOCK = 1 << 12
+"""The same where each has a strategy of its own."""
+
+
+def stage_totals(
+    terms: LayerTerms,
+    counts: Floats,
+    in_flight: Floats,
+    boundary_bytes: float,
+    fragmentation: float,
+    held_once: Sequence[bool],
+) -> StageTotals:
+    """Sums of `stage_costs`, for millions of stages: nothing is kept by category. Arguments as there."""
+    once = np.array(held_once, dtype=np.bool_)[:, None]
+    reserved = 1.0 + fragmentation
+    state = terms.weights + terms.gradients + terms.optimizer + np.where(once, reserved * terms.saved, 0.0)
+    saved = np.where(once, 0.0, reserved * terms.saved)
+    extra = terms.first_extra_seconds + terms.last_extra_seconds + terms.optimizer_seconds
+    there = counts > 0
+    edges = 2.0 * boundary_bytes * (in_flight > 1)
+    strategies, shapes = terms.weights.shape[1], counts.shape[1]
+    result = np.empty((3, strategies, shapes))
+    rows = max(1, BLOCK // shapes)
+    held = counts * in_flight
+    for first in range(0, strategies, rows):
+        block = slice(first, first + rows)
+        np.matmul(terms.stable_seconds[:, block].T, counts, out=result[0, block])
+        np.matmul(extra[:, block].T, counts, out=result[1, block])
+        peak = np.matmul(state[:, block].T, counts, out=result[2, block])
+        peak += saved[:, block].T @ held
+        peak += reserved * _largest(terms.working[:, block], there)
+        peak += _largest(terms.gathered[:, block], there)
+        peak += edges
+    return StageTotals(stable_seconds=result[0], extra_seconds=result[1], peak_bytes=result[2])
+
+
+def paired_totals(
+    kinds: KindTerms,
+    strategy: Strategy,
+    rates: StateRates,
+    concurrent: Concurrent,
+    counts: Floats,
+    in_flight: Floats,
+    boundary_bytes: float,
+    fragmentation: float,
+    held_once: Sequence[bool],
+) -> StageTotals:
+    """Both steps for stages that share nothing: stage n has strategy n, `counts[:, n]` layers and `in_flight[n]`; [N] each."""
+    size = counts.shape[1]
+    result = np.empty((3, size))
+    once = np.array(held_once, dtype=np.bool_)[:, None]
+    reserved = 1.0 + fragmentation
+    for first in range(0, size, PAIRED_BLOCK):
+        block = slice(first, first + PAIRED_BLOCK)
+        terms = layer_terms(kinds, _part_of(strategy, block), _rates_of(rates, block), concurrent)
+        here, flying = counts[:, block], in_flight[block]
+        there = here > 0
+        extra = terms.first_extra_seconds + terms.last_extra_seconds + terms.optimizer_seconds
+        state = terms.weights + terms.gradients + terms.optimizer + reserved * terms.saved * np.where(once, 1.0, flying)
+        result[0, block] = (terms.stable_seconds * here).sum(axis=0)
+        result[1, block] = (extra * here).sum(axis=0)
+        peak = (state * here).sum(axis=0) + reserved * (terms.working * there).max(axis=0)
+        result[2, block] = peak + (terms.gathered * there).max(axis=0) + 2.0 * boundary_bytes * (flying > 1)
+    return StageTotals(stable_seconds=result[0], extra_seconds=result[1], peak_bytes=result[2])
+
+
+def _part_of(strategy: Strategy, block: slice) -> Strategy:
+    return Strategy(**{field.name: getattr(strategy, field.name)[block] for field in fields(Strategy)})
+
+
+def _rates_of(rates: StateRates, block: slice) -> StateRates:
+    return replace(rates, dense_scatter=rates.dense_scatter[block], expert_scatter=rates.expert_scatter[block])
+
+
+def _largest(per_layer: Floats, there: NDArray[np.bool_]) -> Floats:
+    """[N, M] over the kinds that a stage has."""
+    sets = np.unique(there, axis=1)
+    result = np.empty((per_layer.shape[1], there.shape[1]))
+    for members in sets.T:
+        most = per_layer[members].max(axis=0, initial=0.0)
+        result[:, (there == members[:, None]).all(axis=0)] = most[:, None]
+    return result
+
+
+def partly_concurrent(slowdown: float) -> Concurrent:
+    """The plainest interference: the longest channel, and a part of what runs beside it."""
+
+    def seconds(compute: Floats, device: Floats, to_device: Floats, to_host: Floats) -> Floats:
+        longest = np.maximum(np.maximum(compute, device), np.maximum(to_device, to_host))
+        return longest + slowdown * (compute + device + to_device + to_host - longest)
+
+    return seconds

@@ -1,0 +1,77 @@
+"""Clusters: the shipped ones, files, and every mistake in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_overlap.describe.cluster import cluster_of, known_gpus, load_cluster, shipped_cluster
+from moe_overlap.describe.errors import ConfigError
+from tools.write_cluster_files import FOLDER, cluster_files
+
+
+def test_every_gpu_of_the_table_makes_a_cluster_under_each_of_its_names() -> None:
+    for name, row in known_gpus().items():
+        cluster = shipped_cluster(name, 2 * row["gpus_per_node"])
+        assert cluster.gpus == 2 * row["gpus_per_node"]
+        assert cluster.group_of(0).gpu.name == row["name"]
+
+
+def test_names_for_one_type_are_one_type() -> None:
+    assert shipped_cluster("B200-SXM", 64).groups == shipped_cluster("B200", 64).groups
+
+
+def test_files_are_those_the_tool_writes_and_can_be_read() -> None:
+    files = cluster_files()
+    assert {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")} == files
+    assert all(load_cluster(FOLDER / name).gpus >= 32 for name in files)
+
+
+def test_ranks_go_through_the_groups_of_nodes_in_order() -> None:
+    content = json.loads((FOLDER / "h100.json").read_text(encoding="utf-8"))
+    other = {**content["groups"][0], "gpu": "A100", "nodes": 1}
+    cluster = cluster_of({"name": "mixed", "groups": [content["groups"][0], other]}, "mixed")
+    assert [cluster.group_of(rank).gpu.name for rank in (0, 63, 64, 71)] == ["H100", "H100", "A100", "A100"]
+    with pytest.raises(ValueError, match="no GPU 72"):
+        cluster.group_of(72)
+
+
+def group(**changes: Any) -> dict[str, Any]:
+    content = json.loads((FOLDER / "h100.json").read_text(encoding="utf-8"))
+    return {"name": "mine", "groups": [{**content["groups"][0], **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "f []: must be an object"),
+        ({"name": "x"}, "f.groups: is missing"),
+        ({"name": "x", "groups": []}, "a cluster has nodes"),
+        ({"name": "x", "groups": [], "gpus": 3}, "f.gpus: unknown field"),
+        (group(gpu="H1000"), "f groups[0].gpu H1000: unknown GPU; did you mean H100?"),
+        (group(nodes=0), "f groups[0].nodes 0: must be a positive number"),
+        (group(nodes=True), "f groups[0].nodes true: must be a positive number"),
+        (group(network_gb_per_s="fast"), 'f groups[0].network_gb_per_s "fast": must be a positive number'),
+        (group(domain_gb_per_s=None), "8 GPUs share a domain"),
+        (group(gpu={"name": "mine"}), "f groups[0].gpu.architecture: is missing"),
+    ],
+)
+def test_mistakes_in_a_file_are_one_line(content: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cluster_of(content, "f")
+    assert message in str(caught.value)
+
+
+def test_mistakes_on_the_command_line_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="known: H100, H100-SXM"):
+        shipped_cluster("RTX", 8)
+    with pytest.raises(ConfigError, match="nodes of GB200 have 4 GPUs"):
+        shipped_cluster("GB200", 6)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_cluster(tmp_path / "none.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match="is no JSON"):
+        load_cluster(tmp_path / "broken.json")

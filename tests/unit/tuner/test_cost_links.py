@@ -1,0 +1,72 @@
+"""Seconds of communication, against counting bytes rank by rank."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.tuner.cost.groups import Group, axis_group
+from moe_overlap.tuner.cost.links import LinkRates, all_to_all_seconds, collective_seconds, once_per_node
+
+RATES = LinkRates(domain=0.5, network=0.8, all_to_all_domain=0.4, all_to_all_network=0.6, latency_seconds=0.0)
+H100 = shipped_cluster("H100", 64).groups[0]
+GB200 = shipped_cluster("GB200", 256).groups[0]
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+
+
+def test_groups_know_how_many_of_them_share_a_domain() -> None:
+    assert axis_group(8, 1, 64, H100) == Group(8, 8, 8, H100)
+    assert axis_group(8, 8, 64, H100) == Group(8, 1, 1, H100)
+    assert axis_group(16, 2, 64, H100) == Group(16, 4, 4, H100)
+    # A job of 256 GPUs gets 64 of each domain of 72.
+    assert axis_group(128, 1, 256, GB200) == Group(128, 64, 4, GB200)
+    assert axis_group(64, 4, 256, GB200) == Group(64, 16, 1, GB200)
+
+
+@pytest.mark.parametrize("group", [axis_group(8, 1, 64, H100), axis_group(16, 2, 64, H100), axis_group(4, 8, 64, H100)])
+def test_all_to_all_counts_what_each_rank_sends_to_each(group: Group) -> None:
+    """A slow twin: every pair of ranks, by the tier between them."""
+    sent = 1e9
+    near = far = 0.0
+    for peer in range(1, group.size):
+        if peer // group.per_domain == 0:
+            near += sent / group.size
+        else:
+            far += sent / group.size
+    twin = max(near / (450e9 * 0.4) if group.per_domain > 1 else 0.0, far / (50e9 * 0.6))
+    assert all_to_all_seconds(sent, group, RATES) == pytest.approx(twin)
+
+
+def test_a_ring_inside_a_domain_moves_all_but_the_own_part() -> None:
+    group = axis_group(8, 1, 64, H100)
+    assert collective_seconds("all_gather", 8e9, group, RATES) == pytest.approx(7e9 / (450e9 * 0.5))
+    assert collective_seconds("all_reduce", 8e9, group, RATES) == pytest.approx(14e9 / (450e9 * 0.5))
+
+
+def test_across_nodes_every_rank_of_a_node_carries_its_part() -> None:
+    group = axis_group(32, 1, 64, H100)
+    assert collective_seconds("reduce_scatter", 8e9, group, RATES) == pytest.approx(
+        max(8e9 * 31 / 32 / (450e9 * 0.5), 8e9 * 3 / 4 / 8 / (50e9 * 0.8))
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_time_grows_with_bytes_ranks_apart_and_slower_links(kind: str) -> None:
+    near, far = axis_group(8, 1, 64, H100), axis_group(8, 8, 64, H100)
+    one = collective_seconds(kind, np.array([1e8, 2e8]), near, RATES)
+    assert one[1] == pytest.approx(2 * one[0])
+    assert collective_seconds(kind, 1e8, far, RATES) > one[0]
+    half = LinkRates(domain=0.25, network=0.4, all_to_all_domain=0.2, all_to_all_network=0.3, latency_seconds=0.0)
+    assert collective_seconds(kind, 1e8, near, half) == pytest.approx(2 * one[0])
+    assert collective_seconds(kind, 1e8, axis_group(1, 1, 64, H100), RATES) == 0
+
+
+@pytest.mark.parametrize(("topk", "nodes"), [(1, 4), (2, 4), (3, 2), (8, 2)])
+def test_copies_of_a_token_that_go_once_to_each_node(topk: int, nodes: int) -> None:
+    """Every way a token's experts can fall on the nodes."""
+    ways = list(itertools.product(range(nodes), repeat=topk))
+    distinct = sum(len(set(way)) for way in ways) / len(ways)
+    assert once_per_node(topk, nodes) == pytest.approx(distinct / topk)

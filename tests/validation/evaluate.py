@@ -1,0 +1,74 @@
+"""Predictions for measured rows: each row is prepared once, and priced under any constants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
+from moe_overlap.plan.plan import PredictedStage
+from moe_overlap.predicting import Job, joined, read_job, stage_requests
+from moe_overlap.speed_flags import features_of
+from moe_overlap.tuner.capture.cache import cached_captures
+from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.constants import Constants
+from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.predict import Machine, Prediction, price
+from moe_overlap.tuner.cost.prepare import Family, prepare
+from tests.validation.rows import Row, flags_of
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row with everything that does not depend on constants."""
+
+    row: Row
+    job: Job
+    features: Features
+    cluster: Cluster
+    families: tuple[Family, ...]
+
+    def predict(self, constants: Constants) -> Prediction:
+        """The row's run under these constants."""
+        of_gpu, other_gpu = constants.of_gpu(self.cluster.group_of(0).gpu)
+        of_release, other_release = constants.of_release(self.row["release"] or None)
+        reasons = ["GPU"] * other_gpu + ["release"] * other_release + list(self.features.not_modelled)
+        machine = Machine(
+            cluster=self.cluster, constants=of_gpu, release=of_release, fragmentation=constants.fragmentation
+        )
+        return price(self.job.plan, self.job.model, self.families, machine, self.features, tuple(reasons))
+
+    def relative_error(self, constants: Constants) -> float:
+        """Of the step's seconds."""
+        return self.predict(constants).predicted.step_seconds / self.row.seconds - 1.0
+
+    def memory_error(self, constants: Constants) -> float:
+        """Of the peak; of what was allocated, where that was measured, without what the allocator reserves in vain."""
+        stage = self.measured_stage(constants)
+        vain = 0 if self.row.is_reserved else stage.peak_bytes_by_category.fragmentation
+        return (stage.peak_bytes - vain) / GIB / self.row.gib - 1.0
+
+    def measured_stage(self, constants: Constants) -> PredictedStage:
+        """The stage whose peak was measured: of Megatron's tests the last one, else the largest."""
+        stages = self.predict(constants).predicted.stages
+        return stages[-1] if "LAST RANK" in self.row["other_flags"] else max(stages, key=lambda stage: stage.peak_bytes)
+
+
+def cases_of(rows: Sequence[Row], cache_dir: Path) -> list[Case]:
+    """Prepare rows; what is not in the cache is captured by one process."""
+    jobs = [read_job(flags_of(row), row.gpus) for row in rows]
+    asked = [stage_requests(job.config, job.model, job.plan, job.flags)[0] for job in jobs]
+    wanted = {request.sha256(): request for requests in asked for request in requests}
+    found = dict(zip(wanted, cached_captures(list(wanted.values()), cache_dir), strict=True))
+    return [
+        _case(row, job, joined([found[request.sha256()] for request in requests], job.model))
+        for row, job, requests in zip(rows, jobs, asked, strict=True)
+    ]
+
+
+def _case(row: Row, job: Job, graph: CapturedModel) -> Case:
+    features = features_of(job.config, job.plan.precision, job.flags)
+    graphs = dict.fromkeys(range(len(job.plan.stages)), graph)
+    cluster = shipped_cluster(row["gpu"], row.gpus)
+    return Case(row, job, features, cluster, prepare(job.plan, job.model, graphs))

@@ -1,0 +1,261 @@
+"""Measured runs as Megatron flags: what a row of data/measured.csv.gz says, and what its source is known to switch on.
+
+The rows are published measurements (column `source`); data/README.md says where they come from. What a row does not say is
+taken from its source's habits, in one place: `SOURCES`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).resolve().parent / "data"
+SCORED_METRICS = ("step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib")
+NAMED_SIZES = re.compile(r"gpt-[\d.]+b\(h(\d+),L(\d+),a(\d+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What the runs of a source switch on without saying so."""
+
+    overlapped: bool = True
+    """Gradients and parameters under computation."""
+    tensor_overlap: bool = False
+    sequence_parallel: bool = True
+    flash: bool = True
+    words: tuple[str, ...] = ()
+
+
+_OVERLAP = "overlap-grad-reduce"
+SOURCES = {
+    "MooreThreads/SimuMax": Habits(overlapped=False),
+    "VIA-Research/vTrain": Habits(overlapped=False, sequence_parallel=False, flash=False),
+    "arXiv": Habits(overlapped=False, sequence_parallel=False, flash=False),
+    "NVIDIA/dgxc-benchmarking": Habits(tensor_overlap=True),
+    "NVIDIA-NeMo/Megatron-Bridge": Habits(tensor_overlap=True, words=("--moe-router-force-load-balancing",)),
+    "NVIDIA/Megatron-LM": Habits(overlapped=False, sequence_parallel=False),
+    "yanring/Megatron-MoE-ModelZoo": Habits(words=("--moe-router-force-load-balancing",)),
+}
+"""By the begin of the column `source`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement."""
+
+    number: int
+    """Line of the file, the header being 1."""
+    fields: dict[str, str]
+
+    def __getitem__(self, name: str) -> str:
+        return self.fields[name]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the run."""
+        return int(self["n_gpus"])
+
+    @property
+    def seconds(self) -> float:
+        """Measured seconds of a step; tokens per second are turned into them."""
+        value = float(self["value"])
+        if self["metric"] == "tokens_per_s_per_gpu":
+            return int(self["global_batch"]) * int(self["seq_len"]) / (value * self.gpus)
+        return value
+
+    @property
+    def gib(self) -> float:
+        """Measured peak memory."""
+        return float(self["value"])
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the peak is what the allocator reserved, not what was allocated."""
+        return self["other_flags"].startswith("RESERVED")
+
+    @property
+    def gpu_type(self) -> str:
+        """Types under one name: `B200-SXM` is B200."""
+        return {"B200-SXM": "B200", "A100-80GB": "A100"}.get(self["gpu"], self["gpu"])
+
+    @property
+    def habits(self) -> Habits:
+        """Of its source."""
+        return next(habits for prefix, habits in SOURCES.items() if self["source"].startswith(prefix))
+
+
+@cache
+def measured_rows() -> tuple[Row, ...]:
+    """Every row of the table."""
+    with gzip.open(DATA / "measured.csv.gz", "rt", encoding="utf-8", newline="") as file:
+        return tuple(Row(number, row) for number, row in enumerate(csv.DictReader(file), 2))
+
+
+def scored_rows() -> list[Row]:
+    """Rows that count in a table of errors."""
+    return [row for row in measured_rows() if row["scored"] == "yes" and row["metric"] in SCORED_METRICS]
+
+
+@cache
+def models() -> dict[str, dict[str, Any]]:
+    """Architectures by name."""
+    content: dict[str, dict[str, Any]] = json.loads((DATA / "models.json").read_text(encoding="utf-8"))
+    return content
+
+
+def flags_of(row: Row) -> list[str]:
+    """The Megatron flags of a row."""
+    layers = _facts(row)["layers"]
+    return [*_model_flags(row), *_parallel_flags(row, layers), *_speed_flags(row), *row.habits.words]
+
+
+def _facts(row: Row) -> dict[str, Any]:
+    named = NAMED_SIZES.fullmatch(row["model"])
+    facts = dict(models().get(row["model"], {}))
+    if named and "layers" not in facts:
+        hidden, layers, heads = map(int, named.groups())
+        facts |= {"layers": layers, "hidden": hidden, "heads": heads, "ffn": 4 * hidden, "vocab": 51200, "gated": False}
+    return facts
+
+
+def _model_flags(row: Row) -> list[str]:
+    facts = _facts(row)
+    ffn = facts.get("ffn", facts.get("ffn_dense"))
+    gpt = not facts["gated"] and facts.get("activation", "gelu") == "gelu"
+    words = f"""--num-layers {facts["layers"]} --hidden-size {facts["hidden"]} --ffn-hidden-size {ffn}
+        --num-attention-heads {facts["heads"]} --vocab-size {facts["vocab"]} --seq-length {row["seq_len"]}
+        --max-position-embeddings {row["seq_len"]} --train-iters 10 --lr 1e-4""".split()
+    words += ["--kv-channels", str(facts["head_dim"])] if "head_dim" in facts else []
+    if facts.get("kv_groups", facts["heads"]) != facts["heads"]:
+        words += ["--group-query-attention", "--num-query-groups", str(facts["kv_groups"])]
+    if not (gpt and not row.habits.flash):
+        words += "--attention-dropout 0.0 --hidden-dropout 0.0".split()
+    if not gpt or "mcore-test" in row["model"]:
+        words += ["--position-embedding-type", "rope", "--disable-bias-linear"]
+    if not gpt:
+        words += ["--normalization", "RMSNorm"]
+    words += ["--swiglu"] if facts["gated"] else []
+    words += ["--squared-relu"] if facts.get("activation") == "squared-relu" else []
+    untied = facts.get("untied", not facts.get("tied_embeddings", gpt))
+    words += ["--untie-embeddings-and-output-weights"] if untied else []
+    words += ["--qk-layernorm"] if facts.get("qk_layernorm") or facts.get("mla") else []
+    return [*words, *_latent_flags(facts), *_moe_flags(row, facts)]
+
+
+def _latent_flags(facts: dict[str, Any]) -> list[str]:
+    latent = facts.get("mla")
+    if not latent:
+        return []
+    words = f"""--multi-latent-attention --kv-lora-rank {latent["kv_lora_rank"]} --qk-head-dim {latent["qk_head_dim"]}
+        --qk-pos-emb-head-dim {latent["qk_rope_head_dim"]} --v-head-dim {latent["v_head_dim"]}""".split()
+    return words + (["--q-lora-rank", str(latent["q_lora_rank"])] if latent["q_lora_rank"] else [])
+
+
+def _moe_flags(row: Row, facts: dict[str, Any]) -> list[str]:
+    if not facts.get("experts"):
+        return []
+    dense = facts.get("first_dense_layers", 0)
+    frequency = facts.get("moe_layer_freq", f"([0]*{dense}+[1]*{facts['layers'] - dense})" if dense else "1")
+    words = f"""--num-experts {facts["experts"]} --moe-router-topk {facts["topk"]} --moe-layer-freq {frequency}
+        --moe-ffn-hidden-size {facts["moe_ffn"]} --expert-model-parallel-size {row["ep"]} --moe-grouped-gemm""".split()
+    words += ["--expert-tensor-parallel-size", row["etp"] or "1"]
+    if facts.get("shared_expert_ffn"):
+        words += ["--moe-shared-expert-intermediate-size", str(facts["shared_expert_ffn"])]
+    if str(facts.get("router", "")).startswith("sigmoid"):
+        words += "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32".split()
+    if facts.get("mtp_layers") and "MTP" not in row["other_flags"].partition("w/o")[2]:
+        words += ["--mtp-num-layers", str(facts["mtp_layers"])]
+    flags = row["other_flags"].lower()
+    if "hybridep" in flags:
+        return [*words, "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
+    if "deepep" in flags:
+        return [*words, "--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
+    return [*words, "--moe-token-dispatcher-type", "alltoall"]
+
+
+def _parallel_flags(row: Row, layers: int) -> list[str]:
+    pipeline, virtual, tensor = int(row["pp"]), _virtual(row), int(row["tp"])
+    words = f"""--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}
+        --context-parallel-size {row["cp"]} --micro-batch-size {row["micro_batch"]}
+        --global-batch-size {row["global_batch"]} --use-distributed-optimizer""".split()
+    if tensor > 1 and (row.habits.sequence_parallel or _says_sequence_parallel(row) or _facts(row).get("experts")):
+        words.append("--sequence-parallel")
+    layout = re.search(r"pp_layout=(\S+?),? ", row["other_flags"] + " ")
+    chunks = pipeline * virtual
+    if layout:
+        words += ["--pipeline-model-parallel-layout", layout[1]]
+    elif layers % chunks == 0:
+        words += ["--num-virtual-stages-per-pipeline-rank", str(virtual)] if virtual > 1 else []
+    elif (layers + 2) % chunks == 0:
+        words += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
+        words += ["--num-virtual-stages-per-pipeline-rank", str(virtual)] if virtual > 1 else []
+    else:
+        words += ["--pipeline-model-parallel-layout", _even_layout(layers, chunks)]
+    return words
+
+
+def _says_sequence_parallel(row: Row) -> bool:
+    text = row["other_flags"]
+    return ("sequence-parallel" in text or "sequence parallel" in text) and "no sequence parallel" not in text
+
+
+def _even_layout(layers: int, chunks: int) -> str:
+    """Layers spread over the chunks, the last chunks taking one less."""
+    more = layers - (layers // chunks) * chunks
+    counts = [layers // chunks + (index < more) for index in range(chunks)]
+    return "E" + "|".join("t" * count for count in counts) + "L"
+
+
+def _speed_flags(row: Row) -> list[str]:
+    habits, flags = row.habits, row["other_flags"]
+    words = ["--fp16"] if row["precision_class"] == "fp16" else ["--bf16"]
+    words += {
+        "fp8": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather".split(),
+        "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather".split(),
+        "nvfp4": "--fp4-format e2m1".split(),
+    }.get(row["precision_class"], [])
+    if "fp32 grad accum" in flags:
+        words.append("--accumulate-allreduce-grads-in-fp32")
+    if (habits.overlapped or _OVERLAP in flags) and "no overlap-grad-reduce" not in flags:
+        words += ["--overlap-grad-reduce", "--overlap-param-gather"]
+    words += ["--tp-comm-overlap"] if habits.tensor_overlap and int(row["tp"]) > 1 else []
+    words += ["--use-flash-attn"] if habits.flash and "unfused" not in flags else ["--transformer-impl", "local"]
+    words += ["--overlap-moe-expert-parallel-comm"] if "a2a_overlap=True" in flags else []
+    words += ["--delay-wgrad-compute"] if "delay_wgrad=True" in flags else []
+    words += ["--moe-paged-stash"] if "paged_stash=True" in flags else []
+    words += ["--cp-comm-type", "a2a"] if "cp a2a" in flags else []
+    words += _graph_flags(flags) + _recompute_flags(row)
+    if "fsdp" in row["zero/fsdp"]:
+        words += ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
+    offloaded = re.search(r"cpu_offload_layers=(\d+)", flags)
+    return words + (["--cpu-offloading-num-layers", offloaded[1]] if offloaded else [])
+
+
+def _graph_flags(flags: str) -> list[str]:
+    implementation = re.search(r"cuda_graph=(\w+)", flags)
+    if not implementation or implementation[1] == "none":
+        return []
+    if implementation[1] == "full_iteration":
+        return ["--cuda-graph-impl", "local", "--cuda-graph-scope", "full_iteration"]
+    return ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", "attn", "moe_router", "moe_preprocess"]
+
+
+def _recompute_flags(row: Row) -> list[str]:
+    kind, _, modules = row["recompute"].partition(":")
+    if kind.startswith("full"):
+        return "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+    if kind != "selective" or not modules:
+        return []
+    return ["--recompute-granularity", "selective", "--recompute-modules", *modules.split(",")]
+
+
+def _virtual(row: Row) -> int:
+    """Virtual stages; where the table has none, what the next release's same line says, which the row quotes."""
+    quoted = re.search(r"VP listed NA in [\d.]+, (\d+) in", row["other_flags"])
+    return int(row["vp"] or (quoted[1] if quoted else 1))

@@ -1,0 +1,131 @@
+"""Predict a training step before running it: seconds, throughput, and the memory of every stage.
+
+    python tools/predict.py --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64
+
+Reads Megatron flags, prints a summary or, with --json, everything. torch is imported only to capture a layout that is not cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_overlap.describe.cluster import GIB, Cluster, load_cluster, shipped_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.predicting import PRECISIONS, predict
+from moe_overlap.tuner.cost.predict import Prediction
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 2 for a user's mistake. A plan that does not fit is an answer, not a mistake."""
+    arguments = _parser().parse_args(argv)
+    try:
+        cluster = _cluster(arguments)
+        prediction = predict(
+            _words(arguments),
+            cluster,
+            precision=arguments.precision,
+            software=arguments.software,
+            expert_load=arguments.expert_load,
+            plan=arguments.plan,
+        )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(as_json(prediction), indent=1) if arguments.json else as_text(prediction, cluster))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megatron-args", metavar="FILE", required=True, help="flags of the run, or its shell script")
+    parser.add_argument("--model", metavar="FILE", help="model file (examples/models); its flags come first")
+    parser.add_argument("--plan", metavar="FILE", help="a plan that decides in place of the flags")
+    parser.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
+    parser.add_argument("--gpu", help="type of GPU, in place of --cluster")
+    parser.add_argument("--num-gpus", type=int, help="how many of them")
+    parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
+    parser.add_argument("--software", metavar="RELEASE", help="efficiencies of a release, as 26.04; default the newest")
+    parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    return parser
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    if arguments.cluster is not None:
+        if arguments.gpu is not None or arguments.num_gpus is not None:
+            raise ConfigError("--cluster", arguments.cluster, "stands beside --gpu or --num-gpus", "use one of them")
+        return load_cluster(arguments.cluster)
+    if arguments.gpu is None or arguments.num_gpus is None:
+        raise ConfigError(
+            "--gpu", arguments.gpu or "", "the machines are unknown", "add --gpu and --num-gpus, or --cluster"
+        )
+    return shipped_cluster(arguments.gpu, arguments.num_gpus)
+
+
+def _words(arguments: argparse.Namespace) -> list[str]:
+    """Flags of the model file, then those of the argument file: later ones win."""
+    return [*(_model_words(arguments.model) if arguments.model else []), f"@{arguments.megatron_args}"]
+
+
+def _model_words(path: str) -> list[str]:
+    try:
+        flags = json.loads(Path(path).read_text(encoding="utf-8"))["flags"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError("--model", path, f"is no model file ({error})", "see examples/models") from None
+    words = []
+    for name, value in flags.items():
+        words += [f"--{name}", *(map(str, value if isinstance(value, list) else [] if value is True else [value]))]
+    return words
+
+
+def as_json(prediction: Prediction) -> dict[str, Any]:
+    """The answer for programs."""
+    predicted = prediction.predicted
+    return {
+        "step_seconds": predicted.step_seconds,
+        "tokens_per_second_per_gpu": predicted.tokens_per_second_per_gpu,
+        "model_tflops_per_gpu": predicted.model_tflops_per_gpu,
+        "mfu": prediction.mfu,
+        "fits": prediction.fits,
+        "does_not_fit": prediction.overflow,
+        "capacity_bytes": prediction.capacity_bytes,
+        "extrapolating": bool(prediction.extrapolating),
+        "extrapolating_because": list(prediction.extrapolating),
+        "not_modelled": list(prediction.not_modelled),
+        "breakdown": prediction.breakdown,
+        "provenance": dataclasses.asdict(predicted.provenance),
+        "stages": [dataclasses.asdict(stage) for stage in predicted.stages],
+    }
+
+
+def as_text(prediction: Prediction, cluster: Cluster) -> str:
+    """The answer for a reader."""
+    predicted, seconds = prediction.predicted, prediction.predicted.step_seconds
+    lines = [
+        f"step          {seconds:.3f} s on {cluster.gpus} × {cluster.group_of(0).gpu.name}",
+        f"throughput    {predicted.tokens_per_second_per_gpu:.0f} tokens/s, "
+        f"{predicted.model_tflops_per_gpu:.0f} TFLOP/s per GPU, MFU {prediction.mfu:.1%}",
+        "",
+    ]
+    for name, part in prediction.breakdown.items():
+        lines.append(f"  {name.removesuffix('_seconds').replace('_', ' '):<20}{part:>10.3f} s {part / seconds:>7.1%}")
+    lines += ["", f"  {'stage':<7}{'micro-batch s':>14}{'peak GiB':>10}  of it"]
+    for index, stage in enumerate(predicted.stages):
+        peaks = dataclasses.asdict(stage.peak_bytes_by_category)
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in peaks.items() if size > GIB / 20)
+        lines.append(f"  {index:<7}{stage.stable_seconds:>14.4f}{stage.peak_bytes / GIB:>10.1f}  {parts}")
+    lines.append("")
+    lines += [f"does not fit: {text}" for text in prediction.overflow]
+    lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
+    lines += [f"not modelled: {flag}" for flag in prediction.not_modelled]
+    return "\n".join(lines).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
