@@ -51,6 +51,7 @@ class Piece:
     modules: dict[str, torch.nn.Module]
     inputs: Callable[[int, int], tuple[torch.Tensor, ...]]
     run: Callable[..., torch.Tensor]
+    is_layer: bool = False
 
 
 class PartRecorder:
@@ -89,7 +90,9 @@ class PartRecorder:
             self._warm.add((piece.kind, tokens))
             recorder.begin()
             with recorder:
-                piece.run(*piece.inputs(samples, tokens))
+                output = piece.run(*piece.inputs(samples, tokens))
+                torch.autograd.backward([output], [torch.empty_like(output)])
+                del output
         self._buffer.buffer.clear()
         gc.collect()
         with _no_collection():
@@ -197,7 +200,7 @@ class PartRecorder:
                 return checkpoint(forward, False, x_SBH, rotary)  # type: ignore[no-any-return]
             return forward(x_SBH, rotary)
 
-        return Piece(kind, {"": layer}, lambda samples, tokens: (self._hidden(samples, tokens),), run)
+        return Piece(kind, {"": layer}, lambda samples, tokens: (self._hidden(samples, tokens),), run, is_layer=True)
 
 
 def name_operators(layer: Any, recorder: Recorder) -> None:

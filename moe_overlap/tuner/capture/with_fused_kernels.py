@@ -36,7 +36,7 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
     if not transformer_engine_is_installed():
         repair_imports()
     specs = FusedSpecs(recorder, tensor_group)
-    stock_config = model_builder.transformer_config
+    stock_config, stock_moe = model_builder.transformer_config, model_builder._moe_fields
     replacements: list[tuple[Any, str, Any]] = [
         (gpt_layer_specs, "TESpecProvider", specs),
         (multi_latent_attention, "TELinear", specs.whole),
@@ -44,6 +44,7 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
         (model_builder, "transformer_engine_is_installed", lambda: True),
         (model_builder, "_block_norm", lambda: specs.norm),
         (model_builder, "transformer_config", lambda *args: with_fusions(stock_config(*args))),
+        (model_builder, "_moe_fields", lambda *args: stock_moe(*args) | {"moe_grouped_gemm": True}),
         (layers, "fused_weight_gradient_mlp_cuda", _weight_gradients(recorder)),
         (rope_utils, "fused_apply_rotary_pos_emb", _rotary(recorder)),
         *((moe_utils, name, value) for name, value in _moe_functions(recorder).items()),
@@ -61,7 +62,6 @@ def with_fusions(tc: Any) -> Any:
     tc.bias_dropout_fusion = not (tc.num_moe_experts and tc.add_bias_linear)
     tc.apply_rope_fusion = not tc.multi_latent_attention
     tc.moe_permute_fusion = True
-    tc.moe_grouped_gemm = True
     return tc
 
 
