@@ -28,7 +28,7 @@ from moe_overlap.tuner.capture.parts import PartRecorder, Piece, keep_gradients_
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, versions
 from moe_overlap.tuner.capture.spec import check
-from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, selected, without_data
+from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, without_data
 from moe_overlap.tuner.capture.with_fused_kernels import accumulate_in_products, fused_kernels
 
 
@@ -94,7 +94,7 @@ def balance(gpt: Any, recorder: Recorder) -> None:
     """Balanced routing in every MoE layer."""
     balances = [Balance(layer.mlp) for layer in gpt.decoder.layers if layer.is_moe_layer]
     if balances:
-        recorder.balanced = selected(balances[0].rows_per_expert)
+        recorder.rows_of_map = balances[0].rows_of_map
 
 
 def gradients_in_fp32(config: Config) -> bool:

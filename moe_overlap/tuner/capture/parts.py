@@ -138,7 +138,7 @@ class PartRecorder:
         config = self._model.config
         split = self._layout.context * (self._layout.tensor if config.sequence_parallel else 1)
         shape = (tokens // split, samples, config.hidden_size)
-        return torch.empty(shape, dtype=config.params_dtype, requires_grad=True)
+        return torch.zeros(shape, dtype=config.params_dtype, requires_grad=True)
 
     def _tokens(self, samples: int, tokens: int) -> torch.Tensor:
         return torch.zeros((samples, tokens // self._layout.context), dtype=torch.long)
