@@ -92,7 +92,7 @@ class DecoupledLowering:
         if not self.while_waiting and drafts[0].kind == "point-to-point":
             self._earliest = (self.to.append(drafts[next(places)]),)
         if self._stage.offload.weights == 0:
-            for part in optimizer_parts(self.plan, self.stage_index):
+            for part in optimizer_parts(self.plan, self.stage_index, self.model):
                 self._update(part)
         uses, ends = uses_of(drafts), gradient_ends(drafts)
         befores: list[Use | None] = [None, *uses]
@@ -113,7 +113,7 @@ class DecoupledLowering:
                 self._leave(ended, number)
             for part, micro_batch in complete.get(place, ()):
                 self._gradient(part, draft.chunk, micro_batch, is_last=last[part] == place)
-        totals = tuple(f"gradient.{part}" for part in optimizer_parts(self.plan, self.stage_index))
+        totals = tuple(f"gradient.{part}" for part in optimizer_parts(self.plan, self.stage_index, self.model))
         self.to.append(norm_of(self.plan, totals, NORM))
 
     def _update(self, part: str) -> None:

@@ -14,7 +14,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
-from megatron.training.without_te import SdpaAttention, TorchNorm
+from megatron.training.layers.sdpa_attention import SdpaAttention
+from megatron.training.layers.without_te import TorchNorm
 from moe_overlap.tuner.capture.fused_functions import Attention, GroupedLinear, Linear, Norm
 from moe_overlap.tuner.capture.record import Recorder
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 import megatron.training.model as model_builder
-from megatron.training.without_te import repair_imports, transformer_engine_is_installed
+from megatron.training.layers.without_te import repair_imports, transformer_engine_is_installed
 from moe_overlap.tuner.capture.fused_functions import MoveRows, Rotary
 from moe_overlap.tuner.capture.fused_modules import FusedSpecs
 from moe_overlap.tuner.capture.record import Recorder

@@ -11,7 +11,6 @@ from moe_overlap.tuner.capture.expression import evaluate
 from moe_overlap.tuner.capture.graph import Part
 from moe_overlap.tuner.capture.liveness import kept_bytes, output_bytes, peak_bytes
 
-
 Floats = NDArray[np.float64]
 
 
