@@ -92,7 +92,7 @@ class DecoupledLowering:
         if not self.while_waiting and drafts[0].kind == "point-to-point":
             self._earliest = (self.to.append(drafts[next(places)]),)
         if self._stage.offload.weights == 0:
-            for part in optimizer_parts(self.plan, self.stage_index):
+            for part in optimizer_parts(self.plan, self.stage_index, self.model):
                 self._update(part)
         uses, ends = uses_of(drafts), gradient_ends(drafts)
         befores: list[Use | None] = [None, *uses]
@@ -113,7 +113,7 @@ class DecoupledLowering:
                 self._leave(ended, number)
             for part, micro_batch in complete.get(place, ()):
                 self._gradient(part, draft.chunk, micro_batch, is_last=last[part] == place)
-        totals = tuple(f"gradient.{part}" for part in optimizer_parts(self.plan, self.stage_index))
+        totals = tuple(f"gradient.{part}" for part in optimizer_parts(self.plan, self.stage_index, self.model))
         self.to.append(norm_of(self.plan, totals, NORM))
 
     def _update(self, part: str) -> None:
@@ -167,10 +167,11 @@ class DecoupledLowering:
         if use.backward and use.is_layer and offload.activations > 0:
             name = f"activations.{use.part}.m{use.micro_batch}"
             self._fetch(use.part, "activations", f"host.{name}", f"moved.{name}", use, limit)
-        if use.backward and use.part in self._away:
-            name = f"gradient.{use.part}"
-            self._fetch(use.part, "gradients", f"host.{name}", f"moved.{name}", use, limit)
-            self._away.remove(use.part)
+        for part in use.adds_to if use.backward else ():
+            if part in self._away:
+                name = f"gradient.{part}"
+                self._fetch(part, "gradients", f"host.{name}", f"moved.{name}", use, limit)
+                self._away.remove(part)
 
     def _leave(self, use: Use, number: int) -> None:
         """Step 3; `number`: the last instruction of the use."""
@@ -234,10 +235,15 @@ class DecoupledLowering:
         return draft
 
     def _weights(self, part: str, backward: bool) -> tuple[str, ...]:
-        """Parts whose weights a part computes with: the head may share those of the embedding, whose gradient needs none."""
+        """Parts whose weights a part computes with.
+
+        The head may share those of the embedding, whose gradient needs none; prediction layers embed and end in the head.
+        """
         if part == "embedding" and backward:
             return ()
-        shares = self.model.tied_embeddings and self.plan.embedding_stage == self.plan.loss_stage
+        if part.startswith("mtp"):
+            return (part, "embedding", "head")
+        shares = self.model.tied_embeddings and self.plan.loss_stage in (self.plan.embedding_stage, self.plan.mtp_stage)
         return ("head", "embedding") if part == "head" and shares else (part,)
 
     def _sums(self, part: str) -> tuple[str, ...]:
