@@ -15,6 +15,8 @@ Around the passes, which stay as they are:
 3. Behind a forward use the activations it saved go to the host.
 4. Behind the last instruction that adds to a part's gradient in a micro-batch: the reduce-scatter of that micro-batch (ZeRO 2,
    3) or, in the last one, the reduction of the sum; then the share that moves goes to the host, its norm taken.
+5. A use begins when what left two uses before, activations or gradient sums, has left: slow copies hold computation up and do
+   not fill the device.
 
 Buffers: `parameters.L3`, `gradient.L3`, `state.L3` are what stays on the device; `moved.*` is the offloaded share while it is
 there and `host.*` its home; `weights.L3` are gathered weights; `dweights.L3.m0` is the gradient of one micro-batch before it is
@@ -25,6 +27,7 @@ Source: Mist, section 5.1. Beyond it: a micro-batch's first gradient sum is not 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -52,7 +55,7 @@ class DecoupledLowering:
         while_waiting: False lets everything wait until the first micro-batch has arrived, to measure what waiting hides.
         _earliest: what nothing may start before.
         _ended: the last instruction of the last use that has ended.
-        _states_back: copies of states to the host.
+        _gone: optimizer, gradients, activations -> instructions behind which a part's share of them is off the device.
         _updated, _used: parts that have stepped; whose weights have been used since.
         _written: buffers of a micro-batch that have content.
         _away: parts whose gradient sums are on the host.
@@ -66,7 +69,7 @@ class DecoupledLowering:
     while_waiting: bool = True
     _earliest: tuple[int, ...] = ()
     _ended: tuple[int, ...] = ()
-    _states_back: list[int] = field(default_factory=list)
+    _gone: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     _updated: set[str] = field(default_factory=set)
     _used: set[str] = field(default_factory=set)
     _written: set[str] = field(default_factory=set)
@@ -100,6 +103,7 @@ class DecoupledLowering:
             (before.first if before else 0, (before, use)) for before, use in zip(befores, uses, strict=False)
         )
         left = _by_place((use.last, use) for use in uses)
+        leaving = {use.first: "gradients" if use.backward else "activations" for use in uses}
         complete = _by_place((place, key) for key, place in ends.items())
         last = {part: max(place for (other, _), place in ends.items() if other == part) for part, _ in ends}
         for before, use in loads.pop(0, []):
@@ -108,7 +112,8 @@ class DecoupledLowering:
             for before, use in loads.get(place, []):
                 self._load(use, before)
             draft = drafts[place]
-            number = self.to.append(self._with_weights(self._with_gradients(draft)))
+            room = self._two_back(leaving[place]) if place in leaving else ()
+            number = self.to.append(self._with_weights(self._with_gradients(draft)), room)
             for ended in left.get(place, []):
                 self._leave(ended, number)
             for part, micro_batch in complete.get(place, ()):
@@ -116,10 +121,14 @@ class DecoupledLowering:
         totals = tuple(f"gradient.{part}" for part in optimizer_parts(self.plan, self.stage_index, self.model))
         self.to.append(norm_of(self.plan, totals, NORM))
 
+    def _two_back(self, what: str) -> tuple[int, ...]:
+        """What must have ended so that no more than the part before still holds its share of something."""
+        return tuple(self._gone[what][-2:-1])
+
     def _update(self, part: str) -> None:
         """Step 1."""
         offload, sums = self._stage.offload, self._sums(part)
-        back = tuple(self._states_back[-2:-1])
+        back = self._two_back("optimizer")
         limit = self._ended if offload.weights > 0 else ()
         states: tuple[str, ...] = (f"state.{part}",)
         moved: tuple[str, ...] = ()
@@ -137,10 +146,10 @@ class DecoupledLowering:
             reads=(*sums, *states, NORM),
             writes=(f"parameters.{part}", *states, *moved),
         )
-        self.to.append(step, (*self._earliest, *limit))
+        number = self.to.append(step, (*self._earliest, *limit))
         if offload.optimizer > 0:
             number = self._store(part, "optimizer", f"moved.state.{part}", f"host.state.{part}")
-            self._states_back.append(number)
+        self._gone["optimizer"].append(number)
         if is_replicated(self._stage) and self._stage.zero_level in (1, 2):
             weights = (f"parameters.{part}", *moved)
             self.to.append(self._gather(part, weights, weights))
@@ -178,7 +187,7 @@ class DecoupledLowering:
         self._ended = (number,)
         if not use.backward and use.is_layer and self._stage.offload.activations > 0:
             name = f"activations.{use.part}.m{use.micro_batch}"
-            self._store(use.part, "activations", f"moved.{name}", f"host.{name}", use)
+            self._gone["activations"].append(self._store(use.part, "activations", f"moved.{name}", f"host.{name}", use))
 
     def _gradient(self, part: str, chunk: int | None, micro_batch: int, is_last: bool) -> None:
         """Step 4."""
@@ -200,7 +209,7 @@ class DecoupledLowering:
             self._written.update(sums)
         if self._stage.offload.gradients > 0:
             draft = self._copy("offload", part, "gradients", moved, f"host.gradient.{part}")
-            self.to.append(replace(draft, chunk=chunk, micro_batch=micro_batch))
+            self._gone["gradients"].append(self.to.append(replace(draft, chunk=chunk, micro_batch=micro_batch)))
             self._away.add(part)
 
     def _with_weights(self, draft: Draft) -> Draft:
