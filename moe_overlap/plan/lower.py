@@ -35,6 +35,7 @@ from moe_overlap.plan.operators import (
     RECOMPUTE,
     prediction_operator,
 )
+from moe_overlap.plan.part_drafts import PartDrafts
 from moe_overlap.plan.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.weight_gradients import saved_buffer
@@ -52,7 +53,7 @@ def lower(
     Args:
         plan: a plan that `validate_plan` has accepted for this model.
         rank: global rank.
-        saved_bytes, while_waiting: as in lower_decoupled.py, for stages whose parts step by themselves.
+        saved_bytes, while_waiting: as in part_drafts.py and lower_decoupled.py, for stages whose parts step by themselves.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
@@ -65,7 +66,7 @@ def lower(
         drafts += interleave(*written) if len(written) == 2 else written[0]
     to = ListBuilder(index)
     if plan.stages[index].is_decoupled:
-        DecoupledLowering(plan, index, model, to, saved_bytes, while_waiting).write(drafts)
+        DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to, while_waiting).write(drafts)
         return to.finish()
     pieces = gradient_pieces(plan, index, model)
     if pieces:

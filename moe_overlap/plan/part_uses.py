@@ -15,7 +15,12 @@ from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, parse_operator
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use; `first` and `last` are places in the list."""
+    """One use.
+
+    Attributes:
+        first, last: places in the list.
+        adds_to: parts whose gradient sums a backward use needs: its own, and those that prediction layers add to.
+    """
 
     part: str
     backward: bool
@@ -23,6 +28,7 @@ class Use:
     micro_batch: int
     first: int
     last: int
+    adds_to: tuple[str, ...]
 
     @property
     def is_layer(self) -> bool:
@@ -47,7 +53,18 @@ def uses_of(drafts: Sequence[Draft]) -> list[Use]:
         if part := part_of(draft):
             assert draft.micro_batch is not None
             found.setdefault((part, is_backward(draft), draft.micro_batch), []).append(place)
-    return [Use(*key[:2], drafts[places[0]].chunk, key[2], places[0], places[-1]) for key, places in found.items()]
+    return [
+        Use(
+            part,
+            backward,
+            drafts[places[0]].chunk,
+            micro_batch,
+            places[0],
+            places[-1],
+            tuple(dict.fromkeys([part, *(other for place in places for other in gradients_of(drafts[place]))])),
+        )
+        for (part, backward, micro_batch), places in found.items()
+    ]
 
 
 def is_backward(draft: Draft) -> bool:

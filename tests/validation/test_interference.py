@@ -1,4 +1,4 @@
-"""The interference model on measured hosts: rows that it was not fitted to (data/README.md)."""
+"""The interference model on measured hosts: rows that it was not fitted to (data/concurrency.md)."""
 
 from __future__ import annotations
 
@@ -61,6 +61,27 @@ def test_factors_of_a_group_are_those_in_the_file() -> None:
     chosen = used_samples(samples, alone).mixed_N & ~samples.is_test_N & (samples.groups_N == "1x4")
     fitted = fit_interference.fit_factors(alone[:, chosen], samples.seconds_N[chosen], host.whole.factors)
     assert {word: tuple(values) for word, values in fitted.items()} == host.groups["1x4"].factors
+
+
+UNMEASURED_PERCENT = {"bandwidth-l4-n1-m8": 6.5, "bandwidth-merged-l4": 2.7, "bandwidth-merged-a100-sxm4-40gb": 4.6}
+"""What the factors of a place reach on a group whose rows they were not fitted to."""
+
+
+@pytest.mark.slow
+@HOSTS
+def test_error_on_groups_that_were_not_measured(host: Host) -> None:
+    samples, alone = samples_of(host.source)
+    mixed = used_samples(samples, alone).mixed_N
+    place = np.array([place_of(group) for group in samples.groups_N])
+    total = 0.0
+    for group in host.groups:
+        here = samples.groups_N == group
+        known = mixed & ~samples.is_test_N & (place == place_of(group)) & ~here
+        factors = fit_interference.fit_factors(alone[:, known], samples.seconds_N[known], host.whole.factors)
+        test = mixed & samples.is_test_N & here
+        error = fit_interference.mean_error(Interference(factors), alone[:, test], samples.seconds_N[test])
+        total += 100 * error * test.sum()
+    assert total / host.whole.test_rows <= UNMEASURED_PERCENT[Path(host.source).stem]
 
 
 @pytest.mark.slow

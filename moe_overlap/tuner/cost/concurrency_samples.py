@@ -68,7 +68,9 @@ class Samples:
 
 
 def read_samples(path: Path) -> dict[str, Samples]:
-    """Samples of a file by host, where they were measured (`source_path`); its format stands in tests/validation/data.
+    """Samples of a file by host, where they were measured (`source_path`).
+
+    The format stands in tests/validation/data/concurrency.md.
 
     Raises:
         ConfigError: the file is not there or a row cannot be read.
@@ -86,7 +88,9 @@ def read_samples(path: Path) -> dict[str, Samples]:
                     gpus[row["source_path"]] = row["gpu"]
                 except (KeyError, TypeError, ValueError) as error:
                     rule = f"line {number} is no sample: {error!r}"
-                    raise ConfigError(str(path), "", rule, "give the columns of tests/validation/data") from error
+                    raise ConfigError(
+                        str(path), "", rule, "give the columns of tests/validation/data/concurrency.md"
+                    ) from error
     except (OSError, EOFError) as error:
         raise ConfigError(str(path), "", "no file in gzip's format", "name one") from error
     return {

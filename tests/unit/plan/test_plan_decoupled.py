@@ -38,7 +38,7 @@ List = Sequence[Instruction]
 
 
 def samples() -> list[tuple[Plan, ModelDescription]]:
-    """Every level with every kind of offloading, on one stage, in pipelines, with experts, partitions and interleaving."""
+    """Every level with every kind of offloading: pipelines, experts, prediction layers, partitions, interleaving."""
     made = []
     shapes: tuple[tuple[int, int, dict[str, Any]], ...] = (
         (1, 1, {"data": 2, "expert": 2}),
@@ -52,6 +52,10 @@ def samples() -> list[tuple[Plan, ModelDescription]]:
         stage = {**stage, "zero_level": level, "offload": offload}
         plan = plan_samples.plan(4, stages, chunks, 4, stage)
         made.append((plan, plan_samples.model("mdmm", tied_embeddings=len(made) % 2 == 0)))
+    for stages, level, offload in ((1, 3, ALL), (2, 2, ALL), (2, 3, Offload()), (2, 1, Offload(gradients=0.5))):
+        stage = {"data": 2, "expert": 2, "zero_level": level, "offload": offload}
+        plan = plan_samples.plan(2, stages, 1, 3, stage, mtp_stage=stages - 1)
+        made.append((plan, plan_samples.model("dm", mtp_layers=2, tied_embeddings=level != 2)))
     words = OverlapWords(
         gate="topk", partitions=2, range_word="around", defer=True, max_deferred_bytes=1 << 20, micro_batches=2
     )
@@ -229,6 +233,17 @@ def test_copies_follow_the_shares() -> None:
     assert by_name["prefetch.L0.optimizer"] == size.dense // 2 * 12
     assert by_name["prefetch.L0.weights"] == size.dense // 2 * 2 // 2
     assert by_name["parameters.L0"] == size.dense // 2 * 2
+
+
+def test_prediction_layers_fetch_what_they_add_to() -> None:
+    """They use and add to the embedding, a copy on their stage, and the head."""
+    stage = {"data": 2, "zero_level": 3, "offload": Offload(gradients=1.0)}
+    plan = plan_samples.plan(2, 2, 1, 2, stage, mtp_stage=1)
+    made = lower(plan, plan_samples.model("dd", mtp_layers=1), 2)
+    fetched = [name for name in names(made, "h2d") if not name.endswith("-")]
+    assert sorted(fetched) == [f"prefetch.{part}.gradients 1" for part in ("L1", "embedding", "head", "mtp0")]
+    weights = {"weights.mtp0", "weights.embedding", "weights.head"}
+    assert all(weights <= {*i.reads} for i in made if i.name.startswith("mtp0"))
 
 
 def waits_for(made: List, later: Instruction, earlier: Instruction) -> bool:

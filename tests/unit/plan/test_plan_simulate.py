@@ -273,15 +273,24 @@ def test_1f1b_holds_a_micro_batch_for_every_stage_behind() -> None:
     assert [peak(lists, rank, pass_seconds(1.0, 2.0), f"activations.L{rank}.") for rank in range(4)] == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_what_moves_is_bounded_whatever_takes_long(seed: int) -> None:
-    """Two parts' gathered weights, two parts' states, and one part's gradient sums beside those on their way back."""
-    draw = random.Random(seed)
-    plan = plan_samples.plan(6, 1, 1, 3, {"data": 2, "zero_level": 3, "offload": ALL})
-    lists = one_rank_each(plan, plan_samples.model("dddddd"))
-    drawn = [draw.random() ** 3 for _ in lists[0]]
-    most = {word: peak(lists, 0, lambda _, i: drawn[i.id], word) for word in ("weights.", "moved.state.")}
-    assert most == {"weights.": 2.0, "moved.state.": 2.0}
+@pytest.mark.parametrize("offload", [ALL, Offload(gradients=1.0), Offload(activations=1.0)])
+def test_what_moves_is_bounded_whatever_takes_long(offload: Offload) -> None:
+    """Weights, states and activations of two parts, gradient sums of two that come and two that leave; there are 14 parts."""
+    plan = plan_samples.plan(12, 1, 1, 2, {"data": 2, "zero_level": 3, "offload": offload})
+    lists = one_rank_each(plan, plan_samples.model("d" * 12))
+    most = dict.fromkeys(("weights.", "moved.state.", "moved.gradient.", "moved.activations."), 0.0)
+    for seed in range(8):
+        draw = random.Random(seed)
+        slow = draw.choice(("h2d", "d2h", "dp", "compute", "optimizer"))
+        drawn = [draw.random() ** 3 * (20 if i.channel == slow else 1) for i in lists[0]]
+        for word in most:
+            most[word] = max(most[word], peak(lists, 0, lambda _, i, drawn=drawn: drawn[i.id], word))  # type: ignore[misc]
+    assert most == {
+        "weights.": 2.0,
+        "moved.state.": 2.0 if offload.optimizer else 0.0,
+        "moved.gradient.": 4.0 if offload.gradients else 0.0,
+        "moved.activations.": 2.0 if offload.activations else 0.0,
+    }
 
 
 def test_intervals_by_hand() -> None:
