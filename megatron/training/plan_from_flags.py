@@ -38,7 +38,7 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
         precision=_precision(config),
         pipeline_schedule="interleaved-1f1b" if layout.virtual > 1 else "1f1b",
         embedding_stage=0,
-        mtp_stage=None,
+        mtp_stage=layout.pipeline - 1 if model.mtp_layers else None,
         loss_stage=layout.pipeline - 1,
         stages=stages,
         transfers=(),

@@ -43,7 +43,6 @@ class Limits:
 LOWERED = Limits(
     plan=(
         Limit("pipeline_schedule", _only("1f1b", "interleaved-1f1b"), "not lowered", "use 1f1b or interleaved-1f1b"),
-        Limit("mtp_stage", _only(None), "multi-token prediction is not executed", "write null"),
         Limit("embedding_stage", _only(0), "the embedding runs on the first stage", "write 0"),
         Limit("transfers", _only(()), "stages of unlike shape are not executed", "give all stages one shape, write []"),
     ),
@@ -67,7 +66,7 @@ LOWERED = Limits(
 )
 """What `lower` knows."""
 EXECUTED = Limits(
-    plan=(Limit("precision", _only("fp32", "bf16"), "not executed", "use fp32 or bf16"),),
+    plan=(Limit("precision", _only("fp32", "bf16", "fp16"), "not executed", "use fp32, bf16 or fp16"),),
     stage=(Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),),
     layer=(Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),),
 )
@@ -97,6 +96,12 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
     if plan.loss_stage != len(plan.stages) - 1:
         last = len(plan.stages) - 1
         raise ConfigError(f"{source} loss_stage", plan.loss_stage, "the loss runs on the last stage", f"write {last}")
+    if plan.mtp_stage not in (None, plan.loss_stage):
+        rule = "prediction layers run on the stage of the loss"
+        raise ConfigError(f"{source} mtp_stage", plan.mtp_stage, rule, f"write {plan.loss_stage}")
+    if plan.mtp_stage is not None and any(stage.overlap.is_listed for stage in plan.stages):
+        rule = "multi-token prediction is not overlapped, and here layers are"
+        raise ConfigError(f"{source} mtp_stage", plan.mtp_stage, rule, "write null or overlap nothing")
     for path, stage in _stages(plan):
         if plan.pipeline_schedule == "interleaved-1f1b" and stage.overlap.micro_batches_in_flight > 1:
             rule = "micro-batches are not interleaved under interleaved-1f1b"

@@ -15,11 +15,16 @@ DATA_CHANNEL = "dp"
 NORM_BYTES = 4
 
 
-def optimizer_parts(plan: Plan, stage_index: int) -> tuple[str, ...]:
-    """What the optimizer of a stage steps, in order: `embedding`, `L0`, …, `head`."""
+def optimizer_parts(plan: Plan, stage_index: int, model: ModelDescription) -> tuple[str, ...]:
+    """What the optimizer of a stage steps, in order: `embedding`, `L0`, …, `mtp0`, …, `head`.
+
+    The stage of the prediction layers has the word embedding or a copy of it.
+    """
     parts = [f"L{layer}" for layer in plan.stages[stage_index].layers]
-    if stage_index == plan.embedding_stage:
+    if stage_index in (plan.embedding_stage, plan.mtp_stage):
         parts.insert(0, "embedding")
+    if stage_index == plan.mtp_stage:
+        parts += [f"mtp{depth}" for depth in range(model.mtp_layers)]
     if stage_index == plan.loss_stage:
         parts.append("head")
     return tuple(parts)
@@ -33,7 +38,7 @@ def is_replicated(stage: StagePlan) -> bool:
 def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
     """Everything after the last backward pass; pieces of gradients stand among the passes already (gradient_gaps.py)."""
     stage = plan.stages[stage_index]
-    parts = optimizer_parts(plan, stage_index)
+    parts = optimizer_parts(plan, stage_index, model)
     sizes = {part: payload.part_size(part, plan, stage, model) for part in parts}
     totals = tuple(f"gradient.{part}" for part in parts)
     replicated = is_replicated(stage)

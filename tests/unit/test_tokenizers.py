@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training import packages
-from megatron.training.tokenizers import ByteTokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
+from megatron.training.rules import packages
+from megatron.training.text.tokenizers import ByteTokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
 from moe_overlap.describe.errors import ConfigError
 
 
@@ -229,9 +229,10 @@ def test_a_missing_package_is_named(kind: str, tmp_path: Path, monkeypatch: pyte
             "--vocab-file v: is used by --tokenizer-type GPT2BPETokenizer only",
         ),
         ("Llama2Tokenizer", {"tiktoken_pattern": "v1"}, "--tiktoken-pattern v1: is used by"),
+        (None, {"tiktoken_num_special_tokens": 10}, "--tiktoken-num-special-tokens 10: is used by"),
     ],
 )
-def test_a_file_that_is_not_read(kind: str | None, files: dict[str, str], message: str) -> None:
+def test_a_file_that_is_not_read(kind: str | None, files: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_unread_files(kind, TokenizerFiles(**files))
     assert message in str(caught.value)

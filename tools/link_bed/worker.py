@@ -206,7 +206,7 @@ class TimerRank(Rank):
 
         from megatron.training.describe import describe_model, known_vocab_size
         from megatron.training.plan_of_run import plan_of_run
-        from megatron.training.tokenizer_of_run import tokenizer_of_run
+        from megatron.training.text.tokenizer_of_run import tokenizer_of_run
         from moe_overlap.plan.validate import validate_plan
         from tools.link_bed.reach import reaching
 
