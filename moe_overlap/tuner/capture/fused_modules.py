@@ -163,7 +163,6 @@ class FusedAttention(SdpaAttention):
     """Core attention in one kernel. Attention dropout draws inside the kernel and keeps nothing."""
 
     recorder: Recorder
-    window = 0
 
     def forward(self, query_SBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend within each sample."""

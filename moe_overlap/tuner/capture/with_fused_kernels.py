@@ -57,7 +57,8 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
 
 def with_fusions(tc: Any) -> Any:
     """The fusions that upstream turns on where Transformer Engine is; its own checks would ask for the library."""
-    gated_silu = tc.gated_linear_unit and tc.activation_func is torch.nn.functional.silu
+    changed = tc.activation_func_clamp_value is not None or tc.glu_linear_offset != 0
+    gated_silu = tc.gated_linear_unit and tc.activation_func is torch.nn.functional.silu and not changed
     gelu = tc.activation_func is torch.nn.functional.gelu and not tc.num_moe_experts
     tc.bias_activation_fusion = gated_silu or (gelu and (tc.gated_linear_unit or tc.add_bias_linear))
     tc.bias_dropout_fusion = not (tc.num_moe_experts and tc.add_bias_linear)
