@@ -35,7 +35,7 @@ def part_bytes(part: Part, b: int, s: int, parameter_bytes: float, load: float =
         load: rows of the busiest rank over the mean: what the experts' operators make grows with them.
     """
     numbers = {"dp": 0.0, "edp": 0.0}
-    sizes = evaluate([storage.bytes for storage in part.storages], b, s)
+    sizes: Floats = np.asarray(evaluate([storage.bytes for storage in part.storages], b, s), dtype=np.float64)
     for storage in part.storages:
         if storage.role == "parameter":
             numbers[storage.replicas or "dp"] += float(sizes[storage.id]) / parameter_bytes

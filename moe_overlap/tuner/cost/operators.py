@@ -65,7 +65,7 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
     ops = part.ops
     shapes = _shapes(ops, b, s)
     payloads = [(i, op.collective) for i, op in enumerate(ops) if op.collective is not None]
-    values = evaluate([op.flops for op in ops] + [op.bytes for op in ops], b, s)
+    values: Floats = np.asarray(evaluate([op.flops for op in ops] + [op.bytes for op in ops], b, s), dtype=np.float64)
     moved = evaluate([collective.payload_bytes for _, collective in payloads] or [Expression.of(0)], b, s)
     classes = np.array([CLASSES.index(op.cost_class) for op in ops], dtype=np.int64)
     products = classes < 2
@@ -140,8 +140,8 @@ def low_precision_rate(gpu: Gpu, precision: str, constants: GpuConstants) -> flo
 
 def _shapes(ops: Sequence[Op], b: int, s: int) -> tuple[tuple[float, ...], ...]:
     flat = [size for op in ops for size in op.shape]
-    values = iter(evaluate(flat, b, s) if flat else [])
-    return tuple(tuple(float(next(values)) for _ in op.shape) for op in ops)
+    values = iter(evaluate(flat, b, s).tolist() if flat else [])
+    return tuple(tuple(next(values) for _ in op.shape) for op in ops)
 
 
 def _first_operand(op: Op, shape: tuple[float, ...]) -> float:
