@@ -43,7 +43,6 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
         (model_builder, "uses_transformer_engine", lambda: True),
         (model_builder, "transformer_engine_is_installed", lambda: True),
         (model_builder, "_block_norm", lambda: specs.norm),
-        (model_builder, "_moe_fields", lambda *args: {**stock_moe(*args), "moe_grouped_gemm": True}),
         (model_builder, "transformer_config", lambda *args: with_fusions(stock_config(*args))),
         (model_builder, "_moe_fields", lambda *args: stock_moe(*args) | {"moe_grouped_gemm": True}),
         (layers, "fused_weight_gradient_mlp_cuda", _weight_gradients(recorder)),

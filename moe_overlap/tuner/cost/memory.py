@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from moe_overlap.tuner.capture.expression import evaluate
 from moe_overlap.tuner.capture.graph import Part
 from moe_overlap.tuner.capture.liveness import kept_bytes, output_bytes, peak_bytes
+from moe_overlap.tuner.capture.liveness import kept_bytes, peak_bytes
+from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.operators import OpTable
 
 Floats = NDArray[np.float64]
 
@@ -26,32 +29,41 @@ class PartBytes:
     expert_parameters: float
 
 
-def part_bytes(part: Part, b: int, s: int, parameter_bytes: float, load: float = 1.0) -> PartBytes:
+def part_bytes(
+    table: OpTable, b: int, s: int, parameter_bytes: float, features: Features, load: float = 1.0
+) -> PartBytes:
     """Bytes of a part.
 
     Args:
         parameter_bytes: of one parameter, as captured.
         load: rows of the busiest rank over the mean: what the experts' operators make grows with them.
     """
+    part = table.part
     numbers = {"dp": 0.0, "edp": 0.0}
-    sizes = evaluate([storage.bytes for storage in part.storages], b, s)
+    sizes: Floats = np.asarray(evaluate([storage.bytes for storage in part.storages], b, s), dtype=np.float64)
     for storage in part.storages:
         if storage.role == "parameter":
             numbers[storage.replicas or "dp"] += float(sizes[storage.id]) / parameter_bytes
-    saved = float(sizes[[index for index in part.saved if index not in part.outputs]].sum())
     kept = float(kept_bytes(part, b, s))
-    gradient = 0.0 if part.kind == "head" else float(output_bytes(part, b, s))
-    incoming = float(sizes[list(part.inputs)].sum())
-    # As in capture/liveness.py, peak_of_sequence: a pass has its own peak, what it is handed, and what other parts keep.
-    forward = float(peak_bytes(part, "forward", b, s)) + incoming - saved
-    backward = float(peak_bytes(part, "backward", b, s)) + gradient - kept
+    most = max(float(peak_bytes(part, "forward", b, s)), float(peak_bytes(part, "backward", b, s)))
     grown = _grows(part, sizes) * (load - 1.0)
+    scores, kept_scores = _scores(table, features)
     return PartBytes(
-        saved=saved + grown,
-        working=max(0.0, forward, backward),
+        saved=kept + grown + kept_scores,
+        working=max(0.0, most - kept) + scores,
         dense_parameters=numbers["dp"],
         expert_parameters=numbers["edp"],
     )
+
+
+def _scores(table: OpTable, features: Features) -> tuple[float, float]:
+    """Bytes of attention's scores without a fused kernel: while it works, and kept where they are not computed again."""
+    if features.flash:
+        return 0.0, 0.0
+    scores = float(table.scores[~table.backward].sum())
+    kept = scores * (5.0 if features.dropped_scores else 2.0)
+    again = table.part.variant == "full" or "core_attn" in table.part.variant
+    return (4.0 * scores + kept, 0.0) if again else (4.0 * scores, kept)
 
 
 def _grows(part: Part, sizes: Floats) -> float:
