@@ -30,11 +30,6 @@ def masked() -> Tensor:
     return mask
 
 
-def exact_losses(labels_BS: Tensor, logits_SBV: Tensor) -> Tensor:
-    """[B, S]; megatron-core's fused cross entropy rounds its gradient to bf16 (fused_cross_entropy.py:82)."""
-    return F.cross_entropy(logits_SBV.permute(1, 2, 0), labels_BS, reduction="none")
-
-
 def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
@@ -70,7 +65,6 @@ def slow_prediction_losses(model: Any) -> list[Tensor]:
 def test_losses_and_gradients_are_those_of_the_definition(tied: bool) -> None:
     words = NO_Z_LOSS.replace("--untie-embeddings-and-output-weights", "") if tied else NO_Z_LOSS
     model: Any = small(words).stock()
-    model.compute_language_model_loss = exact_losses
     MTPLossAutoScaler.set_loss_scale(torch.ones(1))
     tokens, positions, labels = batch()
     main = model(tokens, positions, None, labels=labels, loss_mask=masked()).mean()
@@ -78,7 +72,6 @@ def test_losses_and_gradients_are_those_of_the_definition(tied: bool) -> None:
     found = gradients_of(model, main)
 
     plain: Any = small(words.partition("--mtp")[0]).stock()
-    plain.compute_language_model_loss = exact_losses
     plain.load_state_dict({name: value for name, value in model.state_dict().items() if not name.startswith("mtp.")})
     alone = plain(tokens, positions, None, labels=labels).mean()
     assert torch.equal(main, alone)  # the predictions do not show in the loss
