@@ -1,7 +1,7 @@
 """Saving and loading a run: weights, optimizer, schedule, random-number states, progress.
 
-`checkpoints/folder.py` makes a checkpoint complete or absent, `checkpoints/tensors.py` and `checkpoints/optimizer_state.py` say what its
-tensors are, `rules/checkpoint.py` what a run may load. A run that resumes in the layout it was saved in continues bitwise; in
+In `checkpoints/`, `folder.py` makes a checkpoint complete or absent, `tensors.py` and `optimizer_state.py` say what its tensors
+are; `rules/checkpoint.py` says what a run may load. A run that resumes in the layout it was saved in continues bitwise; in
 another one, within rounding.
 """
 
