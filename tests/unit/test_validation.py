@@ -68,6 +68,12 @@ RULES = [
         "--window-attn-skip-freq [1,0]: the list has 2 entries for 4 layers; give one entry per layer",
     ),
     (
+        "--window-size 8,0 --window-attn-skip-freq [1,0,1,0] --mtp-num-layers 1 --position-embedding-type rope",
+        1,
+        "--window-attn-skip-freq [1,0,1,0]: the list has 4 entries for 4 layers and 1 behind them (--mtp-num-layers); "
+        "give one entry per layer",
+    ),
+    (
         "--position-embedding-type yarn --rotary-percent 0.5",
         1,
         "--rotary-percent 0.5: YaRN rotates whole heads; use 1.0",
