@@ -79,7 +79,9 @@ BLOCK = "full --recompute-method block --recompute-num-layers 2"
     ],
 )
 def test_a_plan_that_flags_made_recomputes_as_they_say(tmp_path: Path, layout: str, again: str) -> None:
-    words = f"--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout {layout} --recompute-granularity {again}"
+    words = (
+        f"--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout {layout} --recompute-granularity {again}"
+    )
     plan, path = plan_of(words, 4), tmp_path / "plan.json"
     save_plan(plan, path)
     config = parse(f"{BASE} {words} --plan {path}".split()).config
