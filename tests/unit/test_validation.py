@@ -300,6 +300,18 @@ RULES = [
     ),
     ("--log-memory-interval 0", 1, "--log-memory-interval 0: must be at least 1; use 1 or more"),
     ("--vocab-size 200", 1, "--vocab-size 200: the tokenizer has 257 ids; use at least 257 or drop the flag"),
+    (
+        "--tokenizer-model m --vocab-file v",
+        1,
+        "--tokenizer-model m: is read with --tokenizer-type only, and there is none; add --tokenizer-type HuggingFaceTokenizer, "
+        "TikTokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer or Llama2Tokenizer",
+    ),
+    (
+        "--merge-file m",
+        1,
+        "--merge-file m: is read with --tokenizer-type only, and there is none; "
+        "add --tokenizer-type GPT2BPETokenizer and --vocab-file FILE",
+    ),
     ("--min-lr 1", 1, "--min-lr 1.0: is above --lr 0.001; use 0.001 or less"),
     (
         "--split 0,0,0",
