@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import megatron.training
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.exits import end_process, leave
+from moe_overlap.exits import end_process, ends_with_its_reader, leave
 
 if TYPE_CHECKING:
     from megatron.training.arguments import ParsedArguments
@@ -41,10 +41,11 @@ def main(argv: Sequence[str]) -> int:
         from megatron.training.rules.start import require_startable, this_machine
         from megatron.training.validation import validate
 
-        parsed = with_checkpoint_arguments(parse(argv))
-        if parsed.dry_run:
-            dry_run(parsed, parsed.world_size, sys.stdout)
-            return 0
+        with ends_with_its_reader():
+            parsed = with_checkpoint_arguments(parse(argv))
+            if parsed.dry_run:
+                dry_run(parsed, parsed.world_size, sys.stdout)
+                return 0
         validate(parsed.config, int(os.environ.get("WORLD_SIZE", "1")))
         require_startable(parsed, this_machine())
         return train(parsed, argv)

@@ -135,16 +135,13 @@ def moe_layers(config: Config) -> tuple[bool, ...]:
 
 
 def windows(config: Config) -> tuple[int | None, ...]:
-    """One entry per layer: keys that a query attends to at most; None for all before it.
+    """One entry per layer, prediction layers behind the decoder's: keys that a query attends to at most; None for all before it.
 
     Of --window-attn-skip-freq a number N frees layers N, 2N, … of 1, 2, …; a list has 1 for a window.
     """
-    layers, size, frequency = (
-        config.model.num_layers,
-        config.attention.window_size,
-        config.attention.window_attn_skip_freq,
-    )
-    assert layers is not None
+    size, frequency = config.attention.window_size, config.attention.window_attn_skip_freq
+    assert config.model.num_layers is not None
+    layers = config.model.num_layers + (config.model.mtp_num_layers or 0)
     if size is None or size[0] < 0:
         return (None,) * layers
     if frequency is None:

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron.training.config import Config
 from megatron.training.describe import uses_sequence_parallel
+from megatron.training.layers.cross_entropy import LanguageModel
 from megatron.training.layers.few_groups import FewGroupsAttention
 from megatron.training.layers.grouped_experts import GroupedExperts
 from megatron.training.layers.multi_token import PredictingModel, prediction_spec
@@ -81,9 +82,6 @@ def transformer_config(config: Config, model: ModelDescription, layout: StageLay
         "autocast_dtype": weight_type(config),
         "pipeline_dtype": weight_type(config),
         "calculate_per_token_loss": config.training.calculate_per_token_loss,
-        # The fused form takes the tensor-parallel group as an argument; the other one reads a global.
-        "cross_entropy_loss_fusion": True,
-        "cross_entropy_fusion_impl": "native",
         "bias_dropout_fusion": has_cuda,
         "gradient_accumulation_fusion": False,
         # gloo sends from the output's own memory and does not keep it alive: freed under an overlapped send, garbage arrives.
@@ -326,7 +324,7 @@ def build_model(
             predictions = prediction_spec(inside, _block_norm(), _column_linear(), model.mtp_layers)
             module: torch.nn.Module = PredictingModel(predictions=predictions, **arguments)
         else:
-            module = GPTModel(**arguments)
+            module = LanguageModel(**arguments)
             if not arguments["post_process"]:
                 module.decoder.final_layernorm = (
                     None  # with prediction layers megatron-core puts it behind the last layer

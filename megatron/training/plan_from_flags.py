@@ -133,7 +133,7 @@ def _recompute(config: Config, chunks: tuple[tuple[int, int], ...]) -> Recompute
     if parallel.recompute_granularity is None:
         return Recompute()
     if parallel.recompute_granularity == "selective":
-        longest = max(last - first for first, last in chunks)
+        longest = max(1, *(last - first for first, last in chunks))
         return Recompute(layers=longest, granularity="selective", modules=parallel.recompute_modules or ("core_attn",))
     assert parallel.recompute_num_layers is not None
     uniform = parallel.recompute_method == "uniform"

@@ -11,7 +11,7 @@ def training_flops_per_token(model: ModelDescription, sequence_length: int) -> f
 
     6 per active matrix parameter (the embedding's lookup is none, the output layer is one, also where tied), and for attention
     scores and weighted values 6 · keys · (query width + value width) per layer, where a query has S/2 keys on average, with a
-    window of W keys W - W² / 2S. Prediction layers are layers like the last one, and each passes the output layer once more.
+    window of W keys W - W² / 2S. Prediction layers are layers too, and each passes the output layer once more.
     """
     words = model.vocab_size * model.hidden_size
     lookups = words if not model.tied_embeddings else 0
@@ -23,7 +23,6 @@ def training_flops_per_token(model: ModelDescription, sequence_length: int) -> f
         widths = 2 * model.num_attention_heads * model.kv_channels
     else:
         widths = model.num_attention_heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim + latent.v_head_dim)
-    windows = model.windows + model.windows[-1:] * model.mtp_layers
-    seen = (min(window or sequence_length, sequence_length) for window in windows)
+    seen = (min(window or sequence_length, sequence_length) for window in model.windows)
     keys = sum(window - window**2 / (2 * sequence_length) for window in seen)
     return 6.0 * matrices + 6.0 * keys * widths

@@ -43,7 +43,8 @@ class ModelDescription:
     qkv_bias: bool
     qk_layernorm: bool
     windows: tuple[int | None, ...]
-    """One entry per layer: the keys that a query attends to at most, its own included; None for all before it."""
+    """One entry per layer, prediction layers behind the decoder's: the keys that a query attends to at most, its own included;
+    None for all before it."""
     attention_sinks: bool
     """A learnt term per head in the softmax's denominator."""
     moe_layers: tuple[bool, ...]

@@ -32,13 +32,17 @@ WITHOUT_EFFECT = (
     _group(
         "faster GPU kernels of the same mathematics: chosen by what is installed",
         "no-bias-*-fusion no-masked-softmax-fusion no-rope-fusion no-persist-layer-norm "
-        "no-gradient-accumulation-fusion no-gradient-reduce-div-fusion cross-entropy-loss-fusion "
-        "cross-entropy-fusion-impl attention-backend use-flash-attn flash-attention-version "
+        "no-gradient-accumulation-fusion no-gradient-reduce-div-fusion "
+        "attention-backend use-flash-attn flash-attention-version "
         "transformer-impl moe-grouped-gemm moe-use-legacy-grouped-gemm "
         "moe-permute-fusion moe-router-fusion moe-use-grouped-tensor moe-single-grouped-* use-grouped-gemm-for-* "
         "mla-down-proj-fusion fused-residual-rmsnorm use-te-activation-func disable-jit-fuser "
         "use-transformer-engine-op-fuser use-fused-weighted-squared-relu no-create-attention-mask-in-dataloader "
         "onnx-safe cache-mla-latents dsa-kernel-backend gdp-cutedsl-kernel disable-mamba-mem-eff-path enable-experimental",
+    ),
+    _group(
+        "not fused: megatron-core's fused cross entropy rounds the logits' gradient to bf16 in every precision",
+        "cross-entropy-loss-fusion cross-entropy-fusion-impl",
     ),
     _group(
         "always so: attention scores, their softmax and the cross entropy are computed in fp32, whatever the model's type",

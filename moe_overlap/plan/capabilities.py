@@ -84,7 +84,8 @@ UNIFORM_FIELDS = (
     "expert",
     "expert_tensor",
     "zero_level",
-    "recompute",
+    "recompute.granularity",
+    "recompute.modules",
     "offload",
     "overlap.gradient_chunk_bytes",
     "overlap.micro_batches_in_flight",
@@ -132,6 +133,8 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
         _refuse_cuts_of(stage, f"{source} {path}")
     _refuse_differences(plan, UNIFORM_FIELDS, source)
+    if plan.stages[0].recompute.granularity != "selective":  # which counts the layers of each stage
+        _refuse_differences(plan, ("recompute.layers",), source)
     if not any(stage.overlap.is_listed for stage in plan.stages):
         _refuse_values(plan.stages[0], NOTHING_OVERLAPPED, f"{source} stages[0].")
 

@@ -128,7 +128,8 @@ def _check_memory(stage: StagePlan, subject: str) -> None:
 
 
 def _check_recompute(recompute: Recompute, chunks: tuple[tuple[int, int], ...], subject: str) -> None:
-    longest = max(1, *(last - first for first, last in chunks))
+    # A stage without layers says what the others say.
+    longest = max(last - first for first, last in chunks) or recompute.layers
     layers = recompute.layers
     if recompute.granularity == "none":
         if layers != 0:

@@ -17,6 +17,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 FP16 = "--fp16 --initial-loss-scale 65536"
 OVERFLOWS = f"--fp16 --initial-loss-scale {2**40} --hysteresis 2 --train-iters 8 --lr-decay-iters 4"
 """No fp16 gradient holds a first scale like this."""
+PREDICTION = "--mtp-num-layers 2 --mtp-loss-scaling-factor 2"
 SAVED_STEP = 4
 WINDOW = f"--fp16 --initial-loss-scale {2**19} --loss-scale-window 3 --hysteresis 1 --train-iters 8 --lr 3e-2"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
@@ -100,6 +101,9 @@ def slow_runs(place: str) -> dict[str, Rows]:
         found[f"listed{name}"] = rows_of(folder, f"listed{name}", listed)
         found[f"executor{name}"] = rows_of(folder, f"executor{name}", f"{EP2} {flags} {EXECUTOR}")
         found[f"in gaps{name}"] = rows_of(folder, f"gaps{name}", f"{EP2} {flags} {EXECUTOR} {IN_GAPS}")
+    for name, layout in (("predicting, ep2", EP2), ("predicting, pp2", PP2)):
+        found[f"{name}, fp32"] = rows_of(folder, f"{name}-fp32", f"{layout} {PREDICTION}")
+        found[name] = rows_of(folder, name, f"{layout} {FP16} {PREDICTION}")
     found["constant"] = rows_of(folder, "constant", f"{EP2} --fp16 --loss-scale 256")
     found["constant, too large"] = stopped(folder, f"{EP2} --fp16 --loss-scale {2.0**40}")
     return found

@@ -89,6 +89,18 @@ def test_overlap(layouts: dict[str, Rows], name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ep2", "pp2"])
+def test_prediction_layers(layouts: dict[str, Rows], layout: str) -> None:
+    """Their losses reach the gradient at the scale of the loss: twice of it here."""
+    rows, others = layouts[f"predicting, {layout}"], layouts[f"predicting, {layout}, fp32"]
+    near(rows, others)
+    for row, other in zip(rows, others, strict=True):
+        assert [row[f"mtp_{n}_loss"] for n in (1, 2)] == pytest.approx(
+            [other[f"mtp_{n}_loss"] for n in (1, 2)], rel=NEAR
+        )
+
+
+@pytest.mark.slow
 def test_a_constant_scale_stays_and_stops_at_an_overflow(layouts: dict[str, Rows]) -> None:
     near(layouts["constant"], layouts["ep2, fp32"])
     assert {row["loss_scale"] for row in layouts["constant"]} == {256}

@@ -11,9 +11,11 @@ from tests.spawn import run
 from tools.compare_layouts import LIMIT
 
 ROTARY = "--position-embedding-type rope --group-query-attention"
+AHEAD = "--mtp-num-layers 2 --mtp-loss-scaling-factor 2"
 FEATURES = {
     "one-norm": f"{ROTARY} --num-query-groups 1 --disable-bias-linear --parallel-attention-mlp one-norm",
     "two-norms": f"{ROTARY} --num-query-groups 2 --parallel-attention-mlp two-norms --swiglu",
+    "predicting": f"{ROTARY} --num-query-groups 1 --disable-bias-linear --parallel-attention-mlp two-norms {AHEAD}",
     "one-group": f"{ROTARY} --num-query-groups 1 --qk-layernorm --normalization RMSNorm",
 }
 TP2, SPLIT = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -29,6 +31,8 @@ LAYOUTS = (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     ("one-group", "TP2", SPLIT),
+    ("predicting", "TP2", SPLIT),
+    ("predicting", "PP2", PP2),
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-from one_process import MOE, SEQUENCE, SHARED, VOCABULARY, batch, small
+from one_process import MOE, SEQUENCE, SHARED, SIZES, VOCABULARY, batch, small
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,8 +18,12 @@ from moe_overlap.runtime.routing.meter import RouterMeters
 from moe_overlap.runtime.spans import SpanRecorder
 
 FACTOR = 0.3
-PREDICTION = f"{MOE} {SHARED} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --mtp-num-layers 2"
-PREDICTION += f" --mtp-loss-scaling-factor {FACTOR}"
+AHEAD = f"--mtp-num-layers 2 --mtp-loss-scaling-factor {FACTOR}"
+PREDICTION = f"{MOE} {SHARED} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0 {AHEAD}"
+DENSE = (
+    f"{SIZES} --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
+    f"--attention-dropout 0 --hidden-dropout 0 {AHEAD}"
+)
 NO_Z_LOSS = PREDICTION.replace("--moe-z-loss-coeff 1e-3", "")
 
 
@@ -28,11 +32,6 @@ def masked() -> Tensor:
     mask = torch.ones(2, SEQUENCE)
     mask[0, 3] = mask[1, 9] = 0
     return mask
-
-
-def exact_losses(labels_BS: Tensor, logits_SBV: Tensor) -> Tensor:
-    """[B, S]; megatron-core's fused cross entropy rounds its gradient to bf16 (fused_cross_entropy.py:82)."""
-    return F.cross_entropy(logits_SBV.permute(1, 2, 0), labels_BS, reduction="none")
 
 
 def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
@@ -66,11 +65,12 @@ def slow_prediction_losses(model: Any) -> list[Tensor]:
     return losses
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_losses_and_gradients_are_those_of_the_definition(tied: bool) -> None:
-    words = NO_Z_LOSS.replace("--untie-embeddings-and-output-weights", "") if tied else NO_Z_LOSS
+@pytest.mark.parametrize("form", ["", "tied", "one-norm", "two-norms"])
+def test_losses_and_gradients_are_those_of_the_definition(form: str) -> None:
+    words = NO_Z_LOSS.replace("--untie-embeddings-and-output-weights", "") if form == "tied" else NO_Z_LOSS
+    if "norm" in form:
+        words = DENSE.replace("--mtp-num-layers", f"--parallel-attention-mlp {form} --mtp-num-layers")
     model: Any = small(words).stock()
-    model.compute_language_model_loss = exact_losses
     MTPLossAutoScaler.set_loss_scale(torch.ones(1))
     tokens, positions, labels = batch()
     main = model(tokens, positions, None, labels=labels, loss_mask=masked()).mean()
@@ -78,7 +78,6 @@ def test_losses_and_gradients_are_those_of_the_definition(tied: bool) -> None:
     found = gradients_of(model, main)
 
     plain: Any = small(words.partition("--mtp")[0]).stock()
-    plain.compute_language_model_loss = exact_losses
     plain.load_state_dict({name: value for name, value in model.state_dict().items() if not name.startswith("mtp.")})
     alone = plain(tokens, positions, None, labels=labels).mean()
     assert torch.equal(main, alone)  # the predictions do not show in the loss

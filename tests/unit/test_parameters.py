@@ -136,6 +136,7 @@ SIZES = (
         ("--window-size 7,0 --window-attn-skip-freq 2", (8, None, 8, None)),
         ("--window-size 7,0 --window-attn-skip-freq [1,1,0,1]", (8, 8, None, 8)),
         ("--window-size -1,0 --window-attn-skip-freq 2", (None,) * 4),
+        ("--window-size 7,0 --window-attn-skip-freq 2 --mtp-num-layers 2", (8, None, 8, None, 8, None)),
     ],
 )
 def test_windows_of_the_layers(flags: str, expected: tuple[int | None, ...]) -> None:

@@ -66,6 +66,29 @@ IRREGULAR = "--expert-model-parallel-size 2 --micro-batch-size 2 --moe-gate topk
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 
 
+BLOCK = "full --recompute-method block --recompute-num-layers 2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "again"),
+    [
+        ("Et|ttt|tt|ttL", "selective"),
+        ("Ett|ttt|tt|tL", "selective --recompute-modules moe"),
+        ("E|t*4|t*4|L", "selective"),
+        ("E|t*4|t*4|L", BLOCK),
+    ],
+)
+def test_a_plan_that_flags_made_recomputes_as_they_say(tmp_path: Path, layout: str, again: str) -> None:
+    words = (
+        f"--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout {layout} --recompute-granularity {again}"
+    )
+    plan, path = plan_of(words, 4), tmp_path / "plan.json"
+    save_plan(plan, path)
+    config = parse(f"{BASE} {words} --plan {path}".split()).config
+    validate(config, 4)
+    assert plan_of_run(config, describe_model(config, 257), 4).stages == plan.stages
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [

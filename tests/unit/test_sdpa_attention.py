@@ -154,10 +154,22 @@ def test_windows_and_sinks_mean_what_megatron_core_means(sinks: str, layer: int)
     torch.testing.assert_close(ours(*x, None), expected)
 
 
-@pytest.mark.parametrize("skipped", ["", "--window-attn-skip-freq 2", "--window-attn-skip-freq [0,1]"])
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        "",
+        "--window-attn-skip-freq 2",
+        "--window-attn-skip-freq [0,1]",
+        "--window-attn-skip-freq 2 --mtp-num-layers 2",
+        "--window-attn-skip-freq [0,1,0,1] --mtp-num-layers 2",
+    ],
+)
 def test_layers_have_the_windows_of_the_description(skipped: str) -> None:
     made = small(f"{MOE} --window-size 2,0 {skipped}")
-    built = [layer.self_attention.core_attention.window for layer in made.stock().decoder.layers]
+    model: Any = made.stock()
+    layers = list(model.decoder.layers)
+    layers += [layer.transformer_layer for layer in model.mtp.layers] if "--mtp" in skipped else []
+    built = [layer.self_attention.core_attention.window for layer in layers]
     assert built == [None if keys is None else keys - 1 for keys in made.model.windows]
 
 

@@ -68,6 +68,12 @@ RULES = [
         "--window-attn-skip-freq [1,0]: the list has 2 entries for 4 layers; give one entry per layer",
     ),
     (
+        "--window-size 8,0 --window-attn-skip-freq [1,0,1,0] --mtp-num-layers 1 --position-embedding-type rope",
+        1,
+        "--window-attn-skip-freq [1,0,1,0]: the list has 4 entries for 4 layers and 1 behind them (--mtp-num-layers); "
+        "give one entry per layer",
+    ),
+    (
         "--position-embedding-type yarn --rotary-percent 0.5",
         1,
         "--rotary-percent 0.5: YaRN rotates whole heads; use 1.0",
@@ -294,6 +300,18 @@ RULES = [
     ),
     ("--log-memory-interval 0", 1, "--log-memory-interval 0: must be at least 1; use 1 or more"),
     ("--vocab-size 200", 1, "--vocab-size 200: the tokenizer has 257 ids; use at least 257 or drop the flag"),
+    (
+        "--tokenizer-model m --vocab-file v",
+        1,
+        "--tokenizer-model m: is read with --tokenizer-type only, and there is none; add --tokenizer-type HuggingFaceTokenizer, "
+        "TikTokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer or Llama2Tokenizer",
+    ),
+    (
+        "--merge-file m",
+        1,
+        "--merge-file m: is read with --tokenizer-type only, and there is none; "
+        "add --tokenizer-type GPT2BPETokenizer and --vocab-file FILE",
+    ),
     ("--min-lr 1", 1, "--min-lr 1.0: is above --lr 0.001; use 0.001 or less"),
     (
         "--split 0,0,0",

@@ -18,7 +18,8 @@ class AttentionConfig:
     window_size: tuple[int, int] | None = None
     """Attend to a window LEFT,0: the LEFT tokens before a token and itself; -1: all of them."""
     window_attn_skip_freq: int | tuple[int, ...] | None = flag(None, of="attention.window_size")
-    """Which layers see everything: every N-th, or a Python list with 0 for them and 1 for a window; default none."""
+    """Which layers see everything: every N-th, or a Python list with 0 for them and 1 for a window; default none.
+    Prediction layers (--mtp-num-layers) count on behind the others."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Attention sinks: add e^0 to the softmax's denominator, or a learnt term for each head."""
     use_rope_scaling: bool = False

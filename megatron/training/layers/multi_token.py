@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
@@ -37,6 +36,8 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
+
+from megatron.training.layers.cross_entropy import LanguageModel
 
 
 def prediction_spec(layer: ModuleSpec, norm: Any, linear: Any, count: int) -> MultiTokenPredictionBlockSubmodules:
@@ -108,7 +109,7 @@ class PredictionLayer(MultiTokenPredictionLayer):
         return scatter_to_sequence_parallel_region(whole, group=self.tp_group) if self.sequence_parallel else whole
 
 
-class PredictingModel(GPTModel):
+class PredictingModel(LanguageModel):
     """The last chunk of a model with prediction layers.
 
     Attributes:

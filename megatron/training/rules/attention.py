@@ -7,11 +7,8 @@ from megatron.training.rules.rule import Rule, at_least, require
 
 
 def windows_fit(config: Config) -> None:
-    size, frequency, layers = (
-        config.attention.window_size,
-        config.attention.window_attn_skip_freq,
-        config.model.num_layers,
-    )
+    size, frequency = config.attention.window_size, config.attention.window_attn_skip_freq
+    layers, ahead = config.model.num_layers, config.model.mtp_num_layers or 0
     if size is None:
         return
     shown, (left, right) = ",".join(map(str, size)), size
@@ -22,8 +19,10 @@ def windows_fit(config: Config) -> None:
         at_least(1, (("--window-attn-skip-freq", frequency),))
     elif frequency is not None:
         listed = "[" + ",".join(map(str, frequency)) + "]"
-        rule = f"the list has {len(frequency)} entries for {layers} layers"
-        require(len(frequency) == layers, "--window-attn-skip-freq", listed, rule, "give one entry per layer")
+        assert layers is not None
+        behind = f" and {ahead} behind them (--mtp-num-layers)" if ahead else ""
+        rule = f"the list has {len(frequency)} entries for {layers} layers{behind}"
+        require(len(frequency) == layers + ahead, "--window-attn-skip-freq", listed, rule, "give one entry per layer")
 
 
 def yarn_fits(config: Config) -> None:

@@ -121,7 +121,7 @@ def model_fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
         "--rotary-scaling-factor": config.model.rotary_scaling_factor,
         "--use-rope-scaling": config.attention.use_rope_scaling,
         "--window-size": list(config.attention.window_size or ()),
-        "--window-attn-skip-freq": [int(window is not None) for window in model.windows],
+        "--window-attn-skip-freq": [int(window is not None) for window in model.windows[: model.num_layers]],
         "--softmax-type": config.attention.softmax_type,
         "--swiglu": config.model.swiglu,
         "--squared-relu": config.model.squared_relu,

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from signal import valid_signals
 
 from megatron.training.batch_sizes import batch_sizes
-from megatron.training.config import Config
+from megatron.training.config import Config, DataConfig
+from megatron.training.flags.table import one_of
 from megatron.training.rules.rule import Rule, at_least, fraction, require
 from megatron.training.text.data_source import check_data_flags
 from megatron.training.text.tokenizer_of_run import tokenizer_files
-from megatron.training.text.tokenizers import ByteTokenizer, check_tokenizer_flags
+from megatron.training.text.tokenizers import MODEL_TYPES, ByteTokenizer, check_tokenizer_flags
 
 
 def learning_rates_fit(config: Config) -> None:
@@ -160,7 +161,20 @@ def data_are_named(config: Config) -> None:
     require(data.vocab_size is None or data.vocab_size >= least, "--vocab-size", data.vocab_size, rule, fix)
     at_least(0, (("--num-workers", data.num_workers),))
     check_tokenizer_flags(data.tokenizer_type, tokenizer_files(data), data.vocab_size)
+    tokenizer_files_have_a_type(data)
     at_least(7, (("--tiktoken-num-special-tokens", data.tiktoken_num_special_tokens),))
+
+
+def tokenizer_files_have_a_type(data: DataConfig) -> None:
+    """Without a type text is read as bytes. A type may be given to replace that of a list, whose files stay unread then."""
+    if data.tokenizer_type is not None:
+        return
+    rule = "is read with --tokenizer-type only, and there is none"
+    model, merge = data.tokenizer_model, data.merge_file
+    require(model is None, "--tokenizer-model", model, rule, f"add --tokenizer-type {one_of(MODEL_TYPES)}")
+    # Lists of real jobs name both of GPT-2's files for data that are tokenized already: the number of ids comes from the other.
+    alone = merge is not None and data.vocab_file is None
+    require(not alone, "--merge-file", merge, rule, "add --tokenizer-type GPT2BPETokenizer and --vocab-file FILE")
 
 
 def checkpoint_intervals_fit(config: Config) -> None:
