@@ -10,7 +10,7 @@ from megatron.training.rules.attention import ATTENTION_RULES
 from megatron.training.rules.model import MODEL_RULES
 from megatron.training.rules.moe import MOE_RULES
 from megatron.training.rules.overlap import OVERLAP_RULES
-from megatron.training.rules.parallel import PARALLEL_RULES, check_world
+from megatron.training.rules.parallel import PARALLEL_RULES, check_world, sizes_are_positive
 from megatron.training.rules.precision import PRECISION_RULES
 from megatron.training.rules.run import RUN_RULES
 
@@ -24,7 +24,10 @@ def validate(config: Config, world_size: int | None) -> None:
     Raises:
         ConfigError: the first rule that does not hold, with flag, value, rule and fix.
     """
-    before, after = (*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES), (*RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES)
+    before, after = (
+        (sizes_are_positive, *MODEL_RULES, *ATTENTION_RULES, *MOE_RULES),
+        (*RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES),
+    )
     for rule in (*before, *PARALLEL_RULES, *after):
         rule(config)
     if world_size is not None:

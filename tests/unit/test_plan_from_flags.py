@@ -10,7 +10,7 @@ from megatron.training.arguments import parse
 from megatron.training.describe import describe_model, padded_vocab_size, smallest_world
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
-from megatron.training.stages import stage_chunks, stage_layers
+from megatron.training.stages import stage_chunks, stage_counts
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import refuse_unsupported
@@ -146,7 +146,7 @@ def test_derived_sizes() -> None:
     assert model.moe_layers == (True, False) * 4
     assert model.vocab_size == padded_vocab_size(257, 128, 2) == 512
     assert (model.num_query_groups, model.kv_channels) == (4, 16)
-    assert stage_layers(config) == (8,)
+    assert stage_counts(config) == [8]
 
 
 def test_smallest_world() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import math
 import types
 import typing
 from dataclasses import dataclass
@@ -57,13 +59,21 @@ class Flag:
         if self.kind == "pair":
             return _pair(name, text)
         if self.kind in _WHAT:
-            try:
-                return int(text) if self.kind == "int" else float(text)
-            except ValueError:
-                raise ConfigError(name, text, f"must be {_WHAT[self.kind]}", "correct the value") from None
+            return _number(name, text, self.kind)
         if self.choices is not None and text not in self.choices:
             raise ConfigError(name, text, "unknown choice", f"use {one_of(self.choices)}")
         return text
+
+
+def _number(name: str, text: str, kind: ValueKind) -> int | float:
+    """A number that 64 bits hold."""
+    try:
+        value = int(text) if kind == "int" else float(text)
+    except ValueError:
+        raise ConfigError(name, text or '""', f"must be {_WHAT[kind]}", "correct the value") from None
+    if not math.isfinite(value) or (kind == "int" and abs(value) >= 2**63):
+        raise ConfigError(name, text, f"must be {_WHAT[kind]} of 64 bits", "correct the value")
+    return value
 
 
 def one_of(choices: tuple[str, ...]) -> str:
@@ -71,6 +81,7 @@ def one_of(choices: tuple[str, ...]) -> str:
     return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
+@functools.cache
 def config_flags() -> tuple[Flag, ...]:
     """Every flag of the configuration, in the order of its dataclasses."""
     groups = typing.get_type_hints(Config)

@@ -7,6 +7,10 @@ from megatron.training.describe import dense_width
 from megatron.training.rules.rule import Rule, at_least, divisors, fraction, require
 
 
+MOST_LAYERS = 10_000
+"""A plan names every layer."""
+
+
 def sizes_are_given(config: Config) -> None:
     model = config.model
     for flag, value in (
@@ -33,6 +37,8 @@ def sizes_are_given(config: Config) -> None:
             ("--rotary-seq-len-interpolation-factor", model.rotary_seq_len_interpolation_factor),
         ),
     )
+    layers, rule = model.num_layers or 0, f"is more than {MOST_LAYERS}"
+    require(layers <= MOST_LAYERS, "--num-layers", layers, rule, "correct the value")
     require(
         dense_width(config) > 0, "--hidden-size", model.hidden_size, "too small for --swiglu's width", "use 24 or more"
     )

@@ -7,11 +7,14 @@ import math
 from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
 from megatron.training.describe import expert_tensor_size, smallest_world
-from megatron.training.flags.table import one_of
 from megatron.training.rules.overlap import overlap_flag
 from megatron.training.rules.rule import Rule, at_least, divisors, require
-from megatron.training.stages import chunk_sizes, counted_layers, layout_parts, stage_layers, virtual_stages
+from megatron.training.stages import chunk_sizes, counted_layers, layout_parts, stage_counts, virtual_stages
 from moe_overlap.describe.errors import ConfigError
+
+
+MOST_PROCESSES = 1_000_000
+"""A plan names every rank."""
 
 
 def sizes_are_positive(config: Config) -> None:
@@ -138,8 +141,7 @@ def virtual_stages_fit(config: Config) -> None:
     require(per_stage is None or count is None, flag, value, rule, "give one of the two")
     stages = parallel.pipeline_model_parallel_size
     require(stages > 1, flag, value, "interleaving needs a pipeline", "add --pipeline-model-parallel-size or drop it")
-    accounted = counted_layers(config) != config.model.num_layers
-    layers = (counted_layers(config) // stages,) if accounted else stage_layers(config)
+    layers = stage_counts(config)
     even = len(set(layers)) == 1
     rule = "stages of unequal depth take the number of virtual stages"
     require(even or per_stage is None, flag, value, rule, "use --num-virtual-stages-per-pipeline-rank")
@@ -200,6 +202,8 @@ def check_world(config: Config, world_size: int) -> None:
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size
     smallest = smallest_world(config)
+    rule = f"is more than {MOST_PROCESSES} processes"
+    require(world_size <= MOST_PROCESSES, "world size", world_size, rule, "use smaller parallel sizes")
     fix = f"start a multiple of {smallest} processes"
     rule = f"not a multiple of TP × PP × CP = {tensor} × {stages} × {context}"
     require(world_size % (tensor * stages * context) == 0, "world size", world_size, rule, fix)
@@ -223,8 +227,8 @@ def _batches_divide(config: Config, micro: int, total: int, data: int) -> None:
     rule = f"global batch {total} is not a multiple of micro-batch × data-parallel = {micro} × {data}"
     if total % data:
         raise ConfigError(flag, value, rule, f"use a multiple of {data * micro}")
-    fitting = tuple(str(size) for size in range(1, total // data + 1) if (total // data) % size == 0)
-    require(total % (micro * data) == 0, "--micro-batch-size", micro, rule, f"use {one_of(fitting)}")
+    fix = f"use {divisors(total // data)}"
+    require(total % (micro * data) == 0, "--micro-batch-size", micro, rule, fix)
 
 
 def _batch_flag(config: Config, total: int) -> tuple[str, str]:
@@ -256,7 +260,6 @@ def _micro_batches_interleave(config: Config, total: int, micro_batches: int) ->
 
 
 PARALLEL_RULES: tuple[Rule, ...] = (
-    sizes_are_positive,
     sequence_divides,
     layers_divide_by_stages,
     layout_holds_the_model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from megatron.training.config import Config
@@ -9,6 +10,8 @@ from megatron.training.flags.table import one_of
 from moe_overlap.describe.errors import ConfigError
 
 Rule = Callable[[Config], None]
+_LISTED = 10**9
+"""Divisors of larger numbers are not searched for."""
 
 
 def require(holds: object, flag: str, value: object, rule: str, fix: str) -> None:
@@ -34,4 +37,7 @@ def fraction(flags: Sequence[tuple[str, float | None]], *, includes_one: bool) -
 
 def divisors(number: int) -> str:
     """`1, 2, 4 or 8`: what divides a number."""
-    return one_of(tuple(str(d) for d in range(1, number + 1) if number % d == 0))
+    if number > _LISTED:
+        return f"a divisor of {number}"
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return one_of(tuple(str(d) for d in sorted({*small, *(number // d for d in small)})))
