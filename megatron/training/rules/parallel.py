@@ -12,7 +12,6 @@ from megatron.training.rules.rule import Rule, at_least, divisors, require
 from megatron.training.stages import chunk_sizes, counted_layers, layout_parts, stage_counts, virtual_stages
 from moe_overlap.describe.errors import ConfigError
 
-
 MOST_PROCESSES = 1_000_000
 """A plan names every rank."""
 

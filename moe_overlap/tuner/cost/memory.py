@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from moe_overlap.tuner.capture.expression import evaluate
 from moe_overlap.tuner.capture.graph import Part
-from moe_overlap.tuner.capture.liveness import kept_bytes, output_bytes, peak_bytes
 from moe_overlap.tuner.capture.liveness import kept_bytes, peak_bytes
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.operators import OpTable
