@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
@@ -40,6 +41,8 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
     replacements: list[tuple[Any, str, Any]] = [
         (gpt_layer_specs, "TESpecProvider", specs),
         (multi_latent_attention, "TELinear", specs.whole),
+        (transformer_engine, "TENorm", specs.norm),
+        (transformer_engine, "TEColumnParallelLinear", specs.column_parallel_linear()),
         (model_builder, "uses_transformer_engine", lambda: True),
         (model_builder, "transformer_engine_is_installed", lambda: True),
         (model_builder, "_block_norm", lambda: specs.norm),
