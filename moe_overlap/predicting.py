@@ -23,7 +23,7 @@ from moe_overlap.plan.validate import validate_plan
 from moe_overlap.speed_flags import features_of, grouped, without_newer, zero_level
 from moe_overlap.tuner.capture.cache import CaptureError, cached_captures
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
 from moe_overlap.tuner.cost.predict import Prediction
@@ -174,7 +174,9 @@ def stage_requests(config: Config, model: ModelDescription, plan: Plan) -> dict[
 def joined(variants: Sequence[CapturedModel], model: ModelDescription) -> CapturedModel:
     """One captured model of several variants' parts."""
     parts = tuple(part for captured in variants for part in captured.parts)
-    return dataclasses.replace(variants[0], parts=parts, layer_kinds=layer_kinds(model))
+    return dataclasses.replace(
+        variants[0], parts=parts, layer_kinds=layer_kinds(model), mtp_kinds=prediction_kinds(model)
+    )
 
 
 def cache_folder() -> Path:

@@ -14,7 +14,7 @@ Legend: S sequence (this rank's part of it), B batch, H hidden.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,6 +109,15 @@ class PredictionLayer(MultiTokenPredictionLayer):
         return scatter_to_sequence_parallel_region(whole, group=self.tp_group) if self.sequence_parallel else whole
 
 
+class Targets(NamedTuple):
+    """What a prediction layer's successor rolls by one more token."""
+
+    tokens_BS: Tensor
+    positions_BS: Tensor
+    labels_BS: Tensor
+    mask_BS: Tensor
+
+
 class PredictingModel(LanguageModel):
     """The last chunk of a model with prediction layers.
 
@@ -165,30 +174,45 @@ class PredictingModel(LanguageModel):
     ) -> Tensor:
         """Losses [B, S] of the next tokens; the prediction layers' losses hang on their gradient."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        ahead, labels_BS, mask_BS = hidden_states, labels, loss_mask
+        ahead, targets = hidden_states, Targets(input_ids, position_ids, labels, loss_mask)
         shared = {
             name: inputs[name] for name in ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
         }
         reports = []
         for layer in self.mtp.layers:
-            # The embedding's own hooks belong to its pass before the decoder.
-            ahead, input_ids, position_ids = layer(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                hidden_states=ahead,
-                embedding=self.embedding.forward,
-                **shared,
-            )
-            labels_BS, _ = roll_tensor(labels_BS, cp_group=self.cp_group)
-            mask_BS, count = roll_tensor(mask_BS, cp_group=self.cp_group)
-            losses_BS = layer.loss(self, ahead, weight, labels_BS, mask_BS)
+            ahead, targets, losses_BS, count = self.predict(layer, ahead, targets, weight, shared)
             reports += [losses_BS.detach().sum(), count]
-            hidden_states = MTPLossAutoScaler.apply(hidden_states, self._weighted(losses_BS, count))
+            hidden_states = MTPLossAutoScaler.apply(hidden_states, self.weighted(losses_BS, count))
         self.prediction_report = torch.stack(reports)
         logits, _ = self.output_layer(hidden_states, weight=weight)
         return self.compute_language_model_loss(labels, logits)
 
-    def _weighted(self, losses_BS: Tensor, count: Tensor) -> Tensor:
+    def predict(
+        self, layer: Any, hidden_SBH: Tensor, targets: Targets, weight: Tensor | None, shared: dict[str, Any]
+    ) -> tuple[Tensor, Targets, Tensor, Tensor]:
+        """One prediction layer and its loss.
+
+        Args:
+            hidden_SBH, targets: of its predecessor.
+            weight: of the output layer, where that is the embedding's.
+            shared: attention mask and rotary tables.
+        Returns:
+            Its hidden states and targets, its losses [B, S], and how many of them count.
+        """
+        # The embedding's own hooks belong to its pass before the decoder.
+        ahead, tokens_BS, positions_BS = layer(
+            input_ids=targets.tokens_BS,
+            position_ids=targets.positions_BS,
+            hidden_states=hidden_SBH,
+            embedding=self.embedding.forward,
+            **shared,
+        )
+        labels_BS, _ = roll_tensor(targets.labels_BS, cp_group=self.cp_group)
+        mask_BS, count = roll_tensor(targets.mask_BS, cp_group=self.cp_group)
+        losses_BS = layer.loss(self, ahead, weight, labels_BS, mask_BS)
+        return ahead, Targets(tokens_BS, positions_BS, labels_BS, mask_BS), losses_BS, count
+
+    def weighted(self, losses_BS: Tensor, count: Tensor) -> Tensor:
         """What one layer's losses add to the micro-batch's loss, which the schedule scales alike.
 
         Ranks that share a sample average their gradients: each divides by the mean number of tokens that they hold.

@@ -19,7 +19,7 @@ from megatron.training.model import AdaptLayer, build_model, unwrap
 from megatron.training.plan_from_flags import plan_from_flags
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.tuner.capture.graph import Layout
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.request import FULL, NO_RECOMPUTATION
 from moe_overlap.tuner.capture.stand_ins import replaced
 
@@ -149,28 +149,31 @@ def build_one_of_each(
     """A model with one layer of every kind.
 
     Returns:
-        megatron-core's GPTModel, and the kinds of its layers in order.
+        megatron-core's GPTModel, and the kinds of its layers in order, prediction layers behind the decoder's.
     """
-    of_layers = layer_kinds(model)
-    kinds = tuple(dict.fromkeys(of_layers))
+    of_layers, of_predictions = layer_kinds(model), prediction_kinds(model)
+    # The last layer stays the last one: prediction layers are like it.
+    kinds = (*(kind for kind in dict.fromkeys(of_layers) if kind != of_layers[-1]), of_layers[-1])
+    ahead = tuple(dict.fromkeys(of_predictions))
     firsts = [of_layers.index(kind) for kind in kinds]
-    windows = tuple(model.windows[layer] for layer in firsts)
+    behind = [model.num_layers + of_predictions.index(kind) for kind in ahead]
+    windows = tuple(model.windows[layer] for layer in (*firsts, *behind))
     small = replace(
         model,
         num_layers=len(kinds),
         moe_layers=tuple(model.moe_layers[layer] for layer in firsts),
         windows=windows,
-        mtp_layers=0,
+        mtp_layers=len(ahead),
     )
     config = replace(
         config,
-        model=replace(config.model, num_layers=len(kinds), mtp_num_layers=None),
+        model=replace(config.model, num_layers=len(kinds), mtp_num_layers=len(ahead) or None),
         attention=replace(config.attention, window_attn_skip_freq=tuple(int(window is not None) for window in windows)),
     )
     plan = plan_from_flags(config, small, world.size)
     with replaced([(model_builder, "Float16Module", _in_half_precision)]):
         module = build_model(config, small, plan, world.groups, 0, adapt_layer)[0]
-    return unwrap(module), kinds
+    return unwrap(module), (*kinds, *ahead)
 
 
 def _in_half_precision(tc: Any, module: torch.nn.Module) -> torch.nn.Module:

@@ -14,7 +14,7 @@ from megatron.training.config import Config
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.tuner.capture.files import CorruptFileError, load_captured
 from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 
 
@@ -48,14 +48,14 @@ def cached_capture(
     ]
     found = cached_captures(requests, cache_dir)
     parts = tuple(part for captured in found for part in captured.parts)
-    return dataclasses.replace(found[0], parts=parts, layer_kinds=layer_kinds(model))
+    return dataclasses.replace(found[0], parts=parts, layer_kinds=layer_kinds(model), mtp_kinds=prediction_kinds(model))
 
 
 def cached_captures(requests: Sequence[Request], cache_dir: Path) -> list[CapturedModel]:
     """One answer for each request, in order; all that are missing are captured by one process.
 
     A file that is not what was written is captured again, with a line on stderr. The layers of an answer are those of the
-    request that made the file: `CapturedModel.layer_kinds` may be another model's of the same kinds.
+    request that made the file: `CapturedModel.layer_kinds` and `mtp_kinds` may be another model's of the same kinds.
     """
     paths = [cache_dir / f"{request.sha256()}.json" for request in requests]
     missing: dict[Path, Request] = {}

@@ -23,8 +23,8 @@ from moe_overlap.tuner.capture.build import (
 )
 from moe_overlap.tuner.capture.fit import fit, gives, sample_points
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds
-from moe_overlap.tuner.capture.parts import PartRecorder, Piece, keep_gradients_apart
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
+from moe_overlap.tuner.capture.parts import PartRecorder, Piece, keep_gradients_apart, prediction_layers
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, versions
 from moe_overlap.tuner.capture.spec import check
@@ -45,7 +45,7 @@ def capture(request: Request) -> CapturedModel:
     return CapturedModel(
         parts=parts,
         layer_kinds=layer_kinds(request.model),
-        mtp_kinds=(),
+        mtp_kinds=prediction_kinds(request.model),
         layout=request.layout,
         implementation=request.implementation,
         versions=versions(),
@@ -92,7 +92,8 @@ def instrumented(request: Request, world: World, without_values: bool = True) ->
 
 def balance(gpt: Any, recorder: Recorder) -> None:
     """Balanced routing in every MoE layer."""
-    balances = [Balance(layer.mlp) for layer in gpt.decoder.layers if layer.is_moe_layer]
+    layers = [*gpt.decoder.layers, *(layer.transformer_layer for layer in prediction_layers(gpt))]
+    balances = [Balance(layer.mlp) for layer in layers if layer.is_moe_layer]
     if balances:
         recorder.rows_of_map = balances[0].rows_of_map
 

@@ -130,7 +130,9 @@ class Part:
         ops: in execution order, the forward pass first.
         saved: storages kept from the forward to the backward pass, parameters and constants apart. The input is among them
             where it is kept; it is the output of the part before, so a stage counts it once.
-        inputs, outputs: storages of the hidden states (of the embedding: tokens and positions; of the head: the loss).
+        inputs, outputs: storages of the hidden states (of the embedding: tokens and positions; of the head: the loss). A
+            prediction layer stands between the decoder's last norm and the head and passes its input on; its loss hangs on
+            the gradient. Word embedding and output layer are constants in it: embedding and head count them.
         gradient_inputs, gradient_outputs: storages of the gradients of outputs and of inputs.
     """
 
@@ -144,6 +146,10 @@ class Part:
     outputs: tuple[int, ...]
     gradient_inputs: tuple[int, ...]
     gradient_outputs: tuple[int, ...]
+
+    def holds(self, name: str, role: Role = "parameter") -> int | None:
+        """The storage with a name and a role; None where there is none."""
+        return next((storage.id for storage in self.storages if (storage.name, storage.role) == (name, role)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import GlobalMemoryBuffer
 
+from megatron.training.layers.multi_token import Targets
 from moe_overlap.plan.operators import (
     ATTENTION,
     COMBINE,
@@ -25,11 +27,13 @@ from moe_overlap.plan.operators import (
     GATE,
     HEAD_LOSS,
     HEAD_NORM,
+    LOSS,
     MERGE,
     MLP,
+    PROJECT,
     SHARED,
 )
-from moe_overlap.tuner.capture.graph import Layout, Op, Part
+from moe_overlap.tuner.capture.graph import Layout, Op, Part, Role
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import FULL
 
@@ -43,6 +47,7 @@ class Piece:
     Attributes:
         kind: as in `Part.kind`.
         modules: hold its parameters, whose names start with the key.
+        borrowed: the same, of parameters that another part counts: constants here.
         inputs: (samples, tokens) -> the tensors it is called with; those of a floating type get gradients.
         run: inputs -> the output, hidden states or the loss.
     """
@@ -52,6 +57,7 @@ class Piece:
     inputs: Callable[[int, int], tuple[torch.Tensor, ...]]
     run: Callable[..., torch.Tensor]
     is_layer: bool = False
+    borrowed: dict[str, torch.nn.Module] = field(default_factory=dict)
 
 
 class HandOver(torch.autograd.Function):
@@ -89,7 +95,7 @@ class PartRecorder:
     """Runs the pieces of one model.
 
     Args:
-        model: megatron-core's GPTModel with one layer of each of `kinds`.
+        model: megatron-core's GPTModel with one layer of each of `kinds`, prediction layers last.
         recorder: records it; hooks for it are placed on the model here.
         buffer: the scratch buffer that the model's linears share.
         variant: what is recomputed.
@@ -111,7 +117,9 @@ class PartRecorder:
         for name, module in (("embedding", model.embedding), ("final_layernorm", model.decoder.final_layernorm)):
             recorder.watch_modules(module, name)
         recorder.watch_modules(model.output_layer, "output_layer")
-        layers = [self._layer(kind, layer) for kind, layer in zip(kinds, model.decoder.layers, strict=True)]
+        decoder, ahead = model.decoder.layers, prediction_layers(model)
+        layers = [self._layer(kind, layer) for kind, layer in zip(kinds[: len(decoder)], decoder, strict=True)]
+        layers += [self._prediction(kind, layer) for kind, layer in zip(kinds[len(decoder) :], ahead, strict=True)]
         self.pieces = {piece.kind: piece for piece in (self._embedding(), *layers, self._head())}
 
     def record(self, piece: Piece, samples: int, tokens: int) -> Part:
@@ -165,11 +173,14 @@ class PartRecorder:
             return part
 
     def _hold_parameters(self, piece: Piece) -> None:
-        for prefix, module in piece.modules.items():
-            for name, parameter in module.named_parameters(prefix=prefix):
-                replicas = "dp" if getattr(parameter, "allreduce", True) else "edp"
-                self._recorder.hold(parameter, "parameter", name, replicas)
-                self._recorder.hold(parameter.main_grad, "gradient", name, replicas)
+        roles: tuple[tuple[Role, dict[str, torch.nn.Module]], ...]
+        roles = (("parameter", piece.modules), ("constant", piece.borrowed))
+        for role, modules in roles:
+            for prefix, module in modules.items():
+                for name, parameter in module.named_parameters(prefix=prefix):
+                    replicas = "dp" if getattr(parameter, "allreduce", True) else "edp"
+                    self._recorder.hold(parameter, role, name, replicas)
+                    self._recorder.hold(parameter.main_grad, "gradient", name, replicas)
 
     def _hidden(self, samples: int, tokens: int) -> torch.Tensor:
         config = self._model.config
@@ -238,6 +249,43 @@ class PartRecorder:
             return forward(x_SBH, rotary)
 
         return Piece(kind, {"": layer}, lambda samples, tokens: (self._hidden(samples, tokens),), run, is_layer=True)
+
+    def _prediction(self, kind: str, layer: Any) -> Piece:
+        model, recorder = self._model, self._recorder
+        recorder.watch_modules(layer)
+        name_operators(layer.transformer_layer, recorder)
+        for owner, method, operator in (
+            (layer, "_concat_embeddings", PROJECT),
+            (layer, "_postprocess", LOSS),
+            (layer.loss, "forward", LOSS),
+        ):
+            _name(owner, method, operator, recorder)
+        if self._variant == FULL:
+            # Decoder layers are wrapped from outside; a prediction layer wraps what it projects and its layer itself.
+            config = model.config
+            config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+
+        def run(x_SBH: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+            rotary = self._rotary(targets[0].shape[1] * self._layout.context)
+            shared = {"attention_mask": None, "rotary_pos_emb": rotary, "rotary_pos_cos": None, "rotary_pos_sin": None}
+            tied = model.share_embeddings_and_output_weights
+            weight = model.shared_embedding_or_output_weight() if tied else None
+            with recorder.at(PROJECT):
+                _, _, losses_BS, count = model.predict(layer, x_SBH, Targets(*targets), weight, shared)
+            with recorder.at(LOSS):
+                return MTPLossAutoScaler.apply(x_SBH, model.weighted(losses_BS, count))  # type: ignore[no-any-return]
+
+        def inputs(samples: int, tokens: int) -> tuple[torch.Tensor, ...]:
+            words_BS = [self._tokens(samples, tokens) for _ in range(3)]
+            return self._hidden(samples, tokens), *words_BS, torch.ones(words_BS[0].shape)
+
+        borrowed = {"embedding": model.embedding, "output_layer": model.output_layer}
+        return Piece(kind, {"": layer}, inputs, run, is_layer=True, borrowed=borrowed)
+
+
+def prediction_layers(model: Any) -> Sequence[Any]:
+    """The multi-token-prediction layers of megatron-core's GPTModel."""
+    return model.mtp.layers if model.mtp_process else ()
 
 
 def name_operators(layer: Any, recorder: Recorder) -> None:

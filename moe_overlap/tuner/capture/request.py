@@ -16,7 +16,7 @@ from megatron.training.config import Config
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.serialize import as_values, read_record
 from moe_overlap.tuner.capture.graph import Implementation, Layout
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 
 NO_RECOMPUTATION, FULL = "none", "full"
 """Variants beside lists of modules."""
@@ -42,11 +42,11 @@ class Request:
 
     def sha256(self) -> str:
         """Hash of everything that the captured graphs depend on."""
-        of_model = dataclasses.replace(self.model, name="", num_layers=0, moe_layers=(), windows=())
+        of_model = dataclasses.replace(self.model, name="", num_layers=0, moe_layers=(), windows=(), mtp_layers=0)
         content = {
             "model": as_values(of_model),
             # In the order of their first layer: how many layers there are of each kind changes no graph.
-            "kinds": list(dict.fromkeys(layer_kinds(self.model))),
+            "kinds": list(dict.fromkeys((*layer_kinds(self.model), *prediction_kinds(self.model)))),
             "flags": {
                 name: as_values(getattr(self.config, name))
                 for name in ("model", "moe", "attention", "precision", "device")
@@ -61,7 +61,7 @@ class Request:
             "versions": versions(),
             "sources": _sources_sha256(),
         }
-        content["flags"]["model"] |= {"num_layers": None, "seq_length": None}
+        content["flags"]["model"] |= {"num_layers": None, "seq_length": None, "mtp_num_layers": None}
         content["flags"]["moe"] |= {"moe_layer_freq": None}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

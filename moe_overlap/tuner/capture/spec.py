@@ -107,8 +107,8 @@ def _borders(part: Part) -> Iterator[str]:
         if index not in part.saved and index not in part.outputs:
             yield f"storage {index} is read in the backward pass, but not saved"
     for index in part.outputs:
-        if index not in written:
-            yield f"storage {index} is an output, but not written in the forward pass"
+        if index not in written and index not in part.inputs:
+            yield f"storage {index} is an output, but neither an input nor written in the forward pass"
 
 
 def _sizes(part: Part) -> Iterator[str]:

@@ -11,14 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import layers, mappings, random
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import GlobalMemoryBuffer
 
+from megatron.training.layers import multi_token
 from moe_overlap.tuner.capture.record import Recorder
 
 _ABSENT = object()
+_ROLL = multi_token_prediction.roll_tensor
 
 
 class Counts(list[int]):
@@ -67,9 +72,24 @@ def without_data(buffer: GlobalMemoryBuffer) -> Iterator[None]:
         (mappings, "get_global_memory_buffer", lambda: buffer),
         (moe_utils, "get_moe_layer_wise_logging_tracker", lambda: tracker),
         (MoEAuxLossAutoScaler, "main_loss_backward_scale", scale),
+        (MTPLossAutoScaler, "main_loss_backward_scale", scale),
+        # The neighbours that hand over a token.
+        (multi_token_prediction, "roll_tensor", roll_without_neighbours),
+        (multi_token, "roll_tensor", roll_without_neighbours),
     ]
     with replaced(replacements):
         yield
+
+
+def roll_without_neighbours(tensor_BS: torch.Tensor, cp_group: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, S] and its sum, one token further on; the token that a neighbour would send under context parallelism is broadcast."""
+    if cp_group.size() == 1:
+        return _ROLL(tensor_BS, cp_group=cp_group)  # type: ignore[no-any-return]
+    token_B = tensor_BS.select(-1, -1).clone()
+    dist.broadcast(token_B, group=cp_group, group_src=0)
+    rolled_BS = torch.roll(tensor_BS, shifts=-1, dims=-1)
+    rolled_BS.select(-1, -1).copy_(token_B)
+    return rolled_BS, rolled_BS.sum()
 
 
 @contextlib.contextmanager

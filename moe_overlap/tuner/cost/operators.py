@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.describe.cluster import Gpu
-from moe_overlap.plan.operators import COMBINE, DISPATCH, EXPERTS, GATE, HEAD_LOSS, MERGE
+from moe_overlap.plan.operators import COMBINE, DISPATCH, EXPERTS, GATE, HEAD_LOSS, LOSS, MERGE
 from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Collective, Op, Part
 from moe_overlap.tuner.cost.constants import GpuConstants, ReleaseConstants
@@ -28,7 +28,7 @@ Lookup = Callable[[Op, tuple[float, ...]], tuple[float, Provenance] | None]
 
 CLASSES = ("gemm", "grouped_gemm", "attention", "memory", "collective", "free")
 LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
-FULL_PRECISION_OPERATORS = (HEAD_LOSS, GATE)
+FULL_PRECISION_OPERATORS = (HEAD_LOSS, LOSS, GATE)
 """Products that stay in bf16 in fp8 and fp4 training."""
 EXPERT_OPERATORS = (DISPATCH, EXPERTS, COMBINE, GATE, MERGE)
 SCORE_BYTES = (13.0, 20.0)

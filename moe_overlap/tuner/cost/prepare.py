@@ -22,6 +22,7 @@ from moe_overlap.tuner.cost.pipeline import in_flight
 Floats = NDArray[np.float64]
 CAPTURED_BYTES = {"fp32": 4.0}
 """Of a captured parameter; 2 in every other precision."""
+WORDS = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class Family:
     @property
     def held_once(self) -> list[bool]:
         """[K] parts of which one micro-batch alone is ever held."""
-        return [table.part.kind == "head" for table in self.tables]
+        return [table.part.kind == "head" or table.part.kind.startswith("mtp.") for table in self.tables]
 
 
 def prepare(
@@ -111,11 +112,23 @@ def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part
     counted = [(graph.part(kind, variant, samples), float(count)) for (kind, variant), count in variants.items()]
     if index == plan.embedding_stage:
         counted.append((graph.part("embedding", samples=samples), 1.0))
-    if index == (plan.loss_stage if plan.mtp_stage is None else plan.mtp_stage):
-        counted += [(graph.part(kind, layer_variant(stage, 0), samples), 1.0) for kind in graph.mtp_kinds]
+    if index == plan.mtp_stage:
+        predictions = [graph.part(kind, prediction_variant(stage), samples) for kind in graph.mtp_kinds]
+        if index != plan.embedding_stage and graph.part("head", samples=samples).holds(WORDS) is None:
+            predictions[0] = _holding_words(predictions[0])
+        counted += [(part, 1.0) for part in predictions]
     if index == plan.loss_stage:
         counted.append((graph.part("head", samples=samples), 1.0))
     return counted
+
+
+def _holding_words(part: Part) -> Part:
+    """A prediction layer on another stage than the embedding, whose copy of the words is counted here."""
+    words = part.holds(WORDS, "constant")
+    assert words is not None, f"{part.kind} reads no word embedding"
+    storages = list(part.storages)
+    storages[words] = replace(storages[words], role="parameter")
+    return replace(part, storages=tuple(storages))
 
 
 def layer_variant(stage: StagePlan, place: int) -> str:
@@ -126,6 +139,15 @@ def layer_variant(stage: StagePlan, place: int) -> str:
     return "+".join(sorted(recompute.modules)) if recompute.granularity == "selective" else "full"
 
 
+def prediction_variant(stage: StagePlan) -> str:
+    """What a prediction layer recomputes: megatron-core leaves it out where it recomputes the first layers of a chunk."""
+    recompute = stage.recompute
+    if recompute.granularity == "selective":
+        return "+".join(sorted(recompute.modules))
+    return "full" if recompute.granularity == "uniform" else "none"
+
+
 def stage_variants(stage: StagePlan) -> set[str]:
-    """What the layers of a stage recompute."""
-    return {layer_variant(stage, place) for first, last in stage.chunks for place in range(last - first)} | {"none"}
+    """What the layers of a stage recompute, and prediction layers if it has any."""
+    layers = {layer_variant(stage, place) for first, last in stage.chunks for place in range(last - first)}
+    return {*layers, prediction_variant(stage), "none"}

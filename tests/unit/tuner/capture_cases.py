@@ -33,6 +33,7 @@ LATENT = (
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TP2_EP2 = f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 CP2 = "--context-parallel-size 2"
+AHEAD = "--mtp-num-layers 2"
 
 
 def request(

@@ -102,7 +102,7 @@ BROKEN = {
     "recomputed in the forward pass": changed(0, is_recomputed=True),
     "is saved, but of role parameter": dataclasses.replace(part(), saved=(0, 1)),
     "is saved, but not written": dataclasses.replace(part(), saved=(0, 5)),
-    "is an output, but not written": dataclasses.replace(part(), outputs=(5,)),
+    "is an output, but neither": dataclasses.replace(part(), outputs=(5,)),
     "is negative": changed(0, bytes=8 - ROWS),
 }
 

@@ -9,7 +9,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from moe_overlap.tuner.capture.graph import Part
 from moe_overlap.tuner.capture.liveness import lifetimes, live_bytes, peak_of_sequence
-from tests.unit.tuner.capture_cases import DENSE, MOE, SHARED, TP2, TP2_EP2, recorded, request, running
+from tests.unit.tuner.capture_cases import AHEAD, DENSE, MOE, SHARED, TP2, TP2_EP2, recorded, request, running
 
 SAMPLES, TOKENS = 2, 512
 WIDE = "--hidden-size 256"
@@ -17,6 +17,7 @@ WIDE = "--hidden-size 256"
 CASES = {
     "moe": (f"{MOE} {SHARED}", "none"),
     "dense, TP2": (f"{DENSE} {TP2}", "none"),
+    "moe, TP2 EP2, prediction": (f"{MOE} {TP2_EP2} {AHEAD} --bf16", "none"),
     "moe, TP2 EP2": (f"{MOE} {TP2_EP2} --bf16", "none"),
     "moe, TP2 EP2, full": (f"{MOE} {TP2_EP2} --bf16", "full"),
     "moe, TP2 EP2, core_attn": (f"{MOE} {TP2_EP2} --bf16", "core_attn"),
@@ -34,7 +35,7 @@ def tracked_peak(asked: Any) -> float:
             labels, mask = pieces[-1].inputs(SAMPLES, TOKENS)[1:]
             hidden = pieces[0].run(tokens, positions)
             for piece in pieces[1:-1]:
-                hidden = piece.run(hidden)
+                hidden = piece.run(hidden, *piece.inputs(SAMPLES, TOKENS)[1:])
             loss = pieces[-1].run(hidden, labels, mask)
             del hidden
             loss.backward()

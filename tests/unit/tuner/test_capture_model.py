@@ -8,13 +8,31 @@ from typing import Any
 import pytest
 import torch
 
-from moe_overlap.describe.parameters import Share, embedding_parameters, layer_parameters, norm_parameters
+from moe_overlap.describe.parameters import (
+    Share,
+    embedding_parameters,
+    layer_parameters,
+    norm_parameters,
+    prediction_parameters,
+)
 from moe_overlap.tuner.capture.capture import capture
 from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Part
 from moe_overlap.tuner.capture.kernels import UnregisteredKernelError
 from moe_overlap.tuner.capture.liveness import kept_bytes
-from tests.unit.tuner.capture_cases import CP2, DENSE, LATENT, MOE, SHARED, TP2, TP2_EP2, recorded, request, running
+from tests.unit.tuner.capture_cases import (
+    AHEAD,
+    CP2,
+    DENSE,
+    LATENT,
+    MOE,
+    SHARED,
+    TP2,
+    TP2_EP2,
+    recorded,
+    request,
+    running,
+)
 
 FAST = {
     "te, TP2 EP2, shared expert": (f"{MOE} {SHARED} {TP2_EP2} --bf16", "te", "none"),
@@ -37,6 +55,10 @@ SLOW = {
     "te, full": (f"{MOE} {TP2_EP2} --bf16", "te", "full"),
     "te, modules": (f"{MOE} {SHARED} --bf16", "te", "core_attn+moe_act+shared_experts"),
     "torch, full": (f"{MOE} {TP2_EP2}", "torch", "full"),
+    "te, prediction, TP2 EP2": (f"{MOE} {TP2_EP2} {AHEAD} --bf16", "te", "none"),
+    "torch, prediction, CP2": (f"{MOE} {CP2} {AHEAD}", "torch", "none"),
+    "te, prediction, latent attention, full": (f"{LATENT} {TP2} {AHEAD} --bf16", "te", "full"),
+    "te, prediction, modules": (f"{MOE} {SHARED} {AHEAD} --bf16", "te", "core_attn+moe_act+shared_experts"),
 }
 POINTS = [(1, 128), (2, 64), (4, 192), (7, 320)]
 
@@ -67,7 +89,7 @@ def test_expressions_give_the_numbers_of_single_batches(case: str) -> None:
     captured = capture(asked)
     single = recorded(asked, POINTS)
     kinds = {part.kind for part in captured.parts}
-    assert kinds == (set(single) if variant == "none" else set(captured.layer_kinds))
+    assert kinds == (set(single) if variant == "none" else {*captured.layer_kinds, *captured.mtp_kinds})
     for kind in kinds:
         for (b, s), batch in zip(POINTS, single[kind], strict=True):
             part = captured.part(kind, variant, b)
@@ -76,7 +98,7 @@ def test_expressions_give_the_numbers_of_single_batches(case: str) -> None:
             assert (found == expected).all(), (kind, b, s)
 
 
-@pytest.mark.parametrize("flags", [f"{MOE} {SHARED}", f"{DENSE} --bf16"], ids=["moe", "dense"])
+@pytest.mark.parametrize("flags", [f"{MOE} {SHARED} {AHEAD}", f"{DENSE} --bf16"], ids=["moe", "dense"])
 def test_operators_without_values_equal_those_of_a_real_run(flags: str) -> None:
     asked = request(flags)
     points = [(2, 128)]
@@ -126,7 +148,7 @@ def asked_kind(flags: str) -> str:
     return "moe" if "--num-experts" in flags else "dense"
 
 
-@pytest.mark.parametrize("case", [*FAST, "torch, TP2 EP2", "te, dense with biases, TP2"])
+@pytest.mark.parametrize("case", ["torch, TP2 EP2", "te, dense with biases, TP2", "te, prediction, TP2 EP2"])
 def test_parameters_are_those_of_the_closed_formulas(case: str) -> None:
     flags, implementation, _ = (FAST | SLOW)[case]
     asked = request(flags, implementation)  # type: ignore[arg-type]
@@ -143,7 +165,11 @@ def test_parameters_are_those_of_the_closed_formulas(case: str) -> None:
         kind: sum(float(storage.bytes.value(1, 1)) for storage in part.storages if storage.role == "parameter") / width
         for kind, part in parts.items()
     }
+    assert ("mtp.moe" in held) == (asked.model.mtp_layers > 0)
     for kind in set(held) - {"embedding", "head"}:
+        if kind == "mtp.moe":
+            assert held.pop(kind) == prediction_parameters(asked.model, share)
+            continue
         layer = asked.model.moe_layers.index(kind == "moe")
         assert held[kind] == layer_parameters(asked.model, layer, share)
     tied = asked.model.vocab_size // share.tensor * asked.model.hidden_size if asked.model.tied_embeddings else 0
