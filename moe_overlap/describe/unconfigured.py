@@ -165,7 +165,7 @@ AWAITED = (
     _group("routing by recorded choices", "moe-enable-routing-replay"),
     _group(
         "evaluation apart from training",
-        "eval-*-batch-size start-eval-at-iter full-validation multiple-validation-sets validation-set-names",
+        "eval-micro-batch-size start-eval-at-iter full-validation multiple-validation-sets validation-set-names",
     ),
     _group("a changing order of the data", "iterations-to-skip phase-transition-iterations"),
     _group("batches that shrink to fit the ranks", "decrease-batch-size-if-needed"),

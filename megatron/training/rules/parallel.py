@@ -219,6 +219,17 @@ def check_world(config: Config, world_size: int) -> None:
     for total in batch_sizes(config, data).sizes:
         _batches_divide(config, micro, total, data)
         _micro_batches_interleave(config, total, total // (micro * data))
+    group = (parallel.microbatch_group_size_per_vp_stage or stages) if virtual_stages(config) > 1 else 1
+    _evaluations_divide(training.eval_global_batch_size, micro, data, group)
+
+
+def _evaluations_divide(total: int | None, micro: int, data: int, group: int) -> None:
+    """Evaluations have as many micro-batches on each rank, in full groups where stages are interleaved."""
+    fills = f" × {group}, the micro-batches that interleaved stages take at once" if group > 1 else ""
+    rule = f"not a multiple of micro-batch × data-parallel = {micro} × {data}{fills}"
+    whole = micro * data * group
+    fits = total is None or total % whole == 0
+    require(fits, "--eval-global-batch-size", total, rule, f"use a multiple of {whole}")
 
 
 def _batches_divide(config: Config, micro: int, total: int, data: int) -> None:

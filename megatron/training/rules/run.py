@@ -107,6 +107,7 @@ def training_counts_are_positive(config: Config) -> None:
         (
             ("--micro-batch-size", training.micro_batch_size),
             ("--global-batch-size", training.global_batch_size),
+            ("--eval-global-batch-size", training.eval_global_batch_size),
             ("--eval-interval", training.eval_interval),
             ("--exit-interval", training.exit_interval),
             ("--exit-duration-in-mins", training.exit_duration_in_mins),
