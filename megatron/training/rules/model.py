@@ -6,7 +6,6 @@ from megatron.training.config import Config
 from megatron.training.describe import dense_width
 from megatron.training.rules.rule import Rule, at_least, divisors, fraction, require
 
-
 MOST_LAYERS = 10_000
 """A plan names every layer."""
 
