@@ -187,9 +187,9 @@ RULES = [
         "--pipeline-model-parallel-layout Ett|ttmL: holds 1 prediction layers of --mtp-num-layers 2; name 2 layers m",
     ),
     (
-        f"--pipeline-model-parallel-size 4 {PREDICTION} --pipeline-model-parallel-layout Ett|tt|mm|L",
+        f"--pipeline-model-parallel-size 4 {PREDICTION} --pipeline-model-parallel-layout Ett|tt|m|mL",
         4,
-        "--pipeline-model-parallel-layout Ett|tt|mm|L: prediction layers m stand in the part of the loss; "
+        "--pipeline-model-parallel-layout Ett|tt|m|mL: prediction layers m stand in one part, the last of its rank; "
         'end with "mmL"',
     ),
     (

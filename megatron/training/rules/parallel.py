@@ -118,8 +118,9 @@ def layout_holds_the_model(config: Config) -> None:
     predictions, named = config.model.mtp_num_layers or 0, letters.count("m")
     rule = f"holds {named} prediction layers of --mtp-num-layers {predictions}"
     require(named == predictions, flag, text, rule, f"name {predictions} layers m")
-    rule = "prediction layers m stand in the part of the loss"
-    require(parts[-1].count("m") == named, flag, text, rule, f'end with "{"m" * named}L"')
+    rule = "prediction layers m stand in one part, the last of its rank"
+    together = any(part.count("m") == named for part in parts[-stages:])
+    require(together, flag, text, rule, f'end with "{"m" * named}L"')
     require(all(parts), flag, text, "names a part that holds nothing", "give every part a layer t")
 
 
