@@ -26,9 +26,11 @@ from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layou
 from moe_overlap.tuner.capture.layer_kinds import layer_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
+from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys
 from moe_overlap.tuner.cost.predict import Prediction
 from moe_overlap.tuner.cost.predict import predict as predict_plan
 from moe_overlap.tuner.cost.prepare import stage_variants
+from moe_overlap.tuner.profile.keys import OperatorKey
 
 Flags = Mapping[str, tuple[str, ...]]
 """The words of a command line, grouped by flag."""
@@ -113,11 +115,37 @@ def predict(
     """
     job = read_job(words, cluster.gpus, precision, plan)
     features = features_of(job.config, job.plan.precision, job.flags)
-    captured = (graphs or cached_graphs)(job.config, job.model, job.plan, job.flags)
+    measured = cluster.measured
+    flags = _as_run_on(measured.device, job.flags) if measured is not None else job.flags
+    captured = (graphs or cached_graphs)(job.config, job.model, job.plan, flags)
     load = _busiest(expert_load, job.plan) if expert_load is not None else 1.0
+    lookup = None
+    if measured is not None:
+        constants = constants or constants_of(measured, cluster.group_of(0).gpu.name)
+        lookup = lookup_of(cluster, operator_keys(job.plan, job.model, captured, load))
     return predict_plan(
-        job.plan, job.model, captured, cluster, features, constants or shipped_constants(), software, load
+        job.plan, job.model, captured, cluster, features, constants or shipped_constants(), software, load, lookup
     )
+
+
+def job_operators(words: Sequence[str], ranks: int, device: str) -> list[OperatorKey]:
+    """The operators that a configuration runs, for measuring them ahead.
+
+    Args:
+        words: Megatron flags, or `@FILE`.
+        device: cpu or cuda.
+    Raises:
+        ConfigError: the flags are wrong, or do not describe the vocabulary.
+    """
+    job = read_job(words, ranks)
+    return operator_keys(
+        job.plan, job.model, cached_graphs(job.config, job.model, job.plan, _as_run_on(device, job.flags))
+    )
+
+
+def _as_run_on(device: str, flags: Flags) -> Flags:
+    """A CPU runs megatron-core's own modules, whatever the flags choose."""
+    return {**flags, "--transformer-impl": ("local",)} if device == "cpu" else flags
 
 
 def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
