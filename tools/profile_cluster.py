@@ -66,15 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 for a user's mistake, said by the first rank alone."""
     arguments, ranks = _parser().parse_args(argv), Ranks.of_environment()
     try:
+        output = Path(arguments.output)
+        if output.suffix != ".json" or output.is_dir():
+            raise ConfigError("--output", output, "is no cluster description", "name a .json file")
         device = this_device(arguments.device)
         extra = [
             key for path in arguments.megatron_args for key in job_operators([f"@{path}"], ranks.world, device.kind)
         ]
-        output = Path(arguments.output)
         path = output.with_suffix(".measured.jsonl")
         database = Database.open(path, device) if ranks.rank == 0 else Database(path, device)
-        if output.suffix != ".json" or output.is_dir():
-            raise ConfigError("--output", output, "is no cluster description", "name a .json file")
     except ConfigError as error:
         if ranks.rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -169,11 +169,13 @@ def _measure_links(arguments: argparse.Namespace, ranks: Ranks, database: Databa
             if ranks.rank == 0:
                 database.add_link(key, taken)
             bar()
-    slowdown = slowdown_of_both(tiers[0][1], kind, 1 << (20 if kind == "cpu" else 26), 128 if kind == "cpu" else 4096)
-    if ranks.rank == 0:
-        database.add_rate("overlap_slowdown", max(slowdown, 1e-6))
-        if kind == "cuda":
-            _measure_copies(database, seconds)
+    if _of_first([name for name in ("overlap_slowdown",) if name not in database.rates], ranks):
+        exchanged, product = (1 << 20, 128) if kind == "cpu" else (1 << 26, 4096)
+        slowdown = slowdown_of_both(tiers[0][1], kind, exchanged, product)
+        if ranks.rank == 0:
+            database.add_rate("overlap_slowdown", max(slowdown, 1e-6))
+    if ranks.rank == 0 and kind == "cuda":
+        _measure_copies(database, seconds)
 
 
 def _measure_copies(database: Database, seconds: float) -> None:
