@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.training.arguments import expand_files, parse
 from megatron.training.config import Config
-from megatron.training.config_gpu import PrecisionConfig
+from megatron.training.config_gpu import DeviceConfig, PrecisionConfig
 from megatron.training.describe import describe_model, known_vocab_size
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.validation import validate
@@ -22,7 +22,7 @@ from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.validate import validate_plan
 from moe_overlap.speed_flags import features_of, grouped, without_newer, zero_level
 from moe_overlap.tuner.capture.cache import CaptureError, cached_captures
-from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.capture.layer_kinds import layer_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
@@ -154,7 +154,7 @@ def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Fl
     Raises:
         ConfigError: a part of the model cannot be captured.
     """
-    requests = stage_requests(config, model, plan, flags)
+    requests = stage_requests(config, model, plan)
     asked = [request for several in requests.values() for request in several]
     try:
         found = dict(zip(map(Request.sha256, asked), cached_captures(asked, cache_folder()), strict=True))
@@ -165,14 +165,23 @@ def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Fl
     }
 
 
-def stage_requests(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, list[Request]]:
+def stage_requests(config: Config, model: ModelDescription, plan: Plan) -> dict[int, list[Request]]:
     """What has to be captured, by stage: one request for each variant of recomputation.
 
-    Products below bf16 run the operators of bf16 and are priced otherwise.
+    Products below bf16 run the operators of bf16 and are priced otherwise; what offloads, and the library that exchanges
+    tokens, change no operator either. On a GPU megatron-core's own modules run fused kernels, too: attention aside they are
+    taken as Transformer Engine's.
     """
-    implementation: Implementation = "torch" if _is_local(flags) else "te"
     precision = plan.precision if plan.precision in ("fp32", "fp16") else "bf16"
-    config = dataclasses.replace(config, precision=PRECISIONS.get(precision, PrecisionConfig()))
+    dispatcher = config.moe.moe_token_dispatcher_type
+    config = dataclasses.replace(
+        config,
+        precision=PRECISIONS.get(precision, PrecisionConfig()),
+        device=DeviceConfig(),
+        moe=dataclasses.replace(
+            config.moe, moe_token_dispatcher_type="alltoall" if dispatcher == "flex" else dispatcher
+        ),
+    )
     requests = {}
     for index, stage in enumerate(plan.stages):
         layout = Layout(
@@ -184,7 +193,7 @@ def stage_requests(config: Config, model: ModelDescription, plan: Plan, flags: F
             precision=precision,
         )
         requests[index] = [
-            Request(config=config, model=model, layout=layout, implementation=implementation, variant=variant)
+            Request(config=config, model=model, layout=layout, implementation="te", variant=variant)
             for variant in sorted(stage_variants(stage), key=lambda name: (name != NO_RECOMPUTATION, name))
         ]
     return requests
@@ -199,11 +208,6 @@ def joined(variants: Sequence[CapturedModel], model: ModelDescription) -> Captur
 def cache_folder() -> Path:
     """Where captured layouts are kept: as the XDG base directories say."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_overlap" / "captures"
-
-
-def _is_local(flags: Flags) -> bool:
-    """Whether megatron-core's own modules run in place of Transformer Engine's."""
-    return flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
 
 
 def _busiest(path: str, plan: Plan) -> float:

@@ -84,8 +84,12 @@ def features_of(config: Config, precision: Precision, flags: Mapping[str, tuple[
     parallel, optimizer = config.parallel, config.optimizer
     low_weights = config.precision.fp8_param_gather or config.precision.fp4_param_gather
     fsdp = zero_level(flags) > 1
+    in_fp32 = optimizer.accumulate_allreduce_grads_in_fp32 or precision == "fp32"
+    in_fp32 = in_fp32 or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16)
     return Features(
         precision=precision,
+        flash=_is_fused_attention(flags),
+        dropped_scores=config.model.attention_dropout > 0,
         overlap_grad_reduce=parallel.overlap_grad_reduce or fsdp,
         overlap_param_gather=parallel.overlap_param_gather or fsdp,
         overlap_tensor="--tp-comm-overlap" in flags,
@@ -95,12 +99,18 @@ def features_of(config: Config, precision: Precision, flags: Mapping[str, tuple[
         context_exchange=_context_exchange(flags),
         dispatcher=_dispatcher(config),
         graphs=_graphs(flags),
-        gradient_bytes=2 if optimizer.grad_reduce_in_bf16 else 4,
+        gradient_bytes=4 if in_fp32 else 2,
         gathered_bytes=1 if low_weights else 4 if precision == "fp32" else 2,
         weight_bytes=4.0 if precision == "fp32" else 2.0,
         optimizer_bytes=_optimizer_bytes(config, precision),
         not_modelled=tuple(flag for flag in NOT_MODELLED if flag in flags),
     )
+
+
+def _is_fused_attention(flags: Mapping[str, tuple[str, ...]]) -> bool:
+    backend = flags.get("--attention-backend", ("auto",))[0]
+    is_local = flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
+    return backend not in ("unfused", "local") and ("--use-flash-attn" in flags or not is_local)
 
 
 def _context_exchange(flags: Mapping[str, tuple[str, ...]]) -> Literal["p2p", "a2a", "all_gather"]:

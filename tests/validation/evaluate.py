@@ -58,7 +58,7 @@ class Case:
 def cases_of(rows: Sequence[Row], cache_dir: Path) -> list[Case]:
     """Prepare rows; what is not in the cache is captured by one process."""
     jobs = [read_job(flags_of(row), row.gpus) for row in rows]
-    asked = [stage_requests(job.config, job.model, job.plan, job.flags)[0] for job in jobs]
+    asked = [stage_requests(job.config, job.model, job.plan)[0] for job in jobs]
     wanted = {request.sha256(): request for requests in asked for request in requests}
     found = dict(zip(wanted, cached_captures(list(wanted.values()), cache_dir), strict=True))
     return [
@@ -71,4 +71,4 @@ def _case(row: Row, job: Job, graph: CapturedModel) -> Case:
     features = features_of(job.config, job.plan.precision, job.flags)
     graphs = dict.fromkeys(range(len(job.plan.stages)), graph)
     cluster = shipped_cluster(row["gpu"], row.gpus)
-    return Case(row, job, features, cluster, prepare(job.plan, job.model, graphs))
+    return Case(row, job, features, cluster, prepare(job.plan, job.model, graphs, features))

@@ -30,7 +30,7 @@ def main() -> None:
     cases = cases_of(scored_rows(), cache_folder())
     for case in cases:
         print(line(case, constants))
-    for text in summary(cases, constants):
+    for text in (*summary(cases, constants), *rankings(cases, constants)):
         print(text)
 
 
@@ -67,6 +67,26 @@ def summary(cases: Iterable[Case], constants: Constants) -> list[str]:
             f"mean |error| {np.abs(errors).mean():6.1%}  bias {errors.mean():+6.1%}  worst {np.abs(errors).max():6.1%}"
         )
         lines.append(f"{' '.join(key):<34} n={len(pairs):<4} {figures}  Spearman {rank:.3f}")
+    return lines
+
+
+def rankings(cases: Iterable[Case], constants: Constants) -> list[str]:
+    """Sets of runs that differ in their configuration alone: whether the best is found, and the order."""
+    sets: dict[tuple[str, ...], list[Case]] = defaultdict(list)
+    for case in cases:
+        row = case.row
+        if is_time(row):
+            same = (row["source"].partition(":")[0], row["model"], row["gpu"], row["n_gpus"], row["precision_class"])
+            sets[(*same, row["global_batch"], row["seq_len"], row["release"])].append(case)
+    lines = []
+    for key, members in sorted(sets.items()):
+        if len(members) < 5:
+            continue
+        measured = np.array([case.row.seconds for case in members])
+        predicted = np.array([case.predict(constants).predicted.step_seconds for case in members])
+        chosen = measured[int(predicted.argmin())]
+        text = f"best found costs {chosen / measured.min() - 1:+.1%}, Spearman {spearman(predicted, measured):.3f}"
+        lines.append(f"ranking {' '.join(key[1:4]):<50} n={len(members):<4} {text}")
     return lines
 
 

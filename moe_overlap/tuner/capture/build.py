@@ -109,6 +109,7 @@ def config_for(config: Config, layout: Layout, variant: str) -> Config:
         variant: what is recomputed; `full` is wrapped around the layer by the caller, as megatron-core's block does.
     """
     selective = variant not in (NO_RECOMPUTATION, FULL)
+    modules: Any = tuple(variant.split("+")) if selective else None
     parallel = replace(
         config.parallel,
         tensor_model_parallel_size=layout.tensor,
@@ -128,7 +129,7 @@ def config_for(config: Config, layout: Layout, variant: str) -> Config:
         recompute_granularity="selective" if selective else None,
         recompute_method=None,
         recompute_num_layers=None,
-        recompute_modules=tuple(variant.split("+")) if selective else None,
+        recompute_modules=modules,
     )
     data = world_size(layout) // (layout.tensor * layout.context)
     return replace(

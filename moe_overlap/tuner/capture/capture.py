@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -27,7 +28,7 @@ from moe_overlap.tuner.capture.parts import PartRecorder, Piece, keep_gradients_
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, versions
 from moe_overlap.tuner.capture.spec import check
-from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, selected, without_data
+from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, without_data
 from moe_overlap.tuner.capture.with_fused_kernels import accumulate_in_products, fused_kernels
 
 
@@ -53,34 +54,47 @@ def capture(request: Request) -> CapturedModel:
 
 
 def _capture_parts(request: Request, world: World) -> tuple[Part, ...]:
-    model, layout, variant = request.model, request.layout, request.variant
-    config = config_for(request.config, layout, variant)
+    with instrumented(request, world) as runner:
+        # What lives as long as the model need not be walked through between the recordings.
+        gc.freeze()
+        recomputed = request.variant != NO_RECOMPUTATION
+        pieces = [piece for piece in runner.pieces.values() if piece.is_layer or not recomputed]
+        unit = sequence_unit(request.config, request.model, request.layout)
+        parts = tuple(part for piece in pieces for part in _capture_piece(runner, piece, unit))
+        gc.unfreeze()
+    return parts
+
+
+@contextlib.contextmanager
+def instrumented(request: Request, world: World, without_values: bool = True) -> Iterator[PartRecorder]:
+    """A model with one layer of every kind, its parts ready to be recorded.
+
+    Args:
+        without_values: on fake tensors. Otherwise it really runs; the torch implementation alone can.
+    """
+    config = config_for(request.config, request.layout, request.variant)
     buffer, recorder = GlobalMemoryBuffer(), Recorder(world.axis_of)
     fused = request.implementation == "te"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if without_values:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(without_data(buffer))
         stack.enter_context(recomputation_announced(recorder))
         if fused:
             stack.enter_context(fused_kernels(recorder, world.groups.tp))
-        gpt, kinds = build_one_of_each(config, model, world, stock_layer)
+        gpt, kinds = build_one_of_each(config, request.model, world, stock_layer)
         if fused:
             accumulate_in_products(gpt)
         balance(gpt, recorder)
         keep_gradients_apart(gpt, in_fp32=gradients_in_fp32(config))
-        runner = PartRecorder(gpt, kinds, layout, recorder, buffer, variant)
-        # What lives as long as the model need not be walked through between the recordings.
-        gc.freeze()
-        pieces = [piece for kind, piece in runner.pieces.items() if variant == NO_RECOMPUTATION or kind in kinds]
-        unit = sequence_unit(config, model, layout)
-        return tuple(part for piece in pieces for part in _capture_piece(runner, piece, unit))
+        yield PartRecorder(gpt, kinds, request.layout, recorder, buffer, request.variant)
 
 
 def balance(gpt: Any, recorder: Recorder) -> None:
     """Balanced routing in every MoE layer."""
     balances = [Balance(layer.mlp) for layer in gpt.decoder.layers if layer.is_moe_layer]
     if balances:
-        recorder.balanced = selected(balances[0].rows_per_expert)
+        recorder.rows_of_map = balances[0].rows_of_map
 
 
 def gradients_in_fp32(config: Config) -> bool:

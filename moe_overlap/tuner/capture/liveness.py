@@ -1,7 +1,7 @@
 """Device memory that is alive while a part runs. Standard library and numpy.
 
-What a part's graph holds of its own: activations, temporaries, results. Parameters, gradient buffers, tables and what other
-parts made are the caller's: a stage adds them once.
+Counted: what comes in (hidden states, and the gradient of what went out), activations, temporaries, results. Parameters,
+gradient buffers and tables are the caller's: a stage adds them once.
 """
 
 from __future__ import annotations
@@ -16,30 +16,28 @@ from moe_overlap.tuner.capture.graph import Part, Phase
 
 
 def lifetimes(part: Part) -> dict[int, tuple[int, int]]:
-    """First and last operator during which each storage that the part makes is alive.
+    """First and last operator during which each counted storage is alive.
 
-    The outputs of the forward pass are the next part's once it has ended: they are given back with their last use there. The
-    gradient of the part's inputs stays to the end.
+    What comes in is there when its pass starts. Inputs that are not saved go when the forward pass ends; so do its outputs,
+    which are the next part's input from then on. The gradient of the part's input stays to the end.
 
     Returns:
         storage -> operators, both included.
     """
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+    backward = sum(op.phase == "forward" for op in part.ops)
+    counted = {storage.id for storage in part.storages if storage.role in ("activation", "input")}
+    first = dict.fromkeys(part.inputs, 0) | dict.fromkeys(part.gradient_inputs, backward)
+    last = dict.fromkeys(part.inputs, backward - 1) | dict.fromkeys(part.gradient_inputs, backward)
     for op in part.ops:
-        for index in (*op.reads, *op.writes):
-            if part.storages[index].role == "activation":
-                first.setdefault(index, op.id)
-                last[index] = op.id
-    forward_end = sum(op.phase == "forward" for op in part.ops) - 1
+        for index in counted & {*op.reads, *op.writes}:
+            first.setdefault(index, op.id)
+            last[index] = max(op.id, last.get(index, 0))
     for index in last:
         held = part.storages[index].freed_after
-        if index in part.outputs:
-            last[index] = max(last[index] if index in part.saved else 0, forward_end)
-        elif held is None:
-            last[index] = len(part.ops) - 1
-        else:
-            last[index] = max(last[index], held)
+        if index in part.outputs and index not in part.saved:
+            last[index] = backward - 1
+        elif part.storages[index].role == "activation" and index not in part.outputs:
+            last[index] = len(part.ops) - 1 if held is None else max(last[index], held)
     return {index: (first[index], last[index]) for index in first}
 
 
@@ -70,48 +68,22 @@ def peak_bytes(part: Part, phase: Phase, b: Any, s: Any) -> Values:
 
 
 def kept_bytes(part: Part, b: Any, s: Any) -> Values:
-    """What one micro-batch keeps between the passes beside what other parts made: saved activations, without the input."""
-    kept = [index for index in part.saved if part.storages[index].role == "activation" and index not in part.outputs]
-    return _total(part, kept, b, s)
-
-
-def output_bytes(part: Part, b: Any, s: Any) -> Values:
-    """What the part hands on; alive for as long as the next part keeps its input."""
-    return _total(part, part.outputs, b, s)
-
-
-def keeps_input(part: Part) -> bool:
-    """Whether the hidden states that come in are kept for the backward pass."""
-    return any(index in part.saved for index in part.inputs)
-
-
-def _total(part: Part, ids: Sequence[int], b: Any, s: Any) -> Values:
-    sizes = evaluate([part.storages[index].bytes for index in ids], b, s)
+    """What one micro-batch keeps between the passes, the hidden states that came in included where they are kept."""
+    sizes = evaluate([part.storages[index].bytes for index in part.saved], b, s)
     total: Values = sizes.sum(axis=0)
     return total
 
 
 def peak_of_sequence(parts: Sequence[Part], b: int, s: int) -> float:
-    """Peak bytes of parts run one after another, forward, then backward, with one micro-batch in flight.
+    """Peak bytes of parts run one after another, all forward, then all backward, with one micro-batch in flight.
 
-    The slow, plain composition: what each part keeps, its own temporaries, the hidden states between parts while they are
-    kept, and in the backward pass the gradient that a part is handed.
+    The plain composition: beside what is alive in a part, what the other parts keep at that time.
     """
-    kept = 0.0
-    peak = 0.0
-    between = [float(output_bytes(part, b, s)) for part in parts]
-    for index, part in enumerate(parts):
-        incoming = between[index - 1] if index else 0.0
-        peak = max(peak, kept + incoming + float(peak_bytes(part, "forward", b, s)))
+    kept, peak = 0.0, 0.0
+    for part in parts:
+        peak = max(peak, kept + float(peak_bytes(part, "forward", b, s)))
         kept += float(kept_bytes(part, b, s))
-        if keeps_input(part):
-            kept += incoming
-    for index in reversed(range(len(parts))):
-        part = parts[index]
-        incoming = between[index - 1] if index else 0.0
-        kept -= float(kept_bytes(part, b, s)) + (incoming if keeps_input(part) else 0.0)
-        gradient = between[index] if index < len(parts) - 1 else 0.0
-        peak = max(
-            peak, kept + (incoming if keeps_input(part) else 0.0) + gradient + float(peak_bytes(part, "backward", b, s))
-        )
+    for part in reversed(parts):
+        kept -= float(kept_bytes(part, b, s))
+        peak = max(peak, kept + float(peak_bytes(part, "backward", b, s)))
     return peak

@@ -51,6 +51,7 @@ class Piece:
     modules: dict[str, torch.nn.Module]
     inputs: Callable[[int, int], tuple[torch.Tensor, ...]]
     run: Callable[..., torch.Tensor]
+    is_layer: bool = False
 
 
 class PartRecorder:
@@ -89,7 +90,9 @@ class PartRecorder:
             self._warm.add((piece.kind, tokens))
             recorder.begin()
             with recorder:
-                piece.run(*piece.inputs(samples, tokens))
+                output = piece.run(*piece.inputs(samples, tokens))
+                torch.autograd.backward([output], [torch.empty_like(output)])
+                del output
         self._buffer.buffer.clear()
         gc.collect()
         with _no_collection():
@@ -135,7 +138,7 @@ class PartRecorder:
         config = self._model.config
         split = self._layout.context * (self._layout.tensor if config.sequence_parallel else 1)
         shape = (tokens // split, samples, config.hidden_size)
-        return torch.empty(shape, dtype=config.params_dtype, requires_grad=True)
+        return torch.zeros(shape, dtype=config.params_dtype, requires_grad=True)
 
     def _tokens(self, samples: int, tokens: int) -> torch.Tensor:
         return torch.zeros((samples, tokens // self._layout.context), dtype=torch.long)
@@ -197,7 +200,7 @@ class PartRecorder:
                 return checkpoint(forward, False, x_SBH, rotary)  # type: ignore[no-any-return]
             return forward(x_SBH, rotary)
 
-        return Piece(kind, {"": layer}, lambda samples, tokens: (self._hidden(samples, tokens),), run)
+        return Piece(kind, {"": layer}, lambda samples, tokens: (self._hidden(samples, tokens),), run, is_layer=True)
 
 
 def name_operators(layer: Any, recorder: Recorder) -> None:

@@ -82,14 +82,14 @@ class Recorder(TorchDispatchMode):
         axis_of: name of a process group -> axis (`ep`), for the groups the model was given.
 
     Attributes:
-        balanced: stands in for operators whose result has a size that depends on data; called with operator and arguments,
-            returns None for all others.
+        rows_of_map: how many tokens a routing map (experts, tokens) selects: what `masked_select` by one returns, whose
+            size would depend on data.
     """
 
     def __init__(self, axis_of: Mapping[str, str]) -> None:
         super().__init__()
         self._axis_of = axis_of
-        self.balanced: Callable[[str, Any], Any] | None = None
+        self.rows_of_map: Callable[[int, int], int] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -206,8 +206,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         self._note_node()
         library, _, name = function._schema.name.partition("::")
-        stand_in = self.balanced(name, args) if self.balanced is not None else None
-        result = function(*args, **kwargs) if stand_in is None else stand_in
+        if name == "masked_select" and self.rows_of_map is not None:
+            result = args[0].new_zeros(self.rows_of_map(*args[1].shape))
+        else:
+            result = function(*args, **kwargs)
         if self._inside is not None:
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             self._inside += [weakref.ref(leaf.untyped_storage()) for leaf in leaves]

@@ -20,7 +20,7 @@ from moe_overlap.tuner.capture.graph import Implementation, Layout
 NO_RECOMPUTATION, FULL = "none", "full"
 """Variants beside lists of modules."""
 
-_SOURCES = ("tuner/capture/*.py", "../megatron/training/*.py")
+_SOURCES = ("moe_overlap/tuner/capture", "megatron/training")
 """What decides, beside libraries, which operators run."""
 
 
@@ -93,10 +93,9 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 @cache
 def _sources_sha256() -> str:
-    package = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     digest = hashlib.sha256()
-    for pattern in _SOURCES:
-        folder, _, name = pattern.rpartition("/")
-        for path in sorted((package / folder).glob(name)):
+    for folder in _SOURCES:
+        for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

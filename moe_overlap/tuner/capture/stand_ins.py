@@ -152,6 +152,10 @@ class Balance:
         capacity = moe_utils.get_capacity(routed, self._experts, factor)
         return int(capacity if self._config.moe_pad_expert_input_to_capacity else min(rows, capacity))
 
+    def rows_of_map(self, experts: int, tokens: int) -> int:
+        """Rows that tokens send to some of the experts."""
+        return experts * self.rows_per_expert(tokens)
+
     def _balanced_counts(self, routing_map: torch.Tensor) -> Any:
         """Run the stock count for what it computes and communicates; answer with balanced counts."""
         assert self._count is not None
@@ -171,16 +175,3 @@ class Balance:
     def _balanced_experts(self, _module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         rows_TH, _counts, *rest = arguments
         return (rows_TH, Counts([rows_TH.shape[0] // self._local] * self._local), *rest)
-
-
-def selected(rows_per_expert: Callable[[int], int]) -> Callable[[str, Any], Any]:
-    """A stand-in for `masked_select` by a routing map [some experts, tokens]: as many as balanced routing selects."""
-
-    def stand_in(name: str, arguments: Any) -> Any:
-        if name != "masked_select":
-            return None
-        values, mask = arguments[:2]
-        local, tokens = mask.shape
-        return values.new_empty(local * rows_per_expert(tokens))
-
-    return stand_in

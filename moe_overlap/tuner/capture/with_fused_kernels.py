@@ -36,7 +36,7 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
     if not transformer_engine_is_installed():
         repair_imports()
     specs = FusedSpecs(recorder, tensor_group)
-    stock_config = model_builder.transformer_config
+    stock_config, stock_moe = model_builder.transformer_config, model_builder._moe_fields
     replacements: list[tuple[Any, str, Any]] = [
         (gpt_layer_specs, "TESpecProvider", specs),
         (multi_latent_attention, "TELinear", specs.whole),
@@ -44,6 +44,7 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
         (model_builder, "transformer_engine_is_installed", lambda: True),
         (model_builder, "_block_norm", lambda: specs.norm),
         (model_builder, "transformer_config", lambda *args: with_fusions(stock_config(*args))),
+        (model_builder, "_moe_fields", lambda *args: stock_moe(*args) | {"moe_grouped_gemm": True}),
         (layers, "fused_weight_gradient_mlp_cuda", _weight_gradients(recorder)),
         (rope_utils, "fused_apply_rotary_pos_emb", _rotary(recorder)),
         *((moe_utils, name, value) for name, value in _moe_functions(recorder).items()),
@@ -61,7 +62,6 @@ def with_fusions(tc: Any) -> Any:
     tc.bias_dropout_fusion = not (tc.num_moe_experts and tc.add_bias_linear)
     tc.apply_rope_fusion = not tc.multi_latent_attention
     tc.moe_permute_fusion = True
-    tc.moe_grouped_gemm = True
     return tc
 
 
@@ -92,15 +92,21 @@ def _moe_functions(recorder: Recorder) -> dict[str, Any]:
     def row_map(shape: tuple[int, ...], *of: Tensor) -> Tensor:
         return recorder.kernel("te.row_map", lambda *_: torch.empty(shape, dtype=torch.int32), *of)  # type: ignore[no-any-return]
 
-    def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: int) -> tuple[Tensor, Tensor]:
-        rows = row_map((routing_map.shape[0], 2 * routing_map.shape[1] + 1), routing_map)
-        return MoveRows.apply(recorder, tokens, None, rows, num_out_tokens)[0], rows
+    def routed(routing_map: Tensor) -> tuple[Tensor, int]:
+        """The map of rows of a routing map [tokens, experts], and how many rows it selects."""
+        tokens, experts = routing_map.shape
+        assert recorder.rows_of_map is not None, "there are no experts"
+        return row_map((tokens, 2 * experts + 1), routing_map), recorder.rows_of_map(experts, tokens)
+
+    def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any) -> tuple[Tensor, Tensor]:
+        rows, count = routed(routing_map)
+        return MoveRows.apply(recorder, tokens, None, rows, count)[0], rows
 
     def permute_with_probs(
-        tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int
+        tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = row_map((routing_map.shape[0], 2 * routing_map.shape[1] + 1), routing_map)
-        return *MoveRows.apply(recorder, tokens, probs, rows, num_out_tokens), rows
+        rows, count = routed(routing_map)
+        return *MoveRows.apply(recorder, tokens, probs, rows, count), rows
 
     def unpermute(permuted: Tensor, rows: Tensor, merging_probs: Any = None, restore_shape: Any = None) -> Tensor:
         assert merging_probs is None, "the experts apply the scores"

@@ -1,7 +1,8 @@
 """The constants of the time model, by GPU type and by software release: constants.json, written by `fit.py`.
 
 A GPU type without constants of its own takes those of its nearest kin, of the same architecture if there is one: its
-predictions are extrapolated, and say so. A release takes its own scales, else those of the nearest release before it, else after it.
+predictions are extrapolated, and say so. A release takes its own scales, else those of the nearest release before it, else
+after it.
 """
 
 from __future__ import annotations

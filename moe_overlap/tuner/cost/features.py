@@ -14,6 +14,10 @@ class Features:
     """What of a run's flags changes seconds or bytes."""
 
     precision: str = "bf16"
+    flash: bool = True
+    """Attention in one kernel; else its scores go through memory, and are kept."""
+    dropped_scores: bool = False
+    """Dropout on attention's probabilities: without a fused kernel its mask and result are kept as well."""
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     overlap_tensor: bool = False

@@ -81,7 +81,7 @@ class PartCost:
 def part_cost(table: OpTable, setting: Setting) -> PartCost:
     """Seconds of a part."""
     seconds, origins = device_seconds(
-        table, setting.gpu, setting.features.precision, setting.constants, setting.release, setting.lookup
+        table, setting.gpu, setting.features, setting.constants, setting.release, setting.lookup
     )
     seconds = seconds * np.where(table.loaded, setting.load, 1.0)
     provenance = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}

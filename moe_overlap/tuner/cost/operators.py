@@ -18,6 +18,7 @@ from moe_overlap.plan.operators import COMBINE, DISPATCH, EXPERTS, GATE, HEAD_LO
 from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Collective, Op, Part
 from moe_overlap.tuner.cost.constants import GpuConstants, ReleaseConstants
+from moe_overlap.tuner.cost.features import Features
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -31,6 +32,11 @@ LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
 FULL_PRECISION_OPERATORS = (HEAD_LOSS, GATE)
 """Products that stay in bf16 in fp8 and fp4 training."""
 EXPERT_OPERATORS = (DISPATCH, EXPERTS, COMBINE, GATE, MERGE)
+SCORE_BYTES = (13.0, 20.0)
+"""Per score of attention without a fused kernel, forward and backward: product, softmax, dropout and product in turn."""
+SOFTMAX_OPERATIONS, USUAL_WIDTH = 256.0, 128.0
+"""What the exponential of a score takes beside its products, counted in their operations: narrow heads are less efficient.
+Efficiencies of attention are those of heads of the usual width."""
 QUANTIZED_BYTES = 4.0
 """Per element of a product's first operand: read as bf16, written as fp8 twice, by rows and by columns."""
 
@@ -49,6 +55,10 @@ class OpTable:
     bytes: Floats
     operand: Floats
     """Elements of a product's first operand; 0 elsewhere."""
+    scores: Floats
+    """Pairs of query and key of an attention kernel, all heads; 0 elsewhere."""
+    softmax: Floats
+    """Work of an attention kernel over that of heads of the usual width with as many products; 1 elsewhere."""
     shapes: tuple[tuple[float, ...], ...]
     backward: Bools
     weight_gradient: Bools
@@ -66,7 +76,7 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
     ops = part.ops
     shapes = _shapes(ops, b, s)
     payloads = [(i, op.collective) for i, op in enumerate(ops) if op.collective is not None]
-    values = evaluate([op.flops for op in ops] + [op.bytes for op in ops], b, s)
+    values: Floats = np.asarray(evaluate([op.flops for op in ops] + [op.bytes for op in ops], b, s), dtype=np.float64)
     moved = evaluate([collective.payload_bytes for _, collective in payloads] or [Expression.of(0)], b, s)
     classes = np.array([CLASSES.index(op.cost_class) for op in ops], dtype=np.int64)
     products = classes < 2
@@ -78,6 +88,8 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
         flops=values[: len(ops)],
         bytes=values[len(ops) :],
         operand=np.array([_first_operand(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
+        scores=np.array([_scores(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
+        softmax=np.array([_softmax(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
         shapes=shapes,
         backward=np.array([op.phase == "backward" for op in ops], dtype=np.bool_),
         weight_gradient=np.array([op.is_weight_gradient for op in ops], dtype=np.bool_),
@@ -91,13 +103,13 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
 def device_seconds(
     table: OpTable,
     gpu: Gpu,
-    precision: str,
+    features: Features,
     constants: GpuConstants,
     release: ReleaseConstants,
     lookup: Lookup | None = None,
 ) -> tuple[Floats, list[Provenance]]:
     """Seconds of every operator but collectives (0 there), alone on the device, and where each comes from."""
-    seconds = _roofline(table, gpu, precision, constants, release)
+    seconds = _roofline(table, gpu, features, constants, release)
     origins: list[Provenance] = ["roofline"] * len(table.ops)
     if lookup is not None:
         for index, op in enumerate(table.ops):
@@ -107,7 +119,10 @@ def device_seconds(
     return seconds, origins
 
 
-def _roofline(table: OpTable, gpu: Gpu, precision: str, constants: GpuConstants, release: ReleaseConstants) -> Floats:
+def _roofline(
+    table: OpTable, gpu: Gpu, features: Features, constants: GpuConstants, release: ReleaseConstants
+) -> Floats:
+    precision = features.precision
     low = table.quantizable if precision in LOW_PRECISIONS else np.zeros_like(table.quantizable)
     forward = ~table.backward
     efficiency = np.select(
@@ -120,11 +135,14 @@ def _roofline(table: OpTable, gpu: Gpu, precision: str, constants: GpuConstants,
     rate = np.where(
         low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == 1, grouped, 1.0), rate
     )
-    product = np.where(table.classes < 3, table.flops / rate, 0.0) * release.products
+    # Without a fused kernel the masked half of the scores is computed, too, and every score goes through memory.
+    whole = table.softmax * np.where((table.classes == 2) & (not features.flash), 2.0, 1.0)
+    scores = np.where(forward, *SCORE_BYTES) * table.scores * (0.0 if features.flash else 1.0)
+    product = np.where(table.classes < 3, whole * table.flops / rate, 0.0) * release.products
     moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(
         low & ~table.weight_gradient, QUANTIZED_BYTES * table.operand, 0.0
     )
-    streamed = moved / (gpu.memory_gb_per_s * 1e9 * constants.memory) * release.memory
+    streamed = (moved + scores) / (gpu.memory_gb_per_s * 1e9 * constants.memory) * release.memory
     seconds = product + streamed + constants.kernel_seconds
     seconds = seconds * np.where(table.expert, release.experts, 1.0)
     return np.where(table.classes < 4, seconds, 0.0)
@@ -141,8 +159,8 @@ def low_precision_rate(gpu: Gpu, precision: str, constants: GpuConstants) -> flo
 
 def _shapes(ops: Sequence[Op], b: int, s: int) -> tuple[tuple[float, ...], ...]:
     flat = [size for op in ops for size in op.shape]
-    values = iter(evaluate(flat, b, s) if flat else [])
-    return tuple(tuple(float(next(values)) for _ in op.shape) for op in ops)
+    values = iter(evaluate(flat, b, s).tolist() if flat else [])
+    return tuple(tuple(next(values) for _ in op.shape) for op in ops)
 
 
 def _first_operand(op: Op, shape: tuple[float, ...]) -> float:
@@ -150,3 +168,16 @@ def _first_operand(op: Op, shape: tuple[float, ...]) -> float:
     if op.cost_class == "gemm":
         return shape[0] * shape[2]
     return shape[1] * shape[3] if op.cost_class == "grouped_gemm" else 0.0
+
+
+def _scores(op: Op, shape: tuple[float, ...]) -> float:
+    """Samples · heads · query length · key length."""
+    return shape[0] * shape[1] * shape[3] * shape[4] if op.cost_class == "attention" else 0.0
+
+
+def _softmax(op: Op, shape: tuple[float, ...]) -> float:
+    if op.cost_class != "attention":
+        return 1.0
+    products = 2.0 * (shape[5] + shape[6])
+    usual = 4.0 * USUAL_WIDTH
+    return (products + SOFTMAX_OPERATIONS) / products * usual / (usual + SOFTMAX_OPERATIONS)

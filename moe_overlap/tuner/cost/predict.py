@@ -145,7 +145,7 @@ def predict(
         load=load,
         lookup=lookup,
     )
-    families = prepare(plan, model, graphs, load)
+    families = prepare(plan, model, graphs, features, load)
     return price(plan, model, families, machine, features, tuple(reasons))
 
 

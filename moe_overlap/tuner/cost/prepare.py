@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.pipeline import in_flight
@@ -46,7 +47,11 @@ class Family:
 
 
 def prepare(
-    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], load: float = 1.0
+    plan: Plan,
+    model: ModelDescription,
+    graphs: Mapping[int, CapturedModel],
+    features: Features,
+    load: float = 1.0,
 ) -> tuple[Family, ...]:
     """Evaluate the graphs of every stage at its micro-batch and sequence.
 
@@ -58,11 +63,16 @@ def prepare(
     for index, stage in enumerate(plan.stages):
         alike = replace(stage, chunks=tuple((0, 0) for _ in stage.chunks), devices=plan.stages[0].devices)
         families.setdefault(alike, []).append(index)
-    return tuple(_family(plan, model, graphs, indices, load) for indices in families.values())
+    return tuple(_family(plan, model, graphs, features, indices, load) for indices in families.values())
 
 
 def _family(
-    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], indices: list[int], load: float
+    plan: Plan,
+    model: ModelDescription,
+    graphs: Mapping[int, CapturedModel],
+    features: Features,
+    indices: list[int],
+    load: float,
 ) -> Family:
     stage, length = plan.stages[indices[0]], plan.sequence_length
     counted = [part_counts(plan, index, graphs[index]) for index in indices]
@@ -77,11 +87,13 @@ def _family(
         in_flight(len(stage.chunks), len(plan.stages), index, stage.gradient_accumulation_steps) for index in indices
     ]
     size = stage.micro_batch_size
+    tables = tuple(tabulate(part, size, length) for part in parts.values())
+    sizes = (part_bytes(table, size, length, captured, features, load) for table in tables)
     return Family(
         stage=stage,
         stages=tuple(indices),
-        tables=tuple(tabulate(part, size, length) for part in parts.values()),
-        sizes=tuple(part_bytes(part, size, length, captured, load) for part in parts.values()),
+        tables=tables,
+        sizes=tuple(sizes),
         counts=counts,
         in_flight=np.array(flying),
         boundary_bytes=2.0 * size * length / stage.context / stage.tensor * model.hidden_size,

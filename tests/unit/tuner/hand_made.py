@@ -297,6 +297,8 @@ class Maker:
         first.stream("embedding", "embedding", self.tokens * self.hidden * 2)
         first.communicate("reduce_scatter", "tp", self.tokens * self.hidden, "embedding")
         first.hold(E.of(words * self.hidden), "parameter", "dp")
+        first.phase = "backward"
+        first.stream("embedding", "embedding", self.tokens * self.hidden * 2)
         last.stream("norm", "head.norm", self.local * self.hidden * 2)
         last.communicate("all_gather", "tp", self.tokens * self.hidden, "head.loss")
         last.gemm("head.loss", self.tokens, words, self.hidden)

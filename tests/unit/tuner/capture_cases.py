@@ -1,0 +1,69 @@
+"""Small models, their requests, and their parts recorded at single batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.training.arguments import parse
+from megatron.training.describe import describe_model, expert_tensor_size
+from moe_overlap.tuner.capture.build import World, pretended_world
+from moe_overlap.tuner.capture.capture import instrumented
+from moe_overlap.tuner.capture.graph import Implementation, Layout, Part
+from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
+
+DENSE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 512 --mock-data "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-3 --make-vocab-size-divisible-by 64 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+MOE = (
+    f"{DENSE} --group-query-attention --num-query-groups 2 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 "
+    "--moe-ffn-hidden-size 96 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
+)
+SHARED = "--moe-shared-expert-intermediate-size 48"
+LATENT = (
+    f"{MOE} --moe-layer-freq [0]+[1] --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 24 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 12 --qk-layernorm"
+)
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+TP2_EP2 = f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+CP2 = "--context-parallel-size 2"
+
+
+def request(
+    flags: str, implementation: Implementation = "torch", variant: str = NO_RECOMPUTATION, vocabulary: int = 192
+) -> Request:
+    """Of flags, under the layout in them."""
+    config = parse(flags.split()).config
+    parallel = config.parallel
+    layout = Layout(
+        tensor=parallel.tensor_model_parallel_size,
+        context=parallel.context_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+        expert_tensor=expert_tensor_size(config),
+        sequence_parallel=parallel.sequence_parallel,
+        precision="bf16" if config.optimizer.bf16 else "fp32",
+    )
+    model = describe_model(config, vocabulary)
+    return Request(config=config, model=model, layout=layout, implementation=implementation, variant=variant)
+
+
+@contextmanager
+def running(asked: Request, really: bool = False) -> Iterator[tuple[Any, World]]:
+    """The instrumented model; really: on values, in a world of one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with pretended_world(asked.layout, "gloo" if really else "fake") as world:
+        with instrumented(asked, world, without_values=not really) as runner:
+            yield runner, world
+
+
+def recorded(asked: Request, points: Sequence[tuple[int, int]], really: bool = False) -> dict[str, list[Part]]:
+    """Kind -> the part at each point, with constant numbers."""
+    with running(asked, really) as (runner, _):
+        return {kind: [runner.record(piece, *point) for point in points] for kind, piece in runner.pieces.items()}

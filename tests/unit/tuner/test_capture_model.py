@@ -1,0 +1,166 @@
+"""Captured graphs of the real model: against real runs, against single batches, against the closed parameter counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_overlap.describe.parameters import Share, embedding_parameters, layer_parameters, norm_parameters
+from moe_overlap.tuner.capture.capture import capture
+from moe_overlap.tuner.capture.expression import Expression, evaluate
+from moe_overlap.tuner.capture.graph import Part
+from moe_overlap.tuner.capture.kernels import UnregisteredKernelError
+from moe_overlap.tuner.capture.liveness import kept_bytes
+from tests.unit.tuner.capture_cases import CP2, DENSE, LATENT, MOE, SHARED, TP2, TP2_EP2, recorded, request, running
+
+FAST = {
+    "torch, TP2 EP2": (f"{MOE} {TP2_EP2} --bf16", "torch", "none"),
+    "te, TP2 EP2, shared expert": (f"{MOE} {SHARED} {TP2_EP2} --bf16", "te", "none"),
+}
+SLOW = {
+    "torch, dense with biases, TP2": (f"{DENSE} {TP2}", "torch", "none"),
+    "torch, CP2": (f"{MOE} {CP2}", "torch", "none"),
+    "torch, latent attention, TP2": (f"{LATENT} {TP2}", "torch", "none"),
+    "torch, capacity, padded": (
+        f"{MOE} --moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --expert-model-parallel-size 2",
+        "torch",
+        "none",
+    ),
+    "te, dense with biases, TP2": (f"{DENSE} {TP2}", "te", "none"),
+    "te, CP2 EP2": (f"{MOE} {CP2} --expert-model-parallel-size 2 --bf16", "te", "none"),
+    "te, latent attention, TP2": (f"{LATENT} {TP2} --bf16", "te", "none"),
+    "te, ETP2": (f"{MOE} {TP2} --bf16", "te", "none"),
+    "te, allgather": (f"{MOE} {TP2_EP2} --bf16 --moe-token-dispatcher-type allgather", "te", "none"),
+    "te, full": (f"{MOE} {TP2_EP2} --bf16", "te", "full"),
+    "te, modules": (f"{MOE} {SHARED} --bf16", "te", "core_attn+moe_act+shared_experts"),
+    "torch, full": (f"{MOE} {TP2_EP2}", "torch", "full"),
+}
+POINTS = [(1, 128), (2, 64), (4, 192), (7, 320)]
+
+
+def numbers(part: Part) -> list[Expression]:
+    """Every number of a part, in order."""
+    found = [storage.bytes for storage in part.storages]
+    for op in part.ops:
+        found += [op.bytes, op.flops, *op.shape, *([op.collective.payload_bytes] if op.collective else [])]
+    return found
+
+
+def structure(part: Part) -> list[Any]:
+    """Everything else of its operators."""
+    return [
+        (op.name, op.phase, op.operator, op.module, op.reads, op.writes, op.after, op.dtype, op.cost_class)
+        for op in part.ops
+    ]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+)
+def test_expressions_give_the_numbers_of_single_batches(case: str) -> None:
+    flags, implementation, variant = (FAST | SLOW)[case]
+    asked = request(flags, implementation, variant)  # type: ignore[arg-type]
+    captured = capture(asked)
+    single = recorded(asked, POINTS)
+    kinds = {part.kind for part in captured.parts}
+    assert kinds == (set(single) if variant == "none" else set(captured.layer_kinds))
+    for kind in kinds:
+        for (b, s), batch in zip(POINTS, single[kind], strict=True):
+            part = captured.part(kind, variant, b)
+            assert structure(part) == structure(batch), (kind, b, s)
+            found, expected = evaluate(numbers(part), b, s), evaluate(numbers(batch), b, s)
+            assert (found == expected).all(), (kind, b, s)
+
+
+@pytest.mark.parametrize("flags", [f"{MOE} {SHARED}", f"{DENSE} --bf16"], ids=["moe", "dense"])
+def test_operators_without_values_equal_those_of_a_real_run(flags: str) -> None:
+    asked = request(flags)
+    points = [(2, 128)]
+    fake, real = recorded(asked, points), recorded(asked, points, really=True)
+    assert set(fake) == set(real)
+    for kind in fake:
+        (left,), (right,) = fake[kind], real[kind]
+        assert structure(left) == structure(right), kind
+        assert numbers(left) == numbers(right), kind
+        assert left.saved == right.saved and left.storages == right.storages, kind
+
+
+@pytest.mark.parametrize("flags", [f"{DENSE} --bf16", f"{MOE} {SHARED}"], ids=["dense", "moe"])
+def test_saved_bytes_are_those_that_autograd_keeps_in_a_real_run(flags: str) -> None:
+    asked = request(flags)
+    part = recorded(asked, [(2, 128)])[asked_kind(flags)][0]
+    with running(asked, really=True) as (runner, _):
+        piece = runner.pieces[asked_kind(flags)]
+        runner.record(piece, 2, 128)
+        (x,) = piece.inputs(2, 128)
+        held = {p.untyped_storage()._cdata for module in piece.modules.values() for p in module.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in held:
+                kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with runner._recorder, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = piece.run(x)
+        table = runner._rotary(128)
+        if table is not None:
+            kept.pop(table.untyped_storage()._cdata, None)
+        # The dispatcher keeps what it routed by until the next micro-batch, beside autograd.
+        dispatcher = getattr(piece.modules[""].mlp, "token_dispatcher", None)
+        for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping"):
+            tensor = getattr(dispatcher, name, None)
+            if isinstance(tensor, torch.Tensor):
+                kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        kept.pop(output.untyped_storage()._cdata, None)
+    rotary = 0 if asked.model.num_experts == 0 else 0
+    assert sum(kept.values()) + rotary == pytest.approx(float(kept_bytes(part, 2, 128)), rel=1e-3)
+
+
+def asked_kind(flags: str) -> str:
+    """The kind of its layers."""
+    return "moe" if "--num-experts" in flags else "dense"
+
+
+@pytest.mark.parametrize("case", list(FAST) + [name for name in SLOW if "dense" in name])
+def test_parameters_are_those_of_the_closed_formulas(case: str) -> None:
+    flags, implementation, _ = (FAST | SLOW)[case]
+    asked = request(flags, implementation)  # type: ignore[arg-type]
+    width = 2 if asked.layout.precision == "bf16" else 4
+    share = Share(
+        chunks=((0, 2),),
+        tensor=asked.layout.tensor,
+        expert=asked.layout.expert,
+        expert_tensor=asked.layout.expert_tensor,
+        split_latents=implementation == "torch",
+    )
+    parts = {kind: batches[0] for kind, batches in recorded(asked, [(2, 128)]).items()}
+    held = {
+        kind: sum(float(storage.bytes.value(1, 1)) for storage in part.storages if storage.role == "parameter") / width
+        for kind, part in parts.items()
+    }
+    for kind in set(held) - {"embedding", "head"}:
+        layer = asked.model.moe_layers.index(kind == "moe")
+        assert held[kind] == layer_parameters(asked.model, layer, share)
+    tied = asked.model.vocab_size // share.tensor * asked.model.hidden_size if asked.model.tied_embeddings else 0
+    ends = embedding_parameters(asked.model, share) + norm_parameters(asked.model, asked.model.hidden_size)
+    assert held["embedding"] + held["head"] - tied == ends
+    experts = [s for s in parts.get("moe", parts[next(iter(parts))]).storages if ".experts." in s.name]
+    assert all(storage.replicas == "edp" for storage in experts) or asked.layout.expert == 1
+
+
+def test_a_kernel_that_is_not_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(request(f"{DENSE} --bf16", "torch")) as (runner, _):
+        piece = runner.pieces["dense"]
+        attention = piece.modules[""].self_attention.core_attention
+        stock = attention.forward
+        foreign = torch.library.Library("some_library", "DEF")
+        foreign.define("flash(Tensor q) -> Tensor")
+        foreign.impl("flash", lambda q: q.clone(), "CompositeExplicitAutograd")
+        monkeypatch.setattr(attention, "forward", lambda q, *a, **k: stock(torch.ops.some_library.flash(q), *a, **k))
+        with pytest.raises(UnregisteredKernelError, match="some_library::flash in self_attention.*kernels.py"):
+            runner.record(piece, 2, 64)

@@ -1,0 +1,190 @@
+"""Predictions as a whole, on graphs written by hand: what must hold whatever the constants are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hand_made import captured_by_hand
+
+from megatron.training.config import Config
+from moe_overlap.describe.cluster import Cluster, shipped_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.expert_load import ExpertLoad
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.plan import Plan
+from moe_overlap.predicting import Flags, predict
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout
+from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants
+from moe_overlap.tuner.cost.predict import Prediction
+
+CONSTANTS = Constants(
+    {
+        "H100": GpuConstants(
+            gemm=0.75,
+            grouped_gemm=0.6,
+            attention_forward=0.6,
+            attention_backward=0.5,
+            fp8=0.6,
+            fp4=0.4,
+            memory=0.8,
+            domain=0.75,
+            network=0.8,
+            all_to_all_domain=0.6,
+            all_to_all_network=0.6,
+            kernel_seconds=3e-6,
+            host_seconds=1e-6,
+            overlap_slowdown=0.15,
+            step_seconds=0.0,
+        )
+    },
+    {"26.04": ReleaseConstants(), "26.08": ReleaseConstants(products=0.9)},
+)
+JOB = """--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --seq-length 4096
+    --max-position-embeddings 4096 --vocab-size 32000 --micro-batch-size 1 --global-batch-size 128 --bf16 --swiglu
+    --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+    --untie-embeddings-and-output-weights --train-iters 10 --lr 1e-4 --pipeline-model-parallel-size 2
+    --overlap-grad-reduce --overlap-param-gather --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 4096
+    --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall""".split()
+
+
+def by_hand(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, CapturedModel]:
+    graphs = {}
+    for index, stage in enumerate(plan.stages):
+        layout = Layout(
+            tensor=stage.tensor, context=stage.context, expert=stage.expert, expert_tensor=stage.expert_tensor
+        )
+        graphs[index] = captured_by_hand(model, layout)
+    return graphs
+
+
+def predicted(*words: str, cluster: Cluster | None = None, **options: Any) -> Prediction:
+    return predict(
+        [*JOB, *words], cluster or shipped_cluster("H100", 32), graphs=by_hand, constants=CONSTANTS, **options
+    )
+
+
+BASE = predicted()
+SECONDS = BASE.predicted.step_seconds
+
+
+def slower(field: str, factor: float) -> Cluster:
+    cluster = shipped_cluster("H100", 32)
+    group = cluster.groups[0]
+    return dataclasses.replace(cluster, groups=(dataclasses.replace(group, **{field: getattr(group, field) / factor}),))
+
+
+def test_the_breakdown_adds_up_to_the_step() -> None:
+    for prediction in (BASE, predicted("--tensor-model-parallel-size", "2", "--sequence-parallel")):
+        assert sum(prediction.breakdown.values()) == pytest.approx(prediction.predicted.step_seconds)
+        assert min(prediction.breakdown.values()) >= 0
+    tokens = 128 * 4096 / 32 / SECONDS
+    assert BASE.predicted.tokens_per_second_per_gpu == pytest.approx(tokens)
+    assert BASE.mfu == pytest.approx(BASE.predicted.model_tflops_per_gpu / 989)
+    assert dataclasses.asdict(BASE.predicted.provenance) == {"measured": 0, "interpolated": 0, "roofline": 1}
+
+
+def test_twice_the_layers_take_nearly_twice_as_long() -> None:
+    double = predicted("--num-layers", "32")
+    assert 1.8 < double.predicted.step_seconds / SECONDS < 2.0
+    held, before = double.predicted.stages[0], BASE.predicted.stages[0]
+    assert 1.7 < held.peak_bytes / before.peak_bytes < 2.0
+
+
+def test_more_micro_batches_dilute_the_bubble() -> None:
+    double = predicted("--global-batch-size", "256")
+    assert 1.8 < double.predicted.step_seconds / SECONDS < 2.0
+    assert double.breakdown["bubble_seconds"] == pytest.approx(BASE.breakdown["bubble_seconds"])
+
+
+def test_half_the_bandwidth_costs_at_most_twice_the_communication() -> None:
+    for field in ("network_gb_per_s", "domain_gb_per_s"):
+        slow = predicted(cluster=slower(field, 2))
+        exposed = sum(value for name, value in BASE.breakdown.items() if name.startswith("exposed"))
+        more = slow.predicted.step_seconds - SECONDS
+        assert more > 0
+        # What was hidden may come out, but no more than all of it: nothing computes slower.
+        assert slow.breakdown["compute_seconds"] == pytest.approx(BASE.breakdown["compute_seconds"])
+        assert more < 2 * exposed + 0.05 * SECONDS
+
+
+def test_experts_over_a_slower_tier_cost_more() -> None:
+    wide = ("--expert-model-parallel-size", "16", "--num-experts", "32")
+    same = ("--num-experts", "32")
+    near, far = predicted(*same), predicted(*wide)
+    assert far.breakdown["exposed_expert_seconds"] > 2 * near.breakdown["exposed_expert_seconds"]
+    assert far.predicted.stages[0].peak_bytes < near.predicted.stages[0].peak_bytes
+
+
+def test_overlap_hides_exchanges_and_a_dispatcher_sends_less() -> None:
+    wide = ("--expert-model-parallel-size", "16", "--num-experts", "32", "--moe-router-topk", "8")
+    exposed = predicted(*wide).breakdown["exposed_expert_seconds"]
+    assert predicted(*wide, "--overlap-moe-expert-parallel-comm").breakdown["exposed_expert_seconds"] < 0.5 * exposed
+    flex = ("--moe-token-dispatcher-type", "flex", "--moe-enable-deepep")
+    assert predicted(*wide, *flex).breakdown["exposed_expert_seconds"] < 0.6 * exposed
+
+
+def test_recomputation_trades_memory_for_time() -> None:
+    full = predicted(*"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split())
+    assert 1.15 < full.predicted.step_seconds / SECONDS < 1.4
+    kept = [one.predicted.stages[0].peak_bytes_by_category.activations for one in (full, BASE)]
+    assert kept[0] < 0.3 * kept[1]
+
+
+def test_names_change_nothing() -> None:
+    renamed = shipped_cluster("H100-SXM", 32)
+    assert predicted(cluster=dataclasses.replace(renamed, name="ours")).predicted == BASE.predicted
+
+
+def test_releases_and_unknown_gpus() -> None:
+    assert predicted(software="26.04").predicted.step_seconds > SECONDS
+    assert predicted(software="26.04").extrapolating == ()
+    assert predicted(software="26.05").extrapolating == ("no measured steps of release 26.05",)
+    assert predicted(cluster=shipped_cluster("H200", 32)).extrapolating == ("no measured steps of H200",)
+    with pytest.raises(ConfigError, match="--software new: is no release"):
+        predicted(software="new")
+
+
+def test_lower_precision_is_faster_and_what_is_not_modelled_is_named() -> None:
+    assert 0.5 < predicted(precision="fp8").predicted.step_seconds / SECONDS < 0.95
+    named = predicted("--delay-wgrad-compute", "--moe-paged-stash").not_modelled
+    assert named == ("--moe-paged-stash", "--delay-wgrad-compute")
+
+
+def test_sharding_parameters_holds_less_and_costs_gathers() -> None:
+    one = ("--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "2")
+    fsdp = predicted(*one, "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params")
+    plain = predicted(*one)
+    assert fsdp.predicted.stages[0].peak_bytes < plain.predicted.stages[0].peak_bytes
+    assert fsdp.predicted.step_seconds > plain.predicted.step_seconds
+
+
+def test_what_does_not_fit_is_answered_with_stage_and_category() -> None:
+    big = predicted("--num-layers", "64", "--hidden-size", "8192", "--moe-ffn-hidden-size", "16384")
+    assert not big.fits
+    assert big.overflow[0].startswith("stage 0 needs ")
+    assert "of 80.0, most of it" in big.overflow[0]
+    assert BASE.fits and not BASE.overflow
+
+
+def test_recorded_loads_slow_the_experts_down(tmp_path: Path) -> None:
+    def recorded(counts: list[int]) -> str:
+        row = ExpertLoad(1, 1, 0, sum(counts), tuple(counts), (0,) * 16, 1.0)
+        (tmp_path / "load.jsonl").write_text(row.to_line() + "\n")
+        return str(tmp_path / "load.jsonl")
+
+    assert predicted(expert_load=recorded([100] * 16)).predicted == BASE.predicted
+    skewed = predicted(expert_load=recorded([200, 200] + [100] * 14))
+    assert skewed.predicted.step_seconds > SECONDS
+    held, before = (one.predicted.stages[0].peak_bytes for one in (skewed, BASE))
+    assert held >= before
+    assert json.loads((tmp_path / "load.jsonl").read_text())["load"][0] == 200
+
+
+def test_a_job_without_vocabulary_is_one_line() -> None:
+    words = [word for word in JOB if word not in ("--vocab-size", "32000")] + "--tokenizer-type NullTokenizer".split()
+    with pytest.raises(ConfigError, match="--vocab-size"):
+        predict(words, shipped_cluster("H100", 32), graphs=by_hand, constants=CONSTANTS)

@@ -1,0 +1,74 @@
+"""Measured rows become jobs, constants stay few and come from calibration rows; the table itself is run by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+import moe_overlap.tuner.cost.constants as owner
+from moe_overlap.predicting import read_job
+from moe_overlap.tuner.cost.constants import (
+    Constants,
+    GpuConstants,
+    ReleaseConstants,
+    constants_json,
+    shipped_constants,
+)
+from tests.validation.fit import START, constants_at, fit
+from tests.validation.rows import Row, flags_of, measured_rows, scored_rows
+
+FILE = Path(owner.__file__).with_name("constants.json")
+
+
+def test_the_file_holds_few_constants_and_reads_back() -> None:
+    constants = shipped_constants()
+    assert constants_json(constants) == FILE.read_text(encoding="utf-8")
+    assert len(dataclasses.fields(GpuConstants)) <= 15
+    assert len(dataclasses.fields(ReleaseConstants)) <= 3
+    fitted = {
+        row.gpu_type for row in scored_rows() if row["split"] == "calibration" and row["metric"] != "peak_mem_gib"
+    }
+    assert set(constants.gpus) == fitted
+    assert set(json.loads(FILE.read_text(encoding="utf-8"))) == {"fragmentation", "gpus", "releases"}
+
+
+@pytest.mark.parametrize("row", scored_rows()[::12], ids=lambda row: str(row.number))
+def test_a_row_is_a_valid_job_of_its_size(row: Row) -> None:
+    job = read_job(flags_of(row), row.gpus)
+    stage = job.plan.stages[0]
+    assert job.plan.world_size == row.gpus
+    assert (stage.tensor, stage.context, len(job.plan.stages)) == (int(row["tp"]), int(row["cp"]), int(row["pp"]))
+    assert job.plan.global_batch_size == int(row["global_batch"])
+    if row["ep"] not in ("", "1"):
+        assert stage.expert == int(row["ep"])
+
+
+def test_throughput_is_scored_as_seconds() -> None:
+    row = next(row for row in scored_rows() if row["metric"] == "tokens_per_s_per_gpu")
+    tokens = int(row["global_batch"]) * int(row["seq_len"])
+    assert tokens / row.seconds / row.gpus == pytest.approx(float(row["value"]))
+    assert len(measured_rows()) == 977
+
+
+@dataclasses.dataclass
+class Made:
+    """A case whose step takes what its constants say."""
+
+    row: Row
+    truth: float
+
+    def relative_error(self, constants: Constants) -> float:
+        return self.truth / constants.gpus["H100"].gemm - 1.0
+
+
+def test_the_fit_finds_a_constant_and_leaves_the_rest_alone() -> None:
+    row = dataclasses.replace(scored_rows()[0], fields={**scored_rows()[0].fields, "gpu": "H100", "release": "26.04"})
+    cases = [Made(row, 0.6), Made(row, 0.61), Made(row, 0.6)]
+    found = fit(cases)  # type: ignore[arg-type]
+    assert found.gpus["H100"].gemm == pytest.approx(0.6, rel=0.03)
+    assert dataclasses.replace(found.gpus["H100"], gemm=START.gemm) == START
+    assert found == fit(cases)  # type: ignore[arg-type]
+    assert constants_at({}, ["H100"], ["26.04"]).releases == {"26.04": ReleaseConstants()}
