@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import megatron.training
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.exits import end_process, leave
+from moe_overlap.exits import end_process, ends_with_its_reader, leave
 
 if TYPE_CHECKING:
     from megatron.training.arguments import ParsedArguments
@@ -36,14 +36,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         require_our_portion()
         from megatron.training.arguments import parse
+        from megatron.training.checkpoints.arguments import with_checkpoint_arguments
         from megatron.training.dry_run import dry_run
-        from megatron.training.start_rules import require_startable, this_machine
+        from megatron.training.rules.start import require_startable, this_machine
         from megatron.training.validation import validate
 
-        parsed = parse(argv)
-        if parsed.dry_run:
-            dry_run(parsed, parsed.world_size, sys.stdout)
-            return 0
+        with ends_with_its_reader():
+            parsed = with_checkpoint_arguments(parse(argv))
+            if parsed.dry_run:
+                dry_run(parsed, parsed.world_size, sys.stdout)
+                return 0
         validate(parsed.config, int(os.environ.get("WORLD_SIZE", "1")))
         require_startable(parsed, this_machine())
         return train(parsed, argv)
@@ -61,8 +63,8 @@ def require_our_portion() -> None:
 def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     """Everything from the import of torch to the last evaluation."""
     from megatron.training import cpu_backend
-    from megatron.training.packages import require_packages
     from megatron.training.quiet import quiet_libraries
+    from megatron.training.rules.packages import require_packages
 
     require_packages(parsed.config)
     quiet_libraries()
@@ -70,8 +72,8 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
         cpu_backend.install()
     import torch.distributed as dist
 
-    from megatron.training.announce import announce_end
     from megatron.training.initialize import start_process
+    from megatron.training.report.announce import announce_end
     from megatron.training.training import TrainingFailed
     from moe_overlap.runtime.step import CommunicationFailed
 
@@ -154,9 +156,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     """A run from its flags: plan, machinery, data, checkpoint, reports. Collective over the default process group."""
     import torch.distributed as dist
 
-    from megatron.training.announce import announce
     from megatron.training.batch_sizes import batch_sizes
-    from megatron.training.batch_source import BatchSource
     from megatron.training.checkpointing import Checkpointer, Progress, model_fingerprint
     from megatron.training.describe import describe_model, known_vocab_size
     from megatron.training.initialize import device_of_this_process
@@ -164,19 +164,23 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.model import unwrap
     from megatron.training.plan_from_flags import with_global_batch
     from megatron.training.plan_of_run import plan_of_run
-    from megatron.training.reports import Reports, uses_expert_loads
-    from megatron.training.tokenizer_of_run import tokenizer_of_run
+    from megatron.training.report.announce import announce
+    from megatron.training.report.reports import Reports, uses_expert_loads
+    from megatron.training.text.batch_source import BatchSource
+    from megatron.training.text.tokenizer_of_run import tokenizer_of_run
     from megatron.training.training import Job, TrainingLoop
     from moe_overlap.describe.flops import training_flops_per_token
+    from moe_overlap.plan import trace
     from moe_overlap.plan.lower import lower
-    from moe_overlap.runtime import spans, trace
+    from moe_overlap.plan.spans import communication_seconds
     from moe_overlap.runtime.parts import count_expert_loads
     from moe_overlap.runtime.phases import phase_seconds
 
     # What runs: tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
     config = parsed.config
     tokenizer = tokenizer_of_run(config.data)
-    model = describe_model(config, known_vocab_size(config) or tokenizer.vocab_size, parsed.name)
+    vocabulary = known_vocab_size(config) or tokenizer.vocab_size
+    model = describe_model(config, vocabulary, parsed.name)
     plan = plan_of_run(config, model, dist.get_world_size())
     instructions = lower(plan, model, rank)
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
@@ -195,11 +199,13 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         context_size=run.groups.collection.cp.size(),
         device=device_of_this_process(),
     )
-    fingerprint = model_fingerprint(config)
+    fingerprint = model_fingerprint(config, vocabulary)
     checkpoints = Checkpointer(config, run.chunks, run.optimizer, run.scheduler, run.groups.collection, fingerprint)
     progress = checkpoints.load() or Progress()
     log = MetricsLog(config.logging, rank, total_steps, asdict(config))
     announce(log, parsed, model, dist.get_world_size(), source.description)
+    for note in checkpoints.notes:
+        log.say("loaded", note)
     counted = count_expert_loads([unwrap(chunk) for chunk in run.chunks], model) if uses_expert_loads(config) else None
     trace_path = Path((config.overlap.trace or "") + (f".rank{rank}" if rank else ""))
     job = Job(
@@ -213,7 +219,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         checkpoints=checkpoints,
         log=log,
         batches=source,
-        measure=spans.communication_seconds,
+        measure=communication_seconds,
         covered=run.recorder.covered,
         write_trace=lambda measured: trace.write_trace(trace_path, measured, rank),
         parameter_norm=run.layerwise.parameter_norm,

@@ -9,7 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megatron.training*", "moe_overlap*"]),
-    package_data={"moe_overlap.describe": ["*.json"]},
+    package_data={"moe_overlap.describe": ["*.json"], "moe_overlap.tuner.cost": ["*.json"]},
     install_requires=[
         # Later wheels ship a megatron.training of their own, which would shadow ours.
         "megatron-core==0.16.1",

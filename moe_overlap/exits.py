@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 RANK_0_SPEAKS_WITHIN_SECONDS = 10
@@ -21,6 +24,20 @@ def leave(rank: int, line: str, status: int) -> int:
     else:
         time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
     return status
+
+
+@contextlib.contextmanager
+def ends_with_its_reader() -> Iterator[None]:
+    """What is printed here may be read in part (`| head`): the process ends then by SIGPIPE, as programs do, without a word.
+
+    Elsewhere Python's own setting holds: a socket that a peer has closed is an error, not the end.
+    """
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        signal.signal(signal.SIGPIPE, before)
 
 
 def end_process(status: int) -> NoReturn:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron.training.arguments import expand_files, parse
 from megatron.training.config import Config
-from megatron.training.config_gpu import DeviceConfig, PrecisionConfig
 from megatron.training.describe import describe_model, known_vocab_size
+from megatron.training.flags.config_gpu import DeviceConfig, PrecisionConfig
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.validation import validate
 from moe_overlap.describe.cluster import Cluster

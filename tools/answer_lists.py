@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.training.arguments import parse
 from megatron.training.dry_run import dry_run
-from megatron.training.start_rules import Machine, obstacles
+from megatron.training.rules.start import Machine, obstacles
 from moe_overlap.describe.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

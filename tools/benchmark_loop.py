@@ -91,7 +91,7 @@ def measure(words: Sequence[str], pairs: int) -> dict[str, list[float]]:
     from megatron.training.describe import describe_model
     from megatron.training.initialize import start_process
     from megatron.training.plan_of_run import plan_of_run
-    from megatron.training.tokenizer_of_run import tokenizer_of_run
+    from megatron.training.text.tokenizer_of_run import tokenizer_of_run
     from moe_overlap.runtime.groups import build_groups
 
     steps = str(4 * pairs + 8)

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.shell_script import script_flags
+from moe_overlap.exits import ends_with_its_reader
 
 
+@ends_with_its_reader()
 def main() -> int:
     """Run the command; exit status 0, or 2 for a script that holds no flags."""
     parser = argparse.ArgumentParser(description="Flags of a Megatron-LM shell script as an argument file.")

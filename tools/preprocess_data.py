@@ -32,8 +32,8 @@ from typing import IO, NoReturn
 
 import numpy
 
-from megatron.training.packages import is_installed
-from megatron.training.tokenizers import TYPES, Tokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
+from megatron.training.rules.packages import is_installed
+from megatron.training.text.tokenizers import TYPES, Tokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
 from moe_overlap.describe.errors import ConfigError
 
 TASK_BYTES, TASK_DOCUMENTS = 1 << 20, 1000
@@ -293,7 +293,7 @@ def write(options: argparse.Namespace, encoding: Encoding) -> None:
     with warnings.catch_warnings():
         # megatron-core mentions at import that a GPU's packages are missing.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron.core")
-        from megatron.training.indexed import indexed_dataset
+        from megatron.training.text.indexed import indexed_dataset
 
     started, read, text_bytes, empty, last_shown = time.monotonic(), 0, 0, 0, 0
     prefixes = [f"{options.output_prefix}_{key}_document" for key in encoding.keys]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.exits import ends_with_its_reader
 from moe_overlap.plan.instructions import format_list
 from moe_overlap.plan.lower import lower
 from moe_overlap.plan.overlap import LayerOverlap
@@ -21,6 +22,7 @@ from moe_overlap.plan.validate import validate_plan
 Row = tuple[str, list[str]]
 
 
+@ends_with_its_reader()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moe_overlap.describe.model_file import flag_words
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -19,9 +21,8 @@ def argument_file(description: dict[str, Any]) -> str:
         description: name, source, and flags by name without dashes: a value, a list of values, or true for a switch.
     """
     lines = [f"# {description['name']}: {description['source']}", "# written by tools/write_model_args.py"]
-    for name, value in description["flags"].items():
-        values = value if isinstance(value, list) else [] if value is True else [value]
-        lines.append(" ".join([f"--{name}", *(shlex.quote(str(word)) for word in values)]))
+    for flag, values in flag_words(description["flags"]):
+        lines.append(" ".join([flag, *map(shlex.quote, values)]))
     return "\n".join(lines) + "\n"
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.config import Config
-from megatron.training.flags import Flag, config_flags, flag_texts, one_of
-from megatron.training.help import help_text
+from megatron.training.flags.help import help_text
+from megatron.training.flags.table import Flag, config_flags, flag_texts, one_of
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model_file import read_model
 from moe_overlap.describe.shell_script import script_flags
 from moe_overlap.describe.unconfigured import awaited, choice_refusal, refusal, without_effect_reason
 from moe_overlap.describe.upstream_flags import UpstreamFlag, load_upstream_flags
@@ -29,9 +30,12 @@ ALIASES = {
     "--encoder-seq-length": ("--seq-length",),
     "--persistent-save-interval": ("--save-interval",),
     "--disable-fp8-wgrad": ("--no-fp8-wgrad",),
+    "--disable-log-loss-scale-to-tensorboard": ("--no-log-loss-scale-to-tensorboard",),
+    "--disable-ckpt-fully-parallel-save": ("--no-ckpt-fully-parallel-save",),
+    "--disable-use-tokenizer-model-from-checkpoint-args": ("--no-use-tokenizer-model-from-checkpoint-args",),
 }
 """Older spellings that upstream still reads -> the words they stand for; a value follows the last of them."""
-COMMAND_FLAGS = {"--help": 0, "-h": 0, "--dry-run": 0, "--world-size": 1}
+COMMAND_FLAGS = {"--help": 0, "-h": 0, "--dry-run": 0, "--world-size": 1, "--model": 1}
 """Flags of the command itself, with their number of values."""
 
 
@@ -41,7 +45,9 @@ class ParsedArguments:
 
     config: Config
     name: str
-    """The run's name: that of the first @FILE, else `model`."""
+    """The run's name: the model's of --model, else that of the first @FILE, else `model`."""
+    model_notes: tuple[str, ...]
+    """What megatron-core computes otherwise than the source of the model file does."""
     without_effect: tuple[tuple[str, str], ...]
     """Accepted upstream flags that change nothing here, each with the reason."""
     awaited: tuple[tuple[str, str], ...]
@@ -50,6 +56,8 @@ class ParsedArguments:
     """Names of the configuration flags that were written."""
     dry_run: bool
     world_size: int | None
+    told: tuple[tuple[str, str], ...] = ()
+    """What the user should know of how it was understood: subject and text."""
 
 
 def parse(argv: Sequence[str]) -> ParsedArguments:
@@ -65,6 +73,9 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
     own = {name: flag for flag in config_flags() for name in (*flag.names, flag.off) if name is not None}
     upstream = load_upstream_flags()
     written = _group_words(words, own, upstream)
+    model = read_model(*written["--model"]) if "--model" in written else None
+    if model is not None:
+        written = _group_words([*model.words, *words], own, upstream)
     if "--help" in written or "-h" in written:
         print(help_text())
         raise SystemExit(0)
@@ -88,7 +99,8 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
         raise ConfigError("--no-position-embedding", "", rule, "add --position-embedding-type rope or none")
     return ParsedArguments(
         config=config,
-        name=next((Path(word[1:]).stem for word in argv if word.startswith("@")), "model"),
+        name=model.name if model else next((Path(word[1:]).stem for word in argv if word.startswith("@")), "model"),
+        model_notes=model.notes if model else (),
         without_effect=tuple(without_effect),
         awaited=tuple(unexecuted),
         given=frozenset(name for name in written if name in own),

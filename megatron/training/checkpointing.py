@@ -1,7 +1,7 @@
 """Saving and loading a run: weights, optimizer, schedule, random-number states, progress.
 
-`checkpoint_folder.py` makes a checkpoint complete or absent, `checkpoint_tensors.py` and `optimizer_state.py` say what its
-tensors are, `checkpoint_rules.py` what a run may load. A run that resumes in the layout it was saved in continues bitwise; in
+In `checkpoints/`, `folder.py` makes a checkpoint complete or absent, `tensors.py` and `optimizer_state.py` say what its tensors
+are; `rules/checkpoint.py` says what a run may load. A run that resumes in the layout it was saved in continues bitwise; in
 another one, within rounding.
 """
 
@@ -19,18 +19,24 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.training import checkpoint_folder, checkpoint_rules
-from megatron.training.checkpoint_folder import Stored
-from megatron.training.checkpoint_rules import model_fingerprint
-from megatron.training.checkpoint_tensors import DirectSave, differences, model_state
+from megatron.training.arguments import config_to_flags
+from megatron.training.checkpoints import folder as checkpoint_folder
+from megatron.training.checkpoints.folder import Stored, non_persistent_folder
+from megatron.training.checkpoints.loss_scale import restore_scaler, scaler_state
+from megatron.training.checkpoints.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
+from megatron.training.checkpoints.random_states import random_states, set_random_states
+from megatron.training.checkpoints.saver import Keep, Saver
+from megatron.training.checkpoints.tensors import differences, first_reason, model_state, without_keys
 from megatron.training.config import Config
 from megatron.training.first_rank import on_every_rank, on_first_rank
 from megatron.training.model import unwrap
-from megatron.training.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
-from megatron.training.random_states import random_states, set_random_states
+from megatron.training.rules import checkpoint as checkpoint_rules
+from megatron.training.rules.checkpoint import Start, model_fingerprint
 from moe_overlap.describe.errors import ConfigError
 
 __all__ = ["Checkpointer", "Progress", "model_fingerprint"]
@@ -40,9 +46,10 @@ RANDOM_STATES = "random_states"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run is: steps made, samples consumed."""
+    """How far a run is: steps made, those of them that left the weights alone, samples consumed."""
 
     iteration: int = 0
+    skipped: int = 0
     train_samples: int = 0
     valid_samples: int = 0
 
@@ -56,6 +63,8 @@ class Checkpointer:
         scheduler: megatron-core's OptimizerParamScheduler, not yet stepped.
         groups: this rank's process groups.
         fingerprint: what a checkpoint must share with the run that loads it, JSON values by flag (`model_fingerprint`).
+    Attributes:
+        notes: what the user should know of the last load.
     """
 
     def __init__(
@@ -69,82 +78,96 @@ class Checkpointer:
     ) -> None:
         self._config, self._chunks, self._groups = config, list(chunks), groups
         self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
+        self._saver = Saver(config.checkpoint, groups)
+        self.notes: tuple[str, ...] = ()
 
-    def save(self, progress: Progress) -> None:
-        """Write `<save>/step-N`; killed before it returns, the step is absent or complete.
+    def save(self, progress: Progress, persistent: bool = True) -> None:
+        """Write `<save>/step-N`, or with --async-save start to; killed at any moment, the step is absent or complete.
 
+        Args:
+            persistent: keep it; else it replaces the former one that was not, in a folder apart.
         Raises:
             ConfigError: on every rank, when the folder cannot be written.
         """
         flags = self._config.checkpoint
         assert flags.save is not None
-        folder, step, rank = Path(flags.save), progress.iteration, dist.get_rank()
+        folder, keep = Path(flags.save), Keep(flags.keep_last_checkpoints, flags.save_retain_interval)
+        if not persistent:
+            folder, keep = non_persistent_folder(flags.save, flags.non_persistent_global_ckpt_dir), Keep(last=1)
         content = {
             "progress": dataclasses.asdict(progress),
             "fingerprint": self._fingerprint,
+            "arguments": config_to_flags(self._config),
             "layout": self._layout(),
             "scheduler": self._scheduler.state_dict(),
             "optimizer": None if flags.no_save_optim else self._optimizer_mark(),
             "random_states": not flags.no_save_rng,
             "versions": _versions(),
         }
-        temporary = on_first_rank(lambda: checkpoint_folder.open_temporary(folder, step))
-        on_every_rank(lambda: _require_shared(folder, temporary))
+        temporary = self._saver.open(folder, progress.iteration)
         with self._gathered_weights():
-            self._write(folder, temporary)
-        mine = on_every_rank(lambda: checkpoint_folder.checksums(temporary.glob(f"__{rank}_*.distcp")))
-        sums: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sums, mine)
+            state = self._state(not flags.no_save_optim, not flags.no_save_rng, loading=False)
+            self._saver.save(state, temporary, progress.iteration, content, keep)
 
-        def finish() -> None:
-            files = {name: sizes for part in sums for name, sizes in part.items()}
-            files |= checkpoint_folder.checksums(path for path in temporary.iterdir() if path.name not in files)
-            checkpoint_folder.publish(temporary, folder, step, {**content, "files": files})
-            checkpoint_folder.prune(folder, step, flags.keep_last_checkpoints, flags.save_retain_interval)
+    def completed(self, wait: bool) -> Path | None:
+        """The checkpoint that has become complete since the last call.
 
-        on_first_rank(finish)
+        Args:
+            wait: until the save under way is complete, if there is one.
+        Raises:
+            ConfigError: on every rank, when it could not be written.
+        """
+        return self._saver.completed(wait)
 
     def load(self) -> Progress | None:
-        """Load the newest complete checkpoint of --load, or that of --ckpt-step.
+        """Load the newest complete checkpoint of --load, or that of --ckpt-step; where there is none, --pretrained-checkpoint.
 
         --finetune takes the weights alone and starts at step 0; --no-load-optim leaves out optimizer and schedule, as upstream.
         Random-number states are taken in the layout they were saved in only: elsewhere the run keeps those of its seed.
 
         Returns:
-            Where the run stands; None without --load, or when the folder is absent or empty.
+            Where the run stands; None where there is nothing to load.
         Raises:
             ConfigError: on every rank: incomplete, corrupt, or not a checkpoint of this run.
         """
         flags = self._config.checkpoint
-        if flags.load is None:
+        start = on_first_rank(lambda: checkpoint_rules.start_of(flags))
+        if start is None:
             return None
-        load, step, must_exist = flags.load, flags.ckpt_step, flags.exit_on_missing_checkpoint
-        stored = on_first_rank(lambda: checkpoint_folder.choose(load, step, must_exist))
-        if stored is None:
-            return None
+        with checkpoint_rules.told_of(start.flag):
+            self._load(start)
+        return Progress() if start.weights_alone else Progress(**start.stored.mark["progress"])
+
+    def _load(self, start: Start) -> None:
+        flags, stored, load = self._config.checkpoint, start.stored, start.folder
         names = sorted(stored.mark["files"])
         on_every_rank(lambda: checkpoint_folder.verify(stored, names[dist.get_rank() :: dist.get_world_size()]))
-        with_optimizer = not (flags.finetune or flags.no_load_optim)
-        with_random = not (flags.finetune or flags.no_load_rng) and stored.mark["layout"] == self._layout()
+        with_optimizer = not (start.weights_alone or flags.no_load_optim)
+        with_random = not (start.weights_alone or flags.no_load_rng)
+        same_layout = stored.mark["layout"] == self._layout()
         checkpoint_rules.require_same_fingerprint(stored, load, self._fingerprint)
         optimizer = self._optimizer_mark() if with_optimizer else None
-        checkpoint_rules.require_parts(stored, load, optimizer, with_random)
+        checkpoint_rules.require_parts(stored, load, optimizer, with_random and same_layout)
 
-        request = self._state(with_optimizer, with_random, loading=True)
+        request = self._state(with_optimizer, with_random and same_layout, loading=True)
         ignored = () if with_optimizer else (KEY_PREFIX,)
-        checkpoint_rules.require_fit(stored, load, differences(request, stored.path, ignored))
-        loaded = _read(stored, request)
+        found = differences(request, stored.path, ignored)
+        told = checkpoint_rules.require_fit(stored, load, found, flags.dist_ckpt_strictness)
+        loaded = self._read(stored, without_keys(request, found.absent_keys))
         for index, chunk in enumerate(self._chunks):
-            unwrap(chunk).load_state_dict(loaded[f"model{index}"])
+            unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not found.absent_keys)
         if with_optimizer:
             name, steps = self._config.optimizer.optimizer, stored.mark["optimizer"]["steps"]
             restore_optimizer(self._optimizer, name, loaded["optimizer"], steps)
+            restore_scaler(self._optimizer, stored.mark["optimizer"].get("scaler"))
             self._load_schedule(stored, load)
         else:
             self._optimizer.reload_model_params()
-        if with_random:
+        if with_random and same_layout:
             set_random_states(loaded[RANDOM_STATES])
-        return Progress() if flags.finetune else Progress(**stored.mark["progress"])
+        elif with_random:
+            told = (*told, "random-number states begin anew: they were saved in another layout")
+        self.notes = (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *told)
 
     def _state(self, with_optimizer: bool, with_random: bool, *, loading: bool) -> dict[str, Any]:
         models = {f"model{index}": model_state(unwrap(c), self._groups) for index, c in enumerate(self._chunks)}
@@ -157,15 +180,17 @@ class Checkpointer:
             state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, mine, (dist.get_world_size(),), (dist.get_rank(),))
         return state
 
-    def _write(self, folder: Path, temporary: Path) -> None:
-        flags = self._config.checkpoint
-        state = self._state(not flags.no_save_optim, not flags.no_save_rng, loading=False)
+    def _read(self, stored: Stored, request: dict[str, Any]) -> dict[str, Any]:
+        strategy = None
+        if self._config.checkpoint.ckpt_fully_parallel_load and self._groups.dp_cp.size() > 1:
+            stock = get_default_load_sharded_strategy(str(stored.path))
+            strategy = FullyParallelLoadStrategyWrapper(stock, self._groups.dp_cp)
         try:
-            with checkpoint_folder.writing(folder):
-                dist_checkpointing.save(state, str(temporary), sharded_strategy=DirectSave())
+            loaded: dict[str, Any] = dist_checkpointing.load(request, str(stored.path), sharded_strategy=strategy)
         except CheckpointException as error:
-            with checkpoint_folder.writing(folder):
-                raise OSError(_first_reason(error)) from error
+            fix = "choose another checkpoint by --ckpt-step"
+            raise ConfigError("--load", stored.path, f"cannot be read: {first_reason(error)}", fix) from error
+        return loaded
 
     @contextlib.contextmanager
     def _gathered_weights(self) -> Iterator[None]:
@@ -187,8 +212,9 @@ class Checkpointer:
 
     def _optimizer_mark(self) -> dict[str, Any]:
         flags = self._config.optimizer
-        precision = "bf16" if flags.bf16 else "fp32"
-        return {"name": flags.optimizer, "precision": precision, "steps": step_count(self._optimizer)}
+        precision = "fp16" if self._config.precision.fp16 else "bf16" if flags.bf16 else "fp32"
+        steps, scaler = step_count(self._optimizer), scaler_state(self._optimizer)
+        return {"name": flags.optimizer, "precision": precision, "steps": steps, "scaler": scaler}
 
     def _load_schedule(self, stored: Stored, load: str) -> None:
         mine = self._scheduler.state_dict()
@@ -201,25 +227,6 @@ class Checkpointer:
                 if group.get(bound) == mine[bound]:
                     group[bound] = getattr(self._scheduler, bound)
         self._scheduler.step(increment=0)
-
-
-def _read(stored: Stored, request: dict[str, Any]) -> dict[str, Any]:
-    try:
-        loaded: dict[str, Any] = dist_checkpointing.load(request, str(stored.path))
-    except CheckpointException as error:
-        fix = "choose another checkpoint by --ckpt-step"
-        raise ConfigError("--load", stored.path, f"cannot be read: {_first_reason(error)}", fix) from error
-    return loaded
-
-
-def _first_reason(error: CheckpointException) -> str:
-    failure = next(iter(error.failures.values()))[0]
-    return str(getattr(failure, "strerror", None) or failure).splitlines()[0]
-
-
-def _require_shared(folder: Path, temporary: Path) -> None:
-    if not temporary.is_dir():
-        raise ConfigError("--save", folder, "is not the same folder on every node", "choose a shared file system")
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What a run is, as dataclasses. Each field is a flag: name, type, default and choices stand here once, its help below it.
 
 Field names are the attribute names of upstream Megatron-LM, defaults are upstream's; `arguments.py` makes the flags.
-The groups that need a GPU's libraries stand in `config_gpu.py`.
+Forms of attention stand in `flags/config_attention.py`, the groups that need a GPU's libraries in `flags/config_gpu.py`.
 Nothing here derives or repairs a value: derived sizes are computed by `describe.py`, rules stand in `validation.py`.
 """
 
@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.training.config_flag import flag
-from megatron.training.config_gpu import DeviceConfig, PrecisionConfig
+from megatron.training.flags.config_attention import AttentionConfig
+from megatron.training.flags.config_flag import flag
+from megatron.training.flags.config_gpu import DeviceConfig, PrecisionConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +57,18 @@ class ModelConfig:
     """Store a norm's weight less 1, so that weight decay draws it to 1."""
     swiglu: bool = False
     """Gated SiLU in the MLPs instead of GELU."""
+    parallel_attention_mlp: Literal["one-norm", "two-norms"] | None = None
+    """Attention and MLP side by side, x + attention(norm(x)) + mlp(norm(x)), with a norm for both or one each (Falcon)."""
     squared_relu: bool = False
     """Squared ReLU in the MLPs instead of GELU."""
+    openai_gelu: bool = False
+    """GELU by its tanh approximation, as GPT-2 has it."""
+    quick_geglu: bool = False
+    """GELU by the sigmoid of 1.702 x, gated, in the MLPs instead of GELU."""
+    activation_func_clamp_value: float | None = None
+    """Gated activations: clamp the gate from above and the linear half on both sides."""
+    glu_linear_offset: float = 0.0
+    """Gated activations: added to the linear half."""
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     """Biases in the linear layers."""
     add_qkv_bias: bool = False
@@ -77,7 +88,7 @@ class ModelConfig:
     embedding_init_method_std: float | None = None
     """Standard deviation of the initial word embedding; default --init-method-std."""
     apply_query_key_layer_scaling: bool = False
-    """Scale attention scores by 1/layer, and undo it in the softmax: other rounding, same mathematics in fp16."""
+    """Divide attention scores by the layer's number, and multiply them again in the softmax: idle here, as fp32 holds them."""
     multi_latent_attention: bool = False
     """Multi-head latent attention (DeepSeek)."""
     q_lora_rank: int | None = flag(None, of="model.multi_latent_attention")
@@ -90,12 +101,16 @@ class ModelConfig:
     """Head width of their rotary part."""
     v_head_dim: int = flag(128, of="model.multi_latent_attention")
     """Head width of values."""
-    rotary_scaling_factor: float = flag(1.0, of="model.multi_latent_attention")
-    """YaRN scaling of latent attention's rotary part."""
-    mscale: float = flag(1.0, of="model.multi_latent_attention")
+    rotary_scaling_factor: float = 1.0
+    """YaRN: by how much the context is extended."""
+    mscale: float = 1.0
     """YaRN: scale of the attention temperature."""
-    mscale_all_dim: float = flag(0.0, of="model.multi_latent_attention")
+    mscale_all_dim: float = 0.0
     """YaRN: the same over all dimensions."""
+    mtp_num_layers: int | None = None
+    """Multi-token prediction: layers behind the decoder, each of which predicts one token further ahead (DeepSeek-V3)."""
+    mtp_loss_scaling_factor: float = flag(0.1, of="model.mtp_num_layers")
+    """Weight of their mean loss beside the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +123,8 @@ class MoEConfig:
     """Which layers are MoE: every N-th, or a Python list of 0 and 1 such as "([0]*3+[1]*5)"."""
     moe_ffn_hidden_size: int | None = None
     """Width of one expert; default the dense MLP's width."""
+    moe_latent_size: int | None = None
+    """Width of what routed experts read and write: tokens are projected to it before the dispatch and back after the combine."""
     moe_shared_expert_intermediate_size: int | None = None
     """Total width of the shared experts."""
     moe_shared_expert_gate: bool = False
@@ -392,10 +409,24 @@ class CheckpointConfig:
     """Folder to load the last complete checkpoint from; an empty one starts afresh."""
     save_interval: int | None = None
     """Steps between saves; with --save one more at the end."""
+    async_save: bool = False
+    """Write beside training: it waits only while each rank copies what it will write."""
+    ckpt_fully_parallel_save: bool = flag(True, "--ckpt-fully-parallel-save", off="--no-ckpt-fully-parallel-save")
+    """Share the writing of replicated weights among the data-parallel ranks."""
+    ckpt_assume_constant_structure: bool = False
+    """Check and distribute what ranks write in the first save only."""
     save_retain_interval: int | None = None
     """Keep checkpoints at multiples of this."""
     keep_last_checkpoints: int | None = None
     """Delete all but the last N; --save-retain-interval wins."""
+    pretrained_checkpoint: str | None = None
+    """Where --load holds nothing: folder whose last weights the run starts from, as with --finetune."""
+    non_persistent_save_interval: int | None = None
+    """Steps between saves of which only the last is kept, in a folder of their own."""
+    non_persistent_ckpt_type: Literal["global"] | None = None
+    """What those are: checkpoints like the others. A load takes the later one of either kind."""
+    non_persistent_global_ckpt_dir: str | None = flag(None, of="checkpoint.non_persistent_ckpt_type")
+    """Folder for them; default `non_persistent` in that of --save, or of --load."""
     ckpt_step: int | None = None
     """Load this step instead of the last one."""
     ckpt_format: Literal["torch_dist", "torch", "torch_dcp"] = "torch_dist"
@@ -412,6 +443,21 @@ class CheckpointConfig:
     """Do not save random-number states."""
     exit_on_missing_checkpoint: bool = False
     """An empty --load is an error."""
+    use_checkpoint_args: bool = False
+    """Take model and vocabulary from the checkpoint's arguments; flags of sizes that are given stay, others give way."""
+    use_mp_args_from_checkpoint_args: bool = flag(False, of="checkpoint.use_checkpoint_args")
+    """Take tensor, pipeline and expert parallel sizes from there as well."""
+    use_tokenizer_model_from_checkpoint_args: bool = flag(
+        True, "--use-tokenizer-model-from-checkpoint-args", off="--no-use-tokenizer-model-from-checkpoint-args"
+    )
+    """Take the tokenizer from there as well."""
+    ckpt_fully_parallel_load: bool = False
+    """Have each of the data-parallel ranks read a part of what they share, and exchange it."""
+    dist_ckpt_strictness: (
+        Literal["assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "ignore_all"]
+        | None
+    ) = None
+    """What to do about weights that only the run (unexpected) or only the checkpoint has; default raise_all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -446,6 +492,8 @@ class LoggingConfig:
     """Memory to TensorBoard: mem-max-allocated-bytes, on CUDA also what is reserved and allocated."""
     log_memory_interval: int | None = None
     """Steps between console lines with the memory of every rank."""
+    log_loss_scale_to_tensorboard: bool = flag(True, off="--no-log-loss-scale-to-tensorboard", of="precision.fp16")
+    """A curve of the loss scale."""
     log_world_size_to_tensorboard: bool = False
     """Number of processes to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = False
@@ -501,6 +549,7 @@ class Config:
     """A run. Every flag stands in exactly one of these groups."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

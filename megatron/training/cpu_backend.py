@@ -113,11 +113,12 @@ def _answer_torch_cuda() -> None:
 def _map_cuda_devices() -> None:
     """What tensors are made on, and what they say they are.
 
-    `device="cuda"` in factories: schedules.py, optimizer/clip_grads.py, optimizer/optimizer.py, utils.py, moe_utils.py.
+    `device="cuda"` in factories: schedules.py, optimizer/clip_grads.py, optimizer/optimizer.py, utils.py, moe_utils.py,
+    dist_checkpointing/exchange_utils.py (--ckpt-fully-parallel-load).
     `pin_memory=True`: rope_utils.py. Names of CUDA types that `Tensor.type()` is compared with: clip_grads.py,
     distrib_optimizer.py, optimizer.py.
     """
-    for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn"):
+    for name in ("zeros", "ones", "empty", "empty_like", "full", "tensor", "arange", "rand", "randn"):
         setattr(torch, name, _on_host(getattr(torch, name)))
     type_of = torch.Tensor.type
 

@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.training.config import DataConfig
-from megatron.training.data_files import (
+from megatron.training.first_rank import on_every_rank, on_first_rank
+from megatron.training.text.data_files import (
     BUILTIN_SPLIT,
     DEFAULT_SPLIT,
     HEADER,
@@ -39,14 +40,15 @@ from megatron.training.data_files import (
     check_indexed_dataset,
     parse_split,
 )
-from megatron.training.data_source import DataSource, data_source
-from megatron.training.first_rank import on_every_rank, on_first_rank
-from megatron.training.indexed import cannot_write, prepare_builtin_corpus
-from megatron.training.tokenizers import Tokenizer
+from megatron.training.text.data_source import DataSource, data_source
+from megatron.training.text.indexed import cannot_write, prepare_builtin_corpus
+from megatron.training.text.tokenizers import Tokenizer
 from moe_overlap.describe.errors import ConfigError
 
 Dataset: TypeAlias = GPTDataset | BlendedDataset
 PARTS = ("train", "validation", "test")
+ORIGIN = "dataset_id"
+"""megatron-core's name for the number of the dataset, in a blend, that a sample is from."""
 SECONDS_UNTIL_ABANDONED = 24 * 3600
 MOCK_DOCUMENTS = 100_000
 """What megatron-core's mock data pretends to hold."""
@@ -327,14 +329,26 @@ def batches(
         generator=torch.Generator().manual_seed(seed),
     )
     for batch in loader:
-        lowest, highest = batch["tokens"].aminmax()
-        _check_vocabulary(int(lowest), max(int(highest), int(batch["labels"].max())), vocab_size, "")
+        _check_ids(batch, dataset, batch.pop(ORIGIN), vocab_size)
         yield {k: v.to(device, non_blocking=on_gpu) for k, v in batch.items()} if device is not None else batch
 
 
 def _stack(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     # A blend adds the number of the dataset, which is no tensor.
-    return {key: torch.stack([s[key] for s in samples]) for key in samples[0] if key != "dataset_id"}
+    stacked = {key: torch.stack([s[key] for s in samples]) for key in samples[0] if key != ORIGIN}
+    return stacked | {ORIGIN: torch.tensor([int(s.get(ORIGIN, 0)) for s in samples])}
+
+
+def _check_ids(batch: dict[str, Tensor], dataset: Dataset, origins_B: Tensor, vocab_size: int) -> None:
+    tokens, labels = batch["tokens"], batch["labels"]
+    (lowest, highest), highest_label = tokens.aminmax(), int(labels.max())
+    if int(lowest) >= 0 and max(int(highest), highest_label) < vocab_size:
+        return
+    outside_B = ((tokens < 0) | (tokens >= vocab_size) | (labels >= vocab_size)).any(dim=1)
+    origin = int(origins_B[outside_B][0])
+    part = dataset.datasets[origin] if isinstance(dataset, BlendedDataset) else dataset
+    prefix = getattr(part.dataset, "path_prefix", "")
+    _check_vocabulary(int(lowest), max(int(highest), highest_label), vocab_size, prefix)
 
 
 def unigram_entropy(dataset: Dataset | numpy.ndarray, max_tokens: int = 1 << 26) -> float:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megatron.training.batch_sizes import largest_batch
 from megatron.training.config import Config
-from megatron.training.file_tokenizers import TIKTOKEN_VOCAB_SIZE
 from megatron.training.stages import virtual_stages
-from megatron.training.tokenizers import ByteTokenizer
+from megatron.training.text.file_tokenizers import TIKTOKEN_VOCAB_SIZE
+from megatron.training.text.tokenizers import ByteTokenizer
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import LatentAttention, ModelDescription
 
@@ -134,6 +134,23 @@ def moe_layers(config: Config) -> tuple[bool, ...]:
     return tuple(bool(entry) for entry in frequency)
 
 
+def windows(config: Config) -> tuple[int | None, ...]:
+    """One entry per layer, prediction layers behind the decoder's: keys that a query attends to at most; None for all before it.
+
+    Of --window-attn-skip-freq a number N frees layers N, 2N, … of 1, 2, …; a list has 1 for a window.
+    """
+    size, frequency = config.attention.window_size, config.attention.window_attn_skip_freq
+    assert config.model.num_layers is not None
+    layers = config.model.num_layers + (config.model.mtp_num_layers or 0)
+    if size is None or size[0] < 0:
+        return (None,) * layers
+    if frequency is None:
+        return (size[0] + 1,) * layers
+    if isinstance(frequency, int):
+        frequency = tuple(int((layer + 1) % frequency != 0) for layer in range(layers))
+    return tuple(size[0] + 1 if entry else None for entry in frequency)
+
+
 def dense_width(config: Config) -> int:
     """Width of the dense MLP: 4 · hidden; gated, 8/3 · hidden rounded down to a multiple of 64, as upstream has it."""
     model = config.model
@@ -177,16 +194,21 @@ def describe_model(config: Config, vocab_size: int, name: str = "model") -> Mode
         learned_positions=model.position_embedding_type == "learned_absolute",
         tied_embeddings=not model.untie_embeddings_and_output_weights,
         rms_norm=model.normalization == "RMSNorm",
-        gated=model.swiglu,
+        gated=model.swiglu or model.quick_geglu,
         linear_bias=model.add_bias_linear,
         qkv_bias=model.add_bias_linear or model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
+        windows=windows(config),
+        attention_sinks=config.attention.softmax_type == "learnable",
         moe_layers=moe_layers(config),
         num_experts=moe.num_experts or 0,
         router_topk=moe.moe_router_topk if is_moe else 0,
         moe_ffn_hidden_size=(moe.moe_ffn_hidden_size or dense_width(config)) if is_moe else 0,
+        moe_latent_size=(moe.moe_latent_size or 0) if is_moe else 0,
         shared_expert_hidden_size=(moe.moe_shared_expert_intermediate_size or 0) if is_moe else 0,
         shared_expert_gate=is_moe and moe.moe_shared_expert_gate,
         expert_bias=is_moe and moe.moe_router_enable_expert_bias,
         latent_attention=latent,
+        mtp_layers=model.mtp_num_layers or 0,
+        parallel_block=model.parallel_attention_mlp,
     )

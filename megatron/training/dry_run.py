@@ -10,7 +10,6 @@ from typing import TextIO
 from megatron.training.arguments import ParsedArguments
 from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
-from megatron.training.data_source import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.describe import (
     ParallelLayout,
     describe_model,
@@ -18,13 +17,14 @@ from megatron.training.describe import (
     parallel_layout,
     smallest_world,
 )
-from megatron.training.flags import config_flags, flag_texts
-from megatron.training.idle import idle_flags, reads_vocab_file
-from megatron.training.packages import is_installed, packages_of
+from megatron.training.flags.idle import idle_flags, reads_vocab_file
+from megatron.training.flags.table import config_flags, flag_texts
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
-from megatron.training.start_rules import Machine, obstacles, this_machine
-from megatron.training.tokenizers import MODEL_TYPES
+from megatron.training.rules.packages import is_installed, packages_of
+from megatron.training.rules.start import Machine, obstacles, this_machine
+from megatron.training.text.data_source import ARGS, PER_SPLIT_ARGS, data_source
+from megatron.training.text.tokenizers import MODEL_TYPES
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -62,6 +62,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
     plan = (plan_from_flags if plan_is_missing else plan_of_run)(config, model, world)
     lines = [
         _line("model", model_line(model)),
+        *(_line("not the same", note) for note in parsed.model_notes),
         *(
             []
             if vocabulary
@@ -69,6 +70,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         ),
         _line("layout", layout_line(layout, config)),
         *([_line("in flight", in_flight_line(plan))] if has_pairs(plan) else []),
+        *(_line(subject, text) for subject, text in parsed.told),
         "",
         "flags that differ from the defaults",
         *_changed_flags(config),
@@ -87,7 +89,8 @@ def model_line(model: ModelDescription) -> str:
     count = model_parameters(model)
     experts = f"{model.num_experts} experts top-{model.router_topk}, " if model.num_experts else ""
     parts = f"{quantity(count.active)} active, {quantity(count.embedding)} embedding"
-    sizes = f"{model.num_layers} layers, hidden {model.hidden_size}, {experts}"
+    ahead = f" and {model.mtp_layers} for prediction" if model.mtp_layers else ""
+    sizes = f"{model.num_layers} layers{ahead}, hidden {model.hidden_size}, {experts}"
     return f"{model.name}: {sizes}{quantity(count.total)} parameters ({parts})"
 
 
@@ -110,9 +113,10 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
     grown = f"{smallest} to " if smallest != layout.global_batch_size else ""
     batches = f"global batch {grown}{layout.global_batch_size} in {layout.micro_batches} micro-batches"
     training = config.training
-    length = f"{training.train_samples} samples" if training.train_samples else f"{training.train_iters or 0} steps"
+    lengths = [f"{training.train_samples} samples"] if training.train_samples else []
+    lengths += [f"{training.train_iters} steps"] if training.train_iters else []
     names = ", ".join([*sizes, f"DP {layout.data} with ZeRO-1"])
-    return f"{processes}: {names}, micro-batch {layout.micro_batch_size}, {batches}, {length}"
+    return ", ".join([f"{processes}: {names}", f"micro-batch {layout.micro_batch_size}", batches, *lengths])
 
 
 def has_pairs(plan: Plan) -> bool:
@@ -152,6 +156,7 @@ def missing_files(config: Config) -> list[tuple[str, str]]:
         ("--vocab-file", data.vocab_file if reads_vocab_file(data) else None),
         ("--merge-file", data.merge_file if data.tokenizer_type == "GPT2BPETokenizer" else None),
         ("--load", config.checkpoint.load),
+        ("--pretrained-checkpoint", config.checkpoint.pretrained_checkpoint),
         ("--plan", config.overlap.plan),
     ):
         if path is not None and not Path(path).exists():

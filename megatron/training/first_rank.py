@@ -12,10 +12,12 @@ from moe_overlap.describe.errors import ConfigError
 T = TypeVar("T")
 
 
-def on_first_rank(work: Callable[[], T]) -> T:
+def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
     """Run `work` on rank 0; every rank returns its result. Without a process group: just run it.
 
-    Collective over the default group. The result is pickled.
+    Collective. The result is pickled.
+    Args:
+        group: every rank of the run; the default group unless given.
     Raises:
         ConfigError: on every rank, when `work` raised it on rank 0.
         RuntimeError: on the other ranks, when `work` raised anything else.
@@ -29,7 +31,7 @@ def on_first_rank(work: Callable[[], T]) -> T:
             message[0] = work()
         except Exception as error:  # the others wait in the broadcast: they must hear of any failure
             failure, message[1] = error, _portable(error)
-    dist.broadcast_object_list(message, src=0)
+    dist.broadcast_object_list(message, src=0, group=group)
     if failure is not None:
         raise failure
     if message[1] is not None:
@@ -38,8 +40,8 @@ def on_first_rank(work: Callable[[], T]) -> T:
     return result
 
 
-def on_every_rank(work: Callable[[], T]) -> T:
-    """Run `work` on every rank and return its own result, or raise one rank's error on all. Collective."""
+def on_every_rank(work: Callable[[], T], group: Any = None) -> T:
+    """Run `work` on every rank and return its own result, or raise one rank's error on all. Collective, as above."""
     if not dist.is_initialized():
         return work()
     failure: Exception | None = None
@@ -49,7 +51,7 @@ def on_every_rank(work: Callable[[], T]) -> T:
     except Exception as error:  # as above
         failure = error
     failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, _portable(failure) if failure is not None else None)
+    dist.all_gather_object(failures, _portable(failure) if failure is not None else None, group=group)
     if failure is not None:
         raise failure
     for message in failures:

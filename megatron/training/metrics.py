@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-from megatron.training.boards import Boards
 from megatron.training.config import LoggingConfig
+from megatron.training.report.boards import Boards
 from moe_overlap.describe.expert_load import ExpertLoad
 
 LARGEST_EXPONENT = 20
@@ -36,7 +36,7 @@ class StepMetrics:
     resident_bytes: int
     consumed_samples: int
     optional: dict[str, float]
-    """Figures behind flags: params_norm, num_zeros_in_grad, model_tflops."""
+    """Figures behind flags: params_norm, num_zeros_in_grad, model_tflops; with fp16 loss_scale and skipped_iterations so far."""
     deferred: dict[str, int]
     """Weight gradients put aside so far: deferred_peak_bytes they held, deferred_early ones that had no room; else empty."""
 
@@ -67,10 +67,13 @@ class MetricsLog:
         if self._json is not None:
             row = asdict(metrics)
             row.update(row.pop("optional") | row.pop("deferred"))
-            self._json.write(json.dumps(row) + "\n")
+            self._json.write(json.dumps({name: _or_null(value) for name, value in row.items()}) + "\n")
             self._json.flush()
         if self._boards is not None and metrics.step % self._config.tensorboard_log_interval == 0:
-            self._boards.scalars({**_board_values(metrics), **board_only}, metrics.step)
+            values = {**_board_values(metrics), **board_only}
+            if not self._config.log_loss_scale_to_tensorboard:
+                values.pop("loss_scale", None)
+            self._boards.scalars(values, metrics.step)
         if self._rank == 0 and (metrics.step % self._config.log_interval == 0 or metrics.step == 1):
             print(step_line(metrics, self._total), flush=True)
 
@@ -135,6 +138,11 @@ def step_line(metrics: StepMetrics, total: int) -> str:
 
 def _thousands(value: float) -> str:
     return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+
+
+def _or_null(value: Any) -> Any:
+    """JSON has no number for what is not finite, such as the norm of a step whose gradients overflowed."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _board_values(metrics: StepMetrics) -> dict[str, float]:

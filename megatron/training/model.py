@@ -11,14 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -26,28 +25,35 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron.training.config import Config
 from megatron.training.describe import uses_sequence_parallel
-from megatron.training.grouped_experts import GroupedExperts
-from megatron.training.stages import virtual_stages
-from megatron.training.without_te import (
+from megatron.training.layers.cross_entropy import LanguageModel
+from megatron.training.layers.few_groups import FewGroupsAttention
+from megatron.training.layers.grouped_experts import GroupedExperts
+from megatron.training.layers.multi_token import PredictingModel, prediction_spec
+from megatron.training.layers.parallel_block import parallel_spec
+from megatron.training.layers.sdpa_attention import SdpaAttention
+from megatron.training.layers.stage_layout import StageLayout
+from megatron.training.layers.variants import activation_fields, attention_fields, set_yarn
+from megatron.training.layers.without_te import (
     ExpertOutput,
     LatentSelfAttention,
-    SdpaAttention,
     TorchNorm,
     repair_imports,
     transformer_engine_is_installed,
 )
+from megatron.training.stages import virtual_stages
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 
 AdaptLayer = Callable[[ModuleSpec], ModuleSpec]
 
 
-def transformer_config(config: Config, model: ModelDescription) -> TransformerConfig:
+def transformer_config(config: Config, model: ModelDescription, layout: StageLayout | None = None) -> TransformerConfig:
     """megatron-core's configuration of a run.
 
     Args:
         config: validated flags.
         model: the derived sizes (`describe_model`).
+        layout: what the stages of a pipeline hold; None without one.
     """
     has_cuda = torch.cuda.is_available()
     sizes: dict[str, Any] = {
@@ -60,8 +66,8 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "normalization": config.model.normalization,
         "layernorm_epsilon": config.model.norm_epsilon,
         "layernorm_zero_centered_gamma": config.model.layernorm_zero_centered_gamma,
-        "gated_linear_unit": config.model.swiglu,
-        "activation_func": _activation(config),
+        **activation_fields(config, model, has_cuda),
+        **attention_fields(config),
         "add_bias_linear": config.model.add_bias_linear,
         "add_qkv_bias": config.model.add_qkv_bias,
         "qk_layernorm": config.model.qk_layernorm,
@@ -70,29 +76,28 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
         "hidden_dropout": config.model.hidden_dropout,
         "init_method_std": config.model.init_method_std,
         "embedding_init_method_std": config.model.embedding_init_method_std,
-        "apply_query_key_layer_scaling": config.model.apply_query_key_layer_scaling,
-        "params_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
+        "params_dtype": weight_type(config),
         "bf16": config.optimizer.bf16,
-        "autocast_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
-        "pipeline_dtype": torch.bfloat16 if config.optimizer.bf16 else torch.float32,
+        "fp16": config.precision.fp16,
+        "autocast_dtype": weight_type(config),
+        "pipeline_dtype": weight_type(config),
         "calculate_per_token_loss": config.training.calculate_per_token_loss,
-        # The fused form takes the tensor-parallel group as an argument; the other one reads a global.
-        "cross_entropy_loss_fusion": True,
-        "cross_entropy_fusion_impl": "native",
-        # megatron-core fuses GELU with a bias only, and squared ReLU not at all.
-        "bias_activation_fusion": has_cuda
-        and not config.model.squared_relu
-        and (config.model.swiglu or config.model.add_bias_linear),
         "bias_dropout_fusion": has_cuda,
         "gradient_accumulation_fusion": False,
         # gloo sends from the output's own memory and does not keep it alive: freed under an overlapped send, garbage arrives.
         "deallocate_pipeline_outputs": has_cuda,
+        "pipeline_model_parallel_layout": layout,
+        "mtp_num_layers": model.mtp_layers or None,
+        "mtp_loss_scaling_factor": config.model.mtp_loss_scaling_factor,
     }
     fields = sizes | _parallel_fields(config) | _precision_fields(config) | _offload_fields(config)
     if model.num_experts:
         fields |= _moe_fields(config, model)
     if model.latent_attention is None:
-        return TransformerConfig(**fields)
+        plain = TransformerConfig(**fields)
+        if config.model.position_embedding_type == "yarn":
+            set_yarn(plain, config)
+        return plain
     latent = {
         "multi_latent_attention": True,
         "q_lora_rank": model.latent_attention.q_lora_rank,
@@ -110,10 +115,11 @@ def transformer_config(config: Config, model: ModelDescription) -> TransformerCo
     return MLATransformerConfig(**fields, **latent)
 
 
-def _activation(config: Config) -> Callable[[torch.Tensor], torch.Tensor]:
-    if config.model.squared_relu:
-        return squared_relu
-    return F.silu if config.model.swiglu else F.gelu
+def weight_type(config: Config) -> torch.dtype:
+    """Of weights and activations; master weights are fp32."""
+    if config.precision.fp16:
+        return torch.float16
+    return torch.bfloat16 if config.optimizer.bf16 else torch.float32
 
 
 def _precision_fields(config: Config) -> dict[str, Any]:
@@ -170,10 +176,6 @@ def _parallel_fields(config: Config) -> dict[str, Any]:
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
         "sequence_parallel": uses_sequence_parallel(config),
-        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
-        "account_for_embedding_in_pipeline_split": parallel.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": parallel.account_for_loss_in_pipeline_split,
         "recompute_granularity": parallel.recompute_granularity,
         "recompute_method": parallel.recompute_method,
         "recompute_num_layers": parallel.recompute_num_layers,
@@ -195,6 +197,7 @@ def _moe_fields(config: Config, model: ModelDescription) -> dict[str, Any]:
         "num_moe_experts": model.num_experts,
         "moe_layer_freq": [int(is_moe) for is_moe in model.moe_layers],
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_latent_size": model.moe_latent_size or None,
         "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size or None,
         "moe_shared_expert_gate": model.shared_expert_gate,
         "moe_router_topk": model.router_topk,
@@ -233,6 +236,9 @@ def layer_spec(tc: TransformerConfig, is_moe: bool) -> ModuleSpec:
     }
     if uses_transformer_engine():
         spec = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec(**arguments))
+        if tc.context_parallel_size > 1 and (tc.window_size is not None or tc.softmax_type != "vanilla"):
+            # Transformer Engine sends keys and values around the context ranks only for attention without windows and sinks.
+            spec.submodules.self_attention.submodules.core_attention = SdpaAttention
     else:
         spec = copy.deepcopy(get_gpt_layer_local_spec(**arguments))
         parts = spec.submodules
@@ -250,7 +256,17 @@ def layer_spec(tc: TransformerConfig, is_moe: bool) -> ModuleSpec:
             experts.submodules.linear_fc2 = ExpertOutput
             if torch.cuda.is_available() and tc.bf16:
                 experts.module = GroupedExperts
+    if not tc.multi_latent_attention and (tc.num_query_groups or 1) < tc.tensor_model_parallel_size:
+        spec.submodules.self_attention.module = FewGroupsAttention
     return spec
+
+
+def decoder_layer(tc: TransformerConfig, model: ModelDescription, layer: int) -> ModuleSpec:
+    """The spec of the decoder's layer of that number, counted from 0."""
+    spec = layer_spec(tc, model.moe_layers[layer])
+    return (
+        spec if model.parallel_block is None else parallel_spec(spec, model.parallel_block, uses_transformer_engine())
+    )
 
 
 def uses_transformer_engine() -> bool:
@@ -273,42 +289,59 @@ def build_model(
         groups: the stage's process groups.
         adapt_layer: replaces parts of a layer's spec before it is built.
     Returns:
-        One module per chunk (virtual stage), in megatron-core's order, wrapped for bf16 where asked, without DDP.
+        One module per chunk (virtual stage), in megatron-core's order, wrapped for bf16 or fp16 where asked, without DDP.
     """
     if not transformer_engine_is_installed():
         repair_imports()
-    tc = transformer_config(config, model)
+    layout = StageLayout(plan, stage, model.mtp_layers) if len(plan.stages) > 1 else None
+    tc = transformer_config(config, model, layout)
     chunks = plan.stages[stage].chunks
     last_stage, last_chunk = len(plan.stages) - 1, len(chunks) - 1
+    adapt = adapt_layer or (lambda spec: spec)
     modules: list[torch.nn.Module] = []
     for index, (first, last) in enumerate(chunks):
-        specs = [layer_spec(tc, model.moe_layers[layer]) for layer in range(first, last)]
-        if adapt_layer is not None:
-            specs = [adapt_layer(spec) for spec in specs]
-        block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=_block_norm())
-        module: torch.nn.Module = GPTModel(
-            config=tc,
-            transformer_layer_spec=block,
-            vocab_size=model.vocab_size,
-            max_sequence_length=model.max_position_embeddings,
-            pre_process=stage == 0 and index == 0,
-            post_process=stage == last_stage and index == last_chunk,
-            parallel_output=True,
-            share_embeddings_and_output_weights=model.tied_embeddings,
-            position_embedding_type=config.model.position_embedding_type,
-            rotary_percent=config.model.rotary_percent,
-            rotary_base=config.model.rotary_base,
-            seq_len_interpolation_factor=config.model.rotary_seq_len_interpolation_factor,
-            pg_collection=groups,
-            vp_stage=index if last_chunk > 0 else None,
-        )
+        specs = [adapt(decoder_layer(tc, model, layer)) for layer in range(first, last)]
+        arguments: dict[str, Any] = {
+            "config": tc,
+            "transformer_layer_spec": TransformerBlockSubmodules(layer_specs=specs, layer_norm=_block_norm()),
+            "vocab_size": model.vocab_size,
+            "max_sequence_length": model.max_position_embeddings,
+            "pre_process": stage == 0 and index == 0,
+            "post_process": stage == last_stage and index == last_chunk,
+            "parallel_output": True,
+            "share_embeddings_and_output_weights": model.tied_embeddings,
+            "position_embedding_type": config.model.position_embedding_type,
+            "rotary_percent": config.model.rotary_percent,
+            "rotary_base": config.model.rotary_base,
+            "rope_scaling": config.attention.use_rope_scaling,
+            "rope_scaling_factor": config.attention.rope_scaling_factor,
+            "seq_len_interpolation_factor": config.model.rotary_seq_len_interpolation_factor,
+            "pg_collection": groups,
+            "vp_stage": index if last_chunk > 0 else None,
+        }
+        if model.mtp_layers and arguments["post_process"]:
+            inside = adapt(decoder_layer(tc, model, model.num_layers - 1))
+            predictions = prediction_spec(inside, _block_norm(), _column_linear(), model.mtp_layers)
+            module: torch.nn.Module = PredictingModel(predictions=predictions, **arguments)
+        else:
+            module = LanguageModel(**arguments)
+            if not arguments["post_process"]:
+                module.decoder.final_layernorm = (
+                    None  # with prediction layers megatron-core puts it behind the last layer
+                )
+        if config.model.position_embedding_type == "yarn":
+            # megatron-core hands the context ranks to plain rotary positions only.
+            module.rotary_pos_emb.cp_group = groups.cp
         for name, parameter in module.named_parameters():
+            if name.endswith(".softmax_offset"):
+                # Sinks are split by heads, which neither megatron-core nor Transformer Engine says of them.
+                parameter.tensor_model_parallel, parameter.partition_dim = True, 0  # type: ignore[attr-defined]
             _default_parallel_attributes(parameter)
             if ".mlp.experts." in name and tc.expert_tensor_parallel_size != tc.tensor_model_parallel_size:
                 # Experts that fewer ranks share have more replicas than the dense layers have; megatron-core reduces them
                 # as experts under expert parallelism only (tensor_parallel/layers.py, `allreduce`).
                 parameter.allreduce = False  # type: ignore[attr-defined]
-        modules.append(Float16Module(tc, module) if config.optimizer.bf16 else module)
+        modules.append(module if weight_type(config) == torch.float32 else Float16Module(tc, module))
     return modules
 
 
@@ -318,6 +351,14 @@ def _block_norm() -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
+
+
+def _column_linear() -> Any:
+    if not uses_transformer_engine():
+        return ColumnParallelLinear
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+    return TEColumnParallelLinear
 
 
 def _default_parallel_attributes(parameter: torch.nn.Parameter) -> None:

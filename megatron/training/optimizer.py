@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.training.config import Config
 from megatron.training.config import OptimizerConfig as OptimizerFlags
+from megatron.training.model import weight_type
 
 
 def wrap_chunks(
@@ -87,10 +88,11 @@ def make_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], gr
         decoupled_min_lr=flags.decoupled_min_lr,
         apply_wd_to_qk_layernorm=flags.apply_wd_to_qk_layernorm,
         bf16=flags.bf16,
-        params_dtype=torch.bfloat16 if flags.bf16 else torch.float32,
+        params_dtype=weight_type(config),
         use_distributed_optimizer=True,
         overlap_param_gather=config.parallel.overlap_param_gather,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+        **_loss_scale_fields(config),
         **_gpu_fields(config),
     )
     optimizer = get_megatron_optimizer(
@@ -107,6 +109,15 @@ def make_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], gr
     if flags.optimizer == "sgd":
         _step_by_sgd(optimizer, flags)
     return optimizer
+
+
+def _loss_scale_fields(config: Config) -> dict[str, Any]:
+    """What megatron-core's scalers are told; without fp16 there is none."""
+    precision = config.precision
+    if not precision.fp16:
+        return {}
+    names = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    return {"fp16": True} | {name: getattr(precision, name) for name in names}
 
 
 def _gpu_fields(config: Config) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
         precision=_precision(config),
         pipeline_schedule="interleaved-1f1b" if layout.virtual > 1 else "1f1b",
         embedding_stage=0,
-        mtp_stage=None,
+        mtp_stage=layout.pipeline - 1 if model.mtp_layers else None,
         loss_stage=layout.pipeline - 1,
         stages=stages,
         transfers=(),
@@ -133,7 +133,7 @@ def _recompute(config: Config, chunks: tuple[tuple[int, int], ...]) -> Recompute
     if parallel.recompute_granularity is None:
         return Recompute()
     if parallel.recompute_granularity == "selective":
-        longest = max(last - first for first, last in chunks)
+        longest = max(1, *(last - first for first, last in chunks))
         return Recompute(layers=longest, granularity="selective", modules=parallel.recompute_modules or ("core_attn",))
     assert parallel.recompute_num_layers is not None
     uniform = parallel.recompute_method == "uniform"

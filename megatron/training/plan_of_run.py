@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron.training.batch_sizes import batch_sizes
 from megatron.training.config import Config
-from megatron.training.overlap_rules import overlap_flag, require_cuttable, require_executable
 from megatron.training.plan_from_flags import plan_from_flags
-from megatron.training.rule import require
+from megatron.training.rules.overlap import overlap_flag, require_cuttable, require_executable
+from megatron.training.rules.rule import require
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_unsupported

@@ -36,17 +36,9 @@ def counted_layers(config: Config) -> int:
     return config.model.num_layers + extra
 
 
-def stage_layers(config: Config) -> tuple[int, ...]:
-    """Layers of each pipeline stage."""
-    return tuple(sum(sizes) for sizes in chunk_sizes(config))
-
-
-def chunk_sizes(config: Config) -> list[list[int]]:
-    """Layers of every chunk: stage by stage, virtual stage by virtual stage."""
-    parallel, stages, virtual = config.parallel, config.parallel.pipeline_model_parallel_size, virtual_stages(config)
-    if parallel.pipeline_model_parallel_layout is not None:
-        counts = [part.count("t") for part in layout_parts(parallel.pipeline_model_parallel_layout)]
-        return [counts[stage::stages] for stage in range(stages)]
+def stage_counts(config: Config) -> list[int]:
+    """Layers of each pipeline stage without a layout; embedding and loss included where they count as one each."""
+    parallel, stages = config.parallel, config.parallel.pipeline_model_parallel_size
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     fixed = [count for count in (first, last) if count is not None]
     middle_stages = stages - len(fixed)
@@ -56,7 +48,16 @@ def chunk_sizes(config: Config) -> list[list[int]]:
         counts[0] = first
     if last is not None:
         counts[-1] = last
-    sizes = [[count // virtual] * virtual for count in counts]
+    return counts
+
+
+def chunk_sizes(config: Config) -> list[list[int]]:
+    """Layers of every chunk: stage by stage, virtual stage by virtual stage."""
+    parallel, stages, virtual = config.parallel, config.parallel.pipeline_model_parallel_size, virtual_stages(config)
+    if parallel.pipeline_model_parallel_layout is not None:
+        counts = [part.count("t") for part in layout_parts(parallel.pipeline_model_parallel_layout)]
+        return [counts[stage::stages] for stage in range(stages)]
+    sizes = [[count // virtual] * virtual for count in stage_counts(config)]
     sizes[0][0] -= parallel.account_for_embedding_in_pipeline_split
     sizes[-1][-1] -= parallel.account_for_loss_in_pipeline_split
     return sizes

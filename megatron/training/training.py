@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.batch_sizes import BatchSizes
-from megatron.training.batch_source import BatchSource
 from megatron.training.checkpointing import Progress
 from megatron.training.config import Config
-from megatron.training.memory import StorageTracker, held_tensors, resident_bytes
 from megatron.training.metrics import MetricsLog, StepMetrics
-from megatron.training.reports import Reports
+from megatron.training.report.memory import StorageTracker, held_tensors, resident_bytes
+from megatron.training.report.reports import Reports
+from megatron.training.text.batch_source import BatchSource
 
 Batches = Iterator[dict[str, Any]]
 
@@ -31,8 +31,11 @@ class TrainingFailed(Exception):
 class Checkpoints(Protocol):
     """What the loop needs of a checkpointer."""
 
-    def save(self, progress: Progress) -> None:
-        """Save everything, complete or not at all."""
+    def save(self, progress: Progress, persistent: bool = True) -> None:
+        """Save everything, complete or not at all, or start to; what is not persistent, the next such save replaces."""
+
+    def completed(self, wait: bool) -> Path | None:
+        """The checkpoint that has become complete since the last call; `wait` for one under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class TrainingLoop:
         self._started = time.monotonic()
         self._saved_at = progress.iteration
         self._peak_bytes = 0
+        self._peak_is_known = False  # of a step that makes the optimizer's state
         self._stopped_by_signal = False
         if job.config.training.exit_signal_handler:
             signal.signal(job.config.training.exit_signal, self._on_signal)
@@ -106,10 +110,15 @@ class TrainingLoop:
         """
         training, job = self._config.training, self.job
         with contextlib.closing(job.log):
-            if not training.skip_train:
-                self._train()
+            try:
+                if not training.skip_train:
+                    self._train()
+            except TrainingFailed:
+                self._say_what_is_saved(wait=True)
+                raise
             if self._saved_at != self.progress.iteration:
                 self.save_now()
+            self._say_what_is_saved(wait=True)
             if training.eval_iters and (self.progress.iteration >= job.total_steps or training.skip_train):
                 self.evaluate("valid")
                 self.evaluate("test")
@@ -123,8 +132,11 @@ class TrainingLoop:
             for iteration in range(self.progress.iteration + 1, job.total_steps + 1):
                 spans = self.step(iteration, feed)
                 profiled(iteration)
+                self._say_what_is_saved(wait=False)
                 if _is_due(self._config.checkpoint.save_interval, iteration):
                     self.save_now()
+                elif _is_due(self._config.checkpoint.non_persistent_save_interval, iteration):
+                    self.save_now(persistent=False)
                 if training.eval_iters and _is_due(training.eval_interval, iteration) and iteration < job.total_steps:
                     self.evaluate("valid")
                 reason = self._exit_reason(iteration)
@@ -137,7 +149,7 @@ class TrainingLoop:
 
     def step(self, iteration: int, feed: Batches) -> Sequence[Any]:
         job = self.job
-        tracker = self._memory_tracker() if self.first_loss is None else None
+        tracker = None if self._peak_is_known else self._memory_tracker()
         size = job.batch_sizes.at(self.progress.train_samples)
         instructions = job.instructions if size == job.global_batch_size else job.instructions_of(size)
         job.runner.step = iteration
@@ -146,14 +158,15 @@ class TrainingLoop:
             result = job.runner.run(instructions, feed)
         seconds = time.perf_counter() - begin
         if tracker is not None:
-            self._peak_bytes = tracker.peak_bytes
-        if not result.updated and self._config.training.check_for_nan_in_loss_and_grad:
+            self._peak_bytes, self._peak_is_known = tracker.peak_bytes, result.updated
+        if not result.updated and stops_at_nan(self._config):
             raise TrainingFailed(f"step {iteration}: not finite: loss {result.loss}, gradient norm {result.grad_norm}")
         self.first_loss = result.loss if self.first_loss is None else self.first_loss
         learning_rate = _learning_rate(job.optimizer.param_groups, self._config)
-        job.scheduler.step(increment=size)
-        samples = self.progress.train_samples + size
-        self.progress = replace(self.progress, iteration=iteration, train_samples=samples)
+        if result.updated:
+            job.scheduler.step(increment=size)
+        samples, skipped = self.progress.train_samples + size, self.progress.skipped + (not result.updated)
+        self.progress = replace(self.progress, iteration=iteration, train_samples=samples, skipped=skipped)
         communication, exposed = job.measure(result.spans)
         peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes
         resident = resident_bytes()
@@ -185,13 +198,17 @@ class TrainingLoop:
         return StorageTracker(held_tensors(self.job.chunks, self.job.optimizer))
 
     def _optional(self, result: Any, seconds: float) -> dict[str, float]:
-        logging, figures = self._config.logging, {}
+        logging = self._config.logging
+        figures = {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.predictions, 1)}
         if logging.log_throughput:
             flops = self.job.flops_per_token * result.tokens
             figures["model_tflops_per_device"] = flops / seconds / dist.get_world_size() / 1e12
         if logging.log_params_norm:
             figures["params_norm"] = self.job.parameter_norm()
-        if logging.log_num_zeros_in_grad:
+        if self._config.precision.fp16:
+            figures["loss_scale"] = float(self.job.optimizer.get_loss_scale())
+            figures["skipped_iterations"] = float(self.progress.skipped)
+        if logging.log_num_zeros_in_grad and result.zero_gradients is not None:
             figures["num_zeros_in_grad"] = float(result.zero_gradients)
         return figures
 
@@ -212,13 +229,21 @@ class TrainingLoop:
         notes += [f"unigram entropy {entropy:.2f}" for entropy in [job.batches.unigram_entropy(split)] if entropy]
         job.log.log_evaluation(split, loss / tokens, self.progress.iteration, f" ({', '.join(notes)})" if notes else "")
 
-    def save_now(self) -> None:
-        """Save the present state, whatever the intervals say."""
+    def save_now(self, persistent: bool = True) -> None:
+        """Save the present state, whatever the intervals say, or start to as soon as the former save is complete."""
         if self._config.checkpoint.save is None:
             return
-        self.job.checkpoints.save(self.progress)
-        self._saved_at = self.progress.iteration
-        self.job.log.say("saved", f"{self._config.checkpoint.save}/step-{self.progress.iteration:06d}")
+        self._say_what_is_saved(wait=True)
+        self.job.checkpoints.save(self.progress, persistent)
+        if persistent:
+            self._saved_at = self.progress.iteration
+        if not self._config.checkpoint.async_save:
+            self._say_what_is_saved(wait=True)
+
+    def _say_what_is_saved(self, wait: bool) -> None:
+        path = self.job.checkpoints.completed(wait)
+        if path is not None:
+            self.job.log.say("saved", str(path))
 
     def _on_signal(self, number: int, frame: Any) -> None:
         self._stopped_by_signal = True
@@ -240,6 +265,12 @@ class TrainingLoop:
         if _is_due(training.exit_interval, iteration):
             return f"--exit-interval {training.exit_interval}"
         return None
+
+
+def stops_at_nan(config: Config) -> bool:
+    """Whether a run ends where loss or gradients are not finite: a dynamic loss scale takes that for its signal, as upstream."""
+    dynamic = config.precision.fp16 and config.precision.loss_scale is None
+    return config.training.check_for_nan_in_loss_and_grad and not dynamic
 
 
 def _learning_rate(groups: Sequence[dict[str, Any]], config: Config) -> float:

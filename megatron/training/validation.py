@@ -6,11 +6,13 @@ Each rule is a small function; the files of rules are grouped like the flags.
 from __future__ import annotations
 
 from megatron.training.config import Config
-from megatron.training.model_rules import MODEL_RULES
-from megatron.training.moe_rules import MOE_RULES
-from megatron.training.overlap_rules import OVERLAP_RULES
-from megatron.training.parallel_rules import PARALLEL_RULES, check_world
-from megatron.training.run_rules import RUN_RULES
+from megatron.training.rules.attention import ATTENTION_RULES
+from megatron.training.rules.model import MODEL_RULES
+from megatron.training.rules.moe import MOE_RULES
+from megatron.training.rules.overlap import OVERLAP_RULES
+from megatron.training.rules.parallel import PARALLEL_RULES, check_world, sizes_are_positive
+from megatron.training.rules.precision import PRECISION_RULES
+from megatron.training.rules.run import RUN_RULES
 
 
 def validate(config: Config, world_size: int | None) -> None:
@@ -22,7 +24,11 @@ def validate(config: Config, world_size: int | None) -> None:
     Raises:
         ConfigError: the first rule that does not hold, with flag, value, rule and fix.
     """
-    for rule in (*MODEL_RULES, *MOE_RULES, *PARALLEL_RULES, *RUN_RULES, *OVERLAP_RULES):
+    before, after = (
+        (sizes_are_positive, *MODEL_RULES, *ATTENTION_RULES, *MOE_RULES),
+        (*RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES),
+    )
+    for rule in (*before, *PARALLEL_RULES, *after):
         rule(config)
     if world_size is not None:
         check_world(config, world_size)

@@ -5,7 +5,7 @@ JSON lines; each line is one MoE layer over a range of steps, complete in itself
     {"first_step": 11, "last_step": 20, "layer": 3, "tokens": 40960, "load": [9981, ...], "dropped": [0, ...], "entropy": 1.87}
 
     first_step, last_step   both included, numbered from 1; training only, evaluations are left out
-    layer                   from 0, as in the operator names (`L3.moe.gate`)
+    layer                   from 0, as in the operator names (`L3.moe.gate`); prediction layers count on behind the decoder's
     tokens                  that met the router in those steps, over all ranks and micro-batches
     load                    by expert: tokens it computed, that is, chosen and within capacity
     dropped                 by expert: tokens that chose it and found it full

@@ -1,6 +1,7 @@
 """How many parameters a model holds, in closed form: in all, per token, on a rank. Equal to what megatron-core builds.
 
-Legend: H hidden, F width of an MLP, G 2 with a gated activation and 1 without, D head width, N heads, K query groups.
+Legend: H hidden, L width that routed experts read and write, F width of an MLP, G 2 with a gated activation and 1 without, D head
+width, N heads, K query groups.
 The expert bias of a router is a buffer, no parameter, and is not counted.
 """
 
@@ -48,10 +49,13 @@ def rank_parameters(model: ModelDescription, share: Share) -> ParameterCount:
     """Parameters a rank holds.
 
     `active` counts, of the routed experts on this rank, the balanced share of a token's top-k: top-k / EP experts.
-    Where tied embeddings stand on two stages, each holds a copy.
+    Where two stages need the embedding (tied to the output layer, or read by prediction layers), each holds a copy.
     """
     layers = [layer for first, last in share.chunks for layer in range(first, last)]
     both = sum(layer_parameters(model, layer, share) for layer in layers)
+    if share.last_stage:
+        both += model.mtp_layers * prediction_parameters(model, share)
+        layers += [model.num_layers - 1] * model.mtp_layers
     idle = sum(_idle_expert_parameters(model, share) for layer in layers if model.moe_layers[layer])
     embedding = embedding_parameters(model, share)
     total = both + embedding + (norm_parameters(model, model.hidden_size) if share.last_stage else 0)
@@ -59,22 +63,36 @@ def rank_parameters(model: ModelDescription, share: Share) -> ParameterCount:
 
 
 def embedding_parameters(model: ModelDescription, share: Share) -> int:
-    """Word embedding [V/TP, H], learned positions [S, H], output layer [V/TP, H] unless it is the embedding itself."""
+    """Word embedding [V/TP, H], learned positions [S, H], output layer [V/TP, H] unless it is the embedding itself.
+
+    Prediction layers stand on the last stage and read a copy of the word embedding there.
+    """
     words = model.vocab_size // share.tensor * model.hidden_size
     positions = model.max_position_embeddings * model.hidden_size if model.learned_positions else 0
     total = words + positions if share.first_stage else 0
-    if share.last_stage and not (model.tied_embeddings and share.first_stage):
-        total += words
+    if share.last_stage:
+        copied = model.mtp_layers > 0 and not share.first_stage
+        total += words * (copied + (not model.tied_embeddings or not (share.first_stage or copied)))
     return total
 
 
 def layer_parameters(model: ModelDescription, layer: int, share: Share) -> int:
     """Parameters of one layer on a rank: norms, attention, MLP or mixture of experts."""
-    norms = 2 * norm_parameters(model, model.hidden_size)
+    norms = (1 if model.parallel_block == "one-norm" else 2) * norm_parameters(model, model.hidden_size)
     attention = attention_parameters(model, share.tensor, share.split_latents)
     if model.moe_layers[layer]:
         return norms + attention + moe_parameters(model, share)
     return norms + attention + mlp_parameters(model, model.ffn_hidden_size, share.tensor)
+
+
+def prediction_parameters(model: ModelDescription, share: Share) -> int:
+    """Parameters of one multi-token-prediction layer on a rank: a layer like the last one behind a projection [H/TP, 2H].
+
+    Two norms stand before the projection and one behind the layer; embedding and output layer are the model's own.
+    """
+    projection = 2 * model.hidden_size * model.hidden_size // share.tensor
+    norms = 3 * norm_parameters(model, model.hidden_size)
+    return norms + projection + layer_parameters(model, model.num_layers - 1, share)
 
 
 def norm_parameters(model: ModelDescription, width: int) -> int:
@@ -88,7 +106,8 @@ def attention_parameters(model: ModelDescription, tensor: int, split_latents: bo
         return _latent_attention_parameters(model, model.latent_attention, tensor, tensor if split_latents else 1)
     hidden, queries = model.hidden_size, model.num_attention_heads * model.kv_channels
     qkv = queries + 2 * model.num_query_groups * model.kv_channels
-    count = (qkv * hidden + queries * hidden) // tensor
+    sinks = model.num_attention_heads if model.attention_sinks else 0
+    count = (qkv * hidden + queries * hidden + sinks) // tensor
     count += qkv // tensor if model.qkv_bias else 0
     count += hidden if model.linear_bias else 0
     return count + (2 * norm_parameters(model, model.kv_channels) if model.qk_layernorm else 0)
@@ -109,6 +128,7 @@ def _latent_attention_parameters(model: ModelDescription, latent: LatentAttentio
     count += hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim) // down
     count += latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim) // tensor
     count += heads * latent.v_head_dim * hidden // tensor
+    count += heads // tensor if model.attention_sinks else 0
     count += hidden if model.linear_bias else 0
     if model.qk_layernorm:
         count += norm_parameters(model, latent.q_lora_rank) if latent.q_lora_rank is not None else 0
@@ -116,17 +136,32 @@ def _latent_attention_parameters(model: ModelDescription, latent: LatentAttentio
     return count
 
 
-def mlp_parameters(model: ModelDescription, width: int, split: int) -> int:
-    """First linear [G·F/split, H], second [H, F/split]; the first's bias is split, the second's is not."""
-    first = width * (2 if model.gated else 1)
-    count = (first + width) * model.hidden_size // split
-    return count + (first // split + model.hidden_size if model.linear_bias else 0)
+def mlp_parameters(model: ModelDescription, width: int, split: int, hidden: int | None = None) -> int:
+    """First linear [G·F/split, H], second [H, F/split]; the first's bias is split, the second's is not.
+
+    Args:
+        hidden: H, where that is not the model's.
+    """
+    first, hidden = width * (2 if model.gated else 1), hidden or model.hidden_size
+    count = (first + width) * hidden // split
+    return count + (first // split + hidden if model.linear_bias else 0)
+
+
+def expert_parameters(model: ModelDescription, split: int) -> int:
+    """One routed expert on one of the ranks that share it."""
+    return mlp_parameters(model, model.moe_ffn_hidden_size, split, model.moe_latent_size or None)
 
 
 def moe_parameters(model: ModelDescription, share: Share) -> int:
-    """Router [E, H] and its bias, E/EP experts split over ETP, shared experts split over TP, and their gate [1, H]."""
+    """Router [E, H] and its bias, E/EP experts split over ETP, shared experts split over TP, and their gate [1, H].
+
+    Where experts are narrower than the model: projections [L, H] and [H, L] on every rank, with biases where linears have them.
+    """
     router = model.num_experts * (model.hidden_size + (1 if model.linear_bias else 0))
-    experts = model.num_experts // share.expert * mlp_parameters(model, model.moe_ffn_hidden_size, share.expert_tensor)
+    experts = model.num_experts // share.expert * expert_parameters(model, share.expert_tensor)
+    latent = model.moe_latent_size
+    if latent:
+        router += 2 * latent * model.hidden_size + (latent + model.hidden_size if model.linear_bias else 0)
     shared = 0
     if model.shared_expert_hidden_size:
         shared = mlp_parameters(model, model.shared_expert_hidden_size, share.tensor)
@@ -136,4 +171,4 @@ def moe_parameters(model: ModelDescription, share: Share) -> int:
 def _idle_expert_parameters(model: ModelDescription, share: Share) -> int:
     """Parameters of the experts on this rank that a token does not pass, under balanced routing."""
     idle = model.num_experts - model.router_topk
-    return idle * mlp_parameters(model, model.moe_ffn_hidden_size, share.expert_tensor) // share.expert
+    return idle * expert_parameters(model, share.expert_tensor) // share.expert

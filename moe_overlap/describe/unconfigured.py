@@ -32,13 +32,25 @@ WITHOUT_EFFECT = (
     _group(
         "faster GPU kernels of the same mathematics: chosen by what is installed",
         "no-bias-*-fusion no-masked-softmax-fusion no-rope-fusion no-persist-layer-norm "
-        "no-gradient-accumulation-fusion no-gradient-reduce-div-fusion cross-entropy-loss-fusion "
-        "cross-entropy-fusion-impl attention-backend use-flash-attn flash-attention-version "
-        "attention-softmax-in-fp32 transformer-impl moe-grouped-gemm moe-use-legacy-grouped-gemm "
+        "no-gradient-accumulation-fusion no-gradient-reduce-div-fusion "
+        "attention-backend use-flash-attn flash-attention-version "
+        "transformer-impl moe-grouped-gemm moe-use-legacy-grouped-gemm "
         "moe-permute-fusion moe-router-fusion moe-use-grouped-tensor moe-single-grouped-* use-grouped-gemm-for-* "
         "mla-down-proj-fusion fused-residual-rmsnorm use-te-activation-func disable-jit-fuser "
         "use-transformer-engine-op-fuser use-fused-weighted-squared-relu no-create-attention-mask-in-dataloader "
         "onnx-safe cache-mla-latents dsa-kernel-backend gdp-cutedsl-kernel disable-mamba-mem-eff-path enable-experimental",
+    ),
+    _group(
+        "not fused: megatron-core's fused cross entropy rounds the logits' gradient to bf16 in every precision",
+        "cross-entropy-loss-fusion cross-entropy-fusion-impl",
+    ),
+    _group(
+        "always so: attention scores, their softmax and the cross entropy are computed in fp32, whatever the model's type",
+        "attention-softmax-in-fp32",
+    ),
+    _group(
+        "megatron-core 0.16.1 reads it nowhere and computes the cross entropy in fp32, as here",
+        "fp16-lm-cross-entropy",
     ),
     _group(
         "dispatch tuning of newer releases: megatron-core 0.16.1 has its own settings",
@@ -81,18 +93,17 @@ WITHOUT_EFFECT = (
         "no-initialization distribute-saved-activations keep-fp8-transpose-cache",
     ),
     _group(
-        "how checkpoints are written and read: saves are synchronous and each rank writes its own part",
-        "async-* use-persistent-ckpt-worker ckpt-fully-parallel-* *-ckpt-fully-parallel-save "
-        "ckpt-assume-constant-structure ckpt-drop-redundant-extra-state ckpt-pg-tensors-cache-* "
-        "*-ckpt-load-validate-sharding-integrity verify-integrity dist-ckpt-strictness dist-ckpt-workers "
+        "how checkpoints are written and read: by one thread of each rank, whole and checked by their sums",
+        "async-ckpt-* async-strategy use-persistent-ckpt-worker ckpt-fully-parallel-*-* "
+        "ckpt-drop-redundant-extra-state ckpt-pg-tensors-cache-* "
+        "*-ckpt-load-validate-sharding-integrity verify-integrity dist-ckpt-workers "
         "dist-ckpt-optim-fully-reshardable dist-ckpt-save-pre-mcore-014 use-dist-ckpt "
         "distrib-optim-fully-reshardable-mem-efficient auto-detect-ckpt-format *-save-tokenizer-assets dist-ckpt-format "
         "*-strict-fsdp-dtensor-load",
     ),
     _group(
         "logging and diagnosis that this fork does not have: see --log-json, --tensorboard-dir and --profile",
-        "*-log-loss-scale-to-tensorboard log-device-memory-used "
-        "log-energy log-progress log-max-attention-logit log-straggler *straggler* logging-level "
+        "log-device-memory-used log-energy log-progress log-max-attention-logit log-straggler *straggler* logging-level "
         "no-one-logger one-logger-* otel-* app-tag-* no-barrier-with-level-1-timing "
         "config-logger-dir nvtx-ranges pytorch-profiler-* record-shapes "
         "record-memory-history memory-snapshot-path *flight-recorder* dump-param-to-param-group-map "
@@ -136,28 +147,21 @@ _DROP = "drop the flag"
 
 AWAITED = (
     _group("context parallelism that differs from sequence to sequence", "*context-parallel max-seqlen-per-dp-cp-rank"),
-    _group("multi-token prediction", "mtp-num-layers mtp-loss-scaling-factor mtp-standalone"),
-    _group("attention over a window", "window-size window-attn-skip-freq"),
-    _group("attention sinks", "softmax-type"),
+    _group("multi-token prediction on other stages than the loss", "mtp-standalone"),
     _group("layers without positions", "no-rope-freq"),
-    _group("YaRN and scaled rotary positions", "use-rope-scaling rope-scaling-factor yarn-* no-yarn-*"),
-    _group("clamped and shifted gated activations", "activation-func-clamp-value glu-linear-offset quick-geglu"),
-    _group("other forms of GELU", "openai-gelu"),
     _group("other norms and clips of queries and keys", "qk-l2-norm qk-clip*"),
     _group("gated attention", "attention-output-gate"),
     _group("other residual connections", "apply-residual-connection-post-layernorm fp32-residual-connection"),
-    _group("experts in a latent space", "moe-latent-size"),
     _group("layers of unlike shape", "heterogeneous-layers-*"),
     _group("sparse and linear attention", "experimental-attention-variant dsa-* linear-*"),
     _group("several optimizer instances", "num-distributed-optimizer-instances"),
-    _group("fp16 cross entropy", "fp16-lm-cross-entropy"),
     _group("precision by file", "te-precision-config-file"),
     _group("kitchen's kernels", "use-kitchen-* kitchen-*"),
     _group("matrix products of a set rounding", "batch-invariant-* disable-bf16-reduced-precision-matmul"),
     _group("fp32 sums of bf16 gradients", "ddp-reduce-scatter-with-fp32-accumulation ddp-param-name-patterns-*"),
     _group("other initial weights", "data-parallel-random-init init-method-xavier-uniform"),
     _group("sharding by torch's FSDP", "use-torch-fsdp2"),
-    _group("starting from a dense checkpoint", "moe-use-upcycling moe-upcycling-granularity pretrained-checkpoint"),
+    _group("starting from a dense checkpoint", "moe-use-upcycling moe-upcycling-granularity"),
     _group("routing by recorded choices", "moe-enable-routing-replay"),
     _group(
         "evaluation apart from training",
@@ -171,11 +175,10 @@ AWAITED = (
     _group("unlike data order of the replicas", "no-data-sharding use-same-sampling-seed-across-dp-ranks"),
     _group(
         "settings of other tokenizers",
-        "tokenizer-* tiktoken-* *-tokenizer-sentencepiece-* *-tokenizer-model-from-* legacy-tokenizer vocab-extra-ids "
+        "tokenizer-* tiktoken-* *-tokenizer-sentencepiece-* legacy-tokenizer vocab-extra-ids "
         "null-tokenizer-* allow-ambiguous-pad-tokens trust-remote-code",
     ),
-    _group("arguments from a checkpoint", "use-checkpoint-args use-mp-args-from-checkpoint-args"),
-    _group("checkpoints that do not persist", "non-persistent-* replication*"),
+    _group("checkpoints on the nodes' own disks", "non-persistent-local-* replication*"),
     _group("loading other formats", "ckpt-convert-* load-main-params-from-ckpt override-ckpt-iteration"),
     _group("the watch for large losses and gradients", "check-for-spiky-loss check-for-large-grads"),
     _group("files of gradients, weights and activations", "save-*-interval"),
@@ -233,6 +236,10 @@ CHOICES = {
     ("--moe-flex-dispatcher-backend", "ncclep"): "megatron-core 0.16.1 has no such backend",
     ("--dataloader-type", "external"): "the data come from --data-path",
     ("--transformer-impl", "inference_optimized"): "this fork trains",
+    ("--non-persistent-ckpt-type", "local"): "checkpoints lie on a file system that all nodes share",
+    ("--non-persistent-ckpt-type", "in_memory"): "checkpoints lie on a file system that all nodes share",
+    ("--dist-ckpt-strictness", "return_unexpected"): "it hands the keys to a caller, and a run has none",
+    ("--dist-ckpt-strictness", "return_all"): "it hands the keys to a caller, and a run has none",
     ("--tokenizer-type", "SFTTokenizer"): "fine-tuning samples are not built in yet",
 }
 CHOICE_GROUPS = {

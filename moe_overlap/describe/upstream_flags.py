@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
+from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,12 @@ def _same_number(left: str, right: str) -> bool:
         return False
 
 
-def load_upstream_flags() -> dict[str, UpstreamFlag]:
+@functools.cache
+def load_upstream_flags() -> Mapping[str, UpstreamFlag]:
     """Every upstream flag by name (`--num-layers`); 905 actions, some with several names."""
     table = json.loads(resources.files(__package__).joinpath("upstream_flags.json").read_text(encoding="utf-8"))
     flags = [_row(row) for row in table["flags"]]
-    return {name: flag for flag in flags for name in flag.names}
+    return MappingProxyType({name: flag for flag in flags for name in flag.names})
 
 
 def _row(row: list[object]) -> UpstreamFlag:

@@ -43,16 +43,10 @@ class Limits:
 LOWERED = Limits(
     plan=(
         Limit("pipeline_schedule", _only("1f1b", "interleaved-1f1b"), "not lowered", "use 1f1b or interleaved-1f1b"),
-        Limit("mtp_stage", _only(None), "multi-token prediction is not executed", "write null"),
         Limit("embedding_stage", _only(0), "the embedding runs on the first stage", "write 0"),
         Limit("transfers", _only(()), "stages of unlike shape are not executed", "give all stages one shape, write []"),
     ),
     stage=(
-        Limit("zero_level", _only(0, 1), "ZeRO 2 and 3 are not executed", "write 1"),
-        Limit("offload.weights", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("offload.gradients", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("offload.optimizer", _only(0), "offloading is not executed", "write 0.0"),
-        Limit("offload.activations", _only(0), "offloading is not executed", "write 0.0"),
         Limit("overlap.micro_batches_in_flight", _only(1, 2), "two micro-batches are interleaved at most", "write 2"),
     ),
     layer=(
@@ -67,8 +61,15 @@ LOWERED = Limits(
 )
 """What `lower` knows."""
 EXECUTED = Limits(
-    plan=(Limit("precision", _only("fp32", "bf16"), "not executed", "use fp32 or bf16"),),
-    stage=(Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),),
+    plan=(Limit("precision", _only("fp32", "bf16", "fp16"), "not executed", "use fp32, bf16 or fp16"),),
+    stage=(
+        Limit("zero_level", _only(0, 1), "ZeRO 2 and 3 are not executed", "write 1"),
+        Limit("offload.weights", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("offload.gradients", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("offload.optimizer", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("offload.activations", _only(0), "offloading is not executed", "write 0.0"),
+        Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),
+    ),
     layer=(Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),),
 )
 """What the runtime executes of that."""
@@ -83,7 +84,8 @@ UNIFORM_FIELDS = (
     "expert",
     "expert_tensor",
     "zero_level",
-    "recompute",
+    "recompute.granularity",
+    "recompute.modules",
     "offload",
     "overlap.gradient_chunk_bytes",
     "overlap.micro_batches_in_flight",
@@ -97,6 +99,12 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
     if plan.loss_stage != len(plan.stages) - 1:
         last = len(plan.stages) - 1
         raise ConfigError(f"{source} loss_stage", plan.loss_stage, "the loss runs on the last stage", f"write {last}")
+    if plan.mtp_stage not in (None, plan.loss_stage):
+        rule = "prediction layers run on the stage of the loss"
+        raise ConfigError(f"{source} mtp_stage", plan.mtp_stage, rule, f"write {plan.loss_stage}")
+    if plan.mtp_stage is not None and any(stage.overlap.is_listed for stage in plan.stages):
+        rule = "multi-token prediction is not overlapped, and here layers are"
+        raise ConfigError(f"{source} mtp_stage", plan.mtp_stage, rule, "write null or overlap nothing")
     for path, stage in _stages(plan):
         if plan.pipeline_schedule == "interleaved-1f1b" and stage.overlap.micro_batches_in_flight > 1:
             rule = "micro-batches are not interleaved under interleaved-1f1b"
@@ -106,6 +114,10 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
                 rule,
                 "use 1f1b or write 1",
             )
+        if stage.is_decoupled and stage.overlap.gradient_chunk_bytes > 0:
+            subject = f"{source} {path}.overlap.gradient_chunk_bytes"
+            rule = "with ZeRO 2 and 3 and with offloading gradients are reduced part by part"
+            raise ConfigError(subject, stage.overlap.gradient_chunk_bytes, rule, "write 0")
     _refuse_differences(plan, SHAPE_FIELDS, source)
 
 
@@ -121,6 +133,8 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
         _refuse_cuts_of(stage, f"{source} {path}")
     _refuse_differences(plan, UNIFORM_FIELDS, source)
+    if plan.stages[0].recompute.granularity != "selective":  # which counts the layers of each stage
+        _refuse_differences(plan, ("recompute.layers",), source)
     if not any(stage.overlap.is_listed for stage in plan.stages):
         _refuse_values(plan.stages[0], NOTHING_OVERLAPPED, f"{source} stages[0].")
 

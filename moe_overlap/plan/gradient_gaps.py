@@ -45,7 +45,7 @@ def gradient_pieces(plan: Plan, stage_index: int, model: ModelDescription) -> di
     stage = plan.stages[stage_index]
     if stage.overlap.gradient_chunk_bytes == 0 or not is_replicated(stage):
         return {}
-    parts = optimizer_parts(plan, stage_index)
+    parts = optimizer_parts(plan, stage_index, model)
     return {part: pieces_of(part, payload.part_size(part, plan, stage, model), stage) for part in parts}
 
 

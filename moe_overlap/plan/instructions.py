@@ -4,8 +4,9 @@ A list is in issue order. Instructions of one channel start in list order, the n
 different channels run at the same time. An instruction starts when all of `after` have finished and its channel is
 free.
 
-Channels: `compute`; one per process group (`ep`, `dp`); one per direction of a stage boundary (`pp.S0>S1`,
-`pp.S0>S1.backward`: on a single one, two stages that both wait to send would block each other); one per copy direction.
+Channels: `compute`; `optimizer`, where parts step by themselves; one per process group (`ep`, `dp`); one per direction of a stage
+boundary (`pp.S0>S1`, `pp.S0>S1.backward`: on a single one, two stages that both wait to send would block each other); one per
+copy direction (`h2d`, `d2h`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from moe_overlap.plan.serialize import as_values, read_record
 
 Kind = Literal["compute", "weight-gradient", "collective", "point-to-point", "copy", "optimizer"]
 KINDS: tuple[str, ...] = get_args(Kind)
-COMPUTE = "compute"
+COMPUTE, OPTIMIZER, TO_DEVICE, TO_HOST = "compute", "optimizer", "h2d", "d2h"
 
 
 class ScheduleError(Exception):

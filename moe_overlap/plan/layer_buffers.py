@@ -1,6 +1,7 @@
 """What the operators of a layer read and write.
 
-Buffers (layer n, micro-batch m, partition p): `h.Ln.m.p` enters layer n (and crosses a boundary before it), `a` follows
+Buffers (layer n, micro-batch m, partition p): `h.Ln.m.p` enters layer n (and crosses a boundary before it; in a prediction
+layer n: `h.mtpn`, behind it `h.mtpn.loss`), `a` follows
 attention, `rows` are permuted for sending, `counts` and `splits` say how many, `capacity` hands a gate's state to the
 next partition, `received` and `computed` stand at the experts, `returned` is back, `shared` is the shared expert's
 output. Gradients carry a `d` in front. `gradient.Ln` sums weight gradients over micro-batches; `saved.Ln.part.weight`
@@ -22,43 +23,44 @@ from moe_overlap.plan.operators import (
 )
 
 
-def forward_buffers(n: int, has_shared: bool, sent: bool) -> dict[str, str]:
+def forward_buffers(n: str, after: str, has_shared: bool, sent: bool) -> dict[str, str]:
     """Part -> `reads -> writes`, without micro-batch and partition.
 
     Args:
-        n: layer.
+        n: layer, such as `L3`.
+        after: what its output enters.
         sent: whether tokens leave the rank.
     """
-    shared = f"shared.L{n}" if has_shared else ""
+    shared = f"shared.{n}" if has_shared else ""
     return {
-        ATTENTION: f"h.L{n} -> a.L{n}",
-        MLP: f"a.L{n} -> h.L{n + 1}",
-        GATE: f"a.L{n} -> rows.L{n}" + (f" counts.L{n}" if sent else ""),
-        COUNT: f"counts.L{n} -> splits.L{n}",
-        DISPATCH: f"rows.L{n} splits.L{n} -> received.L{n}",
-        SHARED: f"a.L{n} -> {shared}",
-        EXPERTS: f"{'received' if sent else 'rows'}.L{n} -> computed.L{n}",
-        COMBINE: f"computed.L{n} -> returned.L{n}",
-        MERGE: f"{'returned' if sent else 'computed'}.L{n} a.L{n} {shared} -> h.L{n + 1}",
+        ATTENTION: f"h.{n} -> a.{n}",
+        MLP: f"a.{n} -> h.{after}",
+        GATE: f"a.{n} -> rows.{n}" + (f" counts.{n}" if sent else ""),
+        COUNT: f"counts.{n} -> splits.{n}",
+        DISPATCH: f"rows.{n} splits.{n} -> received.{n}",
+        SHARED: f"a.{n} -> {shared}",
+        EXPERTS: f"{'received' if sent else 'rows'}.{n} -> computed.{n}",
+        COMBINE: f"computed.{n} -> returned.{n}",
+        MERGE: f"{'returned' if sent else 'computed'}.{n} a.{n} {shared} -> h.{after}",
     }
 
 
-def backward_buffers(n: int, has_shared: bool, sent: bool, total: str) -> dict[str, str]:
+def backward_buffers(n: str, after: str, has_shared: bool, sent: bool, total: str) -> dict[str, str]:
     """Part -> `reads -> writes`; what stands on both sides is added to.
 
     Args:
         total: where weight gradients are summed; empty where all of them are deferred.
     """
-    shared = f"dshared.L{n}" if has_shared else ""
+    shared = f"dshared.{n}" if has_shared else ""
     return {
-        MERGE: f"dh.L{n + 1} -> {'dreturned' if sent else 'dcomputed'}.L{n} da.L{n} {shared}",
-        COMBINE: f"dreturned.L{n} -> dcomputed.L{n}",
-        EXPERTS: f"dcomputed.L{n} {total} -> {'dreceived' if sent else 'drows'}.L{n} {total}",
-        SHARED: f"dshared.L{n} da.L{n} {total} -> da.L{n} {total}",
-        DISPATCH: f"dreceived.L{n} -> drows.L{n}",
-        GATE: f"drows.L{n} da.L{n} {total} -> da.L{n} {total}",
-        MLP: f"dh.L{n + 1} {total} -> da.L{n} {total}",
-        ATTENTION: f"da.L{n} {total} -> dh.L{n} {total}",
+        MERGE: f"dh.{after} -> {'dreturned' if sent else 'dcomputed'}.{n} da.{n} {shared}",
+        COMBINE: f"dreturned.{n} -> dcomputed.{n}",
+        EXPERTS: f"dcomputed.{n} {total} -> {'dreceived' if sent else 'drows'}.{n} {total}",
+        SHARED: f"dshared.{n} da.{n} {total} -> da.{n} {total}",
+        DISPATCH: f"dreceived.{n} -> drows.{n}",
+        GATE: f"drows.{n} da.{n} {total} -> da.{n} {total}",
+        MLP: f"dh.{after} {total} -> da.{n} {total}",
+        ATTENTION: f"da.{n} {total} -> dh.{n} {total}",
     }
 
 

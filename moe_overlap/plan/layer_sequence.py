@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators
-from moe_overlap.plan.operators import ATTENTION, BACKWARD, EXPERTS, MERGE, MLP, RECOMPUTE, SHARED
+from moe_overlap.plan.operators import ATTENTION, BACKWARD, EXPERTS, MERGE, MLP, RECOMPUTE, SHARED, Operator
 from moe_overlap.plan.plan import Recompute, StagePlan
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOperator:
-    """An operator of a layer; suffix `backward`, `recompute` or empty."""
+    """An operator of a layer; suffix `backward`, `recompute` or empty.
+
+    Attributes:
+        mtp: prediction layer that it stands in; `layer` is then the one whose form that has.
+    """
 
     layer: int
     part: str
     suffix: str = ""
+    mtp: int | None = None
 
     @property
     def name(self) -> str:
         """As it stands in an instruction."""
-        return operators.layer_operator(self.layer, self.part, self.suffix)
+        return str(Operator(self.part, None if self.mtp is not None else self.layer, self.mtp, "", self.suffix))
+
+    @property
+    def place(self) -> str:
+        """`L3`, `mtp0`."""
+        return f"L{self.layer}" if self.mtp is None else f"mtp{self.mtp}"
+
+    @property
+    def after(self) -> str:
+        """What follows that place in forward order."""
+        return f"L{self.layer + 1}" if self.mtp is None else f"mtp{self.mtp}.loss"
 
     @property
     def is_exchange(self) -> bool:
@@ -68,6 +83,18 @@ class LayerSequence:
             for layer in reversed(group.layers):
                 yield from self._layer_backward(layer, group.modules)
 
+    def prediction(self, depth: int) -> Iterator[LayerOperator]:
+        """The transformer layer inside a prediction layer forward: one like the model's last."""
+        return (replace(operator, mtp=depth) for operator in self.forward([self.model.num_layers - 1]))
+
+    def prediction_backward(self, depth: int) -> Iterator[LayerOperator]:
+        """The same backward."""
+        last, recompute = self.model.num_layers - 1, self.stage.recompute
+        operators_of = list(self._layer_backward(last, recompute.modules))
+        if recomputes_predictions(recompute):
+            operators_of = [*self.forward([last], RECOMPUTE), *operators_of]
+        return (replace(operator, mtp=depth) for operator in operators_of)
+
     def _layer_backward(self, layer: int, modules: tuple[str, ...]) -> Iterator[LayerOperator]:
         for part in self._backward_parts(layer):
             if part == MERGE and "moe" in modules:
@@ -94,6 +121,11 @@ class RecomputeGroup:
     layers: tuple[int, ...]
     whole: bool
     modules: tuple[str, ...] = ()
+
+
+def recomputes_predictions(recompute: Recompute) -> bool:
+    """Whether prediction layers are computed a second time, projections included; megatron-core's block method spares them."""
+    return recompute.granularity == "uniform"
 
 
 def recompute_groups(recompute: Recompute, layers: Sequence[int]) -> list[RecomputeGroup]:

@@ -3,13 +3,15 @@
 A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a pass,
 ranges of operators run in partitions, and weight gradients stand under exchanges; a backward pass is interleaved with the
 forward pass of another micro-batch; gradients that are complete are reduced between exchanges; each where the plan says so.
+With ZeRO 2 and 3 and with offloading every part steps by itself, and collectives and copies stand around its passes.
 What it asks for and is not lowered yet is refused by field.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators, payload
@@ -17,22 +19,41 @@ from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
 from moe_overlap.plan.gradient_gaps import fill_gaps, gradient_pieces
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.layer_buffers import placed
+from moe_overlap.plan.layer_sequence import recomputes_predictions
 from moe_overlap.plan.list_builder import Draft, ListBuilder, build_list
+from moe_overlap.plan.lower_decoupled import DecoupledLowering
 from moe_overlap.plan.lower_layers import LayerLowering
 from moe_overlap.plan.lower_update import lower_update
 from moe_overlap.plan.micro_batch_order import interleave
-from moe_overlap.plan.operators import BACKWARD, EMBEDDING, HEAD_LOSS, HEAD_NORM
+from moe_overlap.plan.operators import (
+    BACKWARD,
+    EMBEDDING,
+    HEAD_LOSS,
+    HEAD_NORM,
+    LOSS,
+    PROJECT,
+    RECOMPUTE,
+    prediction_operator,
+)
+from moe_overlap.plan.part_drafts import PartDrafts
 from moe_overlap.plan.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.weight_gradients import saved_buffer
 
 
-def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
+def lower(
+    plan: Plan,
+    model: ModelDescription,
+    rank: int,
+    saved_bytes: Mapping[str, int] = MappingProxyType({}),
+    while_waiting: bool = True,
+) -> tuple[Instruction, ...]:
     """The instruction list of one rank.
 
     Args:
         plan: a plan that `validate_plan` has accepted for this model.
         rank: global rank.
+        saved_bytes, while_waiting: as in part_drafts.py and lower_decoupled.py, for stages whose parts step by themselves.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
@@ -44,6 +65,9 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
         written = [list(passes.write(step)) for step in steps]
         drafts += interleave(*written) if len(written) == 2 else written[0]
     to = ListBuilder(index)
+    if plan.stages[index].is_decoupled:
+        DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to, while_waiting).write(drafts)
+        return to.finish()
     pieces = gradient_pieces(plan, index, model)
     if pieces:
         fill_gaps(build_list(index, drafts), pieces, to)
@@ -79,6 +103,8 @@ class _PassLowering:
         yield from self.layers.forward(range(first, last), chunk, micro_batch)
         if self._is_last(chunk):
             yield self._compute(HEAD_NORM, place, f"h.L{last} -> normed")
+            for depth in range(self.model.mtp_layers):
+                yield from self._prediction(depth, place)
             yield self._compute(HEAD_LOSS, place, "normed labels -> loss")
         else:
             yield self._transfer("send", +1, place, f"h.L{last}")
@@ -93,6 +119,8 @@ class _PassLowering:
             saved = " ".join(saved_buffer(str(gradient)) for gradient in deferred)
             added = "" if deferred else total
             yield self._compute(f"{HEAD_LOSS}.{BACKWARD}", place, f"loss {added} -> dnormed {added} {saved}")
+            for depth in reversed(range(self.model.mtp_layers)):
+                yield from self._prediction_backward(depth, place)
             yield self._compute(f"{HEAD_NORM}.{BACKWARD}", place, f"dnormed {total} -> dh.L{last} {total}")
         else:
             yield self._transfer("receive", +1, place, f"dh.L{last}", backward=True)
@@ -102,6 +130,28 @@ class _PassLowering:
             yield self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
         else:
             yield self._transfer("send", -1, place, f"dh.L{first}", backward=True)
+
+    def _prediction(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
+        """Embedding of the tokens further on beside what came before, layer, loss."""
+        before = f"h.mtp{depth - 1}.loss" if depth else "normed"
+        yield self._compute(prediction_operator(depth, PROJECT), place, f"{before} tokens -> h.mtp{depth}")
+        yield from self.layers.prediction(depth, *place)
+        yield self._compute(prediction_operator(depth, LOSS), place, f"h.mtp{depth}.loss labels -> loss.mtp{depth}")
+
+    def _prediction_backward(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
+        """The mirror of `_prediction`; what comes back joins the gradient of what came before."""
+        mine, head, words = f"gradient.mtp{depth}", "gradient.head", "gradient.embedding"
+        output = f"dh.mtp{depth}.loss"
+        added = f"{output} " if depth < self.model.mtp_layers - 1 else ""
+        reads, writes = f"loss.mtp{depth} {added}{mine} {head}", f"{output} {mine} {head}"
+        yield self._compute(prediction_operator(depth, LOSS, BACKWARD), place, f"{reads} -> {writes}")
+        if recomputes_predictions(self.layers.stage.recompute):
+            yield self._compute(prediction_operator(depth, PROJECT, RECOMPUTE), place, f" -> h.mtp{depth}")
+        yield from self.layers.prediction_backward(depth, *place)
+        before = f"dh.mtp{depth - 1}.loss" if depth else "dnormed"
+        taken = f"{before} " if depth == 0 else ""
+        reads, writes = f"dh.mtp{depth} {taken}{mine} {words}", f"{before} {mine} {words}"
+        yield self._compute(prediction_operator(depth, PROJECT, BACKWARD), place, f"{reads} -> {writes}")
 
     def _is_first(self, chunk: int) -> bool:
         return self.stage_index == self.plan.embedding_stage and chunk == 0

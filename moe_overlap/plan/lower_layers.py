@@ -46,6 +46,14 @@ class LayerLowering:
         """The layers of a chunk backward, each with what it recomputes first."""
         return self._write(list(self._sequence.backward(layers)), chunk, micro_batch, last_first=True)
 
+    def prediction(self, depth: int, chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """The transformer layer inside a prediction layer forward."""
+        return self._write(list(self._sequence.prediction(depth)), chunk, micro_batch, last_first=False)
+
+    def prediction_backward(self, depth: int, chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """The same backward, with what it recomputes first."""
+        return self._write(list(self._sequence.prediction_backward(depth)), chunk, micro_batch, last_first=True)
+
     def deferred(self, part: str, layer: int | None = None) -> list[Operator]:
         """Weight gradients of an operator that are instructions of their own."""
         return self._deferred.get((part, layer), [])
@@ -83,12 +91,13 @@ class LayerLowering:
     def _buffers(self, operator: LayerOperator, part: Part, micro_batch: int) -> tuple[list[str], list[str]]:
         """Names of what an operator reads and writes."""
         n, has_shared, sent = operator.layer, self._sequence.has_shared, self._sequence.exchanges
+        ends = operator.place, operator.after
         deferred = self.deferred(operator.part, n) if operator.suffix == BACKWARD else []
         if operator.suffix == BACKWARD:
             kept = keeps_gradients(operator.part, [gradient.weight for gradient in deferred], self._model)
-            table = backward_buffers(n, has_shared, sent, f"gradient.L{n}" if kept else "")
+            table = backward_buffers(*ends, has_shared, sent, f"gradient.{operator.place}" if kept else "")
         else:
-            table = forward_buffers(n, has_shared, sent)
+            table = forward_buffers(*ends, has_shared, sent)
         sides = table[operator.part].split("->")
         reads, writes = ([placed(b, micro_batch) for b in side.split()] for side in sides)
         writes += [placed(saved_buffer(str(gradient)), micro_batch) for gradient in deferred]

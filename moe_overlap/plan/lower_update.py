@@ -13,13 +13,19 @@ from moe_overlap.plan.plan import Plan, StagePlan
 
 DATA_CHANNEL = "dp"
 NORM_BYTES = 4
+NORM_BUFFER = "norm"
 
 
-def optimizer_parts(plan: Plan, stage_index: int) -> tuple[str, ...]:
-    """What the optimizer of a stage steps, in order: `embedding`, `L0`, …, `head`."""
+def optimizer_parts(plan: Plan, stage_index: int, model: ModelDescription) -> tuple[str, ...]:
+    """What the optimizer of a stage steps, in order: `embedding`, `L0`, …, `mtp0`, …, `head`.
+
+    The stage of the prediction layers has the word embedding or a copy of it.
+    """
     parts = [f"L{layer}" for layer in plan.stages[stage_index].layers]
-    if stage_index == plan.embedding_stage:
+    if stage_index in (plan.embedding_stage, plan.mtp_stage):
         parts.insert(0, "embedding")
+    if stage_index == plan.mtp_stage:
+        parts += [f"mtp{depth}" for depth in range(model.mtp_layers)]
     if stage_index == plan.loss_stage:
         parts.append("head")
     return tuple(parts)
@@ -33,7 +39,7 @@ def is_replicated(stage: StagePlan) -> bool:
 def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
     """Everything after the last backward pass; pieces of gradients stand among the passes already (gradient_gaps.py)."""
     stage = plan.stages[stage_index]
-    parts = optimizer_parts(plan, stage_index)
+    parts = optimizer_parts(plan, stage_index, model)
     sizes = {part: payload.part_size(part, plan, stage, model) for part in parts}
     totals = tuple(f"gradient.{part}" for part in parts)
     replicated = is_replicated(stage)
@@ -41,17 +47,9 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
         whole = sum(sizes.values(), PartSize(0, 0))
         sent = whole.reduction_bytes(stage)
         yield Draft(kind="collective", name="gradients", channel=DATA_CHANNEL, reads=totals, writes=totals, bytes=sent)
-    alone = plan.world_size == 1
-    yield Draft(
-        kind="compute" if alone else "collective",
-        name=operators.NORM,
-        channel=COMPUTE if alone else DATA_CHANNEL,
-        reads=totals,
-        writes=("norm",),
-        bytes=0 if alone else NORM_BYTES,
-    )
+    yield norm_of(plan, totals)
     for part in parts:
-        reads = (f"gradient.{part}", f"state.{part}", "norm")
+        reads = (f"gradient.{part}", f"state.{part}", NORM_BUFFER)
         yield Draft(
             kind="optimizer", name=f"optimizer.{part}", reads=reads, writes=(f"parameters.{part}", f"state.{part}")
         )
@@ -59,3 +57,16 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
         shards = tuple(f"parameters.{part}" for part in parts)
         sent = sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
         yield Draft(kind="collective", name="parameters", channel=DATA_CHANNEL, reads=shards, writes=shards, bytes=sent)
+
+
+def norm_of(plan: Plan, totals: tuple[str, ...], buffer: str = NORM_BUFFER) -> Draft:
+    """The norm of all gradients, over all ranks."""
+    alone = plan.world_size == 1
+    return Draft(
+        kind="compute" if alone else "collective",
+        name=operators.NORM,
+        channel=COMPUTE if alone else DATA_CHANNEL,
+        reads=totals,
+        writes=(buffer,),
+        bytes=0 if alone else NORM_BYTES,
+    )

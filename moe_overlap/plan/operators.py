@@ -31,7 +31,7 @@ EXCHANGE_PARTS = (COUNT, DISPATCH, COMBINE)
 NO_BACKWARD_PARTS = (COUNT,)
 
 EMBEDDING, HEAD_NORM, HEAD_LOSS = "embedding", "head.norm", "head.loss"
-MTP_PARTS = ("project", "loss")
+PROJECT, LOSS = MTP_PARTS = ("project", "loss")
 """What a multi-token-prediction layer has beside a layer's parts."""
 NORM = "optimizer.norm"
 """Gradient norm and NaN check, over the whole world."""
@@ -114,6 +114,12 @@ def layer_operator(layer: int, part: str, suffix: str = "") -> str:
     """`L3.moe.dispatch`, with `.backward` or `.recompute` where given."""
     assert part in MOE_PARTS or part == MLP, part
     return str(Operator(part, layer=layer, suffix=suffix))
+
+
+def prediction_operator(depth: int, part: str, suffix: str = "") -> str:
+    """`mtp0.project`, with `.backward` or `.recompute` where given."""
+    assert part in MTP_PARTS, part
+    return str(Operator(part, mtp=depth, suffix=suffix))
 
 
 def weight_gradient(layer: int, part: str, weight: str) -> str:

@@ -12,9 +12,10 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.parameters import (
     Share,
     embedding_parameters,
+    expert_parameters,
     layer_parameters,
-    mlp_parameters,
     norm_parameters,
+    prediction_parameters,
 )
 from moe_overlap.plan.plan import Plan, Precision, StagePlan
 
@@ -23,6 +24,11 @@ ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8"
 GRADIENT_BYTES = 4
 """Gradients are accumulated and reduced in fp32."""
 COUNT_BYTES = 8
+STATE_BYTES = 8
+"""Adam's two moments; below fp32 the fp32 weights, MASTER_BYTES, are states, too."""
+MASTER_BYTES = 4
+SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}
+"""ZeRO level from which each of them is kept in shards."""
 
 
 def tokens_of_rank(plan: Plan, stage: StagePlan) -> int:
@@ -44,9 +50,9 @@ def exchange_bytes(plan: Plan, stage: StagePlan, model: ModelDescription, partit
     """Of one dispatch or combine of one of the micro-batch's partitions.
 
     B · S / (C · T) · k · H · b · ((P - 1) / P + (Q - 1)) over their number: all-to-all over the expert ranks, then
-    all-gather (combine: reduce-scatter) over the expert-tensor ranks.
+    all-gather (combine: reduce-scatter) over the expert-tensor ranks. H is the experts' own width where they have one.
     """
-    width = model.hidden_size * ACTIVATION_BYTES[plan.precision]
+    width = (model.moe_latent_size or model.hidden_size) * ACTIVATION_BYTES[plan.precision]
     rows = tokens_of_rank(plan, stage) // partitions * model.router_topk * width
     return rows * (stage.expert - 1) // stage.expert + rows * (stage.expert_tensor - 1)
 
@@ -74,6 +80,14 @@ class PartSize:
         """Leaving the rank when updated parameters are gathered: (D - 1) / D."""
         return self._ring(stage, ACTIVATION_BYTES[precision])
 
+    def stored_bytes(self, stage: StagePlan, what: str, precision: Precision) -> int:
+        """Of the `weights`, `gradients` or `optimizer` states that the rank keeps, whole or its shard."""
+        states = STATE_BYTES + (0 if precision == "fp32" else MASTER_BYTES)
+        width = {"weights": ACTIVATION_BYTES[precision], "gradients": GRADIENT_BYTES, "optimizer": states}[what]
+        if stage.zero_level < SHARDED_FROM[what]:
+            return (self.dense + self.experts) * width
+        return (-(-self.dense // (stage.data * stage.context)) + -(-self.experts // stage.expert_data)) * width
+
     def _ring(self, stage: StagePlan, width: int) -> int:
         replicas = stage.data * stage.context
         dense = self.dense * width * (replicas - 1) // replicas
@@ -81,21 +95,22 @@ class PartSize:
 
 
 def part_size(part: str, plan: Plan, stage: StagePlan, model: ModelDescription) -> PartSize:
-    """Parameters of `embedding`, `head` or `L3` on one rank of a stage.
+    """Parameters of `embedding`, `head`, `L3` or `mtp0` on one rank of a stage.
 
-    Tied embeddings belong to `embedding`, and a copy to `head` where that is on another stage.
+    Tied embeddings belong to `embedding`, and a copy to `head` where that is on another stage and no prediction layers are.
     """
     share = Share(chunks=stage.chunks, tensor=stage.tensor, expert=stage.expert, expert_tensor=stage.expert_tensor)
     if part == "embedding":
         return PartSize(embedding_parameters(model, replace(share, last_stage=False)), 0)
     if part == "head":
-        alone = replace(share, first_stage=plan.embedding_stage == plan.loss_stage)
+        alone = replace(share, first_stage=plan.loss_stage in (plan.embedding_stage, plan.mtp_stage))
         before = embedding_parameters(model, replace(share, last_stage=False)) if alone.first_stage else 0
         output = embedding_parameters(model, alone) - before
         return PartSize(output + norm_parameters(model, model.hidden_size), 0)
-    layer = int(part.removeprefix("L"))
+    predicts = part.startswith("mtp")
+    layer = model.num_layers - 1 if predicts else int(part.removeprefix("L"))
     experts = 0
     if model.moe_layers[layer]:
-        one = mlp_parameters(model, model.moe_ffn_hidden_size, stage.expert_tensor)
-        experts = model.num_experts // stage.expert * one
-    return PartSize(layer_parameters(model, layer, share) - experts, experts)
+        experts = model.num_experts // stage.expert * expert_parameters(model, stage.expert_tensor)
+    whole = prediction_parameters(model, share) if predicts else layer_parameters(model, layer, share)
+    return PartSize(whole - experts, experts)

@@ -89,6 +89,11 @@ class StagePlan:
         return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
 
     @property
+    def is_decoupled(self) -> bool:
+        """Whether every part steps by itself, in front of its first forward pass (lower_decoupled.py)."""
+        return self.zero_level > 1 or self.offload != Offload()
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """Numbers of the stage's layers, chunk after chunk."""
         return tuple(layer for first, last in self.chunks for layer in range(first, last))

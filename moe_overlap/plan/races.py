@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from moe_overlap.plan.instructions import Instruction, ScheduleError
 
-INPUTS = frozenset({"tokens", "labels", "gradient", "state", "parameters"})
+INPUTS = frozenset({"tokens", "labels", "gradient", "state", "parameters", "host"})
 """First words of buffers that are there when a step starts."""
 
 

@@ -45,6 +45,12 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
         head_apart = plan.loss_stage == index and not tied
         validate_overlap(stage, model, f"{subject}.overlap", head_apart)
     _check_chunks(plan, model, source)
+    if model is not None and (plan.mtp_stage is None) != (model.mtp_layers == 0):
+        shown = "null" if plan.mtp_stage is None else plan.mtp_stage
+        rule = f"{model.name} has {model.mtp_layers or 'no'} multi-token-prediction layers"
+        raise ConfigError(
+            f"{source} mtp_stage", shown, rule, f"write {plan.loss_stage if model.mtp_layers else 'null'}"
+        )
     _check_ranks(plan, source)
     validate_transfers(plan, source)
     if plan.predicted is not None and len(plan.predicted.stages) != len(plan.stages):
@@ -122,7 +128,8 @@ def _check_memory(stage: StagePlan, subject: str) -> None:
 
 
 def _check_recompute(recompute: Recompute, chunks: tuple[tuple[int, int], ...], subject: str) -> None:
-    longest = max((last - first for first, last in chunks), default=0)
+    # A stage without layers says what the others say.
+    longest = max(last - first for first, last in chunks) or recompute.layers
     layers = recompute.layers
     if recompute.granularity == "none":
         if layers != 0:
@@ -178,7 +185,10 @@ def _check_model(plan: Plan, stage: StagePlan, model: ModelDescription, subject:
 
 
 def _check_chunks(plan: Plan, model: ModelDescription | None, source: str) -> None:
-    """Chunks hold the layers of the model once, in model order: chunk 0 of every stage, then chunk 1, …"""
+    """Chunks hold the layers of the model once, in model order: chunk 0 of every stage, then chunk 1, …
+
+    The embedding and the loss may stand in a chunk without layers.
+    """
     counts = {len(stage.chunks) for stage in plan.stages}
     interleaved = plan.pipeline_schedule == "interleaved-1f1b"
     for index, stage in enumerate(plan.stages):
@@ -193,8 +203,9 @@ def _check_chunks(plan: Plan, model: ModelDescription | None, source: str) -> No
     for chunk in range(max(counts)):
         for index, stage in enumerate(plan.stages):
             first, last = stage.chunks[chunk]
-            if first != expected or last <= first:
-                rule = f"chunks hold every layer once, in model order, at least one each; layer {expected} comes next"
+            ends = (plan.embedding_stage, 0), (plan.loss_stage, len(stage.chunks) - 1)
+            if first != expected or last < first or (last == first and (index, chunk) not in ends):
+                rule = f"chunks hold every layer once, in model order, at least one each but the ends; layer {expected} is next"
                 raise ConfigError(
                     f"{source} stages[{index}].chunks[{chunk}]", f"[{first}, {last}]", rule, f"start with {expected}"
                 )

@@ -52,7 +52,7 @@ class StepState:
     buffers: Buffers
     batches: Sequence[Batch]
     loss_scale: float
-    """Of every micro-batch's loss, auxiliary losses included, in the gradients."""
+    """Of every micro-batch's loss, auxiliary losses included, in the gradients; with fp16, times the optimizer's."""
     seed: int
     """Of the gates' draws."""
     first_micro_batch: int
@@ -89,7 +89,7 @@ class ChunkOperators:
     ) -> None:
         self._model, self._loss, self._dispatcher = model, loss, dispatcher
         self._layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
-        self._rotary = model.rotary_pos_emb(sequence_length) if hasattr(model, "rotary_pos_emb") else None
+        self._rotary = rotary_angles(model, sequence_length)
         self._draws = LayerDraws(model.config)
         for layer in model.decoder.layers:
             recompute_by_the_list(layer)
@@ -192,7 +192,8 @@ class ChunkOperators:
             normed_SBH = TransformerLayer._forward_pre_mlp_layernorm(layer, hidden_SBH)
             routed_TE = self._route(layer.mlp, normed_SBH, i, state, n)
             samples, rows = normed_SBH.shape[BATCH], []
-            parts = zip(*(_cut(x, samples, len(keys)) for x in (normed_SBH, *routed_TE)), strict=True)
+            sent = layer.mlp.fc1_latent_proj(normed_SBH)[0] if layer.config.moe_latent_size else normed_SBH
+            parts = zip(*(_cut(x, samples, len(keys)) for x in (sent, *routed_TE)), strict=True)
             for key, (x_TH, probs_TE, map_TE) in zip(keys, parts, strict=True):
                 packed, state.handles[key] = self._dispatcher.permute(x_TH, probs_TE, map_TE, f"L{n}.moe")
                 rows.append(packed)
@@ -274,7 +275,9 @@ class ChunkOperators:
         layer, handle = self._layers[n], handle_of(i, operator, state, self._dispatcher)
 
         def merge(returned: Tensor, residual_SBH: Tensor, shared_SBH: Tensor | None) -> Tensor:
-            output_SBH = self._dispatcher.unpermute(returned, handle).view_as(residual_SBH)
+            output_SBH = self._dispatcher.unpermute(returned, handle).view(*residual_SBH.shape[:-1], -1)
+            if layer.config.moe_latent_size:
+                output_SBH, _ = layer.mlp.fc2_latent_proj(output_SBH)
             if shared_SBH is not None:
                 output_SBH = output_SBH + shared_SBH
             return TransformerLayer._forward_post_mlp(layer, (output_SBH, None), residual_SBH)
@@ -340,6 +343,15 @@ class ChunkOperators:
         for stem, gradient in zip(writes, gradients, strict=True):
             if stem:
                 state.buffers.write(i, stem, gradient)
+
+
+def rotary_angles(model: Any, sequence_length: int) -> Tensor | None:
+    """What a GPTModel hands to its layers as rotary positions; YaRN's scale of them stands in the configuration."""
+    if not hasattr(model, "rotary_pos_emb"):
+        return None
+    found = model.rotary_pos_emb(sequence_length)
+    angles: Tensor = found[0] if isinstance(found, tuple) else found
+    return angles
 
 
 def _normed_of_gate(key: tuple[int, int, int], state: StepState) -> Tensor:

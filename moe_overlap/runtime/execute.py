@@ -26,7 +26,7 @@ from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
 from moe_overlap.runtime.gradient_pieces import GradientPieces
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
-from moe_overlap.runtime.routing.draws import DrawClock
+from moe_overlap.runtime.routing.draws import DrawClock, first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.stage_transfers import StageTransfers
 from moe_overlap.runtime.step import Batch, StepResult, naming
@@ -111,7 +111,7 @@ class PlanExecutor:
         state = self._state(instructions, batches)
         forward = [i for i in instructions if not is_update(i) and not _is_backward(i)]
         self._follow(forward, state)
-        loss, tokens = self._update.mean_loss(state.reports)
+        loss, tokens, _ = self._update.mean_losses(state.reports)
         get_moe_layer_wise_logging_tracker().clear()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
 
@@ -126,9 +126,9 @@ class PlanExecutor:
         return StepState(
             Buffers(lambda i: parts.get(i.name, 1)),
             arrived,
-            1.0 if self._per_token else self._context_size / micro_batches,
+            self._optimizer.loss_scale * (1.0 if self._per_token else self._context_size / micro_batches),
             self._clock.seed,
-            self.step * micro_batches,
+            first_micro_batch(self.step),
             frozenset(again),
         )
 

@@ -20,7 +20,7 @@ from moe_overlap.describe.batch import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.optimizer import LayerwiseOptimizer
-from moe_overlap.runtime.routing.draws import DrawClock
+from moe_overlap.runtime.routing.draws import DrawClock, first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.step import Batch, StepResult
 from moe_overlap.runtime.transfers import RecordedTransfers
@@ -55,13 +55,14 @@ class MegatronStepRunner:
         self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
         self._sequence_length, self._micro_batch_size = sequence_length, micro_batch_size
         self._clock, self.step = clock, 0
+        self._loss_scale = 1.0
         pipeline = groups.collection.pp
         self._schedule = get_forward_backward_func(
             pp_size=pipeline.size(), vp_size=len(chunks) if len(chunks) > 1 else None
         )
         self._transfers = RecordedTransfers(pipeline, config, recorder) if pipeline.size() > 1 else None
         config.finalize_model_grads_func = self._finalize
-        config.grad_scale_func = None
+        config.grad_scale_func = self._scaled
         overlapped = self._chunks[0].ddp_config.overlap_grad_reduce
         no_sync = [chunk.no_sync for chunk in self._chunks]
         config.no_sync_func = (no_sync if len(no_sync) > 1 else no_sync[0]) if overlapped else None
@@ -73,6 +74,7 @@ class MegatronStepRunner:
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
         """Forward and backward of every micro-batch, gradient reduction, optimizer step."""
         self._recorder.start_step()
+        self._loss_scale = self._optimizer.loss_scale
         self._optimizer.zero_grad()
         for chunk in self._chunks:
             chunk.train()
@@ -86,12 +88,13 @@ class MegatronStepRunner:
         self._recorder.start_step()
         for chunk in self._chunks:
             chunk.eval()
-        loss, tokens = self._update.mean_loss(self._pass(instructions, batches, forward_only=True))
+        reports = self._pass(instructions, batches, forward_only=True)
+        loss, tokens, predictions = self._update.mean_losses(reports)
         get_moe_layer_wise_logging_tracker().clear()
-        return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
+        return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()), predictions)
 
     def _pass(self, instructions: Sequence[Instruction], batches: Iterator[Batch], forward_only: bool) -> list[Tensor]:
-        micro_batches = self._micro_batches = micro_batches_of(instructions)
+        micro_batches = micro_batches_of(instructions)
         arrived = [next(batches) for _ in range(micro_batches)]
         chunks = self._chunks if len(self._chunks) > 1 else self._chunks[0]
         feeds = [enumerate(arrived) for _ in self._chunks]
@@ -111,30 +114,37 @@ class MegatronStepRunner:
         micro_batch, batch = next(feed)
         chunk_index = next(i for i, mine in enumerate(self._chunks) if mine is chunk)
         self._recorder.forward(chunk_index, micro_batch)
-        self._clock.micro_batch = self.step * self._micro_batches + micro_batch
-        output = chunk(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
-        return output, partial(self._loss, batch)
+        self._clock.micro_batch = first_micro_batch(self.step) + micro_batch
+        inputs = batch["tokens"], batch["position_ids"], batch.get("attention_mask")
+        output = chunk(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
+        return output, partial(self._loss, batch, getattr(_model_in(chunk), "prediction_report", None))
 
-    def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Any, ...]:
+    def _loss(self, batch: Batch, predicted: Tensor | None, losses_BS: Tensor) -> tuple[Any, ...]:
         """Loss of one micro-batch; the pair (sum, tokens) of every micro-batch makes the reported mean.
 
         Where ranks share the sequences, each divides its sum by the tokens of all of them.
+
+        Args:
+            predicted: the pairs of the prediction layers, where there are any.
         """
         total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
         report = torch.stack([total.detach(), tokens.detach()])
+        if predicted is not None:
+            report = torch.cat([report, predicted])
         if self._config.calculate_per_token_loss:
             return total, tokens.to(torch.int), report
         return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss * self._loss_scale
 
     def _finalize(self, chunks: Any, token_count: Tensor | None = None, **_: Any) -> None:
         self._update.reduce(token_count)
 
 
 def _record_ends(chunk: Any, chunk_index: int, recorder: SpanRecorder) -> None:
-    """Spans of what stands before and after the layers: embedding, final norm, head and loss."""
-    module = chunk
-    while not hasattr(module, "decoder"):
-        module = module.module
+    """Spans of what stands before and after the layers: embedding, final norm, head and loss, and around those that predict."""
+    module = _model_in(chunk)
 
     def begins(name: str) -> Any:
         return lambda *_: recorder.begin(name)
@@ -149,5 +159,32 @@ def _record_ends(chunk: Any, chunk_index: int, recorder: SpanRecorder) -> None:
         if module.decoder.final_layernorm is not None:
             module.decoder.final_layernorm.register_forward_pre_hook(begins("head.norm"))
             module.decoder.final_layernorm.register_forward_hook(marks("head.norm.backward"))
-        module.output_layer.register_forward_pre_hook(begins("head.loss"))
+        predicting = module.mtp.layers if module.mtp_process else ()
+        for depth, layer in enumerate(predicting):
+            _record_prediction(layer, f"mtp{depth}", recorder)
+        if predicting:
+            predicting[-1].loss.register_forward_hook(begins("head.loss"))
+        else:
+            module.output_layer.register_forward_pre_hook(begins("head.loss"))
         module.register_forward_hook(marks("head.loss.backward"))
+
+
+def _record_prediction(layer: Any, operator: str, recorder: SpanRecorder) -> None:
+    """Spans of a prediction layer around the transformer layer inside it."""
+
+    def projected(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        return recorder.on_backward(f"{operator}.project.backward", output[0]), output[1]
+
+    # Its first norm begins a recomputation, which leaves the embedding out.
+    for module in (layer, layer.enorm):
+        module.register_forward_pre_hook(lambda *_: recorder.begin(f"{operator}.project"))
+    layer.eh_proj.register_forward_hook(projected)
+    layer.loss.register_forward_pre_hook(lambda *_: recorder.begin(f"{operator}.loss"))
+    layer.loss.register_forward_hook(lambda _m, _i, loss: recorder.on_backward(f"{operator}.loss.backward", loss))
+
+
+def _model_in(chunk: Any) -> Any:
+    """The GPTModel inside wrappers."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk

@@ -21,12 +21,16 @@ from moe_overlap.runtime.spans import SpanRecorder
 
 
 class RecordedLayer(TransformerLayer):
-    """A transformer layer that names its operators `L<n>.attention` and `L<n>.mlp` or `L<n>.moe.…`, n from 0."""
+    """A transformer layer that names its operators `L<n>.attention` and `L<n>.mlp` or `L<n>.moe.…`, n from 0.
+
+    Inside a multi-token-prediction layer, whose number counts on behind the decoder's, `mtp<n>.…`.
+    """
 
     def __init__(self, *args: Any, recorder: SpanRecorder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recorder = recorder
-        self.operator = f"L{self.layer_number - 1}"
+        beyond = self.layer_number - 1 - self.config.num_layers
+        self.operator = f"L{self.layer_number - 1}" if beyond < 0 else f"mtp{beyond}"
         if isinstance(self.mlp, RecordedMoELayer):
             self.mlp.operator = self.operator + ".moe"
         # What is recomputed begins, and ends its backward, inside: only there does the recorder meet it the second time.
@@ -182,7 +186,8 @@ def adapt_layer(
         make_dispatcher: replaces its token dispatcher; called as its dispatchers are.
 
     Returns:
-        A function from a stock spec to one that builds `RecordedLayer` and, in MoE layers, `RecordedMoELayer`.
+        A function from a stock spec to one that builds `RecordedLayer`, over the spec's own kind of layer, and in MoE layers
+        `RecordedMoELayer`.
     """
 
     def adapt(spec: ModuleSpec) -> ModuleSpec:
@@ -196,8 +201,11 @@ def adapt_layer(
                 parts = dataclasses.replace(parts, router=make_gate)
             mlp = dataclasses.replace(submodules.mlp, module=RecordedMoELayer, submodules=parts, params=params)
             submodules = dataclasses.replace(submodules, mlp=mlp)
+        recorded: type = RecordedLayer
+        if spec.module is not TransformerLayer:
+            recorded = type(f"Recorded{spec.module.__name__}", (RecordedLayer, spec.module), {})
         return dataclasses.replace(
-            spec, module=RecordedLayer, submodules=submodules, params={**(spec.params or {}), "recorder": recorder}
+            spec, module=recorded, submodules=submodules, params={**(spec.params or {}), "recorder": recorder}
         )
 
     return adapt

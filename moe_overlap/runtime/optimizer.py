@@ -6,6 +6,7 @@ stepping the layers one after the other is bitwise the same as stepping them at 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 @dataclass(frozen=True, slots=True)
 class PreparedGradients:
-    """What is known before any weight moves; equal on every rank."""
+    """What is known before any weight moves; equal on every rank.
+
+    Attributes:
+        norm: of the unscaled gradients; nan where the loss scale made one of them overflow.
+        zeros: zero gradients, where counted.
+    """
 
     norm: float
     zeros: int | None
@@ -30,11 +36,15 @@ class LayerwiseOptimizer(Protocol):
 
     parts: tuple[str, ...]
 
+    @property
+    def loss_scale(self) -> float:
+        """What every loss of the step is multiplied by before its backward pass; 1 where gradients are not scaled."""
+
     def prepare(self) -> PreparedGradients:
-        """Take over the reduced gradients, clip them by the global norm."""
+        """Take over the reduced gradients, undo the loss scale, clip them by the global norm."""
 
     def step(self, part: str) -> None:
-        """Update the parameters of one part: `embedding`, `L3`, `head`."""
+        """Update the parameters of one part: `embedding`, `L3`, `mtp0`, `head`."""
 
     def publish(self) -> None:
         """Make the updated weights visible to every replica. All parts must have been stepped."""
@@ -56,6 +66,9 @@ class MegatronLayerwiseOptimizer:
     def __init__(self, optimizer: Any, chunks: Sequence[Any], clip_grad: float, count_zeros: bool = False) -> None:
         self.megatron = optimizer
         self._chunks = chunks
+        # Dense and expert weights have a scaler each, and megatron-core 0.16.1 moves only that of the kind that overflowed,
+        # though it scales every loss by the first: only the first one counts here.
+        self._scaler = optimizer.chained_optimizers[0].grad_scaler
         self._clip_grad = clip_grad
         self._count_zeros = count_zeros
         part_of = {id(parameter): part for part, parameter in named_parts(chunks)}
@@ -63,11 +76,19 @@ class MegatronLayerwiseOptimizer:
         self.parts = tuple(sorted({part for shards in self._shards for part in shards}, key=part_order))
         self._stepped: set[str] = set()
 
+    @property
+    def loss_scale(self) -> float:
+        """What every loss of the step is multiplied by before its backward pass; 1 where gradients are not scaled."""
+        return float(self._scaler.scale) if self._scaler is not None else 1.0
+
     @torch.no_grad()
     def prepare(self) -> PreparedGradients:
-        """Take over the reduced gradients, clip them by the global norm."""
+        """Take over the reduced gradients, undo the loss scale, clip them by the global norm."""
         self._stepped.clear()
-        self.megatron.prepare_grads()
+        if self._scaler is None:
+            self.megatron.prepare_grads()
+        elif self._overflowed():
+            return PreparedGradients(math.nan, None)
         norm = float(self.megatron.get_grad_norm())
         if self._clip_grad > 0.0:
             for inner in self.megatron.chained_optimizers:
@@ -75,6 +96,23 @@ class MegatronLayerwiseOptimizer:
                 if parameters:
                     clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=norm)
         return PreparedGradients(norm, self._zero_gradients() if self._count_zeros else None)
+
+    def _overflowed(self) -> bool:
+        """Undo the loss scale, and move it by whether any gradient of the model is not finite. Collective.
+
+        One reduction whatever this rank holds: megatron-core makes one for every kind of weights, and stages without experts
+        have one kind less.
+        """
+        found = torch.zeros(1, device=next(self._chunks[0].parameters()).device)
+        for inner in self.megatron.chained_optimizers:
+            if not inner.is_stub_optimizer:
+                inner._copy_model_grads_to_main_grads()
+                gradients = inner._collect_main_grad_data_for_unscaling()
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._scaler.inv_scale)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        overflowed = bool(found.item())
+        self._scaler.update(overflowed)
+        return overflowed
 
     def _zero_gradients(self) -> int:
         """Zeros among the gradients of the whole model, copies left out."""
@@ -136,10 +174,10 @@ class MegatronLayerwiseOptimizer:
 
 
 def part_order(part: str) -> tuple[int, int]:
-    """Sort key: embedding, layers by number, head."""
-    if part == "embedding":
-        return (0, 0)
-    return (2, 0) if part == "head" else (1, int(part[1:]))
+    """Sort key: embedding, layers by number, prediction layers, head."""
+    if part in ("embedding", "head"):
+        return (0 if part == "embedding" else 3, 0)
+    return (2, int(part[3:])) if part.startswith("mtp") else (1, int(part[1:]))
 
 
 def named_parts(chunks: Iterable[Any]) -> Iterable[tuple[str, torch.nn.Parameter]]:
@@ -149,9 +187,11 @@ def named_parts(chunks: Iterable[Any]) -> Iterable[tuple[str, torch.nn.Parameter
         while not hasattr(module, "decoder"):
             module = module.module
         for name, parameter in module.named_parameters():
-            layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-            if layer:
-                yield f"L{module.decoder.layers[int(layer.group(1))].layer_number - 1}", parameter
+            layer = re.match(r"(decoder|mtp)\.layers\.(\d+)\.", name)
+            if layer and layer[1] == "mtp":
+                yield f"mtp{layer[2]}", parameter
+            elif layer:
+                yield f"L{module.decoder.layers[int(layer[2])].layer_number - 1}", parameter
             else:
                 yield ("embedding" if name.startswith("embedding.") else "head"), parameter
 

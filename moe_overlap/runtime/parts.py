@@ -70,7 +70,7 @@ def count_expert_loads(models: Sequence[Any], model: ModelDescription) -> Callab
 
     device = next(models[0].parameters()).device
     assert model.num_experts is not None
-    return RouterMeters(models, model.num_layers, model.num_experts, device).collect
+    return RouterMeters(models, model.num_layers + model.mtp_layers, model.num_experts, device).collect
 
 
 def make_runner(

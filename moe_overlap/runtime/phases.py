@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moe_overlap.runtime.spans import COMPUTE, Span
+from moe_overlap.plan.instructions import COMPUTE
+from moe_overlap.plan.spans import Span
 
 EXCHANGES = {"ep": "expert-exchange", "pp": "pipeline-exchange"}
 

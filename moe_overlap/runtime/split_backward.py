@@ -5,7 +5,8 @@
 hooks, which are called when the gradient is there.
 
 Not split, because nothing would be gained: the word embedding (no gradient of its input is asked for, and nothing of the
-backward pass comes after it), norms, biases that megatron-core adds outside the product, the shared expert's gate ([1, hidden]).
+backward pass comes after it), norms, biases that megatron-core adds outside the product, the
+shared expert's gate ([1, hidden]), the projections around experts in a latent space.
 """
 
 from __future__ import annotations

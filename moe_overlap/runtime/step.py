@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.runtime.spans import Span
+from moe_overlap.plan.spans import Span
 
 Batch = dict[str, Any]
 
@@ -20,9 +20,10 @@ class StepResult:
     Attributes:
         loss: mean loss over the tokens of the global batch, in nats; on every rank.
         tokens: tokens of the global batch that count in the loss.
-        grad_norm: global norm before clipping; nan in an evaluation.
+        grad_norm: global norm before clipping, of unscaled gradients; nan in an evaluation, and where the scaled ones overflowed.
         updated: whether the weights moved; false when loss or norm is not finite.
-        zero_gradients: number of zero gradients where counted.
+        zero_gradients: number of zero gradients where counted; None where they overflowed.
+        predictions: mean loss of every multi-token-prediction layer, over the tokens that count in it.
     """
 
     loss: float
@@ -31,6 +32,7 @@ class StepResult:
     updated: bool
     zero_gradients: int | None
     spans: tuple[Span, ...]
+    predictions: tuple[float, ...] = ()
 
 
 class CommunicationFailed(RuntimeError):

@@ -41,11 +41,12 @@ class StepUpdate:
         """Norm, clipping and the list's optimizer instructions; the weights stay when loss or norm is not finite.
 
         Args:
-            reports: [sum of the losses, tokens] of this rank's micro-batches; empty off the last stage.
+            reports: [sum of the losses, tokens] of this rank's micro-batches, followed by the same of every prediction
+                layer; empty off the last stage.
         """
         with self._recorder.span("optimizer.norm", "dp"):
             gradients = self._optimizer.prepare()
-            loss, tokens = self.mean_loss(reports)
+            loss, tokens, predictions = self.mean_losses(reports)
         updated = math.isfinite(loss) and math.isfinite(gradients.norm)
         if updated:
             for instruction in instructions:
@@ -54,18 +55,23 @@ class StepUpdate:
                         self._optimizer.step(instruction.name.removeprefix("optimizer."))
             with self._replica_span("parameters"):
                 self._optimizer.publish()
-        return StepResult(loss, tokens, gradients.norm, updated, gradients.zeros, tuple(self._recorder.spans()))
+        spans = tuple(self._recorder.spans())
+        return StepResult(loss, tokens, gradients.norm, updated, gradients.zeros, spans, predictions)
 
-    def mean_loss(self, reports: Sequence[Tensor]) -> tuple[float, int]:
-        """Mean over the tokens of the global batch and their number, known to the last stage, told to every rank."""
+    def mean_losses(self, reports: Sequence[Tensor]) -> tuple[float, int, tuple[float, ...]]:
+        """Mean over the tokens of the global batch and their number, and the means of the prediction layers.
+
+        Known to the last stage, told to every rank.
+        """
         device = next(self._chunks[0].parameters()).device
-        total = (
-            torch.stack(list(reports)).double().sum(0) if reports else torch.zeros(2, dtype=torch.double, device=device)
-        )
+        width = 2 + 2 * (self._chunks[0].config.mtp_num_layers or 0)
+        nothing = torch.zeros(width, dtype=torch.double, device=device)
+        total = torch.stack(list(reports)).double().sum(0) if reports else nothing
         if reports:
             dist.all_reduce(total, group=self._groups.collection.dp_cp)
         dist.broadcast(total, group_src=dist.get_world_size() - 1, group=self._groups.world)
-        return (total[0] / total[1].clamp(min=1)).item(), int(total[1])
+        loss, *predictions = (total[0::2] / total[1::2].clamp(min=1)).tolist()
+        return loss, int(total[1]), tuple(predictions)
 
     def _replica_span(self, name: str) -> AbstractContextManager[None]:
         """A span of the replicas' channel; without replicas nothing is sent and nothing recorded."""

@@ -1,7 +1,7 @@
 """Argument lists of real Mixtral and DeepSeek jobs, made small by later flags as a user would, train 20 steps on two CPU ranks.
 
 The lists stand in tests/golden/argument_lists.json as upstream's tests start them. `OVERRIDES` is the table of what makes each
-small. Switches that a CPU refuses and later flags cannot take back (FSDP, fp8, prediction layers, a layout of 16 layers) are left
+small. Switches that a CPU refuses and later flags cannot take back (FSDP, fp8, a layout of 16 layers) are left
 out (`LEFT_OUT`), with the values that belong to them.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from megatron.training.arguments import parse
-from megatron.training.indexed import indexed_dataset
-from megatron.training.tokenizers import ByteTokenizer
+from megatron.training.text.indexed import indexed_dataset
+from megatron.training.text.tokenizers import ByteTokenizer
 from megatron.training.validation import validate
 from tests.end_to_end.program import ROOT
 from tests.spawn import run
@@ -73,8 +73,6 @@ LEFT_OUT = {
     "--fp8-recipe": 1,
     "--fp8-param-gather": 0,
     "--first-last-layers-bf16": 0,
-    "--mtp-num-layers": 1,
-    "--mtp-loss-scaling-factor": 1,
     "--pipeline-model-parallel-layout": 1,
     "--wandb-project": 1,
 }

@@ -21,8 +21,8 @@ import pytest
 
 from megatron.training.arguments import parse
 from megatron.training.describe import describe_model
-from megatron.training.indexed import indexed_dataset
 from megatron.training.plan_from_flags import plan_from_flags
+from megatron.training.text.indexed import indexed_dataset
 from moe_overlap.plan.serialize import save_plan
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import PROGRAM, SMALL, Ended, alone, environment, torchrun
@@ -48,7 +48,10 @@ WRONG = {
     ),
     "--exit-duration-in-mins 0": "--exit-duration-in-mins 0: must be at least 1; use 1 or more",
     "--fp8-format hybrid": "--fp8-format hybrid: needs Transformer Engine on a GPU: this machine lacks ",
-    "--mtp-num-layers 1": "--mtp-num-layers 1: multi-token prediction: not executed yet; drop the flag; --dry-run accepts it",
+    "--mtp-standalone": (
+        "--mtp-standalone: multi-token prediction on other stages than the loss: not executed yet; "
+        "drop the flag; --dry-run accepts it"
+    ),
     "--num-query-groups": "--num-query-groups: needs a value; write --num-query-groups VALUE",
     "--train-samples 100": "--train-samples 100: a run counts steps or samples; give --train-iters or --train-samples",
     "--world-size 2": "--world-size 2: torchrun sets it; use torchrun --nproc-per-node N",

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.conftest import Undisturbed
-from tests.end_to_end.program import SMALL, STEPS, Launch, line_count
+from tests.end_to_end.program import PROGRAM, ROOT, SMALL, STEPS, Launch, line_count
 from tools.compare_losses import main as compare_losses
 
+UNREAD = (
+    [str(PROGRAM), "--help"],
+    [str(PROGRAM), "@examples/tiny-mixtral-8x7b.args", "--dry-run"],
+    ["-m", "tools.show_plan", "tests/golden/pp2_ep2.json"],
+    ["-m", "tools.import_flags", "tests/golden/train_moe.sh"],
+)
 PROMPT_SECONDS = 20.0
 """A rank that has lost its peers must not wait for the collective's timeout of ten minutes."""
 
@@ -79,3 +88,13 @@ def test_rank_that_dies_takes_the_others_along(tmp_path: Path) -> None:
     first, second = launch.wait(PROMPT_SECONDS)
     assert second.status == -signal.SIGKILL
     assert first.status == 1
+
+
+@pytest.mark.parametrize("words", UNREAD, ids=lambda words: " ".join(words[:2]))
+def test_what_nobody_reads_ends_as_other_programs_do(words: list[str]) -> None:
+    """`| head -1` that was faster: the other end of the pipe is closed before anything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        ended = subprocess.run([sys.executable, *words], stdout=out, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")

@@ -16,7 +16,7 @@ from tools.compare_losses import main as compare_losses
 
 
 def train_under_fire(words: Sequence[str], folder: Path, kills: int, seed: int) -> Path:
-    """Start the job, kill it a few steps later, start it again, ...; then let it finish.
+    """Start the job, kill it a few steps later, start it again, ...; then let it finish. Every other start saves beside training.
 
     Returns:
         The JSON lines of all starts.
@@ -25,8 +25,8 @@ def train_under_fire(words: Sequence[str], folder: Path, kills: int, seed: int) 
     losses, saved = folder / "losses.jsonl", folder / "saved"
     files = ["--save", str(saved), "--load", str(saved), "--log-json", str(losses)]
     command = [*words, *files, "--save-interval", "2", "--keep-last-checkpoints", "2"]
-    for _ in range(kills):
-        launch = Launch(command, folder)
+    for kill in range(kills):
+        launch = Launch([*command, "--async-save"] if kill % 2 == 0 else command, folder)
         # Counted in steps, so that a busy machine gets as far; then at some point of a step or a save.
         launch.wait_until_lines(losses, line_count(losses) + moments.randint(1, 8))
         time.sleep(moments.uniform(0.0, 0.15))

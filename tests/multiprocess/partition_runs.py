@@ -14,6 +14,16 @@ BASE = """
     --moe-token-dispatcher-type irregular --micro-batch-size 4 --global-batch-size 16 --train-iters 4
     --lr 1e-3 --mock-data --vocab-size 257 --tokenizer-type NullTokenizer --num-workers 0 --eval-iters 0 --log-interval 1000
 """
+GPT_OSS = """
+    --num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --group-query-attention --num-query-groups 2 --position-embedding-type yarn --rotary-scaling-factor 4
+    --yarn-original-max-position-embeddings 8 --window-size 7,0 --window-attn-skip-freq 2 --softmax-type learnable
+    --normalization RMSNorm --quick-geglu --activation-func-clamp-value 0.05 --glu-linear-offset 1.0 --attention-dropout 0
+    --hidden-dropout 0 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --untie-embeddings-and-output-weights
+    --moe-token-dispatcher-type irregular --micro-batch-size 4 --global-batch-size 16 --train-iters 4
+    --lr 1e-3 --mock-data --vocab-size 257 --tokenizer-type NullTokenizer --num-workers 0 --eval-iters 0 --log-interval 1000
+"""
+"""The same with everything that is peculiar to GPT-OSS; biases in every linear among it. The clamp is met."""
 CROWDED = (
     "--moe-router-topk 1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-aux-loss-coeff 0"
 )
@@ -22,13 +32,15 @@ CROWDED = (
 Curve = list[tuple[float, float]]
 
 
-def curves(variants: dict[str, str], crowded: dict[str, str] | None = None, steps: int = 3) -> dict[str, Curve]:
-    """Loss and gradient norm of the first steps of every variant, flags added to BASE, then loss and tokens of an evaluation.
+def curves(
+    variants: dict[str, str], crowded: dict[str, str] | None = None, steps: int = 3, base: str = BASE
+) -> dict[str, Curve]:
+    """Loss and gradient norm of the first steps of every variant, flags added to a base, then loss and tokens of an evaluation.
 
     Args:
         crowded: variants that run with CROWDED.
     """
-    found = {name: _curve(*assembled(flags), steps) for name, flags in variants.items()}
+    found = {name: _curve(*assembled(flags, base), steps) for name, flags in variants.items()}
     for name, flags in (crowded or {}).items():
         job, feed = assembled(f"{flags} {CROWDED}")
         biases = [module.expert_bias for module in job.chunks[0].modules() if hasattr(module, "expert_bias")]
@@ -42,7 +54,7 @@ def curves(variants: dict[str, str], crowded: dict[str, str] | None = None, step
 
 def peak_bytes(variants: dict[str, str]) -> dict[str, int]:
     """Most bytes that one step of every variant holds on this rank beside parameters, gradients and optimizer state."""
-    from megatron.training.memory import StorageTracker, held_tensors
+    from megatron.training.report.memory import StorageTracker, held_tensors
 
     found = {}
     for name, flags in variants.items():
@@ -73,8 +85,8 @@ def spans_of_a_step(flags: str) -> list[tuple[str, str, float, float]]:
     return [(s.name, s.channel, s.start, s.end) for s in spans if not s.name.startswith(("optimizer", "parameters"))]
 
 
-def assembled(flags: str) -> tuple[Any, Any]:
-    """The run of these flags added to BASE, and its samples. Collective."""
+def assembled(flags: str, base: str = BASE) -> tuple[Any, Any]:
+    """The run of these flags added to a base, and its samples. Collective."""
     from megatron.training import cpu_backend
     from megatron.training.quiet import quiet_libraries
 
@@ -87,7 +99,7 @@ def assembled(flags: str) -> tuple[Any, Any]:
     from megatron.training.arguments import parse
     from megatron.training.validation import validate
 
-    parsed = parse([*BASE.split(), *flags.split()])
+    parsed = parse([*base.split(), *flags.split()])
     validate(parsed.config, dist.get_world_size())
     job = pretrain_moe.assemble(parsed, dist.get_rank()).job
     feed = job.batches("train", 0)

@@ -24,6 +24,9 @@ EXPERT_BIAS = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32"
     " --moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
 )
+PREDICTION = "--mtp-num-layers 2"
+PASSING = "--non-persistent-save-interval 1 --non-persistent-ckpt-type global"
+LOG_ALL = "--dist-ckpt-strictness log_all"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 
 TOGETHER = {
@@ -32,9 +35,12 @@ TOGETHER = {
     "tp2": TP2,
     "pp2": PP2,
     "vpp2": f"{VPP2} --num-layers 4",
+    "prediction": f"{EP2} {OVERLAP} {PREDICTION}",
     "bias": f"{EP2} {EXPERT_BIAS}",
     "bf16": f"{EP2} {OVERLAP} --bf16",
     "dropout": f"{EP2} {DROPOUT}",
+    "async": f"{EP2} {OVERLAP} --async-save --ckpt-assume-constant-structure",
+    "shared": f"{OVERLAP} --bf16 --ckpt-fully-parallel-load",
 }
 ALONE = {"one": "", "one-dropout": DROPOUT}
 RESHARDED = [
@@ -44,6 +50,8 @@ RESHARDED = [
     ("one", f"{EP2} {OVERLAP}"),
     ("one", TP2),
     ("vpp2", f"{EP2} {OVERLAP} --num-layers 4"),
+    ("prediction", f"{PP2} {PREDICTION} --pipeline-model-parallel-layout Ett|mmL"),
+    ("prediction", f"{TP2} {PREDICTION}"),
 ]
 TO_ONE = [("ep2", ""), ("tp2", "")]
 
@@ -116,6 +124,8 @@ def wrong_checkpoints(folder: Path, rank: int) -> dict[str, str]:
         "precision": message_of(folder, f"{base} {good} --bf16"),
         "optimizer": message_of(folder, f"{base} {good} --optimizer sgd"),
         "schedule": message_of(folder, f"{base} {good} --lr 2e-2"),
+        "vocabulary": message_of(folder, f"{base} {good} --vocab-size 300"),
+        "no such folder": message_of(folder, f"{EP2} --load {folder}/nothing --pretrained-checkpoint {folder}/nowhere"),
         "save": message_of(folder, f"{EP2} --save {folder}/a-file/checkpoints"),
     }
 
@@ -129,6 +139,20 @@ def accepted(folder: Path) -> dict[str, Any]:
         "no optimizer": train(folder, "no-optimizer", f"{good} --no-load-optim"),
         "override": train(folder, "override", f"{good} --lr 2e-2 --override-opt-param-scheduler"),
         "saved schedule": train(folder, "saved", f"{good} --lr 2e-2 --use-checkpoint-opt-param-scheduler"),
+        "pretrained": train(
+            folder,
+            "pretrained",
+            f"{EP2} --load {folder / 'nothing'} --pretrained-checkpoint {folder / 'ep2'} --lr 5e-3",
+        ),
+        "bias": train(folder, "biased", f"{good} --add-qkv-bias --save {folder / 'biased'} {LOG_ALL}"),
+        "extra": message_of(folder, f"{EP2} --load {folder / 'biased'}"),
+        "no bias": train(folder, "unbiased", f"{EP2} --load {folder / 'biased'} --finetune {LOG_ALL}"),
+        "passing": train(
+            folder,
+            "passing",
+            f"{EP2} {PASSING} --save-interval 2 --exit-interval 3 --async-save --save {folder}/passing",
+        ),
+        "resumed": train(folder, "resumed", f"{EP2} {PASSING} --load {folder}/passing"),
         "empty": train(folder, "empty", f"{EP2} --load {folder / 'nothing'}"),
         "kept": train(folder, "kept", f"{EP2} --save {folder}/kept {keep}"),
     }
@@ -139,11 +163,13 @@ FOUR = {
     "tp2-ep2-etp2": f"{TP2} {EP2} --expert-tensor-parallel-size 2",
     "tp2-ep2-etp1": f"{TP2} {EP2} --expert-tensor-parallel-size 1 {OVERLAP}",
     "ep2-edp2": f"{EP2} {OVERLAP} {EXPERT_BIAS}",
+    "ep2-pp2-prediction": f"{EP2} {PP2} {OVERLAP} {PREDICTION}",
 }
 FOUR_RESHARDED = [
     ("ep2-pp2", FOUR["tp2-ep2-etp2"]),
     ("tp2-ep2-etp2", FOUR["ep2-pp2"]),
     ("tp2-ep2-etp1", f"{VPP2} {EP2} --num-layers 4"),
+    ("ep2-pp2-prediction", f"{TP2} {PP2} {PREDICTION}"),
     ("ep2-edp2", f"--expert-model-parallel-size 4 {EXPERT_BIAS}"),
 ]
 
@@ -232,10 +258,14 @@ def test_wrong_checkpoints_are_named_on_every_rank(launch: Launch) -> None:
         in errors["experts"]
     )
     assert "[4, 96, 32] here;" in errors["experts"] and "more)" in errors["experts"]
-    assert "linear_qkv.bias is not in the checkpoint" in errors["bias"]
+    assert "linear_qkv.bias [64] is not in the checkpoint" in errors["bias"]
     assert "optimizer state of step 4 is of fp32, this run uses bf16; correct --bf16 or add" in errors["precision"]
     assert (
         "step 4 was saved with --lr 0.01, this run has 0.02; add --override-opt-param-scheduler" in errors["schedule"]
+    )
+    assert "step 4 was saved with --vocab-size 257, this run has 300;" in errors["vocabulary"]
+    assert (
+        errors["no such folder"] == f"--pretrained-checkpoint {folder}/nowhere: holds no checkpoint; correct the path"
     )
     assert errors["save"].startswith(f"--save {folder}/a-file/checkpoints: cannot be written: Not a directory;")
 
@@ -244,6 +274,19 @@ def test_parts_of_a_checkpoint(launch: Launch) -> None:
     ranks, folder = launch
     seen, whole = ranks[0], ranks[0]["same"]["ep2"][0]
     assert list(seen["finetune"]) == [1, 2, 3, 4] and seen["finetune"][1][0] < whole[1][0]
+    # Steps 1 and 3 were saved for a while only; the end of the run saves its step to stay.
+    assert list(seen["passing"]) == [1, 2, 3] and list(seen["resumed"]) == [4]
+    assert sorted(path.name for path in (folder / "passing").iterdir()) == [
+        "non_persistent",
+        "step-000002",
+        "step-000003",
+    ]
+    assert [path.name for path in (folder / "passing/non_persistent").iterdir()] == ["step-000003"]
+    assert list(seen["pretrained"]) == [1, 2, 3, 4] and seen["pretrained"][1][0] < whole[1][0]
+    # A bias that no checkpoint holds begins at zero.
+    assert seen["bias"][3][0] == whole[3][0] and seen["bias"][4][0] != whole[4][0]
+    assert "layers.0.self_attention.linear_qkv.bias [64] is only in the checkpoint; " in seen["extra"]
+    assert seen["no bias"][1][0] < whole[1][0]
     # The first loss comes from the weights alone; the step after it shows what else was loaded.
     for name in ("no optimizer", "override", "saved schedule"):
         assert seen[name][3] == whole[3], name

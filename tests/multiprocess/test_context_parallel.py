@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.context_parallel import part_of_batch, positions
-from megatron.training.without_te import SdpaAttention
+from megatron.training.layers.context_parallel import part_of_batch, positions
+from megatron.training.layers.sdpa_attention import SdpaAttention
 from moe_overlap.describe.batch import TOKEN_COUNT
 from tests.spawn import run
 
@@ -43,12 +43,22 @@ def test_part_of_a_batch() -> None:
     assert TOKEN_COUNT not in part_of_batch(batch, 1, 0)
 
 
-def attention(group: Any, context: int) -> SdpaAttention:
-    config = SimpleNamespace(attention_dropout=0.0, sequence_parallel=False, context_parallel_size=context)
-    return SdpaAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=group))
+def attention(group: Any, context: int, window: tuple[int, int] | None, sinks: str) -> SdpaAttention:
+    config = SimpleNamespace(
+        attention_dropout=0.0,
+        sequence_parallel=False,
+        context_parallel_size=context,
+        window_size=window,
+        window_attn_skip_freq=None,
+        softmax_type=sinks,
+        num_attention_heads=4,
+        params_dtype=torch.float32,
+    )
+    groups = SimpleNamespace(cp=group, tp=SimpleNamespace(size=lambda: 1))
+    return SdpaAttention(config, 1, None, "self", pg_collection=groups)
 
 
-def attend(masked: bool) -> float:
+def attend(masked: bool, window: tuple[int, int] | None = None, sinks: str = "vanilla") -> float:
     """Largest difference of outputs and gradients between the shared and the whole sequence on this rank."""
     import torch.distributed as dist
 
@@ -57,7 +67,8 @@ def attend(masked: bool) -> float:
     forbidden = (torch.rand(2, 1, 12, 12, generator=generator) < 0.3).triu(1) | torch.ones(12, 12).triu(1).bool()
     mine = positions(12, dist.get_world_size(), dist.get_rank())
     found = []
-    for rows, module in ((torch.arange(12), attention(None, 1)), (mine, attention(dist.group.WORLD, 2))):
+    whole_one, shared = attention(None, 1, window, sinks), attention(dist.group.WORLD, 2, window, sinks)
+    for rows, module in ((torch.arange(12), whole_one), (mine, shared)):
         inputs = [x.index_select(0, rows).requires_grad_() for x in (query, key, value)]
         mask = forbidden.index_select(2, rows) if masked else None
         out = module(*inputs, mask)
@@ -71,3 +82,8 @@ def attend(masked: bool) -> float:
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_over_a_shared_sequence(masked: bool) -> None:
     assert max(run(2, attend, masked)) < 1e-6
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_windows_and_sinks_over_a_shared_sequence(masked: bool) -> None:
+    assert max(run(2, attend, masked, (3, 0), "off-by-one")) < 1e-6

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
-from megatron.training import corpus
 from megatron.training.config import DataConfig
 from megatron.training.data import Dataset, build_datasets
 from megatron.training.first_rank import on_every_rank, on_first_rank
-from megatron.training.indexed import indexed_dataset
-from megatron.training.tokenizers import ByteTokenizer
+from megatron.training.text import corpus
+from megatron.training.text.indexed import indexed_dataset
+from megatron.training.text.tokenizers import ByteTokenizer
 from moe_overlap.describe.errors import ConfigError
 
 

@@ -9,7 +9,18 @@ import pytest
 
 from tests.multiprocess.feature_runs import Losses, train_alone_then_together
 from tests.spawn import run
-from tools.compare_layouts import LAYOUTS, LIMIT, REFERENCE, SPREAD, SPREAD_FACTOR, Layout, compare, run_layouts, table
+from tools.compare_layouts import (
+    LAYOUTS,
+    LIMIT,
+    OVERLAP,
+    REFERENCE,
+    SPREAD,
+    SPREAD_FACTOR,
+    Layout,
+    compare,
+    run_layouts,
+    table,
+)
 
 GPT = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
@@ -17,7 +28,14 @@ MOE = f"{LLAMA} {GPT} --untie-embeddings-and-output-weights --group-query-attent
 SEQUENCE_LOSS = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2"
 NO_LOSS = "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0"
 SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2"
+PREDICTION = "--mtp-num-layers 2 --mtp-loss-scaling-factor 2"
 LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12"
+SINKS = "--window-size 7,0 --window-attn-skip-freq 2 --softmax-type learnable"
+OSS = (
+    f"{SINKS} --position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 "
+    "--normalization RMSNorm --quick-geglu --activation-func-clamp-value 0.05 --glu-linear-offset 1.0 "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+)
 
 FEATURES = {
     "no-balancing": f"{MOE} {NO_LOSS}",
@@ -30,13 +48,25 @@ FEATURES = {
     "bf16": f"{MOE} {NO_LOSS} --bf16",
     "per-token-loss": f"{MOE} {SEQUENCE_LOSS} --calculate-per-token-loss",
     "kept-apart": f"{MOE} {SEQUENCE_LOSS} --reset-attention-mask --reset-position-ids --eod-mask-loss",
+    "gpt-oss": f"{GPT} {OSS} {SEQUENCE_LOSS}",
+    "sgd-sinks": f"{MOE} {NO_LOSS} {SINKS} --optimizer sgd --lr 1e-1 --init-method-std 0.2",
+    "sgd-latent-experts": f"{MOE} {NO_LOSS} --moe-latent-size 24 --optimizer sgd --lr 1e-1 --init-method-std 0.2",
     "sgd": f"{MOE} {NO_LOSS} --optimizer sgd --lr 1e-1",
+    "prediction": f"{MOE} {SEQUENCE_LOSS} {PREDICTION} --optimizer sgd --lr 1e-1",
+    "prediction-tied-dense-first": f"{LLAMA} {GPT} {SEQUENCE_LOSS} {PREDICTION} --moe-layer-freq [0]*1+[1]*3",
+    "prediction-per-token": f"{MOE} {SEQUENCE_LOSS} {PREDICTION} --calculate-per-token-loss --optimizer sgd --lr 1e-1",
+    "prediction-bf16": f"{MOE} {SEQUENCE_LOSS} {PREDICTION} --bf16",
+    "prediction-latent-bias": f"{LLAMA} {GPT} {LATENT} {NO_LOSS} {SIGMOID} {PREDICTION} --qk-layernorm"
+    " --untie-embeddings-and-output-weights --moe-router-dtype fp32",
     "sgd-biases": f"{GPT} {NO_LOSS} --optimizer sgd --lr 1e-1",
 }
 EP2, PP2 = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 CP2 = "--context-parallel-size 2"
 ETP1 = "--expert-tensor-parallel-size 1"
+LAYOUT = "--pipeline-model-parallel-layout"
+COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 TOGETHER = (
     ("no-balancing", "EP2", EP2),
     ("z-loss", "EP2", EP2),
@@ -64,9 +94,43 @@ TOGETHER = (
     ("upstreams-defaults", "CP2", CP2),
     ("per-token-loss", "CP2, EP2", f"{CP2} {EP2}"),
     ("kept-apart", "CP2", CP2),
+    ("gpt-oss", "EP2", EP2),
+    ("gpt-oss", "TP2, EP2 ETP1", f"{TP2} {EP2} {ETP1}"),
+    ("gpt-oss", "PP2", PP2),
+    ("gpt-oss", "CP2, EP2", f"{CP2} {EP2}"),
+    ("sgd-sinks", "TP2", TP2),
+    ("sgd-sinks", "CP2", CP2),
+    ("sgd-latent-experts", "EP2", EP2),
+    ("sgd-latent-experts", "TP2", TP2),
     ("sgd", "EP2", EP2),
     ("sgd", "CP2", CP2),
     ("sgd", "TP2, ETP1", f"{TP2} {ETP1}"),
+    ("prediction", "EP2", EP2),
+    ("prediction", "TP2", TP2),
+    ("prediction", "TP2, EP2 ETP1", f"{TP2} {EP2} {ETP1}"),
+    ("prediction", "PP2", PP2),
+    ("prediction", "PP2, 2 virtual stages", f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
+    ("prediction", "PP2, in a stage of their own", f"{PP2} {LAYOUT} Et*4|mmL"),
+    ("prediction", "CP2, EP2", f"{CP2} {EP2}"),
+    ("prediction", "PP2, overlapped reduce and gather", f"{PP2} {OVERLAP.replace('20000', '5000')}"),
+    ("prediction", "EP2, overlapped reduce and gather", f"{EP2} {OVERLAP.replace('20000', '5000')}"),
+    ("prediction", "uniform recompute", f"{EP2} {FULL} uniform"),
+    ("prediction", "block recompute", f"{EP2} {FULL} block"),
+    ("prediction-tied-dense-first", "PP2", PP2),
+    ("prediction-per-token", "PP2", PP2),
+    ("prediction-per-token", "CP2", CP2),
+    ("prediction-bf16", "EP2", EP2),
+    ("prediction-bf16", "PP2", PP2),
+    ("prediction-latent-bias", "TP2", TP2),
+    ("prediction-latent-bias", "PP2", f"{PP2} {LAYOUT} Ett|ttmmL"),
+    ("no-balancing", "an embedding alone, unequal virtual stages", f"{PP2} {LAYOUT} E|tt|t|tL"),
+    ("no-balancing", "ends that count as layers", f"{PP2} {COUNTED} --num-virtual-stages-per-pipeline-rank 3"),
+    ("tied-dense-first", "three layers and one", f"{PP2} {LAYOUT} Ettt|tL"),
+    (
+        "no-balancing",
+        "a loss alone",
+        f"{PP2} {LAYOUT} Et*4|L --recompute-granularity selective --recompute-modules moe",
+    ),
     ("sgd-biases", "TP2, EP2 ETP1", f"{TP2} {EP2} {ETP1}"),
 )
 
@@ -93,7 +157,7 @@ def test_features(tmp_path: Path) -> None:
 
     SGD shows a gradient that is wrong by a factor, which Adam's first steps hide.
     """
-    results = run(2, train_alone_then_together, tmp_path, FEATURES, TOGETHER, timeout_seconds=300)
+    results = run(2, train_alone_then_together, tmp_path, FEATURES, TOGETHER, timeout_seconds=600)
     assert results[0] == results[1] and len(results[0]) == len(TOGETHER)
     worst = {}
     for name, (reference, spread, losses) in results[0].items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multiprocess.partition_runs import curves, dense_passes, peak_bytes, write_plan
+from tests.multiprocess.partition_runs import GPT_OSS, curves, dense_passes, peak_bytes, write_plan
 from tests.spawn import run
 
 RANKS, GATE, PP = "--expert-model-parallel-size 2", "--moe-gate topk", "--pipeline-model-parallel-size 2"
@@ -178,6 +178,7 @@ RECOMPUTED = {
 MIXED = "--moe-layer-freq [1,0,1]"
 LATENT = "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --position-embedding-type learned_absolute"
+WINDOWS, NARROW = "--window-size 7,0 --window-attn-skip-freq 2 --softmax-type learnable", "--moe-latent-size 20"
 SPLIT = f"--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 {RANKS} {DROPOUT}"
 BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 LOSSES = "--moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-2"
@@ -193,6 +194,14 @@ VARIED = {
     "documents apart": (f"{EP} {DOCUMENTS}", "--moe-overlap-partitions 4 --moe-overlap-range after"),
     "documents apart, recomputed": (f"{EP} {DOCUMENTS}", f"{TWO} {SELECTIVE} core_attn"),
     "no positions": (f"{EP} --position-embedding-type none", TWO),
+    "windows and sinks": (f"{EP} {WINDOWS}", f"{TWO} {DEFER} {SELECTIVE} core_attn"),
+    "windows and sinks, documents apart": (f"{EP} {WINDOWS} {DOCUMENTS}", f"{TWO} {DEFER} {UNIFORM} 1"),
+    "windows and sinks, split sequence": (f"{SPLIT} {NO_DROPOUT} {GATE} {WINDOWS}", f"{TWO} {DEFER}"),
+    "windows and sinks, shared sequences": (f"{EP} {CONTEXT} {WINDOWS}", f"{TWO} {DEFER} {PAIRS}"),
+    "experts in a latent space": (f"{EP} {NARROW}", f"{TWO} {DEFER} {PAIRS}"),
+    "experts in a latent space, split sequence": (f"{SPLIT} {NO_DROPOUT} {GATE} {NARROW}", f"{TWO} {DEFER}"),
+    "experts in a latent space, chunks": (f"{EP} {NARROW}", f"--moe-overlap-capacity-chunks 2 {DEFER}"),
+    "experts in a latent space, recomputed": (f"{EP} {NARROW}", f"{TWO} --moe-overlap-range after {UNIFORM} 1"),
     "latent attention": (f"{EP} {LATENT}", f"{TWO} {DEFER} {UNIFORM} 1"),
     "latent attention, projections": (f"{EP} {LATENT}", f"{TWO} {DEFER} {SELECTIVE} mla_up_proj"),
     "split sequence": (f"{SPLIT} {NO_DROPOUT} {GATE}", f"{TWO} {DEFER}"),
@@ -222,6 +231,22 @@ def test_every_recomputation_keeps_twenty_steps():
 def test_what_a_model_may_have_survives_the_cut():
     answers = run(2, curves, pairs(VARIED), timeout_seconds=600)
     for name in VARIED:
+        assert_same(answers[0][name], answers[0][f"plain: {name}"])
+
+
+OF_GPT_OSS = {
+    "parts, deferred": (EP, f"{TWO} {DEFER}"),
+    "pairs of parts, recomputed": (EP, f"{PAIRS} {TWO} {DEFER} {UNIFORM} 1"),
+    "experts in parts": (EP, f"--moe-overlap-partitions 4 --moe-overlap-range experts {DEFER}"),
+    "chunks of capacity": (EP, f"--moe-overlap-capacity-chunks 2 {DEFER}"),
+    "parts after, attention recomputed": (EP, f"{TWO} --moe-overlap-range after {DEFER} {SELECTIVE} core_attn moe"),
+}
+
+
+@pytest.mark.slow
+def test_gpt_oss_survives_the_cut():
+    answers = run(2, curves, pairs(OF_GPT_OSS), None, 3, GPT_OSS, timeout_seconds=600)
+    for name in OF_GPT_OSS:
         assert_same(answers[0][name], answers[0][f"plain: {name}"])
 
 

@@ -10,6 +10,8 @@ EP2, PP2 = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 FULL = "--recompute-granularity full --recompute-num-layers 2 --recompute-method"
+PREDICTION = "--mtp-num-layers 2"
+LAYOUT = "--pipeline-model-parallel-layout"
 DENSE_FIRST = "--moe-layer-freq [0]*1+[1]*3"
 
 TWO_RANKS = {
@@ -31,10 +33,17 @@ TWO_RANKS = {
     "EP2, full recompute of some layers": f"{EP2} {SHARED} {FULL} block",
     "EP2, recompute of MoE layers": f"{EP2} {SHARED} --recompute-granularity selective --recompute-modules moe",
     "EP2, recompute of attention": f"{EP2} {SHARED} --recompute-granularity selective --recompute-modules core_attn",
+    "EP2, prediction": f"{EP2} {SHARED} {PREDICTION}",
+    "EP2, prediction, full recompute": f"{EP2} {SHARED} {PREDICTION} {FULL.replace('2', '1')} uniform",
+    "EP2, prediction, recompute of MoE layers": f"{EP2} {PREDICTION} --recompute-granularity selective --recompute-modules moe",
+    "PP2, 2 virtual stages, prediction": f"{VPP2} {PREDICTION}",
+    "PP2, prediction behind the layers": f"{PP2} {PREDICTION} {LAYOUT} Et*4|mmL",
+    "PP2, unequal virtual stages": f"{PP2} {LAYOUT} E|tt|t|tL",
     "PP2, recompute of dense layers": f"{PP2} {DENSE_FIRST} --recompute-granularity selective --recompute-modules mlp",
 }
 FOUR_RANKS = {
     "EP2 × PP2, 2 virtual stages": f"{EP2} {VPP2}",
+    "EP2 × PP2, 2 virtual stages, prediction": f"{EP2} {VPP2} {PREDICTION}",
     "EP2 × PP2, 2 virtual stages, shared expert": f"{EP2} {VPP2} {SHARED}",
 }
 
@@ -42,7 +51,7 @@ FOUR_RANKS = {
 def on_two_ranks() -> tuple[dict[str, dict[str, str]], list[list[int]], list[dict[str, str]]]:
     order = check_order(TWO_RANKS)
     broken = [check_broken_lists(f"{flags} {SHARED} --global-batch-size 4") for flags in (EP2, VPP2)]
-    return order, broken, [check_evaluation(f"{flags} {SHARED}") for flags in (EP2, VPP2)]
+    return order, broken, [check_evaluation(f"{flags} {SHARED}") for flags in (EP2, f"{VPP2} {PREDICTION}")]
 
 
 def test_two_ranks() -> None:

@@ -16,10 +16,15 @@ DENSE = (
 )
 MOE = f"{DENSE} --num-experts 8 --disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope"
 LATENT = f"{MOE} --multi-latent-attention --kv-lora-rank 24 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 12"
+SINKS = "--window-size 4,0 --window-attn-skip-freq 2 --softmax-type learnable"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 VARIANTS = {
     "upstream's defaults": (DENSE, 1),
     "dense, tensor and pipeline": (f"{DENSE} {TP2} --pipeline-model-parallel-size 2 --qk-layernorm", 4),
+    "halves in parallel, one query group": (
+        f"{DENSE} {TP2} --parallel-attention-mlp one-norm --group-query-attention --num-query-groups 1 --disable-bias-linear",
+        2,
+    ),
     "experts with biases": (f"{DENSE} --num-experts 4 --moe-layer-freq 2", 1),
     "experts, tied": (f"{MOE} --kv-channels 16 --qk-layernorm --add-qkv-bias", 1),
     "grouped queries, untied, expert parallel": (
@@ -35,6 +40,30 @@ VARIANTS = {
     "expert tensor parallel, interleaved": (
         f"{MOE} {TP2} --moe-ffn-hidden-size 32 --pipeline-model-parallel-size 2 --global-batch-size 2 "
         "--num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights",
+        4,
+    ),
+    "windows, sinks and biases, expert parallel": (
+        f"{DENSE} {SINKS} --quick-geglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --num-experts 4 "
+        "--position-embedding-type yarn --rotary-scaling-factor 4 --moe-layer-freq 2 --expert-model-parallel-size 2",
+        2,
+    ),
+    "sinks, tensor parallel": (f"{DENSE} {TP2} {SINKS} --num-experts 4 --expert-tensor-parallel-size 1", 2),
+    "experts in a latent space": (
+        f"{MOE} {TP2} --moe-latent-size 20 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 40",
+        2,
+    ),
+    "experts in a latent space, biases, latent attention with sinks": (
+        f"{LATENT.replace('--disable-bias-linear ', '')} {SINKS} --moe-latent-size 20 --expert-model-parallel-size 2",
+        2,
+    ),
+    "predictions, tied, tensor and pipeline": (
+        f"{MOE} {TP2} --moe-ffn-hidden-size 32 --mtp-num-layers 2 --pipeline-model-parallel-size 2 "
+        "--pipeline-model-parallel-layout Et*4|mmL",
+        4,
+    ),
+    "latent attention and predictions, untied": (
+        f"{LATENT} --mtp-num-layers 1 --untie-embeddings-and-output-weights --expert-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL",
         4,
     ),
     "latent attention, tied": (f"{LATENT} --moe-router-score-function sigmoid --moe-router-enable-expert-bias", 1),

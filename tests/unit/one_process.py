@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from megatron.training.arguments import parse
 from megatron.training.config import Config
@@ -66,6 +67,8 @@ def small(flags: str) -> Small:
     """Validate flags and make the groups of this one process."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # megatron-core sizes what it logs by the first model of the process; a run clears it after every step.
+    get_moe_layer_wise_logging_tracker().clear()
     config = parse(flags.split()).config
     validate(config, 1)
     model = describe_model(config, VOCABULARY)

@@ -11,8 +11,8 @@ import pytest
 from megatron.training import config as config_module
 from megatron.training.arguments import ALIASES, config_to_flags, parse
 from megatron.training.config import Config
-from megatron.training.flags import config_flags, flag_texts
-from megatron.training.help import field_docs, help_text
+from megatron.training.flags.help import field_docs, help_text
+from megatron.training.flags.table import config_flags, flag_texts
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.unconfigured import AWAITED, REFUSED, WITHOUT_EFFECT, awaited, refusal, without_effect_reason
 from moe_overlap.describe.upstream_flags import load_upstream_flags
@@ -25,7 +25,10 @@ OTHER_DEFAULTS = {
     "moe_router_load_balancing_type": "a list of one; upstream unpacks it",
     "moe_aux_loss_coeff": "a list of one; upstream unpacks it",
     "profile_ranks": "upstream's empty list stands for rank 0",
+    "ckpt_fully_parallel_save": "on, as upstream has it; its flag is one of old",
+    "dist_ckpt_strictness": "weights that one side lacks are an error unless the user says otherwise",
     "offload_modules": "an empty list; written as a tuple",
+    "yarn_correction_range_round_to_int": "upstream writes None for on",
 }
 OWN_FLAGS = {
     "defer_weight_gradients",
@@ -38,6 +41,7 @@ OWN_FLAGS = {
     "moe_overlap_micro_batches",
     "moe_overlap_partitions",
     "moe_overlap_range",
+    "parallel_attention_mlp",
     "plan",
     "trace",
 }
@@ -84,7 +88,7 @@ def test_every_pattern_is_for_some_flag() -> None:
 
 def test_every_field_survives_the_way_through_flags() -> None:
     """Each flag in turn is set to a value other than its default."""
-    samples = {"int": "7", "float": "0.25", "str": "word", "layers": "([0]*1+[1]*2)"}
+    samples = {"int": "7", "float": "0.25", "str": "word", "layers": "([0]*1+[1]*2)", "pair": "(8, 0)"}
     for flag in config_flags():
         if flag.kind == "switch":
             words = [flag.off or flag.names[0]]
@@ -138,13 +142,14 @@ def test_older_spellings_are_read_as_upstream_reads_them() -> None:
 
 
 def test_what_is_awaited_is_accepted_with_its_values() -> None:
-    parsed = parse(["--mtp-num-layers", "1", "--window-size", "128,0", "--softmax-type", "vanilla"])
+    parsed = parse(["--mtp-standalone", "--qk-l2-norm", "--no-rope-freq", "4"])
     assert parsed.awaited == (
-        ("--mtp-num-layers 1", "multi-token prediction"),
-        ("--window-size 128,0", "attention over a window"),
+        ("--mtp-standalone", "multi-token prediction on other stages than the loss"),
+        ("--qk-l2-norm", "other norms and clips of queries and keys"),
+        ("--no-rope-freq 4", "layers without positions"),
     )
-    with pytest.raises(ConfigError, match="--mtp-num-layers one: must be a whole number"):
-        parse(["--mtp-num-layers", "one"])
+    with pytest.raises(ConfigError, match="--max-seqlen-per-dp-cp-rank one: must be a whole number"):
+        parse(["--max-seqlen-per-dp-cp-rank", "one"])
 
 
 def test_brackets_around_lists() -> None:

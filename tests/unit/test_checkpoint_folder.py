@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training import checkpoint_folder as cf
+from megatron.training.checkpoints import folder as cf
 from moe_overlap.describe.errors import ConfigError
 
 

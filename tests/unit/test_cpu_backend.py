@@ -39,8 +39,8 @@ def fresh(program: str) -> str:
 
 @needs_no_cuda
 def test_imports_patch_nothing_and_the_order_is_checked() -> None:
-    modules = [f"megatron.training.{path.stem}" for path in sorted((ROOT / "megatron/training").glob("[a-z]*.py"))]
-    modules += [f"moe_overlap.runtime.{path.stem}" for path in sorted((ROOT / "moe_overlap/runtime").glob("[a-z]*.py"))]
+    files = [path for part in ("megatron/training", "moe_overlap/runtime") for path in (ROOT / part).rglob("[a-z]*.py")]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(files)]
     program = f"""
 import importlib, warnings
 warnings.simplefilter("ignore")

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training import corpus, data, indexed
+from megatron.training import data
 from megatron.training.config import DataConfig
 from megatron.training.data import BatchSampler, Dataset, batches, build_datasets, unigram_entropy
-from megatron.training.data_files import check_indexed_dataset
-from megatron.training.indexed import indexed_dataset
-from megatron.training.tokenizers import ByteTokenizer, NullTokenizer
+from megatron.training.text import corpus, indexed
+from megatron.training.text.data_files import check_indexed_dataset
+from megatron.training.text.indexed import indexed_dataset
+from megatron.training.text.tokenizers import ByteTokenizer, NullTokenizer
 from moe_overlap.describe.errors import ConfigError
 
 
@@ -260,8 +261,23 @@ def test_a_dataset_of_another_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds token id 256, the vocabulary has 100 ids"):
         build_datasets(flags, NullTokenizer(100), sequence_length=8, seed=1, samples=(5, 0, 0))
     made = build_datasets(flags, ByteTokenizer(), sequence_length=8, seed=1, samples=(6, 0, 0)).train
-    with pytest.raises(ConfigError, match="holds token id 256"):
+    with pytest.raises(ConfigError, match=f"{prefix}: holds token id 256"):
         next(batches(made, sampler(6), num_workers=0, seed=1, vocab_size=100))  # type: ignore[arg-type]
+
+
+def test_a_batch_names_the_dataset_of_a_blend_that_is_of_another_vocabulary(tmp_path: Path, one_rank: None) -> None:
+    for name, ids in (("low", 5), ("high", 200)):
+        with indexed_dataset(str(tmp_path / name), 257) as writer:
+            for _ in range(9):
+                writer.add_document([ids] * 9)
+    blend = ("1", str(tmp_path / "low"), "1", str(tmp_path / "high"))
+    flags = DataConfig(data_path=blend, split="1", data_cache_path=str(tmp_path / "cache"))
+    made = build_datasets(flags, ByteTokenizer(), sequence_length=8, seed=1, samples=(6, 0, 0)).train
+    with pytest.raises(
+        ConfigError, match=f"--data-path {tmp_path}/high: holds token id 200, the vocabulary has 100 ids"
+    ):
+        for _ in batches(made, sampler(6), num_workers=0, seed=1, vocab_size=100):  # type: ignore[arg-type]
+            pass
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.data_files import (
+from megatron.training.text.data_files import (
     HEADER,
     MAGIC,
     Blend,
@@ -106,7 +106,7 @@ def test_a_missing_file_is_named_with_the_likely_fix(tmp_path: Path) -> None:
 
 
 def test_no_torch() -> None:
-    modules = "megatron.training.tokenizers, megatron.training.corpus, megatron.training.data_files"
+    modules = "megatron.training.text.tokenizers, megatron.training.text.corpus, megatron.training.text.data_files"
     code = f"import sys, {modules}; print([m for m in sys.modules if m in ('torch', 'numpy', 'transformers')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

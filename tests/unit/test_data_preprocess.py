@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training.tokenizers import ByteTokenizer, TokenizerFiles
+from megatron.training.text.tokenizers import ByteTokenizer, TokenizerFiles
 from tools import preprocess_data
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import pytest
 
 from megatron.training.arguments import parse
 from megatron.training.config import DataConfig
-from megatron.training.data_files import Blend
-from megatron.training.data_source import DataSource, check_data_flags, data_source
 from megatron.training.dry_run import dry_run
+from megatron.training.text.data_files import Blend
+from megatron.training.text.data_source import DataSource, check_data_flags, data_source
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 

@@ -80,7 +80,15 @@ def test_what_is_missing_is_listed(tmp_path: Path) -> None:
     assert f"--load              {tmp_path}/gone does not exist: training would start afresh" in text
 
 
-@pytest.mark.parametrize("words", [["--help"], ["@examples/deepseek-v3.args", "--dry-run"], ["--num-layer", "3"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["@examples/deepseek-v3.args", "--dry-run"],
+        ["--model", "examples/models/mixtral-8x7b.json", "--dry-run"],
+        ["--num-layer", "3"],
+    ],
+)
 def test_torch_is_not_imported(words: list[str]) -> None:
     code = (
         "import sys, pretrain_moe\n"

@@ -20,7 +20,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.training.grouped_experts import GroupedExperts
+from megatron.training.layers.grouped_experts import GroupedExperts
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,11 @@ def group():
     return dist.group.WORLD
 
 
-@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("counts", [[5, 3, 0, 8], [0, 0, 16, 0], [0, 0, 0, 0]])
-def test_grouped_equals_sequential(group, gated, counts):
+@pytest.mark.parametrize(
+    ("gated", "limit", "offset"), [(True, None, 0.0), (False, None, 0.0), (True, 0.02, 1.0), (True, 0.02, 0.0)]
+)
+def test_grouped_equals_sequential(group, gated, counts, limit, offset):
     config = TransformerConfig(
         num_layers=1,
         hidden_size=32,
@@ -48,6 +50,8 @@ def test_grouped_equals_sequential(group, gated, counts):
         add_bias_linear=False,
         gated_linear_unit=gated,
         activation_func=torch.nn.functional.silu,
+        activation_func_clamp_value=limit,
+        glu_linear_offset=offset,
         bias_activation_fusion=False,
     )
     groups = ProcessGroupCollection(ep=group, expt_tp=group, expt_dp=group)

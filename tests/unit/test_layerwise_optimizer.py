@@ -16,6 +16,8 @@ VARIANTS = {
     "adam, clipped hard": "--clip-grad 0.01",
     "sgd": "--optimizer sgd --lr 1e-1",
     "adam, bf16": "--bf16",
+    "adam, fp16": "--fp16 --initial-loss-scale 1024",
+    "sgd, fp16, fp32 gradients": "--optimizer sgd --lr 1e-1 --fp16 --loss-scale 64 --accumulate-allreduce-grads-in-fp32",
     "sgd, bf16, no clipping": "--optimizer sgd --lr 1e-1 --bf16 --clip-grad 0",
 }
 ORDERS = [
@@ -26,9 +28,9 @@ ORDERS = [
 ]
 
 
-def run_backward(chunk: Any, seed: int) -> None:
+def run_backward(chunk: Any, seed: int, scale: float = 1.0) -> None:
     chunk.zero_grad_buffer()
-    loss_of(chunk, seed).backward()
+    (loss_of(chunk, seed) * scale).backward()
     chunk.finish_grad_sync()
 
 
@@ -52,11 +54,11 @@ def test_layer_by_layer_equals_a_whole_step(name: str) -> None:
     assert layerwise.parts == ("embedding", "L0", "L1", "head")
     start = {parameter: value.clone() for parameter, value in chunk.named_parameters()}
     for seed, order in enumerate(ORDERS):
-        run_backward(reference, seed)
+        run_backward(reference, seed, layerwise.loss_scale)
         zeros = sum(int((parameter.main_grad == 0).sum()) for parameter in reference.parameters())
         whole.zero_grad()
         _, norm, _ = whole.step()
-        run_backward(chunk, seed)
+        run_backward(chunk, seed, layerwise.loss_scale)
         optimizer.zero_grad()
         prepared = layerwise.prepare()
         for part in order:
@@ -72,7 +74,8 @@ def test_layer_by_layer_equals_a_whole_step(name: str) -> None:
     assert len(mine) == len(theirs) > 0
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     norms = [value.float().norm() ** 2 for value in chunk.parameters()]
-    rounding = 1e-2 if made.config.optimizer.bf16 else 1e-5  # the shards are fp32, the parameters bf16
+    in_half = made.config.optimizer.bf16 or made.config.precision.fp16
+    rounding = 1e-2 if in_half else 1e-5  # the shards are fp32, the parameters bf16 or fp16
     assert layerwise.parameter_norm() == pytest.approx(float(sum(norms)) ** 0.5, rel=rounding)
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron.training.arguments import parse
-from megatron.training.start_rules import Machine, obstacles, require_startable
+from megatron.training.rules.start import Machine, obstacles, require_startable
 from moe_overlap.describe.errors import ConfigError
 from tools.answer_lists import LISTS, RECORD, Answer, answer, record
 
@@ -73,11 +73,9 @@ def test_what_needs_a_gpu_stops_a_start_on_the_cpu_only(words: str, line: str) -
 @pytest.mark.parametrize(
     "words",
     [
-        "--fp16",
-        "--mtp-num-layers 1",
+        "--mtp-standalone",
         "--context-parallel-size 2 --hybrid-context-parallel",
-        "--position-embedding-type yarn",
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tL",
+        "--position-embedding-type rope --no-rope-freq 4",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
         "--microbatch-group-size-per-virtual-pipeline-stage 3",
         "--use-torch-fsdp2",

@@ -7,7 +7,7 @@ import gc
 import torch
 from one_process import MOE, loss_of, small
 
-from megatron.training.memory import StorageTracker, held_tensors, resident_bytes
+from megatron.training.report.memory import StorageTracker, held_tensors, resident_bytes
 
 KIB = 1024
 

@@ -74,6 +74,18 @@ def test_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(path.read_text().splitlines()) == 21
 
 
+def test_a_step_whose_gradients_overflowed(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = MetricsLog(LoggingConfig(log_json=str(path)), rank=1, total_steps=2)
+    figures = {"loss_scale": 2.0**32, "skipped_iterations": 1.0}
+    log.log(metrics(grad_norm=float("nan"), optional=figures))
+    log.close()
+    (line,) = Path(f"{path}.rank1").read_text().splitlines()
+    row = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert row["grad_norm"] is None and {name: row[name] for name in figures} == figures
+    assert step_line(metrics(optional=figures), 2).endswith("  loss_scale 4.295e+09  skipped_iterations 1")
+
+
 def test_other_ranks_write_their_own_file_and_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = LoggingConfig(
         log_json=str(tmp_path / "log.jsonl"), tensorboard_dir=str(tmp_path / "board"), log_interval=1
@@ -111,6 +123,18 @@ def test_tensorboard(tmp_path: Path) -> None:
     tags = set(read.Tags()["scalars"])
     assert {"loss", "grad_norm", "learning_rate", "params_norm", "valid/loss"} <= tags and "step" not in tags
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [(2, 2.0), (4, 4.0)]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_curve_of_the_loss_scale(tmp_path: Path, wanted: bool) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = LoggingConfig(tensorboard_dir=str(tmp_path), log_loss_scale_to_tensorboard=wanted)
+    log = MetricsLog(config, rank=0, total_steps=4)
+    log.log(metrics(optional={"loss_scale": 64.0, "skipped_iterations": 0.0}))
+    log.close()
+    read = event_accumulator.EventAccumulator(str(tmp_path))
+    read.Reload()
+    assert ("loss_scale" in read.Tags()["scalars"]) == wanted and "skipped_iterations" in read.Tags()["scalars"]
 
 
 LOADS = [

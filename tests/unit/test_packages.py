@@ -9,7 +9,7 @@ import pytest
 
 from megatron.training.arguments import parse
 from megatron.training.dry_run import dry_run
-from megatron.training.packages import require_packages
+from megatron.training.rules.packages import require_packages
 from moe_overlap.describe.errors import ConfigError
 
 JOB = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "

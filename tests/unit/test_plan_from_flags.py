@@ -10,7 +10,7 @@ from megatron.training.arguments import parse
 from megatron.training.describe import describe_model, padded_vocab_size, smallest_world
 from megatron.training.plan_from_flags import plan_from_flags
 from megatron.training.plan_of_run import plan_of_run
-from megatron.training.stages import stage_chunks, stage_layers
+from megatron.training.stages import stage_chunks, stage_counts
 from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import refuse_unsupported
@@ -64,6 +64,29 @@ def test_recompute() -> None:
 
 IRREGULAR = "--expert-model-parallel-size 2 --micro-batch-size 2 --moe-gate topk --moe-token-dispatcher-type irregular"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+
+
+BLOCK = "full --recompute-method block --recompute-num-layers 2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "again"),
+    [
+        ("Et|ttt|tt|ttL", "selective"),
+        ("Ett|ttt|tt|tL", "selective --recompute-modules moe"),
+        ("E|t*4|t*4|L", "selective"),
+        ("E|t*4|t*4|L", BLOCK),
+    ],
+)
+def test_a_plan_that_flags_made_recomputes_as_they_say(tmp_path: Path, layout: str, again: str) -> None:
+    words = (
+        f"--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout {layout} --recompute-granularity {again}"
+    )
+    plan, path = plan_of(words, 4), tmp_path / "plan.json"
+    save_plan(plan, path)
+    config = parse(f"{BASE} {words} --plan {path}".split()).config
+    validate(config, 4)
+    assert plan_of_run(config, describe_model(config, 257), 4).stages == plan.stages
 
 
 @pytest.mark.parametrize(
@@ -123,7 +146,7 @@ def test_derived_sizes() -> None:
     assert model.moe_layers == (True, False) * 4
     assert model.vocab_size == padded_vocab_size(257, 128, 2) == 512
     assert (model.num_query_groups, model.kv_channels) == (4, 16)
-    assert stage_layers(config) == (8,)
+    assert stage_counts(config) == [8]
 
 
 def test_smallest_world() -> None:

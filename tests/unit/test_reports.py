@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from megatron.training.arguments import parse
 from megatron.training.config import LoggingConfig
-from megatron.training.reports import Reports, uses_expert_loads
-from megatron.training.run_rules import reports_are_due_at_some_step
-from megatron.training.timers import TimerWindow, slowest, timer_lines
+from megatron.training.report.reports import Reports, uses_expert_loads
+from megatron.training.report.timers import TimerWindow, slowest, timer_lines
+from megatron.training.rules.run import reports_are_due_at_some_step
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
+from moe_overlap.plan.spans import Span
 from moe_overlap.runtime.phases import phase_seconds
-from moe_overlap.runtime.spans import Span
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_overlap.runtime.spans import HostClock, Span, SpanRecorder, communication_seconds
+from moe_overlap.plan.spans import Span, communication_seconds
+from moe_overlap.runtime.spans import HostClock, SpanRecorder
 
 
 class Ticks(HostClock):

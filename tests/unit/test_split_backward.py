@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron.training.grouped_experts import GroupedExperts
+from megatron.training.layers.grouped_experts import GroupedExperts
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.runtime.moe_layer import adapt_layer

@@ -12,9 +12,25 @@ from typing import Any
 
 import pytest
 
-from megatron.training import packages
-from megatron.training.tokenizers import ByteTokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
+from megatron.training.arguments import parse
+from megatron.training.describe import known_vocab_size
+from megatron.training.flags.idle import idle_flags
+from megatron.training.rules import packages
+from megatron.training.text.tokenizer_of_run import tokenizer_of_run
+from megatron.training.text.tokenizers import (
+    ByteTokenizer,
+    NullTokenizer,
+    TokenizerFiles,
+    build_tokenizer,
+    refuse_unread_files,
+)
+from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
+
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --lr 1e-3 --train-iters 1"
+)
 
 
 @pytest.mark.parametrize("text", ["", "plain", "Größe 中文 🙂 \x00\r\n", "\ud800 lone surrogate"])
@@ -229,9 +245,32 @@ def test_a_missing_package_is_named(kind: str, tmp_path: Path, monkeypatch: pyte
             "--vocab-file v: is used by --tokenizer-type GPT2BPETokenizer only",
         ),
         ("Llama2Tokenizer", {"tiktoken_pattern": "v1"}, "--tiktoken-pattern v1: is used by"),
+        (None, {"tiktoken_num_special_tokens": 10}, "--tiktoken-num-special-tokens 10: is used by"),
     ],
 )
-def test_a_file_that_is_not_read(kind: str | None, files: dict[str, str], message: str) -> None:
+def test_a_file_that_is_not_read(kind: str | None, files: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_unread_files(kind, TokenizerFiles(**files))
     assert message in str(caught.value)
+
+
+def test_files_that_another_type_would_read_are_said(tmp_path: Path) -> None:
+    """Words after a real list's replace its tokenizer; its files cannot be taken back."""
+    vocabulary = tmp_path / "vocab.json"
+    vocabulary.write_text(json.dumps({"a": 0, "b": 1, "c": 2}))
+    files = f"--vocab-file {vocabulary} --merge-file /nowhere"
+    for words, ids, idle in (
+        (files, 3, {"--merge-file"}),
+        (f"{files} --vocab-size 300", 300, {"--vocab-file", "--merge-file"}),
+        ("--vocab-file /nowhere --vocab-size 300", 300, {"--vocab-file"}),
+        (
+            f"{files} --tokenizer-model /nowhere --tokenizer-type NullTokenizer --vocab-size 9",
+            9,
+            {"--vocab-file", "--merge-file", "--tokenizer-model"},
+        ),
+    ):
+        parsed = parse([*SIZES.split(), *words.split()])
+        validate(parsed.config, 1)
+        tokenizer = tokenizer_of_run(parsed.config.data)
+        assert (type(tokenizer), tokenizer.vocab_size, known_vocab_size(parsed.config)) == (NullTokenizer, ids, ids)
+        assert {flag for flag, _ in idle_flags(parsed)} == idle

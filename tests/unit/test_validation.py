@@ -27,6 +27,8 @@ OVERLAP = (
     "--hidden-dropout 0 --attention-dropout 0"
 )
 
+PREDICTION = "--mtp-num-layers 2 --position-embedding-type rope"
+
 WORDS = [
     ("--num-layer 3", "--num-layer: unknown flag; did you mean --num-layers?"),
     ("--moe-grouped-gem", "--moe-grouped-gem: unknown flag; did you mean --moe-grouped-gemm?"),
@@ -50,10 +52,52 @@ WORDS = [
         "--moe-layer-freq print(1): must be a whole number or a list of 0 and 1; "
         'write for example 2 or "([0]*3+[1]*5)"',
     ),
+    ("--window-size 128", "--window-size 128: must be two whole numbers; write for example 128,0"),
     ("--world-size 2", "--world-size 2: torchrun sets it; use torchrun --nproc-per-node N"),
 ]
 
 RULES = [
+    (
+        "--window-size 8,1",
+        1,
+        "--window-size 8,1: attention is causal: nothing after a token is seen; use 8,0",
+    ),
+    (
+        "--window-size 8,0 --window-attn-skip-freq [1,0]",
+        1,
+        "--window-attn-skip-freq [1,0]: the list has 2 entries for 4 layers; give one entry per layer",
+    ),
+    (
+        "--window-size 8,0 --window-attn-skip-freq [1,0,1,0] --mtp-num-layers 1 --position-embedding-type rope",
+        1,
+        "--window-attn-skip-freq [1,0,1,0]: the list has 4 entries for 4 layers and 1 behind them (--mtp-num-layers); "
+        "give one entry per layer",
+    ),
+    (
+        "--position-embedding-type yarn --rotary-percent 0.5",
+        1,
+        "--rotary-percent 0.5: YaRN rotates whole heads; use 1.0",
+    ),
+    (
+        "--position-embedding-type yarn --yarn-beta-slow 40",
+        1,
+        "--yarn-beta-slow 40.0: --yarn-beta-fast 32 is not above it; correct one of them",
+    ),
+    (
+        "--position-embedding-type yarn --multi-latent-attention",
+        1,
+        "--position-embedding-type yarn: latent attention has rotary positions of its own; use rope, and --rope-type yarn",
+    ),
+    (
+        "--quick-geglu --swiglu",
+        1,
+        "--quick-geglu: --swiglu chooses another activation; drop one of the two flags",
+    ),
+    (
+        "--swiglu --activation-func-clamp-value -7",
+        1,
+        "--activation-func-clamp-value -7.0: must be positive; use for example 7.0",
+    ),
     (
         "--expert-model-parallel-size 3",
         3,
@@ -110,6 +154,56 @@ RULES = [
         "name a multiple of 2",
     ),
     (
+        "--mtp-num-layers 1",
+        1,
+        "--position-embedding-type learned_absolute: prediction layers have rotary positions or none; use rope",
+    ),
+    (
+        "--mtp-num-layers -1 --position-embedding-type rope",
+        1,
+        "--mtp-num-layers -1: must be at least 0; use 0 or more",
+    ),
+    (
+        f"{PREDICTION} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        1,
+        "--recompute-num-layers 2: --mtp-num-layers 2 recomputes uniformly layer by layer; "
+        "use 1, or --recompute-method block",
+    ),
+    (
+        f"{OVERLAP} {PREDICTION} --defer-weight-gradients",
+        2,
+        "--mtp-num-layers 2: --defer-weight-gradients overlaps the layers of the decoder alone; "
+        "drop it or --defer-weight-gradients",
+    ),
+    (
+        f"{OVERLAP} {PREDICTION} --moe-overlap-partitions 2",
+        2,
+        "--mtp-num-layers 2: --moe-overlap-partitions overlaps the layers of the decoder alone; "
+        "drop it or --moe-overlap-partitions",
+    ),
+    (
+        f"{PP2} {PREDICTION} --pipeline-model-parallel-layout Ett|ttmL",
+        2,
+        "--pipeline-model-parallel-layout Ett|ttmL: holds 1 prediction layers of --mtp-num-layers 2; name 2 layers m",
+    ),
+    (
+        f"--pipeline-model-parallel-size 4 {PREDICTION} --pipeline-model-parallel-layout Ett|tt|mm|L",
+        4,
+        "--pipeline-model-parallel-layout Ett|tt|mm|L: prediction layers m stand in the part of the loss; "
+        'end with "mmL"',
+    ),
+    (
+        "--pipeline-model-parallel-layout Ett|ttL",
+        1,
+        "--pipeline-model-parallel-layout Ett|ttL: interleaving needs a pipeline; "
+        "add --pipeline-model-parallel-size or name one part",
+    ),
+    (
+        "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett||ttL",
+        3,
+        "--pipeline-model-parallel-layout Ett||ttL: names a part that holds nothing; give every part a layer t",
+    ),
+    (
         f"{PP2} --pipeline-model-parallel-layout Ett|tL",
         2,
         "--pipeline-model-parallel-layout Ett|tL: holds 3 layers of --num-layers 4; name 4 layers t",
@@ -129,6 +223,12 @@ RULES = [
         "--moe-enable-deepep",
         1,
         "--moe-enable-deepep: belongs to --moe-token-dispatcher-type flex; add that flag or drop this one",
+    ),
+    ("--openai-gelu --swiglu", 1, "--openai-gelu: --swiglu chooses another activation; drop one of the two flags"),
+    (
+        "--openai-gelu --squared-relu",
+        1,
+        "--openai-gelu: --squared-relu chooses another activation; drop one of the two flags",
     ),
     ("--squared-relu --swiglu", 1, "--squared-relu: --swiglu chooses another activation; drop one of the two flags"),
     (
@@ -200,6 +300,18 @@ RULES = [
     ),
     ("--log-memory-interval 0", 1, "--log-memory-interval 0: must be at least 1; use 1 or more"),
     ("--vocab-size 200", 1, "--vocab-size 200: the tokenizer has 257 ids; use at least 257 or drop the flag"),
+    (
+        "--tokenizer-model m --vocab-file v",
+        1,
+        "--tokenizer-model m: is read with --tokenizer-type only, and there is none; add --tokenizer-type HuggingFaceTokenizer, "
+        "TikTokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer or Llama2Tokenizer",
+    ),
+    (
+        "--merge-file m",
+        1,
+        "--merge-file m: is read with --tokenizer-type only, and there is none; "
+        "add --tokenizer-type GPT2BPETokenizer and --vocab-file FILE",
+    ),
     ("--min-lr 1", 1, "--min-lr 1.0: is above --lr 0.001; use 0.001 or less"),
     (
         "--split 0,0,0",

@@ -66,7 +66,7 @@ class Rank:
         """One step. `step`: forward and backward; `whole`: the update, too; `exchanges`: sum of the all-to-alls' spans."""
         import torch.distributed as dist
 
-        from moe_overlap.runtime.spans import communication_seconds
+        from moe_overlap.plan.spans import communication_seconds
 
         dist.barrier()
         begin = time.perf_counter()
@@ -206,7 +206,7 @@ class TimerRank(Rank):
 
         from megatron.training.describe import describe_model, known_vocab_size
         from megatron.training.plan_of_run import plan_of_run
-        from megatron.training.tokenizer_of_run import tokenizer_of_run
+        from megatron.training.text.tokenizer_of_run import tokenizer_of_run
         from moe_overlap.plan.validate import validate_plan
         from tools.link_bed.reach import reaching
 

@@ -20,13 +20,22 @@ _LAST_SHIFT = 31
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
+_STEP = 1 << 16
+"""More micro-batches than any step has."""
+
+
 @dataclass(slots=True)
 class DrawClock:
     """Which draws a plain forward pass makes; whoever starts one, or its recompute, sets the micro-batch first."""
 
     seed: int = 0
     micro_batch: int = 0
-    """Number since the start of the run."""
+    """Number in the run, from `first_micro_batch`."""
+
+
+def first_micro_batch(step: int) -> int:
+    """Number of a step's first micro-batch: no two of a run are equal, also where steps hold unlike numbers of them."""
+    return step * _STEP
 
 
 def fold(key: int, value: int) -> int:

@@ -87,7 +87,7 @@ class Gate(TopKRouter):
         Args:
             sequence, samples: of the whole micro-batch on this rank.
             partitions: how many calls of `route` will follow.
-            seed, micro_batch: of the draws; micro-batches are numbered from the start of the run.
+            seed, micro_batch: of the draws; micro-batches are numbered as `draws.first_micro_batch` says.
             padding_SB: bool, true where a token is padding.
             recording: whether losses and counts are kept; default: in training.
         Raises:

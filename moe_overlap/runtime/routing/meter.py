@@ -65,13 +65,13 @@ class RouterMeters:
 
     Args:
         models: the GPTModel of each of this rank's chunks.
-        layers, experts: of the whole model.
+        layers, experts: of the whole model; prediction layers count on behind the decoder's.
     """
 
     def __init__(self, models: Iterable[Any], layers: int, experts: int, device: torch.device) -> None:
         self._shape, self._device = (layers, 2 * experts + 2), device
         self._meters: dict[int, RouterMeter] = {}
-        inside = (module for model in models for module in model.decoder.modules())
+        inside = (module for model in models for module in model.modules())
         for router in (module for module in inside if isinstance(module, TopKRouter)):
             assert router.layer_number is not None
             meter = RouterMeter(experts, router.score_function, device)

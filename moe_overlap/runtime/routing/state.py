@@ -39,7 +39,7 @@ class RoutingState:
         totals: of the balancing losses and the z-loss; None when nothing is recorded (evaluation).
         counts_bias: whether kept tokens are counted for the expert bias.
         counts_load: whether the gate's meter counts them.
-        seed, micro_batch: of the draws; micro-batches are numbered from the start of the run.
+        seed, micro_batch: of the draws; micro-batches are numbered as `draws.first_micro_batch` says.
         padding_SB: bool, true where a token is padding and counts in no loss.
     """
 

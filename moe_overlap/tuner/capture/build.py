@@ -137,6 +137,8 @@ def config_for(config: Config, layout: Layout, variant: str) -> Config:
         parallel=parallel,
         training=replace(config.training, micro_batch_size=1, global_batch_size=data, rampup_batch_size=None),
         optimizer=replace(config.optimizer, bf16=layout.precision != "fp32"),
+        # The other half-precision formats have the same sizes.
+        precision=replace(config.precision, fp16=False, fp8=None, fp4=None),
         overlap=OverlapConfig(),
     )
 
@@ -149,10 +151,22 @@ def build_one_of_each(
     Returns:
         megatron-core's GPTModel, and the kinds of its layers in order.
     """
-    kinds = tuple(dict.fromkeys(layer_kinds(model)))
-    first = {kind: layer_kinds(model).index(kind) for kind in kinds}
-    small = replace(model, num_layers=len(kinds), moe_layers=tuple(model.moe_layers[layer] for layer in first.values()))
-    config = replace(config, model=replace(config.model, num_layers=len(kinds)))
+    of_layers = layer_kinds(model)
+    kinds = tuple(dict.fromkeys(of_layers))
+    firsts = [of_layers.index(kind) for kind in kinds]
+    windows = tuple(model.windows[layer] for layer in firsts)
+    small = replace(
+        model,
+        num_layers=len(kinds),
+        moe_layers=tuple(model.moe_layers[layer] for layer in firsts),
+        windows=windows,
+        mtp_layers=0,
+    )
+    config = replace(
+        config,
+        model=replace(config.model, num_layers=len(kinds), mtp_num_layers=None),
+        attention=replace(config.attention, window_attn_skip_freq=tuple(int(window is not None) for window in windows)),
+    )
     plan = plan_from_flags(config, small, world.size)
     with replaced([(model_builder, "Float16Module", _in_half_precision)]):
         module = build_model(config, small, plan, world.groups, 0, adapt_layer)[0]

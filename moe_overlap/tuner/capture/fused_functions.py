@@ -208,7 +208,9 @@ class Attention(torch.autograd.Function):
 
 def _attention_shape(core: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     parts = 1 if core.context_group is None else core.context_group.size()
-    return (q.shape[1], q.shape[2], k.shape[2], q.shape[0], k.shape[0] * parts, q.shape[3], v.shape[3], core.window)
+    # A query sees itself and the tokens of the window before it.
+    window = 0 if core.window is None else core.window + 1
+    return (q.shape[1], q.shape[2], k.shape[2], q.shape[0], k.shape[0] * parts, q.shape[3], v.shape[3], window)
 
 
 def _all_parts(x: Tensor, group: Any) -> Tensor:

@@ -14,7 +14,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
-from megatron.training.without_te import SdpaAttention, TorchNorm
+from megatron.training.layers.sdpa_attention import SdpaAttention
+from megatron.training.layers.without_te import TorchNorm
 from moe_overlap.tuner.capture.fused_functions import Attention, GroupedLinear, Linear, Norm
 from moe_overlap.tuner.capture.record import Recorder
 
@@ -162,7 +163,6 @@ class FusedAttention(SdpaAttention):
     """Core attention in one kernel. Attention dropout draws inside the kernel and keeps nothing."""
 
     recorder: Recorder
-    window = 0
 
     def forward(self, query_SBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend within each sample."""

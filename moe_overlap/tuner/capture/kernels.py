@@ -144,6 +144,6 @@ def flops(kernel: str, shape: Sequence[Expression]) -> Expression:
 
 def _share(query: Expression, key: Expression) -> Expression:
     """Query tokens over key tokens, a constant."""
-    (monomial, part), (same, whole) = query.terms[0], key.terms[0]
-    assert monomial == same and len(query.terms) == len(key.terms) == 1, (str(query), str(key))
-    return Expression.of(part / whole)
+    ((monomial, part),) = query.terms
+    # Without a kernel of their own, sinks stand among the keys: s + 1 of them.
+    return Expression.of(part / dict(key.terms)[monomial])

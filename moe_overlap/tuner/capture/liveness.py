@@ -36,8 +36,10 @@ def lifetimes(part: Part) -> dict[int, tuple[int, int]]:
         held = part.storages[index].freed_after
         if index in part.outputs and index not in part.saved:
             last[index] = backward - 1
+        elif held is not None:
+            last[index] = max(last[index], held)
         elif part.storages[index].role == "activation" and index not in part.outputs:
-            last[index] = len(part.ops) - 1 if held is None else max(last[index], held)
+            last[index] = len(part.ops) - 1
     return {index: (first[index], last[index]) for index in first}
 
 

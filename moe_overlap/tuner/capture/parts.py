@@ -54,6 +54,37 @@ class Piece:
     is_layer: bool = False
 
 
+class HandOver(torch.autograd.Function):
+    """The hidden states that come in, held by nobody but the part itself; takes their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: torch.Tensor, box: list[torch.Tensor], results: list[torch.Tensor]) -> torch.Tensor:
+        """What is in the box."""
+        ctx.results = results
+        return box.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        """Keep the gradient."""
+        ctx.results.append(gradients[0])
+        return None, None, None
+
+
+class TakeOver(torch.autograd.Function):
+    """What goes out; gives the gradient in the box, which then belongs to the backward pass alone."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
+        """Anything to start a backward pass from."""
+        ctx.box = box
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """What is in the box."""
+        return ctx.box.pop(), None
+
+
 class PartRecorder:
     """Runs the pieces of one model.
 
@@ -76,6 +107,7 @@ class PartRecorder:
         self._model, self._layout, self._recorder, self._buffer = model, layout, recorder, buffer
         self._variant = variant
         self._warm: set[tuple[str, int]] = set()
+        self._seed = torch.zeros((), requires_grad=True)
         for name, module in (("embedding", model.embedding), ("final_layernorm", model.decoder.final_layernorm)):
             recorder.watch_modules(module, name)
         recorder.watch_modules(model.output_layer, "output_layer")
@@ -100,21 +132,24 @@ class PartRecorder:
             self._hold_parameters(piece)
             inputs = piece.inputs(samples, tokens)
             input_ids = tuple(recorder.hold(tensor, "input") for tensor in inputs)
+            results: list[torch.Tensor] = []
+            given = [HandOver.apply(self._seed, [x.detach()], results) if x.requires_grad else x for x in inputs]
+            del inputs
             with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
-                output = piece.run(*inputs)
+                output = piece.run(*given)
                 output_id = recorder.id_of(output)
                 recorder.end_forward()
-            gradient = torch.empty_like(output)
-            gradient_id = recorder.hold(gradient, "input")
+            gradient = [torch.empty_like(output)]
+            gradient_id = recorder.hold(gradient[0], "input")
+            end = TakeOver.apply(output, gradient)
+            del given, output
             with recorder:
-                torch.autograd.backward([output], [gradient])
-            found = [tensor.grad for tensor in inputs if tensor.grad is not None]
-            gradient_outputs = tuple(recorder.id_of(tensor) for tensor in found)
+                torch.autograd.backward([end], [self._seed.detach()])
+            gradient_outputs = tuple(recorder.id_of(tensor) for tensor in results)
             for tensor in self._buffer.buffer.values():
                 recorder.hold(tensor, "constant", "shared all-gather buffer")
-            del found, gradient, output
             recording = recorder.recording
-            return Part(
+            part = Part(
                 kind=piece.kind,
                 variant=self._variant,
                 one_sample=samples == 1,
@@ -126,6 +161,8 @@ class PartRecorder:
                 gradient_inputs=(gradient_id,),
                 gradient_outputs=gradient_outputs,
             )
+            del results
+            return part
 
     def _hold_parameters(self, piece: Piece) -> None:
         for prefix, module in piece.modules.items():

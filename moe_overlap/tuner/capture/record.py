@@ -221,6 +221,9 @@ class Recorder(TorchDispatchMode):
         if library == "c10d":
             self._emit_collective(name, args, tensors)
             return result
+        if name == "lift_fresh":
+            # A number in the code becomes a tensor: a constant, where it is read.
+            return result
         aliases = {tensor.untyped_storage()._cdata for tensor in tensors}
         made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in aliases]
         written = made + _mutated(function, args, kwargs)

@@ -16,6 +16,7 @@ from megatron.training.config import Config
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.serialize import as_values, read_record
 from moe_overlap.tuner.capture.graph import Implementation, Layout
+from moe_overlap.tuner.capture.layer_kinds import layer_kinds
 
 NO_RECOMPUTATION, FULL = "none", "full"
 """Variants beside lists of modules."""
@@ -41,10 +42,15 @@ class Request:
 
     def sha256(self) -> str:
         """Hash of everything that the captured graphs depend on."""
-        of_model = dataclasses.replace(self.model, name="", num_layers=0, moe_layers=tuple(_kinds(self.model)))
+        of_model = dataclasses.replace(self.model, name="", num_layers=0, moe_layers=(), windows=())
         content = {
             "model": as_values(of_model),
-            "flags": {name: as_values(getattr(self.config, name)) for name in ("model", "moe", "precision", "device")},
+            # In the order of their first layer: how many layers there are of each kind changes no graph.
+            "kinds": list(dict.fromkeys(layer_kinds(self.model))),
+            "flags": {
+                name: as_values(getattr(self.config, name))
+                for name in ("model", "moe", "attention", "precision", "device")
+            },
             "gradients": [
                 self.config.optimizer.accumulate_allreduce_grads_in_fp32,
                 self.config.optimizer.grad_reduce_in_bf16,
@@ -79,11 +85,6 @@ class Request:
             implementation=values["implementation"],
             variant=values["variant"],
         )
-
-
-def _kinds(model: ModelDescription) -> list[bool]:
-    """Kinds of layers in the order of their first one: how many there are of each changes no graph."""
-    return list(dict.fromkeys(model.moe_layers))
 
 
 def versions() -> tuple[tuple[str, str], ...]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
@@ -19,7 +20,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 import megatron.training.model as model_builder
-from megatron.training.without_te import repair_imports, transformer_engine_is_installed
+from megatron.training.layers.without_te import repair_imports, transformer_engine_is_installed
 from moe_overlap.tuner.capture.fused_functions import MoveRows, Rotary
 from moe_overlap.tuner.capture.fused_modules import FusedSpecs
 from moe_overlap.tuner.capture.record import Recorder
@@ -40,6 +41,8 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
     replacements: list[tuple[Any, str, Any]] = [
         (gpt_layer_specs, "TESpecProvider", specs),
         (multi_latent_attention, "TELinear", specs.whole),
+        (transformer_engine, "TENorm", specs.norm),
+        (transformer_engine, "TEColumnParallelLinear", specs.column_parallel_linear()),
         (model_builder, "uses_transformer_engine", lambda: True),
         (model_builder, "transformer_engine_is_installed", lambda: True),
         (model_builder, "_block_norm", lambda: specs.norm),
@@ -56,7 +59,8 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
 
 def with_fusions(tc: Any) -> Any:
     """The fusions that upstream turns on where Transformer Engine is; its own checks would ask for the library."""
-    gated_silu = tc.gated_linear_unit and tc.activation_func is torch.nn.functional.silu
+    changed = tc.activation_func_clamp_value is not None or tc.glu_linear_offset != 0
+    gated_silu = tc.gated_linear_unit and tc.activation_func is torch.nn.functional.silu and not changed
     gelu = tc.activation_func is torch.nn.functional.gelu and not tc.num_moe_experts
     tc.bias_activation_fusion = gated_silu or (gelu and (tc.gated_linear_unit or tc.add_bias_linear))
     tc.bias_dropout_fusion = not (tc.num_moe_experts and tc.add_bias_linear)

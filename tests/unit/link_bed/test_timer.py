@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.runtime.spans import Span
+from moe_overlap.plan.spans import Span
 from tools.link_bed.profile import apply_profile, mean_of_ranks, median_seconds
 
 

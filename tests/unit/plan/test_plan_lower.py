@@ -21,7 +21,7 @@ from moe_overlap.plan.lower_update import optimizer_parts
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.payload import part_size
-from moe_overlap.plan.plan import Offload, Plan, Recompute
+from moe_overlap.plan.plan import Plan, Recompute
 from moe_overlap.plan.races import check_races
 from moe_overlap.plan.serialize import load_plan, read_record
 from moe_overlap.plan.validate import validate_plan
@@ -170,13 +170,23 @@ def test_peers() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"learned_positions": True, "linear_bias": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied_embeddings": True},
+        {"learned_positions": True, "linear_bias": True},
+        {"mtp_layers": 2},
+        {"mtp_layers": 1, "tied_embeddings": True},
+    ],
+)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_optimizer_parts_hold_every_parameter(changes: dict[str, Any], stages: int) -> None:
     model = plan_samples.model("dmmm", shared_expert_hidden_size=64, **changes)
-    plan = plan_samples.plan(4, stages, stage={"tensor": 2, "data": 2, "expert": 2})
+    mtp_stage = stages - 1 if model.mtp_layers else None
+    plan = plan_samples.plan(4, stages, stage={"tensor": 2, "data": 2, "expert": 2}, mtp_stage=mtp_stage)
     for index, stage in enumerate(plan.stages):
-        sizes = [part_size(part, plan, stage, model) for part in optimizer_parts(plan, index)]
+        sizes = [part_size(part, plan, stage, model) for part in optimizer_parts(plan, index, model)]
         ends = {"first_stage": index == 0, "last_stage": index == stages - 1}
         share = Share(chunks=stage.chunks, tensor=2, expert=2, **ends)
         assert sum(size.dense + size.experts for size in sizes) == rank_parameters(model, share).total
@@ -212,8 +222,32 @@ def test_state_collectives_follow_zero_level() -> None:
 
 def test_optimizer_steps_in_layer_order() -> None:
     plan = plan_samples.plan(layers=8, stages=2, chunks=2)
-    assert optimizer_parts(plan, 0) == ("embedding", "L0", "L1", "L4", "L5")
-    assert optimizer_parts(plan, 1) == ("L2", "L3", "L6", "L7", "head")
+    model = plan_samples.model("m" * 8, mtp_layers=2)
+    assert optimizer_parts(plan, 0, model) == ("embedding", "L0", "L1", "L4", "L5")
+    assert optimizer_parts(plan, 1, model) == ("L2", "L3", "L6", "L7", "head")
+    predicting = plan_samples.plan(layers=8, stages=2, chunks=2, mtp_stage=1)
+    assert optimizer_parts(predicting, 0, model) == ("embedding", "L0", "L1", "L4", "L5")
+    assert optimizer_parts(predicting, 1, model) == ("embedding", "L2", "L3", "L6", "L7", "mtp0", "mtp1", "head")
+
+
+def test_predictions_stand_between_norm_and_loss() -> None:
+    """Forward each behind the other; backward in reverse, and what they take is given back to what they took it from."""
+    plan = plan_samples.plan(stage={"recompute": Recompute(layers=1, granularity="uniform")}, mtp_stage=0)
+    made = [i for i in lower(plan, plan_samples.model("dd", mtp_layers=2), 0) if i.micro_batch == 0]
+    first = next(n for n, i in enumerate(made) if i.name == "head.norm")
+    last = next(n for n, i in enumerate(made) if i.name == "head.norm.backward")
+    between = [i.name for i in made[first + 1 : last]]
+    forward = [f"mtp{n}.{part}" for n in (0, 1) for part in ("project", "attention", "mlp", "loss")]
+    again = ("loss.backward", "project.recompute", "attention.recompute", "mlp.recompute")
+    backward = [
+        f"mtp{n}.{part}" for n in (1, 0) for part in (*again, "mlp.backward", "attention.backward", "project.backward")
+    ]
+    assert between == [*forward, "head.loss", "head.loss.backward", *backward]
+    by_name = {i.name: i for i in made}
+    assert by_name["mtp1.project"].reads == ("h.mtp0.loss.m0", "tokens.m0")
+    assert by_name["mtp1.project.backward"].writes == ("dh.mtp0.loss.m0", "gradient.mtp1", "gradient.embedding")
+    assert "dh.mtp0.loss.m0" in by_name["mtp0.loss.backward"].reads
+    assert by_name["mtp0.project.backward"].writes[0] in by_name["head.norm.backward"].reads
 
 
 def test_full_recomputation() -> None:
@@ -241,8 +275,6 @@ def test_recompute_groups() -> None:
 @pytest.mark.parametrize(
     ("stage", "field"),
     [
-        ({"zero_level": 2}, "stages[0].zero_level 2"),
-        ({"offload": Offload(optimizer=0.5)}, "stages[0].offload.optimizer 0.5"),
         (
             {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="fused"),))},
             "stages[0].overlap.layers[0].mechanism fused",

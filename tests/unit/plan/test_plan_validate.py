@@ -105,15 +105,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"stages.1.chunks": [[2, 3]]},
-        "stages[1].chunks[0] [2, 3]: chunks hold every layer once, in model order, at least one each; layer 1 "
-        "comes next; "
-        "start with 1",
+        "stages[1].chunks[0] [2, 3]: chunks hold every layer once, in model order, at least one each but the ends; layer 1 "
+        "is next; start with 1",
     ),
     (
-        {"stages.1.chunks": [[1, 1]], "stages.1.recompute": {"layers": 0, "granularity": "none", "modules": []}},
-        "stages[1].chunks[0] [1, 1]: chunks hold every layer once, in model order, at least one each; layer 1 "
-        "comes next; "
-        "start with 1",
+        {"stages.0.chunks": [[0, 2]], "stages.1.chunks": [[2, 2]], "embedding_stage": 0, "loss_stage": 0},
+        "stages[1].chunks[0] [2, 2]: chunks hold every layer once, in model order, at least one each but the ends; layer 2 "
+        "is next; start with 2",
     ),
     (
         {"transfers": []},
@@ -291,6 +289,7 @@ def test_source_names_the_file() -> None:
     ("letters", "model", "stage", "message"),
     [
         ("mmm", {}, {}, "stages[0].chunks: the chunks hold 2 layers, tiny has 3; cover the layers once"),
+        ("mm", {"mtp_layers": 1}, {}, "mtp_stage null: tiny has 1 multi-token-prediction layers; write 0"),
         ("dd", {}, {"expert": 2, "data": 2}, "stages[0].expert 2: tiny has no experts; write 1"),
         (
             "mm",
@@ -362,8 +361,22 @@ def test_chunks_follow_the_model_across_stages() -> None:
         dataclasses.replace(stage, chunks=chunks)
         for stage, chunks in zip(plan.stages, (((0, 2), (2, 4)), ((4, 6), (6, 8))), strict=True)
     )
-    with pytest.raises(ConfigError, match=r"stages\[1\]\.chunks\[0\] \[4, 6\]: .*layer 2 comes next"):
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.chunks\[0\] \[4, 6\]: .*layer 2 is next"):
         validate_plan(dataclasses.replace(plan, stages=swapped))
+
+
+def test_ends_may_stand_in_chunks_without_layers() -> None:
+    recompute = Recompute(layers=1, granularity="uniform")
+    plan = plan_samples.plan(layers=6, stages=2, chunks=2, stage={"recompute": recompute}, mtp_stage=1)
+    ends = tuple(
+        dataclasses.replace(stage, chunks=chunks)
+        for stage, chunks in zip(plan.stages, (((0, 0), (3, 6)), ((0, 3), (6, 6))), strict=True)
+    )
+    validate_plan(dataclasses.replace(plan, stages=ends), plan_samples.model("m" * 6, mtp_layers=1))
+    alone = plan_samples.plan(layers=2, stages=2, stage={"recompute": recompute})
+    for chunks in ([((0, 2),), ((2, 2),)], [((0, 0),), ((0, 2),)]):
+        stages = (dataclasses.replace(s, chunks=c) for s, c in zip(alone.stages, chunks, strict=True))
+        validate_plan(dataclasses.replace(alone, stages=tuple(stages)), plan_samples.model())
 
 
 def test_uneven_uniform_groups() -> None:

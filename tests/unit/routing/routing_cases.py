@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.training.without_te import repair_imports, transformer_engine_is_installed
+from megatron.training.layers.without_te import repair_imports, transformer_engine_is_installed
 from moe_overlap.runtime.routing.gate import Gate
 from moe_overlap.runtime.routing.gates import GATES
 from moe_overlap.runtime.routing.state import RoutingState

@@ -58,9 +58,9 @@ def running(asked: Request, really: bool = False) -> Iterator[tuple[Any, World]]
     """The instrumented model; really: on values, in a world of one."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    with pretended_world(asked.layout, "gloo" if really else "fake") as world:
-        with instrumented(asked, world, without_values=not really) as runner:
-            yield runner, world
+    backend = "gloo" if really else "fake"
+    with pretended_world(asked.layout, backend) as world, instrumented(asked, world, not really) as runner:
+        yield runner, world
 
 
 def recorded(asked: Request, points: Sequence[tuple[int, int]], really: bool = False) -> dict[str, list[Part]]:

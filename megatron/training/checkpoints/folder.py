@@ -1,0 +1,279 @@
+"""Checkpoints on disk: complete or absent, whenever the writer is killed. No torch.
+
+    <folder>/step-000300/              a checkpoint; `complete.json` inside is its completion mark
+    <folder>/.tmp-step-000300-<hex>/   one being written, or being deleted: never loaded, swept by the next save
+    <folder>/.replaced-step-000300-<hex>/   what a save of the same step displaced; loaded only while step-000300 is missing
+
+A save goes: fresh temporary folder, data files, completion mark, every file and folder synced, one rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_overlap.describe.errors import ConfigError
+
+MARK = "complete.json"
+FORMAT = 1
+_FINISHED = re.compile(r"step-(\d{6,})")
+_TEMPORARY = re.compile(r"\.tmp-(?:replaced-)?step-(\d{6,})-.*")
+_REPLACED = re.compile(r"\.replaced-step-(\d{6,})-[0-9a-f]+")
+_UPSTREAM_TRACKER = "latest_checkpointed_iteration.txt"
+_CHUNK_BYTES = 1 << 24
+
+Checksums = dict[str, tuple[int, int]]
+"""File name -> bytes, CRC-32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A complete checkpoint.
+
+    Attributes:
+        order: 1 for the first save into its folder, larger for every later one; after a return to an earlier step the newest
+            checkpoint is not the one of the highest step.
+        mark: content of its completion mark.
+    """
+
+    path: Path
+    step: int
+    order: int
+    mark: Mapping[str, Any]
+
+
+def step_name(step: int) -> str:
+    """Folder name of a step's checkpoint."""
+    return f"step-{step:06d}"
+
+
+def complete_checkpoints(folder: Path) -> list[Stored]:
+    """Every complete checkpoint of a folder, oldest save first."""
+    found = {int(match[1]): path for path, match in _matches(folder, _REPLACED)}
+    # The finished name of a step hides the one it displaced.
+    found |= {int(match[1]): path for path, match in _matches(folder, _FINISHED)}
+    stored = []
+    for step, path in found.items():
+        mark = _read_mark(path)
+        if mark is not None:
+            stored.append(Stored(path, step, mark["order"], mark))
+    return sorted(stored, key=lambda checkpoint: checkpoint.order)
+
+
+def non_persistent_folder(parent: str, given: str | None) -> Path:
+    """Where the saves lie of which only the last is kept.
+
+    Args:
+        parent: folder of the other saves.
+        given: --non-persistent-global-ckpt-dir.
+    """
+    return Path(given) if given is not None else Path(parent) / "non_persistent"
+
+
+def choose(load: str, step: int | None, exit_on_missing: bool) -> Stored | None:
+    """The checkpoint to load.
+
+    Args:
+        load: the folder, as given to --load.
+        step: --ckpt-step; None takes the newest.
+        exit_on_missing: whether nothing to load is an error.
+    Returns:
+        None when the folder is absent or empty.
+    Raises:
+        ConfigError: no complete checkpoint of that step, or an incomplete one that is newer than the last complete one.
+    """
+    folder = Path(load)
+    _refuse_other_folders(folder)
+    stored = complete_checkpoints(folder)
+    by_step = {checkpoint.step: checkpoint for checkpoint in stored}
+    incomplete = sorted(int(match[1]) for _, match in _matches(folder, _FINISHED) if int(match[1]) not in by_step)
+    newest = stored[-1] if stored else None
+    if step is not None and step in by_step:
+        return _of_our_format(by_step[step])
+    if step is not None and step not in incomplete:
+        raise ConfigError("--ckpt-step", step, f"{load} holds no such step", f"it holds {_steps(by_step)}")
+    if step is not None or (incomplete and (newest is None or incomplete[-1] > newest.step)):
+        raise _incomplete(load, step if step is not None else incomplete[-1], newest)
+    if newest is None and exit_on_missing:
+        raise ConfigError(
+            "--load", load, "holds no checkpoint", "correct the path or drop --exit-on-missing-checkpoint"
+        )
+    return newest and _of_our_format(newest)
+
+
+def _of_our_format(checkpoint: Stored) -> Stored:
+    written = checkpoint.mark["format"]
+    if written != FORMAT:
+        rule = f"has format {written}, this version reads {FORMAT}"
+        raise ConfigError("--load", checkpoint.path, rule, "load it with the version that wrote it")
+    return checkpoint
+
+
+def _refuse_other_folders(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("--load", folder, "is not a folder", "give the folder that holds the step-N folders")
+    mark = _read_mark(folder)
+    if mark is not None:
+        rule = "is one checkpoint, not the folder of checkpoints"
+        raise ConfigError("--load", folder, rule, f"give {folder.parent} and --ckpt-step {mark['step']}")
+    if (folder / _UPSTREAM_TRACKER).is_file():
+        raise ConfigError(
+            "--load", folder, "was written by upstream Megatron-LM, in another layout", "give a folder of ours"
+        )
+
+
+def _incomplete(load: str, step: int, newest: Stored | None) -> ConfigError:
+    rule = f"step {step} is incomplete (no completion mark)"
+    delete = f"delete {step_name(step)}"
+    if newest is None:
+        return ConfigError("--load", load, rule, f"there is no complete checkpoint: {delete} to start afresh")
+    last = f"the last complete checkpoint is step {newest.step}"
+    return ConfigError("--load", load, rule, f"{last}: add --ckpt-step {newest.step} or {delete}")
+
+
+def _steps(steps: Iterable[int]) -> str:
+    listed = [str(step) for step in sorted(steps)]
+    if not listed:
+        return "none"
+    shown = listed if len(listed) <= 6 else [*listed[:3], "…", *listed[-2:]]
+    return ("step " if len(listed) == 1 else "steps ") + ", ".join(shown)
+
+
+def _matches(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match and path.is_dir():
+            yield path, match
+
+
+def _read_mark(path: Path) -> dict[str, Any] | None:
+    """A mark that cannot be read completes nothing: a damaged old checkpoint must not stop a run that does not need it."""
+    try:
+        mark = json.loads((path / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return mark if isinstance(mark, dict) and {"format", "step", "order", "files"} <= mark.keys() else None
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns failures of the file system into the user's error."""
+    try:
+        yield
+    except OSError as error:
+        fix = "free space, correct permissions, or choose another folder"
+        raise ConfigError("--save", folder, f"cannot be written: {error.strerror or error}", fix) from error
+
+
+def open_temporary(folder: Path, step: int) -> Path:
+    """Sweep what killed saves left behind and make a fresh folder for this one."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover, _ in list(_matches(folder, _TEMPORARY)):
+            shutil.rmtree(leftover)
+        temporary = folder / f".tmp-{step_name(step)}-{secrets.token_hex(4)}"
+        temporary.mkdir()
+    return temporary
+
+
+def checksums(paths: Iterable[Path]) -> Checksums:
+    """Size and CRC-32 of files."""
+    sums = {}
+    for path in paths:
+        crc = size = 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+        sums[path.name] = (size, crc)
+    return sums
+
+
+def verify(checkpoint: Stored, names: Sequence[str]) -> None:
+    """Check some of a checkpoint's files against its completion mark.
+
+    Raises:
+        ConfigError: a file is missing, cannot be read, or differs from what was written.
+    """
+    for name in names:
+        path = checkpoint.path / name
+        fix = f"delete {checkpoint.path.name}, or choose another checkpoint by --ckpt-step"
+        size, crc = checkpoint.mark["files"][name]
+        try:
+            found = checksums([path])[name]
+        except OSError as error:
+            raise ConfigError("--load", path, f"cannot be read: {error.strerror}", fix) from None
+        if found[0] != size:
+            raise ConfigError("--load", path, f"is corrupt: {found[0]} bytes instead of {size}", fix)
+        if found[1] != crc:
+            raise ConfigError("--load", path, "is corrupt: its content is not what was written", fix)
+
+
+def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]) -> Path:
+    """Complete a checkpoint whose data files are all there, and give it its name.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    final = folder / step_name(step)
+    with writing(folder):
+        order = 1 + max((checkpoint.order for checkpoint in complete_checkpoints(folder)), default=0)
+        for path in temporary.iterdir():
+            _sync(path)
+        mark = {"format": FORMAT, "step": step, "order": order, **content}
+        (temporary / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
+        _sync(temporary / MARK)
+        _sync(temporary)
+        if final.exists():
+            # A checkpoint is replaced by two renames; killed between them, the displaced one is still found.
+            complete = (final / MARK).is_file()
+            final.rename(folder / f".{'replaced' if complete else 'tmp'}-{final.name}-{secrets.token_hex(4)}")
+        temporary.rename(final)
+        _sync(folder)
+        for displaced, _ in list(_matches(folder, _REPLACED)):
+            _delete(displaced)
+    return final
+
+
+def prune(folder: Path, written: int, keep_last: int | None, retain_interval: int | None) -> None:
+    """Delete superseded checkpoints; without either option none.
+
+    Args:
+        written: the step just saved, which stays.
+        keep_last: keep the newest N; a retain interval alone keeps the newest one, as upstream does.
+        retain_interval: keep multiples of this in any case.
+    """
+    if keep_last is None and retain_interval is None:
+        return
+    stored = complete_checkpoints(folder)
+    kept = {written, *(checkpoint.step for checkpoint in stored[-(keep_last or 1) :])}
+    if retain_interval is not None:
+        kept |= {checkpoint.step for checkpoint in stored if checkpoint.step % retain_interval == 0}
+    with writing(folder):
+        for checkpoint in stored:
+            if checkpoint.step not in kept:
+                _delete(checkpoint.path)
+
+
+def _delete(path: Path) -> None:
+    """The rename makes the checkpoint absent at once; killed after it, the next save sweeps the rest."""
+    doomed = path.with_name(f".tmp-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _sync(path: Path) -> None:
+    """Have the file system write a file, or a folder's entries, to the device."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,165 @@
+"""Optimizer state in the shape of the model's parameters, so that a checkpoint loads at any parallel sizes.
+
+The distributed optimizer (ZeRO-1) cuts gradient buckets, not parameters: a rank holds a flat piece of most parameters, and a
+parameter at a cut is shared by neighbouring ranks. Saving joins the pieces on the first of them; loading reads the whole
+parameter and keeps the piece. megatron-core's own formats lose Adam's step count or corrupt state with several buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
+
+KEY_PREFIX = "optimizer.state."
+MASTER_WEIGHT = "fp32_param"
+MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """This rank's flat piece of one parameter.
+
+    Attributes:
+        inner: the torch optimizer that steps `main`.
+        group: its parameter group.
+        data_parallel_group: the ranks among which the parameter's bucket is cut.
+        main: the piece, fp32; for fp32 parameters a view of the parameter.
+        place: index of this rank among `holders`.
+        holders: (rank in the data-parallel group, first, last element) of every rank with a piece.
+    """
+
+    inner: Any
+    group: dict[str, Any]
+    data_parallel_group: Any
+    parameter: torch.nn.Parameter
+    main: torch.Tensor
+    place: int
+    holders: tuple[tuple[int, int, int], ...]
+
+    def kinds(self, optimizer: str) -> tuple[str, ...]:
+        """What is stored of it. An fp32 parameter is its own master weight."""
+        master = () if self.parameter.dtype == torch.float32 else (MASTER_WEIGHT,)
+        return MOMENTS[optimizer] + master
+
+    def tensor(self, kind: str) -> torch.Tensor:
+        """The flat piece of a kind; moments are zero before the first step."""
+        if kind == MASTER_WEIGHT:
+            return self.main.detach()
+        moment = self.inner.state.get(self.main, {}).get(kind)
+        return torch.zeros_like(self.main).detach() if moment is None else moment.detach()
+
+
+def _pieces(optimizer: Any) -> Iterator[_Piece]:
+    """This rank's pieces, in an order that all ranks of a data-parallel group share."""
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:  # nothing to train on this rank
+            continue
+        ranks = part.data_parallel_group
+        for buffer in part.buffers:
+            for parameter, (first, last, bucket_index) in buffer.param_index_map.items():
+                place = part.model_param_group_index_map.get(parameter)
+                if place is None:
+                    continue
+                bucket = buffer.buckets[bucket_index]
+                length = bucket.grad_data.numel() // ranks.size()
+                first, last = first - bucket.offset, last - bucket.offset
+                holders = tuple(
+                    (rank, max(first, rank * length) - first, min(last, (rank + 1) * length) - first)
+                    for rank in range(first // length, (last - 1) // length + 1)
+                )
+                group = part.optimizer.param_groups[place[0]]
+                own = [rank for rank, _, _ in holders].index(ranks.rank())
+                yield _Piece(part.optimizer, group, ranks, parameter, group["params"][place[1]], own, holders)
+
+
+@torch.no_grad()
+def step_count(optimizer: Any) -> int:
+    """Updates made so far; the same on every rank. Collective."""
+    steps = [0]
+    for piece in _pieces(optimizer):
+        # torch's optimizers count per parameter, the fused ones of Transformer Engine and apex per group.
+        state = piece.inner.state.get(piece.main, {})
+        steps.append(int(state.get("step", piece.group.get("step", 0))))
+    assert len(set(steps[1:])) <= 1, f"parameters were stepped unequally: {sorted(set(steps))}"
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, max(steps))
+    return max(gathered)
+
+
+@torch.no_grad()
+def optimizer_state(optimizer: Any, name: str, model_state: Any, *, loading: bool) -> dict[str, Any]:
+    """The sharded state of megatron-core's chained distributed optimizers. Collective over the data-parallel groups.
+
+    Args:
+        name: "adam" or "sgd".
+        model_state: the chunks' sharded states, whose tensors are the parameters themselves.
+        loading: make empty tensors to load into, instead of joining the pieces.
+    Returns:
+        Entries keyed by position and kind; what another rank stores is left out.
+    """
+    shards = {id(s.data): s for s in nested_values(model_state) if isinstance(s, ShardedBase)}
+    state: dict[str, Any] = {}
+    for index, piece in enumerate(_pieces(optimizer)):
+        like = shards[id(piece.parameter)]
+        for kind in piece.kinds(name):
+            whole = _empty(piece) if loading else _joined(piece, piece.tensor(kind))
+            if whole is None:
+                continue
+            dtype = {} if isinstance(like, ShardedTensorFactory) else {"dtype": whole.dtype}
+            state[f"{index}.{kind}"] = replace(
+                like,
+                key=f"{KEY_PREFIX}{kind}.{like.key}",
+                data=whole.view(piece.parameter.shape),
+                # The last number counts replicas over the data-parallel ranks; here only the holders ask for the parameter.
+                replica_id=(*like.replica_id[:-1], piece.place),
+                **dtype,
+            )
+    return state
+
+
+def _empty(piece: _Piece) -> torch.Tensor:
+    return torch.zeros(piece.parameter.numel(), dtype=torch.float32, device=piece.parameter.device)
+
+
+def _joined(piece: _Piece, mine: torch.Tensor) -> torch.Tensor | None:
+    """The whole parameter's flat state on its first holder; None on the others."""
+    group = piece.data_parallel_group
+    if piece.place > 0:
+        dist.send(mine.contiguous(), group=group, group_dst=piece.holders[0][0])
+        return None
+    parts = [mine]
+    for rank, first, last in piece.holders[1:]:
+        part = mine.new_empty(last - first)
+        dist.recv(part, group=group, group_src=rank)
+        parts.append(part)
+    return torch.cat(parts) if len(parts) > 1 else mine
+
+
+@torch.no_grad()
+def restore_optimizer(optimizer: Any, name: str, state: dict[str, Any], steps: int) -> None:
+    """Take over a loaded state, after the model's parameters have been loaded.
+
+    Args:
+        state: what came back for `optimizer_state(..., loading=True)`; of a parameter that it lacks the state stays as new.
+        steps: updates made so far.
+    """
+    for index, piece in enumerate(_pieces(optimizer)):
+        _, first, last = piece.holders[piece.place]
+        found = {kind: state[f"{index}.{kind}"] for kind in piece.kinds(name) if f"{index}.{kind}" in state}
+        loaded = {kind: whole.reshape(-1)[first:last].clone() for kind, whole in found.items()}
+        loaded |= {kind: torch.zeros_like(piece.main) for kind in MOMENTS[name] if kind not in loaded}
+        if MASTER_WEIGHT in loaded:
+            piece.main.copy_(loaded.pop(MASTER_WEIGHT))
+        if name == "adam" and isinstance(piece.inner, (torch.optim.Adam, torch.optim.AdamW)):
+            # A tensor of its own each: the update adds to it in place.
+            on_device = piece.group.get("fused") or piece.group.get("capturable")
+            loaded["step"] = torch.tensor(float(steps), device=piece.main.device if on_device else "cpu")
+        elif name == "adam":
+            piece.group["step"] = steps
+        piece.inner.state[piece.main] = loaded

@@ -1,0 +1,1 @@
+"""Layers beside megatron-core's: where it has none, or none without Transformer Engine."""

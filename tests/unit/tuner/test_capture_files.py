@@ -1,0 +1,177 @@
+"""The rules of a legal graph, captured graphs as files, and the cache; on a graph made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_overlap.tuner.capture import cache
+from moe_overlap.tuner.capture.cache import cached_capture
+from moe_overlap.tuner.capture.expression import B, Expression, S
+from moe_overlap.tuner.capture.files import CorruptFileError, load_captured, save_captured
+from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage
+from moe_overlap.tuner.capture.request import Request
+from moe_overlap.tuner.capture.spec import check, complaints
+from tests.unit.tuner.capture_cases import MOE, request
+
+ROWS = B * S
+
+
+def op(index: int, **fields: Any) -> Op:
+    """A product, unless said otherwise."""
+    defaults: dict[str, Any] = {
+        "name": "mm",
+        "phase": "forward",
+        "operator": "mlp",
+        "module": "mlp.linear_fc1",
+        "cost_class": "gemm",
+        "shape": (ROWS, Expression.of(8), Expression.of(4)),
+        "dtype": "bfloat16",
+        "flops": 64 * ROWS,
+        "bytes": 24 * ROWS,
+        "after": (),
+    }
+    return Op(**{**defaults, "id": index, **fields})
+
+
+def part() -> Part:
+    """input 0 times weight 1 is 2, reduced in place; its gradient 4 gives the gradients 3 of the weight and 5 of the input."""
+    collective = Collective(kind="all_reduce", axis="tp", size=2, payload_bytes=16 * ROWS)
+    return Part(
+        kind="dense",
+        variant="none",
+        one_sample=False,
+        ops=(
+            op(0, reads=(0, 1), writes=(2,)),
+            op(
+                1,
+                name="allreduce",
+                cost_class="collective",
+                shape=(),
+                reads=(2,),
+                writes=(2,),
+                after=(0,),
+                collective=collective,
+            ),
+            op(2, phase="backward", reads=(4, 0), writes=(3,), is_weight_gradient=True),
+            op(3, phase="backward", reads=(4, 1), writes=(5,)),
+        ),
+        storages=(
+            Storage(id=0, bytes=8 * ROWS, role="input"),
+            Storage(id=1, bytes=Expression.of(64), role="parameter", name="weight", replicas="dp"),
+            Storage(id=2, bytes=16 * ROWS, role="activation", freed_after=1),
+            Storage(id=3, bytes=Expression.of(128), role="gradient", name="weight", replicas="dp"),
+            Storage(id=4, bytes=16 * ROWS, role="input"),
+            Storage(id=5, bytes=8 * ROWS, role="activation"),
+        ),
+        saved=(0,),
+        inputs=(0,),
+        outputs=(2,),
+        gradient_inputs=(4,),
+        gradient_outputs=(5,),
+    )
+
+
+def changed(index: int, **fields: Any) -> Part:
+    """The part with another operator `index`."""
+    ops = list(part().ops)
+    ops[index] = dataclasses.replace(ops[index], **fields)
+    return dataclasses.replace(part(), ops=tuple(ops))
+
+
+def stored(index: int, **fields: Any) -> Part:
+    """The part with another storage `index`."""
+    storages = list(part().storages)
+    storages[index] = dataclasses.replace(storages[index], **fields)
+    return dataclasses.replace(part(), storages=tuple(storages))
+
+
+BROKEN = {
+    "not numbered": changed(1, id=7),
+    "does not exist": changed(0, reads=(0, 9)),
+    "before anything has written it": changed(0, reads=(5,)),
+    "freed after operator": stored(2, freed_after=0),
+    "a forward operator stands behind": changed(0, phase="backward"),
+    "a collective has a group": changed(1, collective=None),
+    "is not before it": changed(0, after=(3,)),
+    "does not wait for 0, which wrote storage 2": changed(1, after=()),
+    "a weight gradient is a product": changed(0, is_weight_gradient=True),
+    "recomputed in the forward pass": changed(0, is_recomputed=True),
+    "is saved, but of role parameter": dataclasses.replace(part(), saved=(0, 1)),
+    "is saved, but not written": dataclasses.replace(part(), saved=(0, 5)),
+    "is an output, but not written": dataclasses.replace(part(), outputs=(5,)),
+    "is negative": changed(0, bytes=8 - ROWS),
+}
+
+
+def test_a_legal_graph_passes() -> None:
+    check(part())
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_graph_is_named(rule: str) -> None:
+    assert any(rule in complaint for complaint in complaints(BROKEN[rule])), list(complaints(BROKEN[rule]))
+    with pytest.raises(AssertionError, match="dense"):
+        check(BROKEN[rule])
+
+
+def captured(sha256: str = "0") -> CapturedModel:
+    return CapturedModel(
+        parts=(part(),),
+        layer_kinds=("dense",),
+        mtp_kinds=(),
+        layout=Layout(tensor=2),
+        implementation="torch",
+        versions=(("torch", "2"),),
+        sha256=sha256,
+    )
+
+
+def test_files_give_back_what_was_written(tmp_path: Path) -> None:
+    save_captured(captured(), tmp_path / "a" / "graph.json")
+    assert load_captured(tmp_path / "a" / "graph.json") == captured()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[:-40], lambda text: text.replace("mm", "mn"), lambda text: "\x00"]
+)
+def test_a_corrupt_file_is_told(tmp_path: Path, damage: Any) -> None:
+    path = tmp_path / "graph.json"
+    save_captured(captured(), path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(CorruptFileError, match="graph.json"):
+        load_captured(path)
+
+
+def test_the_cache_captures_once_and_again_when_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def capture(missing: dict[Path, Request]) -> None:
+        for path, asked in missing.items():
+            ran.append(asked.variant)
+            save_captured(captured(asked.sha256()), path)
+
+    monkeypatch.setattr(cache, "_capture", capture)
+    asked = request(MOE)
+    arguments = (asked.config, asked.model, asked.layout, "te")
+    for _ in range(2):
+        found = cached_capture(*arguments, ("full",), cache_dir=tmp_path)  # type: ignore[arg-type]
+    assert ran == ["none", "full"] and len(found.parts) == 2 and found.layer_kinds == ("moe", "moe")
+    assert capsys.readouterr().err == ""
+    next(tmp_path.glob("*.json")).write_text("{}")
+    cached_capture(*arguments, ("full",), cache_dir=tmp_path)  # type: ignore[arg-type]
+    assert len(ran) == 3 and "captured again" in capsys.readouterr().err
+
+
+def test_the_key_knows_what_matters() -> None:
+    base = request(MOE)
+    deeper = request(MOE.replace("--num-layers 2", "--num-layers 4"))
+    renamed = dataclasses.replace(base, model=dataclasses.replace(base.model, name="another"))
+    assert base.sha256() == deeper.sha256() == renamed.sha256()
+    others = (request(MOE, "te"), request(f"{MOE} --bf16"), request(MOE, variant="full"), request(MOE, vocabulary=512))
+    assert len({base.sha256(), *(other.sha256() for other in others)}) == 5
