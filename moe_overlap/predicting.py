@@ -22,7 +22,7 @@ from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.validate import validate_plan
 from moe_overlap.speed_flags import features_of, grouped, without_newer, zero_level
 from moe_overlap.tuner.capture.cache import CaptureError, cached_captures
-from moe_overlap.tuner.capture.graph import CapturedModel, Layout
+from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout
 from moe_overlap.tuner.capture.layer_kinds import layer_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
@@ -116,13 +116,14 @@ def predict(
     job = read_job(words, cluster.gpus, precision, plan)
     features = features_of(job.config, job.plan.precision, job.flags)
     measured = cluster.measured
-    flags = _as_run_on(measured.device, job.flags) if measured is not None else job.flags
-    captured = (graphs or cached_graphs)(job.config, job.model, job.plan, flags)
+    if graphs is None and measured is not None and measured.device == "cpu":
+        graphs = cpu_graphs
+    captured = (graphs or cached_graphs)(job.config, job.model, job.plan, job.flags)
     load = _busiest(expert_load, job.plan) if expert_load is not None else 1.0
     lookup = None
     if measured is not None:
         constants = constants or constants_of(measured, cluster.group_of(0).gpu.name)
-        lookup = lookup_of(cluster, operator_keys(job.plan, job.model, captured, load))
+        lookup = lookup_of(cluster, operator_keys(job.plan, job.model, captured, features, load))
     return predict_plan(
         job.plan, job.model, captured, cluster, features, constants or shipped_constants(), software, load, lookup
     )
@@ -138,14 +139,13 @@ def job_operators(words: Sequence[str], ranks: int, device: str) -> list[Operato
         ConfigError: the flags are wrong, or do not describe the vocabulary.
     """
     job = read_job(words, ranks)
-    return operator_keys(
-        job.plan, job.model, cached_graphs(job.config, job.model, job.plan, _as_run_on(device, job.flags))
-    )
+    graphs = (cpu_graphs if device == "cpu" else cached_graphs)(job.config, job.model, job.plan, job.flags)
+    return operator_keys(job.plan, job.model, graphs, features_of(job.config, job.plan.precision, job.flags))
 
 
-def _as_run_on(device: str, flags: Flags) -> Flags:
-    """A CPU runs megatron-core's own modules, whatever the flags choose."""
-    return {**flags, "--transformer-impl": ("local",)} if device == "cpu" else flags
+def cpu_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
+    """`cached_graphs` of what a CPU runs: megatron-core's own modules, whatever the flags choose."""
+    return _cached(stage_requests(config, model, plan, "torch"), model)
 
 
 def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
@@ -154,7 +154,10 @@ def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Fl
     Raises:
         ConfigError: a part of the model cannot be captured.
     """
-    requests = stage_requests(config, model, plan)
+    return _cached(stage_requests(config, model, plan), model)
+
+
+def _cached(requests: Mapping[int, list[Request]], model: ModelDescription) -> dict[int, CapturedModel]:
     asked = [request for several in requests.values() for request in several]
     try:
         found = dict(zip(map(Request.sha256, asked), cached_captures(asked, cache_folder()), strict=True))
@@ -165,7 +168,9 @@ def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Fl
     }
 
 
-def stage_requests(config: Config, model: ModelDescription, plan: Plan) -> dict[int, list[Request]]:
+def stage_requests(
+    config: Config, model: ModelDescription, plan: Plan, implementation: Implementation = "te"
+) -> dict[int, list[Request]]:
     """What has to be captured, by stage: one request for each variant of recomputation.
 
     Products below bf16 run the operators of bf16 and are priced otherwise; what offloads, and the library that exchanges
@@ -193,7 +198,7 @@ def stage_requests(config: Config, model: ModelDescription, plan: Plan) -> dict[
             precision=precision,
         )
         requests[index] = [
-            Request(config=config, model=model, layout=layout, implementation="te", variant=variant)
+            Request(config=config, model=model, layout=layout, implementation=implementation, variant=variant)
             for variant in sorted(stage_variants(stage), key=lambda name: (name != NO_RECOMPUTATION, name))
         ]
     return requests

@@ -128,9 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(f"{'kind':<34}{'channel':<10}{'predicted ms':>14}{'measured ms':>13}{'error':>9}")
     for row in (*rows, step):
-        error = "-" if row["error"] is None else f"{row['error']:+.1%}"
+        share = "-" if row["error"] is None else f"{row['error']:+.1%}"
         seconds = f"{row['predicted_seconds'] * 1e3:>14.2f}{row['measured_seconds'] * 1e3:>13.2f}"
-        print(f"{row['kind']:<34}{row['channel']:<10}{seconds}{error:>9}")
+        print(f"{row['kind']:<34}{row['channel']:<10}{seconds}{share:>9}")
     return 0
 
 

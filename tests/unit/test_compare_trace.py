@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_overlap.runtime.spans import Span
-from moe_overlap.runtime.trace import write_trace
+from moe_overlap.plan.spans import Span
+from moe_overlap.plan.trace import write_trace
 from tools.compare_trace import kind_of, main, read_trace, rows_of
 
 

@@ -13,6 +13,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants
+from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.links import LinkRates
 from moe_overlap.tuner.cost.operators import Lookup
 from moe_overlap.tuner.cost.prepare import prepare
@@ -59,10 +60,14 @@ def constants_of(measured: Measured, gpu: str) -> Constants:
 
 
 def operator_keys(
-    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], load: float = 1.0
+    plan: Plan,
+    model: ModelDescription,
+    graphs: Mapping[int, CapturedModel],
+    features: Features,
+    load: float = 1.0,
 ) -> list[OperatorKey]:
     """The operators that a plan runs, each once. Arguments as in `prepare`."""
-    families = prepare(plan, model, graphs, load)
+    families = prepare(plan, model, graphs, features, load)
     return distinct(
         key_of(op, table.shapes[index], float(table.bytes[index]))
         for family in families

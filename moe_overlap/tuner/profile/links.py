@@ -1,8 +1,8 @@
 """Latency and bandwidth of a tier from its measured collectives.
 
 Model: seconds = latency + moved bytes / bandwidth, where of a tensor of H bytes over n ranks H (n - 1) / n moves, twice that in
-an all-reduce. The fit minimises relative errors and gives less weight to what it misses most, so that a disturbed measurement does
-not bend it.
+an all-reduce. The fit minimises relative errors and gives less weight to what it misses most, so that a disturbed measurement
+does not bend it.
 """
 
 from __future__ import annotations
