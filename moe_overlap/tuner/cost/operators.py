@@ -23,8 +23,9 @@ from moe_overlap.tuner.cost.features import Features
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Provenance = Literal["measured", "interpolated", "roofline"]
-Lookup = Callable[[Op, tuple[float, ...]], tuple[float, Provenance] | None]
-"""The measured database: an operator and its numeric shape -> seconds and where they come from; None where it has nothing."""
+Lookup = Callable[[Op, tuple[float, ...], float], tuple[float, Provenance] | None]
+"""The measured database (tuner/profile/lookup.py): an operator, its numeric shape and bytes -> seconds and where they come
+from; None where it has nothing."""
 
 CLASSES = ("gemm", "grouped_gemm", "attention", "memory", "collective", "free")
 LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
@@ -112,7 +113,7 @@ def device_seconds(
     origins: list[Provenance] = ["roofline"] * len(table.ops)
     if lookup is not None:
         for index, op in enumerate(table.ops):
-            found = lookup(op, table.shapes[index]) if op.cost_class not in ("collective", "free") else None
+            found = lookup(op, table.shapes[index], float(table.bytes[index]))
             if found is not None:
                 seconds[index], origins[index] = found
     return seconds, origins
