@@ -22,13 +22,15 @@ from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.validate import validate_plan
 from moe_overlap.speed_flags import features_of, grouped, without_newer, zero_level
 from moe_overlap.tuner.capture.cache import CaptureError, cached_captures
-from moe_overlap.tuner.capture.graph import CapturedModel, Layout
+from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout
 from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
+from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys
 from moe_overlap.tuner.cost.predict import Prediction
 from moe_overlap.tuner.cost.predict import predict as predict_plan
 from moe_overlap.tuner.cost.prepare import stage_variants
+from moe_overlap.tuner.profile.keys import OperatorKey
 
 Flags = Mapping[str, tuple[str, ...]]
 """The words of a command line, grouped by flag."""
@@ -113,11 +115,37 @@ def predict(
     """
     job = read_job(words, cluster.gpus, precision, plan)
     features = features_of(job.config, job.plan.precision, job.flags)
+    measured = cluster.measured
+    if graphs is None and measured is not None and measured.device == "cpu":
+        graphs = cpu_graphs
     captured = (graphs or cached_graphs)(job.config, job.model, job.plan, job.flags)
     load = _busiest(expert_load, job.plan) if expert_load is not None else 1.0
+    lookup = None
+    if measured is not None:
+        constants = constants or constants_of(measured, cluster.group_of(0).gpu.name)
+        lookup = lookup_of(cluster, operator_keys(job.plan, job.model, captured, features, load))
     return predict_plan(
-        job.plan, job.model, captured, cluster, features, constants or shipped_constants(), software, load
+        job.plan, job.model, captured, cluster, features, constants or shipped_constants(), software, load, lookup
     )
+
+
+def job_operators(words: Sequence[str], ranks: int, device: str) -> list[OperatorKey]:
+    """The operators that a configuration runs, for measuring them ahead.
+
+    Args:
+        words: Megatron flags, or `@FILE`.
+        device: cpu or cuda.
+    Raises:
+        ConfigError: the flags are wrong, or do not describe the vocabulary.
+    """
+    job = read_job(words, ranks)
+    graphs = (cpu_graphs if device == "cpu" else cached_graphs)(job.config, job.model, job.plan, job.flags)
+    return operator_keys(job.plan, job.model, graphs, features_of(job.config, job.plan.precision, job.flags))
+
+
+def cpu_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
+    """`cached_graphs` of what a CPU runs: megatron-core's own modules, whatever the flags choose."""
+    return _cached(stage_requests(config, model, plan, "torch"), model)
 
 
 def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
@@ -126,7 +154,10 @@ def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Fl
     Raises:
         ConfigError: a part of the model cannot be captured.
     """
-    requests = stage_requests(config, model, plan)
+    return _cached(stage_requests(config, model, plan), model)
+
+
+def _cached(requests: Mapping[int, list[Request]], model: ModelDescription) -> dict[int, CapturedModel]:
     asked = [request for several in requests.values() for request in several]
     try:
         found = dict(zip(map(Request.sha256, asked), cached_captures(asked, cache_folder()), strict=True))
@@ -137,7 +168,9 @@ def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Fl
     }
 
 
-def stage_requests(config: Config, model: ModelDescription, plan: Plan) -> dict[int, list[Request]]:
+def stage_requests(
+    config: Config, model: ModelDescription, plan: Plan, implementation: Implementation = "te"
+) -> dict[int, list[Request]]:
     """What has to be captured, by stage: one request for each variant of recomputation.
 
     Products below bf16 run the operators of bf16 and are priced otherwise; what offloads, and the library that exchanges
@@ -165,7 +198,7 @@ def stage_requests(config: Config, model: ModelDescription, plan: Plan) -> dict[
             precision=precision,
         )
         requests[index] = [
-            Request(config=config, model=model, layout=layout, implementation="te", variant=variant)
+            Request(config=config, model=model, layout=layout, implementation=implementation, variant=variant)
             for variant in sorted(stage_variants(stage), key=lambda name: (name != NO_RECOMPUTATION, name))
         ]
     return requests

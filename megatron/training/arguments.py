@@ -19,7 +19,14 @@ from megatron.training.flags.table import Flag, config_flags, flag_texts, one_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model_file import read_model
 from moe_overlap.describe.shell_script import script_flags
-from moe_overlap.describe.unconfigured import awaited, choice_refusal, refusal, without_effect_reason
+from moe_overlap.describe.unconfigured import (
+    DROPPED,
+    DROPPED_CHOICES,
+    awaited,
+    choice_refusal,
+    refusal,
+    without_effect_reason,
+)
 from moe_overlap.describe.upstream_flags import UpstreamFlag, load_upstream_flags
 
 ALIASES = {
@@ -191,6 +198,8 @@ def _arity(name: str, own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFl
         nargs = upstream[name].nargs
         ranges = {None: (1, 1), "0": (0, 0), "+": (1, many), "*": (0, many)}
         return ranges[nargs] if nargs in ranges else (int(str(nargs)), int(str(nargs)))
+    if name in DROPPED:
+        raise ConfigError(name, "", "upstream has dropped this flag", DROPPED[name])
     known = sorted({*own, *COMMAND_FLAGS})
     near = difflib.get_close_matches(name, known, 1, 0.75) or difflib.get_close_matches(name, upstream, 1, 0.75)
     raise ConfigError(name, "", "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
@@ -209,6 +218,8 @@ def _refuse_upstream_choice(
 ) -> None:
     for text in texts:
         if flag.choices is not None and text not in flag.choices:
+            if (name, text) in DROPPED_CHOICES:
+                raise ConfigError(name, text, "upstream has dropped this choice", DROPPED_CHOICES[name, text])
             reason = choice_refusal(name, text)
             known = upstream[name].choices if name in upstream else None
             if reason is not None and (known is None or text in known):

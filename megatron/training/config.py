@@ -319,6 +319,8 @@ class TrainingConfig:
     """Steps between evaluations; default at the end only."""
     eval_iters: int = 100
     """Steps of one evaluation; 0 turns it off."""
+    eval_global_batch_size: int | None = None
+    """Samples per step of an evaluation; default --global-batch-size, the largest of one that changes."""
     seed: int = 1234
     """Seed of weights, data order and dropout."""
     calculate_per_token_loss: bool = False

@@ -46,9 +46,11 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
 
 
 def _require_pairs_in_every_step(config: Config, plan: Plan, subject: str) -> None:
-    """A batch that changes holds, at its smallest too, the micro-batches that the plan interleaves."""
+    """A batch that changes holds, at its smallest too, the micro-batches that the plan interleaves; so does an evaluation's."""
+    evaluated = config.training.eval_global_batch_size
     for stage in plan.stages:
-        smallest, several = min(batch_sizes(config, stage.data).sizes), stage.overlap.micro_batches_in_flight
+        sizes, several = batch_sizes(config, stage.data).sizes, stage.overlap.micro_batches_in_flight
+        smallest = min(sizes if evaluated is None else (*sizes, evaluated))
         count = smallest // (stage.micro_batch_size * stage.data)
         rule = f"a step of {smallest} samples has {count} micro-batch on each data-parallel rank"
         fix = f"use batches of {several * stage.micro_batch_size * stage.data} samples or more"

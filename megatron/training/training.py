@@ -44,8 +44,8 @@ class Job:
 
     Attributes:
         runner: a StepRunner.
-        instructions: this rank's list of one step, of the largest global batch: also that of an evaluation.
-        instructions_of: the list of a step with another global batch.
+        instructions: this rank's list of one step, of the largest global batch.
+        instructions_of: the list of a step, or of an evaluation's, with another global batch.
         chunks, optimizer, scheduler: megatron-core's objects behind the runner.
         batches: micro-batches of a split ("train", "valid", "test") from a number of consumed samples on; None without samples.
         measure: spans of a step -> (communication seconds, exposed seconds).
@@ -151,7 +151,7 @@ class TrainingLoop:
         job = self.job
         tracker = None if self._peak_is_known else self._memory_tracker()
         size = job.batch_sizes.at(self.progress.train_samples)
-        instructions = job.instructions if size == job.global_batch_size else job.instructions_of(size)
+        instructions = self._instructions(size)
         job.runner.step = iteration
         begin = time.perf_counter()
         with tracker or contextlib.nullcontext():
@@ -192,6 +192,10 @@ class TrainingLoop:
         job.reports.after_step(iteration, peak_bytes, resident)
         return result.spans
 
+    def _instructions(self, global_batch_size: int) -> Sequence[Any]:
+        same = global_batch_size == self.job.global_batch_size
+        return self.job.instructions if same else self.job.instructions_of(global_batch_size)
+
     def _memory_tracker(self) -> StorageTracker | None:
         if torch.cuda.is_available():
             return None
@@ -215,16 +219,17 @@ class TrainingLoop:
     def evaluate(self, split: str) -> None:
         """Mean loss over --eval-iters global batches of a split; nothing where the split has no samples."""
         job, iterations = self.job, self._config.training.eval_iters
+        size = self._config.training.eval_global_batch_size or job.global_batch_size
         consumed = self.progress.valid_samples if split == "valid" else 0
         feed = job.batches(split, consumed)
         if feed is None:
             return
         loss = tokens = 0.0
         for _ in range(iterations):
-            result = job.runner.evaluate(job.instructions, feed)
+            result = job.runner.evaluate(self._instructions(size), feed)
             loss, tokens = loss + result.loss * result.tokens, tokens + result.tokens
         if split == "valid":
-            self.progress = replace(self.progress, valid_samples=consumed + iterations * job.global_batch_size)
+            self.progress = replace(self.progress, valid_samples=consumed + iterations * size)
         notes = [f"start {self.first_loss:.4f}"] if self.first_loss is not None else []
         notes += [f"unigram entropy {entropy:.2f}" for entropy in [job.batches.unigram_entropy(split)] if entropy]
         job.log.log_evaluation(split, loss / tokens, self.progress.iteration, f" ({', '.join(notes)})" if notes else "")

@@ -58,11 +58,26 @@ class NodeGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What tools/profile_cluster.py adds to a description; rates and constants are then those of this very machine."""
+
+    database: str
+    """File of measured operators; in a cluster file relative to it."""
+    device: str
+    """cpu or cuda."""
+    latency_seconds: float
+    """Of one collective inside a node."""
+    constants: Mapping[str, float]
+    """Of the time model, by their names in tuner/cost/constants.py."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
     """Groups of nodes; ranks go through them in order, node by node."""
 
     name: str
     groups: tuple[NodeGroup, ...]
+    measured: Measured | None = None
 
     @property
     def gpus(self) -> int:
@@ -124,7 +139,11 @@ def load_cluster(path: str | Path) -> Cluster:
         raise ConfigError("--cluster", path, f"cannot be read ({error})", "correct the path") from None
     except ValueError as error:
         raise ConfigError("--cluster", path, f"is no JSON ({error})", "correct the file") from None
-    return cluster_of(content, str(path))
+    cluster = cluster_of(content, str(path))
+    if cluster.measured is None:
+        return cluster
+    database = str(Path(path).parent / cluster.measured.database)
+    return dataclasses.replace(cluster, measured=dataclasses.replace(cluster.measured, database=database))
 
 
 def cluster_of(content: Any, subject: str) -> Cluster:
@@ -133,11 +152,27 @@ def cluster_of(content: Any, subject: str) -> Cluster:
     Args:
         subject: the file or flag, for errors.
     """
-    _require_fields(content, {"name": str, "groups": list}, subject)
+    fields: dict[str, Any] = {"name": str, "groups": list}
+    if isinstance(content, dict) and "measured" in content:
+        fields["measured"] = dict
+    _require_fields(content, fields, subject)
     if not content["groups"]:
         raise ConfigError(f"{subject} groups", "[]", "a cluster has nodes", "add a group of nodes")
     groups = tuple(_group(row, f"{subject} groups[{index}]") for index, row in enumerate(content["groups"]))
-    return Cluster(name=content["name"], groups=groups)
+    measured = _measured(content["measured"], f"{subject} measured") if "measured" in content else None
+    return Cluster(name=content["name"], groups=groups, measured=measured)
+
+
+_MEASURED_FIELDS = {"database": str, "device": str, "latency_seconds": (int, float), "constants": dict}
+
+
+def _measured(row: Any, subject: str) -> Measured:
+    _require_fields(row, _MEASURED_FIELDS, subject)
+    for name, value in row["constants"].items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+            rule = "must be a number from 0"
+            raise ConfigError(f"{subject}.constants.{name}", json.dumps(value)[:40], rule, "correct the value")
+    return Measured(**row)
 
 
 _GROUP_FIELDS = {

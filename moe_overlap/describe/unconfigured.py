@@ -165,7 +165,7 @@ AWAITED = (
     _group("routing by recorded choices", "moe-enable-routing-replay"),
     _group(
         "evaluation apart from training",
-        "eval-*-batch-size start-eval-at-iter full-validation multiple-validation-sets validation-set-names",
+        "eval-micro-batch-size start-eval-at-iter full-validation multiple-validation-sets validation-set-names",
     ),
     _group("a changing order of the data", "iterations-to-skip phase-transition-iterations"),
     _group("batches that shrink to fit the ranks", "decrease-batch-size-if-needed"),
@@ -211,9 +211,8 @@ REFUSED = (
     ),
     _group("multi-modal positions need a vision model", "mrope-section", _DROP),
     _group("relative positions belong to encoder-decoder models", "relative-attention-*", _DROP),
-    _group(
-        "the model family has attention in every layer", "hybrid-* is-hybrid-model mamba-* *-mamba-* gdp-* spec", _DROP
-    ),
+    _group("the model family has attention in every layer", "hybrid-* is-hybrid-model mamba-* *-mamba-* gdp-*", _DROP),
+    _group("layers follow from the flags, not from another module", "spec", _DROP),
     _group("this fork builds on megatron-core's models", "use-legacy-models", _DROP),
     _group("flags are read from the command line and from @FILE", "yaml-cfg", "collect the flags in an @FILE"),
     _group("distillation is outside this fork", "logits-*", _DROP),
@@ -247,6 +246,30 @@ CHOICE_GROUPS = {
     "--tokenizer-type": "it reads text for encoders or images",
     "--ckpt-format": "it is Megatron-FSDP's",
 }
+
+DROPPED = {
+    "--data-impl": "drop it: data are indexed datasets",
+    "--DDP-impl": "drop it",
+    "--no-contiguous-buffers-in-local-ddp": "drop it",
+    "--activations-checkpoint-method": "use --recompute-method",
+    "--activations-checkpoint-num-layers": "use --recompute-num-layers",
+    "--checkpoint-num-layers": "use --recompute-num-layers",
+    "--distribute-checkpointed-activations": "drop it",
+    "--no-query-key-layer-scaling": "drop it: scores are scaled with --apply-query-key-layer-scaling only",
+    "--fp8-hybrid": "use --fp8-format hybrid",
+    "--fp8-e4m3": "use --fp8-format e4m3",
+    "--enable-one-logger": "drop it",
+    "--log-learning-rate-to-tensorboard": "drop it: always so",
+    "--log-batch-size-to-tensorboard": "drop it: always so",
+    "--standalone-embedding-stage": "use --account-for-embedding-in-pipeline-split",
+    "--pipeline-model-parallel-split-rank": "drop it: there is no encoder",
+    "--virtual-pipeline-model-parallel-size": "use --num-virtual-stages-per-pipeline-rank",
+    "--expert-parallel": "use --expert-model-parallel-size N",
+    "--num-layers-per-stage": "use --num-layers-per-virtual-pipeline-stage",
+}
+"""Flags of older releases of upstream, which its parser no longer knows -> what to do."""
+DROPPED_CHOICES = {("--moe-token-dispatcher-type", "alltoall_seq"): "use alltoall"}
+"""The same for choices."""
 
 
 def without_effect_reason(name: str) -> str | None:

@@ -19,6 +19,7 @@ ALLOWED = {
     "megatron/training": ("moe_overlap.describe", "moe_overlap.plan", "megatron.training"),
     "moe_overlap/runtime": ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.runtime"),
     "moe_overlap/tuner": ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.tuner"),
+    "moe_overlap/tuner/profile/measure": ("moe_overlap.tuner.profile",),
     "moe_overlap/tuner/capture": ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.tuner", "megatron.training"),
 }
 """Folder -> what its files may import of ours; a folder inside another has its own rule."""
@@ -76,6 +77,7 @@ def test_import_rule(folder: str) -> None:
         ("moe_overlap/tuner", "def f():\n    import torch"),
         ("moe_overlap/tuner", "from megatron.training.model import build_model"),
         ("moe_overlap/tuner/capture", "from moe_overlap.runtime.groups import build_groups"),
+        ("moe_overlap/tuner/profile/measure", "from megatron.training.model import build_model"),
     ],
 )
 def test_the_rule_can_be_broken(folder: str, line: str) -> None:
@@ -87,6 +89,7 @@ def test_the_rule_can_be_broken(folder: str, line: str) -> None:
     [
         ("moe_overlap/plan", "import json, dataclasses\nfrom moe_overlap.describe.errors import ConfigError"),
         ("megatron/training", "import torch\nfrom megatron.core import parallel_state"),
+        ("moe_overlap/tuner/profile/measure", "import torch"),
         ("moe_overlap/runtime", "import torch\nfrom megatron.core.transformer.moe.moe_layer import MoELayer"),
     ],
 )

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from megatron.training.arguments import parse
+from megatron.training.flags.idle import idle_flags
 from megatron.training.rules.start import Machine, obstacles, require_startable
+from megatron.training.validation import validate
 from moe_overlap.describe.errors import ConfigError
 from tools.answer_lists import LISTS, RECORD, Answer, answer, record
 
@@ -74,6 +76,7 @@ def test_what_needs_a_gpu_stops_a_start_on_the_cpu_only(words: str, line: str) -
     "words",
     [
         "--mtp-standalone",
+        "--mtp-num-layers 1 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Ett|tt|m|L",
         "--context-parallel-size 2 --hybrid-context-parallel",
         "--position-embedding-type rope --no-rope-freq 4",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
@@ -99,3 +102,34 @@ def test_context_parallelism_starts_however_upstream_would_send_keys_and_values(
 def test_settings_of_what_is_not_asked_for_stop_nothing() -> None:
     words = "--fp8-recipe blockwise --initial-loss-scale 65536 --offload-modules moe_act --moe-deepep-num-sms 20"
     assert obstacles(parse([*SMALL.split(), *words.split()]), CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--tiktoken-pattern v2", "counts for --tokenizer-type TikTokenizer only"),
+        ("--tiktoken-num-special-tokens 900", "counts for --tokenizer-type TikTokenizer only"),
+        ("--lr-wsd-decay-iters 2", "counts with --lr-decay-style WSD only"),
+        ("--lr-decay-style cosine --lr-wsd-decay-style linear", "counts with --lr-decay-style WSD only"),
+    ],
+)
+def test_settings_that_upstream_does_not_read_are_listed_as_idle(words: str, reason: str) -> None:
+    parsed = parse([*SMALL.split(), *words.split()])
+    validate(parsed.config, 1)
+    assert (words.split()[-2], reason) in idle_flags(parsed)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--data-impl mmap", "--data-impl: upstream has dropped this flag; drop it: data are indexed datasets"),
+        ("--fp8-hybrid", "--fp8-hybrid: upstream has dropped this flag; use --fp8-format hybrid"),
+        ("--activations-checkpoint-method uniform", "dropped this flag; use --recompute-method"),
+        ("--moe-token-dispatcher-type alltoall_seq", "upstream has dropped this choice; use alltoall"),
+        ("--spec local", "--spec local: not supported: layers follow from the flags"),
+    ],
+)
+def test_flags_that_upstream_had_name_those_of_today(words: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([*SMALL.split(), *words.split()])
+    assert line in str(caught.value)

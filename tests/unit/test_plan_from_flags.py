@@ -139,6 +139,12 @@ def test_every_batch_of_a_run_holds_the_micro_batches_that_are_interleaved(tmp_p
         assert str(refused.value) == f"{subject} {line}"
 
 
+def test_batches_of_evaluations_hold_them_too() -> None:
+    config = parse(f"{PAIRS} --eval-global-batch-size 2".split()).config
+    with pytest.raises(ConfigError, match="a step of 2 samples has 1 micro-batch"):
+        plan_of_run(config, describe_model(config, 257), 2)
+
+
 def test_derived_sizes() -> None:
     config = parse([*BASE.split(), "--swiglu", "--moe-layer-freq", "2", "--tensor-model-parallel-size", "2"]).config
     model = describe_model(config, 257)

@@ -187,9 +187,9 @@ RULES = [
         "--pipeline-model-parallel-layout Ett|ttmL: holds 1 prediction layers of --mtp-num-layers 2; name 2 layers m",
     ),
     (
-        f"--pipeline-model-parallel-size 4 {PREDICTION} --pipeline-model-parallel-layout Ett|tt|mm|L",
+        f"--pipeline-model-parallel-size 4 {PREDICTION} --pipeline-model-parallel-layout Ett|tt|m|mL",
         4,
-        "--pipeline-model-parallel-layout Ett|tt|mm|L: prediction layers m stand in the part of the loss; "
+        "--pipeline-model-parallel-layout Ett|tt|m|mL: prediction layers m stand in one part, the last of its rank; "
         'end with "mmL"',
     ),
     (
@@ -311,6 +311,18 @@ RULES = [
         1,
         "--merge-file m: is read with --tokenizer-type only, and there is none; "
         "add --tokenizer-type GPT2BPETokenizer and --vocab-file FILE",
+    ),
+    ("--eval-global-batch-size 0", 1, "--eval-global-batch-size 0: must be at least 1; use 1 or more"),
+    (
+        "--eval-global-batch-size 3",
+        2,
+        "--eval-global-batch-size 3: not a multiple of micro-batch × data-parallel = 2 × 2; use a multiple of 4",
+    ),
+    (
+        f"--eval-global-batch-size 6 --global-batch-size 8 {PP2} --num-virtual-stages-per-pipeline-rank 2",
+        2,
+        "--eval-global-batch-size 6: not a multiple of micro-batch × data-parallel = 2 × 1 × 2, the micro-batches that "
+        "interleaved stages take at once; use a multiple of 4",
     ),
     ("--min-lr 1", 1, "--min-lr 1.0: is above --lr 0.001; use 0.001 or less"),
     (

@@ -137,7 +137,8 @@ def _model_flags(row: Row) -> list[str]:
     if not (gpt and not row.habits.flash):
         words += "--attention-dropout 0.0 --hidden-dropout 0.0".split()
     if not gpt or "mcore-test" in row["model"]:
-        words += ["--position-embedding-type", "rope", "--disable-bias-linear"]
+        words += ["--position-embedding-type", "rope"]
+        words += [] if facts.get("attention_bias") and facts.get("experts") else ["--disable-bias-linear"]
     if not gpt:
         words += ["--normalization", "RMSNorm"]
     words += ["--swiglu"] if facts["gated"] else []

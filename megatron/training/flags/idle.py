@@ -65,6 +65,10 @@ def _settings(config: Config) -> Iterator[tuple[str, str]]:
         yield "--rotary-seq-len-interpolation-factor", "counts with --position-embedding-type rope only"
     if config.attention.use_rope_scaling and not rotated:
         yield "--use-rope-scaling", "counts with --position-embedding-type rope only"
+    if config.optimizer.lr_decay_style != "WSD":
+        for name in ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"):
+            if is_active(config, f"optimizer.{name}"):
+                yield spelling(f"optimizer.{name}"), "counts with --lr-decay-style WSD only"
     pairs = zip(config.moe.moe_router_load_balancing_type, config.moe.moe_aux_loss_coeff, strict=True)
     if config.moe.num_experts is not None and any(kind in ("sinkhorn", "none") and factor for kind, factor in pairs):
         yield "--moe-aux-loss-coeff", "this --moe-router-load-balancing-type has no auxiliary loss"
@@ -119,6 +123,10 @@ def _data(data: DataConfig) -> Iterator[tuple[str, str]]:
         yield "--vocab-file", "counts for GPT2BPETokenizer, and without --tokenizer-type and --vocab-size"
     if data.merge_file is not None and data.tokenizer_type != "GPT2BPETokenizer":
         yield "--merge-file", "read for --tokenizer-type GPT2BPETokenizer only"
+    default = DataConfig()
+    for name in ("tiktoken_pattern", "tiktoken_num_special_tokens"):
+        if data.tokenizer_type != "TikTokenizer" and getattr(data, name) != getattr(default, name):
+            yield spelling(f"data.{name}"), "counts for --tokenizer-type TikTokenizer only"
 
 
 def _files(config: Config) -> Iterator[tuple[str, str]]:

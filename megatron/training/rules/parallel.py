@@ -118,8 +118,9 @@ def layout_holds_the_model(config: Config) -> None:
     predictions, named = config.model.mtp_num_layers or 0, letters.count("m")
     rule = f"holds {named} prediction layers of --mtp-num-layers {predictions}"
     require(named == predictions, flag, text, rule, f"name {predictions} layers m")
-    rule = "prediction layers m stand in the part of the loss"
-    require(parts[-1].count("m") == named, flag, text, rule, f'end with "{"m" * named}L"')
+    rule = "prediction layers m stand in one part, the last of its rank"
+    together = any(part.count("m") == named for part in parts[-stages:])
+    require(together, flag, text, rule, f'end with "{"m" * named}L"')
     require(all(parts), flag, text, "names a part that holds nothing", "give every part a layer t")
 
 
@@ -219,6 +220,17 @@ def check_world(config: Config, world_size: int) -> None:
     for total in batch_sizes(config, data).sizes:
         _batches_divide(config, micro, total, data)
         _micro_batches_interleave(config, total, total // (micro * data))
+    group = (parallel.microbatch_group_size_per_vp_stage or stages) if virtual_stages(config) > 1 else 1
+    _evaluations_divide(training.eval_global_batch_size, micro, data, group)
+
+
+def _evaluations_divide(total: int | None, micro: int, data: int, group: int) -> None:
+    """Evaluations have as many micro-batches on each rank, in full groups where stages are interleaved."""
+    fills = f" × {group}, the micro-batches that interleaved stages take at once" if group > 1 else ""
+    rule = f"not a multiple of micro-batch × data-parallel = {micro} × {data}{fills}"
+    whole = micro * data * group
+    fits = total is None or total % whole == 0
+    require(fits, "--eval-global-batch-size", total, rule, f"use a multiple of {whole}")
 
 
 def _batches_divide(config: Config, micro: int, total: int, data: int) -> None:

@@ -71,8 +71,6 @@ def warm_up_fits(config: Config) -> None:
     if optimizer.lr_decay_style == "WSD":
         require(wsd is not None, "--lr-decay-style", "WSD", "needs the length of the last part", f"add {last}")
         require(decay is None or (wsd or 0) <= decay, last, wsd, rule, f"use {decay} or less")
-    else:
-        require(wsd is None, last, wsd, "belongs to --lr-decay-style WSD", "add that flag or drop this one")
 
 
 def optimizer_values_are_in_range(config: Config) -> None:
@@ -107,6 +105,7 @@ def training_counts_are_positive(config: Config) -> None:
         (
             ("--micro-batch-size", training.micro_batch_size),
             ("--global-batch-size", training.global_batch_size),
+            ("--eval-global-batch-size", training.eval_global_batch_size),
             ("--eval-interval", training.eval_interval),
             ("--exit-interval", training.exit_interval),
             ("--exit-duration-in-mins", training.exit_duration_in_mins),

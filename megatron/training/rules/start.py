@@ -10,6 +10,7 @@ from megatron.training.arguments import ParsedArguments
 from megatron.training.config import Config
 from megatron.training.flags.table import config_flags, flag_texts
 from megatron.training.rules.packages import is_installed
+from megatron.training.stages import layout_parts
 from moe_overlap.describe.errors import ConfigError
 
 DRY_RUN = "drop the flag; --dry-run accepts it"
@@ -89,7 +90,10 @@ def _lacking(words: str, need: str, machine: Machine) -> Iterator[ConfigError]:
 
 def _not_executed(config: Config) -> Iterator[ConfigError]:
     """Values of fields that this fork executes in part."""
-    parallel = config.parallel
+    parallel, layout = config.parallel, config.parallel.pipeline_model_parallel_layout
+    if layout is not None and layout_parts(layout)[-1].count("m") != (config.model.mtp_num_layers or 0):
+        rule, fix = "prediction layers m train in the part of the loss", "move m before L; --dry-run accepts it"
+        yield ConfigError("--pipeline-model-parallel-layout", layout, rule, fix)
     group, stages = parallel.microbatch_group_size_per_vp_stage, parallel.pipeline_model_parallel_size
     if group not in (None, stages):
         rule = f"a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"

@@ -40,7 +40,7 @@ class BatchSource:
         training = config.training
         assert config.model.seq_length is not None
         evaluations = 1 + (total_steps // training.eval_interval if training.eval_interval else 0)
-        evaluated = training.eval_iters * global_batch_size
+        evaluated = training.eval_iters * (training.eval_global_batch_size or global_batch_size)
         grows = training.rampup_batch_size is not None or training.step_batch_size_schedule is not None
         total_samples = (training.train_samples or 0) if grows else total_steps * global_batch_size
         self._datasets = build_datasets(

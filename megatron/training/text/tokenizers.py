@@ -207,7 +207,7 @@ def build_tokenizer(tokenizer_type: str | None, files: TokenizerFiles, vocab_siz
 
 
 def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, vocab_size: int | None) -> None:
-    """Raises ConfigError where a type is unknown or lacks a flag, or a setting is another type's; opens no file."""
+    """Raises ConfigError where a type is unknown or lacks a flag; opens no file."""
     if tokenizer_type is not None and tokenizer_type not in TYPES:
         raise ConfigError("--tokenizer-type", tokenizer_type, "is not supported", f"use {one_of(TYPES)}")
     what = "FOLDER" if tokenizer_type == "HuggingFaceTokenizer" else "FILE"
@@ -221,7 +221,6 @@ def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, voc
             raise ConfigError("--tokenizer-type", tokenizer_type, "needs the tokenizer's files", fix)
     if tokenizer_type == "NullTokenizer" and vocab_size is None:
         raise ConfigError("--tokenizer-type", tokenizer_type, "needs the number of ids", "add --vocab-size N")
-    _refuse_tiktoken_settings(tokenizer_type, files)
 
 
 def refuse_unread_files(tokenizer_type: str | None, files: TokenizerFiles) -> None:

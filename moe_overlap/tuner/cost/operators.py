@@ -23,8 +23,9 @@ from moe_overlap.tuner.cost.features import Features
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Provenance = Literal["measured", "interpolated", "roofline"]
-Lookup = Callable[[Op, tuple[float, ...]], tuple[float, Provenance] | None]
-"""The measured database: an operator and its numeric shape -> seconds and where they come from; None where it has nothing."""
+Lookup = Callable[[Op, tuple[float, ...], float], tuple[float, Provenance] | None]
+"""The measured database (tuner/profile/lookup.py): an operator, its numeric shape and bytes -> seconds and where they come
+from; None where it has nothing."""
 
 CLASSES = ("gemm", "grouped_gemm", "attention", "memory", "collective", "free")
 LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
@@ -33,6 +34,9 @@ FULL_PRECISION_OPERATORS = (HEAD_LOSS, LOSS, GATE)
 EXPERT_OPERATORS = (DISPATCH, EXPERTS, COMBINE, GATE, MERGE)
 SCORE_BYTES = (13.0, 20.0)
 """Per score of attention without a fused kernel, forward and backward: product, softmax, dropout and product in turn."""
+SOFTMAX_OPERATIONS, USUAL_WIDTH = 256.0, 128.0
+"""What the exponential of a score takes beside its products, counted in their operations: narrow heads are less efficient.
+Efficiencies of attention are those of heads of the usual width."""
 QUANTIZED_BYTES = 4.0
 """Per element of a product's first operand: read as bf16, written as fp8 twice, by rows and by columns."""
 
@@ -53,6 +57,8 @@ class OpTable:
     """Elements of a product's first operand; 0 elsewhere."""
     scores: Floats
     """Pairs of query and key of an attention kernel, all heads; 0 elsewhere."""
+    softmax: Floats
+    """Work of an attention kernel over that of heads of the usual width with as many products; 1 elsewhere."""
     shapes: tuple[tuple[float, ...], ...]
     backward: Bools
     weight_gradient: Bools
@@ -83,6 +89,7 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
         bytes=values[len(ops) :],
         operand=np.array([_first_operand(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
         scores=np.array([_scores(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
+        softmax=np.array([_softmax(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
         shapes=shapes,
         backward=np.array([op.phase == "backward" for op in ops], dtype=np.bool_),
         weight_gradient=np.array([op.is_weight_gradient for op in ops], dtype=np.bool_),
@@ -106,7 +113,7 @@ def device_seconds(
     origins: list[Provenance] = ["roofline"] * len(table.ops)
     if lookup is not None:
         for index, op in enumerate(table.ops):
-            found = lookup(op, table.shapes[index]) if op.cost_class not in ("collective", "free") else None
+            found = lookup(op, table.shapes[index], float(table.bytes[index]))
             if found is not None:
                 seconds[index], origins[index] = found
     return seconds, origins
@@ -129,7 +136,7 @@ def _roofline(
         low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == 1, grouped, 1.0), rate
     )
     # Without a fused kernel the masked half of the scores is computed, too, and every score goes through memory.
-    whole = np.where((table.classes == 2) & (not features.flash), 2.0, 1.0)
+    whole = table.softmax * np.where((table.classes == 2) & (not features.flash), 2.0, 1.0)
     scores = np.where(forward, *SCORE_BYTES) * table.scores * (0.0 if features.flash else 1.0)
     product = np.where(table.classes < 3, whole * table.flops / rate, 0.0) * release.products
     moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(
@@ -166,3 +173,11 @@ def _first_operand(op: Op, shape: tuple[float, ...]) -> float:
 def _scores(op: Op, shape: tuple[float, ...]) -> float:
     """Samples · heads · query length · key length."""
     return shape[0] * shape[1] * shape[3] * shape[4] if op.cost_class == "attention" else 0.0
+
+
+def _softmax(op: Op, shape: tuple[float, ...]) -> float:
+    if op.cost_class != "attention":
+        return 1.0
+    products = 2.0 * (shape[5] + shape[6])
+    usual = 4.0 * USUAL_WIDTH
+    return (products + SOFTMAX_OPERATIONS) / products * usual / (usual + SOFTMAX_OPERATIONS)

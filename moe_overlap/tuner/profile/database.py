@@ -1,0 +1,198 @@
+"""Measurements of one device as a file: JSON lines, one measurement each, the device in the first line.
+
+A line is appended in one write, so a measuring run that is killed loses at most the line it was writing. Lines that cannot be
+read are dropped with a warning, and what is left is written anew. Several processes may append to one file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.tuner.profile.keys import OperatorKey
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the measurements belong to.
+
+    Attributes:
+        kind: cpu or cuda.
+        name: as the processor or GPU calls itself.
+        threads: of one rank, on a CPU; 1 on a GPU.
+        torch: its version.
+    """
+
+    kind: str
+    name: str
+    threads: int
+    torch: str
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} threads" if self.threads > 1 else ""
+        return f"{self.name}{threads}, torch {self.torch}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LinkKey:
+    """One collective, transfer or copy.
+
+    Attributes:
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, point_to_point, to_device, to_host.
+        tier: node or network; host for copies.
+        ranks: of the group.
+        held_bytes: the whole tensor, as `Collective.payload_bytes` counts it.
+    """
+
+    kind: str
+    tier: str
+    ranks: int
+    held_bytes: int
+
+
+class Database:
+    """The measurements of a device.
+
+    Attributes:
+        operators, links: seconds by key.
+        rates: single figures by name: `product_flops`, `copy_bytes_per_second`, …
+    """
+
+    def __init__(self, path: Path, device: Device) -> None:
+        self.path, self.device = path, device
+        self.operators: dict[OperatorKey, float] = {}
+        self.links: dict[LinkKey, float] = {}
+        self.rates: dict[str, float] = {}
+
+    @staticmethod
+    def open(path: Path, device: Device) -> Database:
+        """The database of a device, for measuring; made if there is none.
+
+        Measurements of another device or version in the file are dropped, with a warning.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        database = Database(path, device)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                found, damaged = _read(path)
+                if found is not None and found.device == device:
+                    database.operators, database.links, database.rates = found.operators, found.links, found.rates
+                elif found is not None:
+                    print(
+                        f"warning: {path} was measured on {found.device}; this is {device}: measured anew",
+                        file=sys.stderr,
+                    )
+                    damaged = 0
+                if not damaged and found is not None and found.device == device:
+                    return database
+            database._rewrite()
+        except OSError as error:
+            rule = f"cannot be written: {error.strerror}"
+            raise ConfigError("database", path, rule, "choose another place") from None
+        return database
+
+    @staticmethod
+    def load(path: Path) -> Database:
+        """A database, for reading.
+
+        Raises:
+            ConfigError: there is none, or nothing in the file can be read.
+        """
+        try:
+            found, _ = _read(path)
+        except OSError as error:
+            rule = f"cannot be read: {error.strerror}"
+            raise ConfigError("database", path, rule, "run tools/profile_cluster.py again") from None
+        if found is None:
+            raise ConfigError("database", path, "is no database of measurements", "run tools/profile_cluster.py again")
+        return found
+
+    def add_operator(self, key: OperatorKey, seconds: float) -> None:
+        """Keep a measurement."""
+        self.operators[key] = seconds
+        self._append({"operator": [key.kind, key.direction, key.dtype, list(key.shape)], "seconds": seconds})
+
+    def add_link(self, key: LinkKey, seconds: float) -> None:
+        """Keep a measurement."""
+        self.links[key] = seconds
+        self._append({"link": [key.kind, key.tier, key.ranks, key.held_bytes], "seconds": seconds})
+
+    def add_rate(self, name: str, value: float) -> None:
+        """Keep a single figure."""
+        self.rates[name] = value
+        self._append({"rate": name, "value": value})
+
+    def _append(self, row: dict[str, Any]) -> None:
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(descriptor, (json.dumps(row) + "\n").encode())
+        finally:
+            os.close(descriptor)
+
+    def _rewrite(self) -> None:
+        rows: list[dict[str, Any]] = [{"format": FORMAT, "device": asdict(self.device)}]
+        for operator, seconds in self.operators.items():
+            rows.append(
+                {
+                    "operator": [operator.kind, operator.direction, operator.dtype, list(operator.shape)],
+                    "seconds": seconds,
+                }
+            )
+        for link, seconds in self.links.items():
+            rows.append({"link": [link.kind, link.tier, link.ranks, link.held_bytes], "seconds": seconds})
+        rows += [{"rate": name, "value": value} for name, value in self.rates.items()]
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        temporary.replace(self.path)
+
+
+def _read(path: Path) -> tuple[Database | None, int]:
+    """The readable part of a file, and how many lines are not; None where the first line names no device."""
+    lines = path.read_bytes().splitlines()
+    try:
+        first = json.loads(lines[0])
+        device = Device(**first["device"])
+        if first["format"] != FORMAT:
+            raise ValueError(first["format"])
+    except (ValueError, KeyError, TypeError, IndexError):
+        print(f"warning: {path} is no database of measurements", file=sys.stderr)
+        return None, len(lines)
+    database, damaged = Database(path, device), 0
+    for line in lines[1:]:
+        try:
+            _take(database, json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            damaged += 1
+    if damaged:
+        print(f"warning: {path}: {damaged} damaged lines are dropped", file=sys.stderr)
+    return database, damaged
+
+
+def _take(database: Database, row: dict[str, Any]) -> None:
+    if "rate" in row:
+        database.rates[str(row["rate"])] = _positive(row["value"])
+    elif "link" in row:
+        kind, tier, ranks, held = row["link"]
+        database.links[LinkKey(str(kind), str(tier), int(ranks), int(held))] = _positive(row["seconds"])
+    else:
+        kind, direction, dtype, shape = row["operator"]
+        key = OperatorKey(str(kind), direction, str(dtype), tuple(int(size) for size in shape))
+        database.operators[key] = _positive(row["seconds"])
+
+
+def _positive(value: Any) -> float:
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError(value)
+    return number

@@ -1,0 +1,1 @@
+"""Measuring with torch: the one part of the tuner, beside the capture, that runs operators."""

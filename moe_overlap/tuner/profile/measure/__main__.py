@@ -1,0 +1,23 @@
+"""Measure operators into a database: the process behind `fill.py`. Reads its request as JSON from stdin."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from moe_overlap.tuner.profile.database import Database, Device
+from moe_overlap.tuner.profile.keys import OperatorKey
+from moe_overlap.tuner.profile.measure.measuring import measure_operators
+
+
+def main() -> None:
+    """Measure what is asked for; what the database has is skipped."""
+    request = json.load(sys.stdin)
+    database = Database.open(Path(request["path"]), Device(**request["device"]))
+    keys = [OperatorKey(kind, direction, dtype, tuple(shape)) for kind, direction, dtype, shape in request["operators"]]
+    measure_operators(database, keys, request["seconds_each"])
+
+
+if __name__ == "__main__":
+    main()

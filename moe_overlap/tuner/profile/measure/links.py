@@ -1,0 +1,124 @@
+"""Seconds of collectives, transfers and host copies, between the ranks that run this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_overlap.tuner.profile.database import LinkKey
+from moe_overlap.tuner.profile.measure.timing import Call, call_seconds
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "point_to_point")
+COPIES = ("to_device", "to_host")
+BATCHES = 8
+
+
+def collective_seconds(key: LinkKey, group: dist.ProcessGroup, device: str, budget_seconds: float) -> float:
+    """Seconds of one collective: the least of several batches of calls in a row, of the slowest rank.
+
+    All ranks of the group call this together, with the same key.
+    """
+    call = _collective(key, group, device)
+    call()
+    call()
+    repeats = max(1, int(budget_seconds / BATCHES / max(1e-6, _agreed(_timed(call, 2, device), group, device))))
+    times = []
+    for _ in range(BATCHES):
+        times.append(_timed(call, repeats, device))
+    return _agreed(min(times), group, device)
+
+
+def copy_seconds(key: LinkKey, budget_seconds: float) -> float:
+    """Seconds of a copy between a GPU and pinned memory of its host. Not run on hardware."""
+    host = torch.empty(key.held_bytes, dtype=torch.int8, pin_memory=True)
+    device = torch.empty(key.held_bytes, dtype=torch.int8, device="cuda")
+    source, target = (host, device) if key.kind == "to_device" else (device, host)
+    return call_seconds(lambda: target.copy_(source, non_blocking=True), "cuda", budget_seconds)
+
+
+def slowdown_of_both(group: dist.ProcessGroup, device: str, held_bytes: int, product: int) -> float:
+    """Of an exchange and products that run at the same time, the part of the shorter that is lost: 0 to 1.
+
+    Args:
+        held_bytes: of the exchange.
+        product: rows and columns of the square products, as many of them as take about as long as the exchange.
+    """
+    sent = torch.ones(held_bytes, dtype=torch.int8, device=device)
+    received = torch.empty_like(sent)
+    square = torch.rand(product, product, device=device)
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, sent, group=group)
+
+    def multiply() -> None:
+        torch.mm(square, square)
+
+    shares = []
+    alone = _agreed(_timed(exchange, 4, device), group, device)
+    count = max(1, round(alone / max(1e-6, _agreed(_timed(multiply, 4, device), group, device))))
+
+    def products() -> None:
+        for _ in range(count):
+            multiply()
+
+    def both() -> None:
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        products()
+        work.wait()
+
+    for _ in range(BATCHES):
+        exchanged, multiplied, together = (
+            _agreed(_timed(call, 4, device), group, device) for call in (exchange, products, both)
+        )
+        shares.append((together - max(exchanged, multiplied)) / min(exchanged, multiplied))
+    return min(1.0, max(0.0, median(shares)))
+
+
+def _collective(key: LinkKey, group: dist.ProcessGroup, device: str) -> Call:
+    ranks = dist.get_process_group_ranks(group)
+    whole = torch.ones(key.held_bytes // 4, dtype=torch.float32, device=device)
+    part = torch.ones(key.held_bytes // 4 // len(ranks), dtype=torch.float32, device=device)
+    other = torch.empty_like(whole)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "point_to_point": lambda: _pass_on(whole, other, ranks, group),
+    }
+    return calls[key.kind]
+
+
+def _pass_on(sent: Tensor, received: Tensor, ranks: list[int], group: dist.ProcessGroup) -> None:
+    """Every rank sends to the next and receives from the one before, at once: as stages do in both directions."""
+    mine = ranks.index(dist.get_rank())
+    after, before = ranks[(mine + 1) % len(ranks)], ranks[mine - 1]
+    operations = [
+        dist.P2POp(dist.isend, sent, after, group=group),
+        dist.P2POp(dist.irecv, received, before, group=group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _timed(call: Call, repeats: int, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = perf_counter()
+    for _ in range(repeats):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (perf_counter() - start) / repeats
+
+
+def _agreed(seconds: float, group: dist.ProcessGroup, device: str) -> float:
+    """The largest of the ranks."""
+    value = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return float(value.item())

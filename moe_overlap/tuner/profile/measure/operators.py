@@ -1,0 +1,252 @@
+"""The call behind a key: torch's operator on tensors of the key's sizes.
+
+A key of an operator that is bound by bytes says how many elements are written and how many bytes move; what that leaves for the
+operands decides their shapes (a second operand that is smaller is broadcast, a reduction reads what is not written, …).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_overlap.tuner.profile.keys import OperatorKey
+from moe_overlap.tuner.profile.measure.timing import Call
+
+INDEX_BYTES = 8
+ROW = 128
+"""Elements of a row where the key does not tell."""
+
+
+def call_of(key: OperatorKey, device: str) -> Call:
+    """What to time, for a key that `can_be_measured`."""
+    dtype: torch.dtype = getattr(torch, key.dtype)
+    if key.kind == "gemm":
+        return _product(key, dtype, device)
+    if key.kind == "grouped_gemm":
+        return _grouped_product(key, dtype, device)
+    if key.kind == "attention":
+        return _attention(key, dtype, device)
+    return BUILDERS[key.kind](key, dtype, device)
+
+
+def _product(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+    """x · Wᵀ forward, g · W backward, gᵀ · x for the weight: operands lie as a linear layer has them."""
+    m, n, k = key.shape
+    if key.direction == "forward":
+        first, second = _filled((m, k), dtype, device), _filled((n, k), dtype, device).t()
+    elif key.direction == "backward":
+        first, second = _filled((m, k), dtype, device), _filled((k, n), dtype, device)
+    else:
+        first, second = _filled((k, m), dtype, device).t(), _filled((k, n), dtype, device)
+    return lambda: torch.mm(first, second)
+
+
+def _grouped_product(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+    """One product per group, of equally many rows; one kernel for all on a GPU (not run on hardware)."""
+    groups, rows, n, k = key.shape
+    each = max(1, rows // groups)
+    if key.direction == "weight_gradient":
+        first, second = _filled((groups, each, n), dtype, device).mT, _filled((groups, each, k), dtype, device)
+    else:
+        first, second = _filled((groups, each, k), dtype, device), _filled((groups, k, n), dtype, device)
+    if device == "cuda":
+        return lambda: torch.bmm(first, second)
+    pairs = list(zip(first, second, strict=True))
+    return lambda: [torch.mm(x, weight) for x, weight in pairs]
+
+
+def _attention(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+    """Causal attention. Its backward pass alone is timed; a window is measured as the whole, causal square."""
+    batch, heads, kv_heads, queries, keys, qk, v, _ = key.shape
+    needs_gradient = key.direction != "forward"
+    query = _filled((batch, heads, queries, qk), dtype, device).requires_grad_(needs_gradient)
+    keyed = _filled((batch, kv_heads, keys, qk), dtype, device).requires_grad_(needs_gradient)
+    value = _filled((batch, kv_heads, keys, v), dtype, device).requires_grad_(needs_gradient)
+
+    def forward() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keyed, value, is_causal=queries == keys, enable_gqa=heads != kv_heads
+        )
+
+    if not needs_gradient:
+        return forward
+    result = forward()
+    gradient = torch.ones_like(result)
+    return lambda: torch.autograd.grad(result, (query, keyed, value), gradient, retain_graph=True)
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    if dtype == torch.bool:
+        return torch.arange(_count(shape), device=device).remainder(2).bool().view(shape)
+    if not dtype.is_floating_point:
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.rand(shape, dtype=torch.float32, device=device).add_(0.5).to(dtype)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _read_elements(key: OperatorKey, dtype: torch.dtype) -> int:
+    """Elements of the operands, were they of the result's format."""
+    written, moved = key.shape
+    return max(1, round(moved / dtype.itemsize) - written)
+
+
+Build = Callable[[OperatorKey, torch.dtype, str], Call]
+
+
+def _one(function: Callable[[Tensor], object]) -> Build:
+    """An elementwise operator of one operand."""
+
+    def build(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+        operand = _filled((key.shape[0],), dtype, device)
+        return lambda: function(operand)
+
+    return build
+
+
+def _two(function: Callable[[Tensor, Tensor], object]) -> Build:
+    """An elementwise operator of two operands; one that moves too few bytes for two whole ones broadcasts the second."""
+
+    def build(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+        written = key.shape[0]
+        other = min(written, max(1, _read_elements(key, dtype) - written))
+        while written % other:
+            other -= 1
+        first = _filled((written // other, other), dtype, device)
+        second = _filled((other,), dtype, device) if other < written else _filled((1, written), dtype, device)
+        return lambda: function(first, second)
+
+    return build
+
+
+def _reduced(function: Callable[[Tensor, int], object]) -> Build:
+    """A reduction over the last dimension; over the first where few sums of many rows are formed, as for a norm's weight."""
+
+    def build(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+        written = key.shape[0]
+        each = max(1, _read_elements(key, dtype) // written)
+        columns = key.direction == "backward" and each > written > 1
+        operand = _filled((each, written) if columns else (written, each), dtype, device)
+        return lambda: function(operand, 0 if columns else -1)
+
+    return build
+
+
+def _rows(key: OperatorKey, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows and their width where indices are read beside as many elements as are written."""
+    written, moved = key.shape
+    indices = (moved - 2 * written * dtype.itemsize) // INDEX_BYTES
+    width = max(1, written // indices) if indices > 0 else min(ROW, written)
+    return max(1, written // width), width
+
+
+def _by_rows(function: Callable[[Tensor, Tensor, Tensor], object]) -> Build:
+    """An operator that picks, writes or adds rows, by an index each; it is given the rows, the indices and other rows."""
+
+    def build(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+        count, width = _rows(key, dtype)
+        operand = _filled((count, width), dtype, device)
+        index = torch.randperm(count, device=device)
+        other = _filled((count, width), dtype, device)
+        return lambda: function(operand, index, other)
+
+    return build
+
+
+def _softmax(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+    operand = _filled((max(1, key.shape[0] // 8), min(8, key.shape[0])), dtype, device)
+    if key.kind == "_softmax":
+        return lambda: torch.softmax(operand, -1)
+    result = torch.softmax(operand, -1)
+    return lambda: torch._softmax_backward_data(operand, result, -1, dtype)
+
+
+def _topk(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+    """The two largest of every row; values and indices are written."""
+    written, moved = key.shape
+    rows = max(1, written // 4)
+    read = moved / dtype.itemsize - written / 2 * (1 + INDEX_BYTES / dtype.itemsize)
+    operand = _filled((rows, max(2, round(read / rows))), dtype, device)
+    return lambda: torch.topk(operand, 2, dim=-1)
+
+
+def _joined(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+    count = max(1, key.shape[0] // 4)
+    parts = [_filled((count,), dtype, device) for _ in range(4)]
+    return lambda: torch.cat(parts)
+
+
+def _picked(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+    operand = _filled((2 * key.shape[0],), dtype, device)
+    mask = _filled((2 * key.shape[0],), torch.bool, device)
+    return lambda: operand[mask]
+
+
+def _spread(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+    """Masked writing of half the elements."""
+    operand, mask = _filled((key.shape[0],), dtype, device), _filled((key.shape[0],), torch.bool, device)
+    return lambda: operand.masked_fill(mask, 0)
+
+
+def _made(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+    return lambda: torch.zeros(key.shape[0], dtype=dtype, device=device)
+
+
+def _converted(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
+    """A copy in another format: from 4 bytes each, or to another of as many."""
+    operand = _filled((key.shape[0],), torch.int32 if dtype == torch.float32 else torch.float32, device)
+    return lambda: operand.to(dtype)
+
+
+def _along_rows(rows: Tensor, index: Tensor) -> Tensor:
+    return index[:, None].expand(-1, rows.shape[1])
+
+
+BUILDERS: dict[str, Build] = {
+    **{name: _one(getattr(torch, name)) for name in ("neg", "exp", "cos", "sin", "rsqrt", "log", "clone")},
+    "silu": _one(torch.nn.functional.silu),
+    "gelu": _one(torch.nn.functional.gelu),
+    "pow": _one(lambda x: x.pow(2)),
+    "rsub": _one(lambda x: 1 - x),
+    "slice_backward": _one(lambda x: torch.zeros_like(x).copy_(x)),
+    "add": _two(torch.add),
+    "sub": _two(torch.sub),
+    "mul": _two(torch.mul),
+    "div": _two(torch.div),
+    "bitwise_or": _two(lambda x, y: x | y),
+    "ge": _two(torch.ge),
+    "lt": _two(torch.lt),
+    "add_": _two(lambda x, y: x.add_(y)),
+    "sub_": _two(lambda x, y: x.sub_(y)),
+    "mul_": _two(lambda x, y: x.mul_(y)),
+    "div_": _two(lambda x, y: x.div_(y)),
+    "copy_": _two(lambda x, y: x.copy_(y)),
+    "silu_backward": _two(torch.ops.aten.silu_backward),
+    "sum": _reduced(lambda x, dim: x.sum(dim)),
+    "mean": _reduced(lambda x, dim: x.mean(dim)),
+    "max": _reduced(lambda x, dim: x.max(dim)),
+    "_softmax": _softmax,
+    "_softmax_backward_data": _softmax,
+    "topk": _topk,
+    "cat": _joined,
+    "masked_select": _picked,
+    "masked_scatter": _spread,
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "ones_like", "arange"), _made),
+    "_to_copy": _converted,
+    "index_select": _by_rows(lambda x, index, _: x.index_select(0, index)),
+    "embedding": _by_rows(lambda x, index, _: torch.nn.functional.embedding(index, x)),
+    "index": _by_rows(lambda x, index, _: x[index]),
+    "index_put_": _by_rows(lambda x, index, other: x.index_put_((index,), other)),
+    "index_add": _by_rows(lambda x, index, other: torch.index_add(x, 0, index, other)),
+    "gather": _by_rows(lambda x, index, _: x.gather(0, _along_rows(x, index))),
+    "scatter": _by_rows(lambda x, index, other: x.scatter(0, _along_rows(x, index), other)),
+    "scatter_add_": _by_rows(lambda x, index, other: x.scatter_add_(0, _along_rows(x, index), other)),
+    "embedding_dense_backward": _by_rows(lambda x, index, other: torch.zeros_like(x).index_add_(0, index, other)),
+}

@@ -1,0 +1,121 @@
+"""Lines through measured collectives, and cluster descriptions made of a database."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_overlap.describe.cluster import cluster_of, load_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.tuner.cost.groups import Group
+from moe_overlap.tuner.cost.links import collective_seconds
+from moe_overlap.tuner.cost.measured import constants_of
+from moe_overlap.tuner.profile.cluster_file import measured_cluster
+from moe_overlap.tuner.profile.database import Database, Device, LinkKey
+from moe_overlap.tuner.profile.links import fit_line, fit_links, moved_bytes
+
+LATENCY, RATE = 2e-4, 1.5e9
+SIZES = [1 << power for power in range(12, 25, 2)]
+RATES = {
+    "product_flops": 5e10,
+    "grouped_product_flops": 4e10,
+    "attention_forward_flops": 2e10,
+    "attention_backward_flops": 1e10,
+    "copy_bytes_per_second": 2e10,
+    "kernel_seconds": 1e-6,
+    "memory_bytes": float(32 << 30),
+    "overlap_slowdown": 0.5,
+}
+
+
+def test_a_line_is_found_again() -> None:
+    fitted = fit_line(SIZES, [LATENCY + size / RATE for size in SIZES])
+    assert fitted.latency_seconds == pytest.approx(LATENCY) and fitted.bytes_per_second == pytest.approx(RATE)
+    assert fitted.error < 1e-9
+
+
+def test_disturbed_measurements_do_not_bend_it() -> None:
+    seconds = [LATENCY + size / RATE for size in SIZES] * 3
+    for index, factor in ((2, 10), (11, 5), (6, 4), (13, 3)):
+        seconds[index] *= factor
+    fitted = fit_line(SIZES * 3, seconds)
+    assert fitted.latency_seconds == pytest.approx(LATENCY, rel=0.02)
+    assert fitted.bytes_per_second == pytest.approx(RATE, rel=0.02)
+
+
+def test_a_line_never_goes_below_nothing() -> None:
+    """Seconds that fall with the size: a latency or a pace below zero would be fitted."""
+    for seconds in ([5e-4, 4e-4, 1e-4], [1e-6, 1e-4, 9e-3], [1e-4] * 3):
+        fitted = fit_line([1e3, 1e5, 1e6], seconds)
+        assert fitted.latency_seconds > 0 and fitted.bytes_per_second > 0
+        assert np.isfinite(fitted.error)
+
+
+def test_collectives_move_what_their_algorithm_moves() -> None:
+    assert moved_bytes(LinkKey("all_reduce", "node", 4, 4000)) == 6000
+    assert moved_bytes(LinkKey("all_gather", "node", 4, 4000)) == 3000
+    assert moved_bytes(LinkKey("point_to_point", "node", 4, 4000)) == 4000
+    assert fit_links({LinkKey("all_gather", "node", 4, 4000): 1.0}, ("all_gather",), "node") is None
+
+
+def measured_content(path: Path) -> dict[str, Any]:
+    database = Database.open(path, Device("cpu", "a processor", 1, "2.13.0"))
+    for name, value in RATES.items():
+        database.add_rate(name, value)
+    for kind, rate in (("all_gather", RATE), ("all_to_all", 2 * RATE), ("point_to_point", 3 * RATE)):
+        for size in SIZES:
+            key = LinkKey(kind, "node", 2, size)
+            database.add_link(key, LATENCY + moved_bytes(key) / rate)
+    return measured_cluster(database, "here", nodes=1, ranks_per_node=2)
+
+
+def test_a_measured_cluster_predicts_what_was_measured(tmp_path: Path) -> None:
+    """From the database over the file to the cost model's seconds of a collective."""
+    (tmp_path / "here.json").write_text(json.dumps(measured_content(tmp_path / "here.measured.jsonl")))
+    cluster = load_cluster(tmp_path / "here.json")
+    assert cluster.measured is not None and cluster.gpus == 2
+    assert Database.load(Path(cluster.measured.database)).rates == RATES
+    links = cluster.group_of(0)
+    constants, extrapolating = constants_of(cluster.measured, links.gpu.name).of_gpu(links.gpu)
+    assert not extrapolating and links.gpu.memory_gib == 16
+    group = Group(size=2, per_domain=1, per_node=2, links=links)
+    for kind, rate in (("all_gather", RATE), ("all_to_all", 2 * RATE)):
+        seconds = collective_seconds(kind, 1 << 20, group, constants.link_rates)
+        assert float(seconds) == pytest.approx(LATENCY + (1 << 19) / rate, rel=1e-3)
+    assert links.network_gb_per_s == pytest.approx(3 * RATE / 1e9, rel=1e-3)
+
+
+def test_one_rank_has_no_links_and_is_a_cluster(tmp_path: Path) -> None:
+    database = Database.open(tmp_path / "one.jsonl", Device("cpu", "a processor", 1, "2.13.0"))
+    database.rates.update(RATES)
+    assert cluster_of(measured_cluster(database, "one", 1, 1), "one").gpus == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("constants", {"gemm": -1}, "measured.constants.gemm -1: must be a number from 0"),
+        ("latency_seconds", "fast", 'measured.latency_seconds "fast": must be a positive number'),
+        ("database", 3, "measured.database 3: is of the wrong kind"),
+        ("extra", 3, "measured.extra: unknown field"),
+    ],
+)
+def test_mistakes_in_the_measured_part(tmp_path: Path, field: str, value: object, message: str) -> None:
+    content = measured_content(tmp_path / "here.jsonl")
+    content["measured"][field] = value
+    with pytest.raises(ConfigError) as caught:
+        cluster_of(content, "c.json")
+    assert message in str(caught.value)
+
+
+def test_every_constant_is_asked_for(tmp_path: Path) -> None:
+    content = measured_content(tmp_path / "here.jsonl")
+    del content["measured"]["constants"]["memory"]
+    measured = cluster_of(content, "c.json").measured
+    assert measured is not None
+    with pytest.raises(ConfigError, match=r"measured.constants.memory: is missing"):
+        constants_of(measured, "a processor")
