@@ -170,14 +170,20 @@ def _moe_flags(row: Row, facts: dict[str, Any]) -> list[str]:
         words += ["--moe-shared-expert-intermediate-size", str(facts["shared_expert_ffn"])]
     if str(facts.get("router", "")).startswith("sigmoid"):
         words += "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32".split()
-    if facts.get("mtp_layers") and "MTP" not in row["other_flags"].partition("w/o")[2]:
-        words += ["--mtp-num-layers", str(facts["mtp_layers"])]
+    if predictions := _predictions(row):
+        words += ["--mtp-num-layers", str(predictions)]
     flags = row["other_flags"].lower()
     if "hybridep" in flags:
         return [*words, "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
     if "deepep" in flags:
         return [*words, "--moe-token-dispatcher-type", "flex", "--moe-enable-deepep"]
     return [*words, "--moe-token-dispatcher-type", "alltoall"]
+
+
+def _predictions(row: Row) -> int:
+    """Multi-token-prediction layers of the run."""
+    without = "MTP" in row["other_flags"].partition("w/o")[2]
+    return 0 if without else int(_facts(row).get("mtp_layers", 0))
 
 
 def _parallel_flags(row: Row, layers: int) -> list[str]:
@@ -197,7 +203,7 @@ def _parallel_flags(row: Row, layers: int) -> list[str]:
         words += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
         words += ["--num-virtual-stages-per-pipeline-rank", str(virtual)] if virtual > 1 else []
     else:
-        words += ["--pipeline-model-parallel-layout", _even_layout(layers, chunks)]
+        words += ["--pipeline-model-parallel-layout", _full_layout(layers, chunks, _predictions(row))]
     return words
 
 
@@ -206,11 +212,15 @@ def _says_sequence_parallel(row: Row) -> bool:
     return ("sequence-parallel" in text or "sequence parallel" in text) and "no sequence parallel" not in text
 
 
-def _even_layout(layers: int, chunks: int) -> str:
-    """Layers spread over the chunks, the last chunks taking one less."""
-    more = layers - (layers // chunks) * chunks
-    counts = [layers // chunks + (index < more) for index in range(chunks)]
-    return "E" + "|".join("t" * count for count in counts) + "L"
+def _full_layout(layers: int, chunks: int, predictions: int) -> str:
+    """Every chunk full but the last one, which has the rest, prediction layers and the loss.
+
+    Source: Megatron-Bridge's recipes of DeepSeek-V3 and Kimi K2, whose tables of layouts have this form.
+    """
+    full = -(-layers // chunks)
+    rest = layers - full * (chunks - 1)
+    assert rest > 0, f"{layers} layers leave nothing for the last of {chunks} chunks"
+    return "E" + ("t" * full + "|") * (chunks - 1) + "t" * rest + "m" * predictions + "L"
 
 
 def _speed_flags(row: Row) -> list[str]:

@@ -46,6 +46,14 @@ def test_a_row_is_a_valid_job_of_its_size(row: Row) -> None:
         assert stage.expert == int(row["ep"])
 
 
+def test_a_layout_has_the_rest_of_the_layers_with_prediction_and_loss() -> None:
+    jobs = [(row, flags_of(row)) for row in scored_rows() if row["model"] == "deepseek-v3" and row["pp"] == "16"]
+    flag = "--pipeline-model-parallel-layout"
+    row, words = next((row, words) for row, words in jobs if flag in words and "pp_layout" not in row["other_flags"])
+    assert words[words.index(flag) + 1] == f"Etttt|{'tttt|' * 14}tmL"
+    assert read_job(words, row.gpus).plan.mtp_stage == 15
+
+
 def test_throughput_is_scored_as_seconds() -> None:
     row = next(row for row in scored_rows() if row["metric"] == "tokens_per_s_per_gpu")
     tokens = int(row["global_batch"]) * int(row["seq_len"])
