@@ -19,7 +19,8 @@ def lifetimes(part: Part) -> dict[int, tuple[int, int]]:
     """First and last operator during which each counted storage is alive.
 
     What comes in is there when its pass starts. Inputs that are not saved go when the forward pass ends; so do its outputs,
-    which are the next part's input from then on. The gradient of the part's input stays to the end.
+    which are the next part's input from then on. The gradient of the part's input stays to the end, and so does a saved input
+    that nobody was seen to free: a layer that is recomputed holds its own.
 
     Returns:
         storage -> operators, both included.
@@ -38,7 +39,7 @@ def lifetimes(part: Part) -> dict[int, tuple[int, int]]:
             last[index] = backward - 1
         elif held is not None:
             last[index] = max(last[index], held)
-        elif part.storages[index].role == "activation" and index not in part.outputs:
+        elif index in part.saved or (part.storages[index].role == "activation" and index not in part.outputs):
             last[index] = len(part.ops) - 1
     return {index: (first[index], last[index]) for index in first}
 

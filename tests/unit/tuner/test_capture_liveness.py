@@ -25,6 +25,15 @@ CASES = {
 }
 
 
+class Totals(MemTracker):
+    """Without books by module, which refuse modules that run twice: the head beside prediction layers."""
+
+    def _no_books(self, *_: Any) -> None:
+        """Nothing to note."""
+
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _no_books  # type: ignore[assignment]
+
+
 def tracked_peak(asked: Any) -> float:
     """Peak of forward and backward of the whole model by MemTracker; parameters and gradient buffers taken out."""
     with running(asked) as (runner, _):
@@ -44,7 +53,7 @@ def tracked_peak(asked: Any) -> float:
             step()
         runner._buffer.buffer.clear()
         held = [*runner._model.parameters(), *(p.main_grad for p in runner._model.parameters())]
-        tracker = MemTracker()
+        tracker = Totals()
         tracker.track_external(*held)
         before = total(tracker, "current")
         runner._recorder.begin()
@@ -69,8 +78,8 @@ def test_peak_equals_mem_tracker(case: str) -> None:
         float(storage.bytes.value(1, 1)) for part in parts for storage in part.storages if "shared" in storage.name
     ]
     found = peak_of_sequence(parts, SAMPLES, TOKENS) + max(shared, default=0)
-    # Whole layers recomputed inside the backward pass of a whole model hold 4.5 % that the part alone does not show.
-    assert found == pytest.approx(tracked_peak(asked), rel=0.05 if variant == "full" else 0.01)
+    # Whole layers recomputed inside the backward pass of a whole model hold 1.7 % that the part alone does not show.
+    assert found == pytest.approx(tracked_peak(asked), rel=0.02 if variant == "full" else 0.01)
 
 
 def test_live_bytes_equal_a_slow_count() -> None:
