@@ -33,7 +33,6 @@ REFUSED = {
         "--grad-reduce-in-bf16: gradients are reduced in bf16 where they are bf16; drop the flag"
     ),
     "--fp16 --loss-scale 0": "--loss-scale 0.0: must be positive and finite; use for example 65536",
-    "--fp16 --initial-loss-scale inf": "--initial-loss-scale inf: must be positive and finite; use for example 65536",
     "--fp16 --min-loss-scale 8 --initial-loss-scale 4": (
         "--min-loss-scale 8.0: is above --initial-loss-scale 4; use 4 or less"
     ),
