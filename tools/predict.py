@@ -34,12 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         cluster = _cluster(arguments)
         words, given = _words(arguments), {name: getattr(arguments, name) for name in GIVEN}
         prediction = predict(words, cluster, **given)
-        if arguments.trace is not None:
-            _write_trace(arguments.trace, simulated(words, cluster, **given))
+        step = simulated(words, cluster, **given) if arguments.trace is not None else None
+        if step is not None:
+            _write_trace(arguments.trace, step)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(as_json(prediction), indent=1) if arguments.json else as_text(prediction, cluster))
+    seconds = None if step is None else step.simulation.step_seconds
+    if arguments.json:
+        played = {} if seconds is None else {"simulated_step_seconds": seconds}
+        print(json.dumps(as_json(prediction) | played, indent=1))
+        return 0
+    print(as_text(prediction, cluster))
+    if seconds is not None:
+        print(f"simulated: {seconds:.3f} s, with what the plan overlaps; {arguments.trace}")
     return 0
 
 

@@ -174,8 +174,10 @@ def _folded(key: Key, named: Mapping[Key, None]) -> Key:
     part, weight, suffix = key
     if key in named:
         return key
-    if suffix == WEIGHT_GRADIENT and (part, "", suffix) in named:
-        return part, "", suffix
+    if suffix == WEIGHT_GRADIENT:
+        deferred = [other for other in named if other[0] == part and other[2] == suffix and not (weight and other[1])]
+        if deferred:  # of the whole operator, or of a weight that the capture does not name
+            return deferred[0]
     if suffix in (WEIGHT_GRADIENT, RECOMPUTE) and (part, "", BACKWARD) in named:
         return part, "", BACKWARD
     backward = suffix != ""

@@ -79,6 +79,7 @@ def weight_of(part: Part, op: Op) -> str:
     """The weight whose gradient an operator makes, as plans name it; empty where the capture does not tell."""
     if op.operator == GATE:
         return "router"
-    words = {word.removeprefix("linear_") for index in op.writes for word in part.storages[index].name.split(".")}
+    names = [word for index in op.writes for word in part.storages[index].name.split(".")]
+    words = {word.removeprefix("linear_").removesuffix("_proj") for word in names}
     words |= {"output"} if "output_layer" in words else set()
     return next((weight for weight in WEIGHTS.get(op.operator, ()) if weight in words), "")
