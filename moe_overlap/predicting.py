@@ -26,10 +26,11 @@ from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layou
 from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
+from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys
-from moe_overlap.tuner.cost.predict import Prediction
-from moe_overlap.tuner.cost.predict import predict as predict_plan
-from moe_overlap.tuner.cost.prepare import stage_variants
+from moe_overlap.tuner.cost.predict import Machine, Prediction, machine_of, price
+from moe_overlap.tuner.cost.prepare import prepare, stage_variants
+from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
 from moe_overlap.tuner.profile.keys import OperatorKey
 
 Flags = Mapping[str, tuple[str, ...]]
@@ -113,6 +114,53 @@ def predict(
         graphs: captured models of the stages; default the cached capture.
         constants: default those of constants.json.
     """
+    task = _task(words, cluster, precision, software, expert_load, plan, graphs, constants)
+    job, machine = task.job, task.machine
+    families = prepare(job.plan, job.model, task.graphs, task.features, machine.load)
+    return price(job.plan, job.model, families, machine, task.features, task.extrapolating)
+
+
+def simulated(
+    words: Sequence[str],
+    cluster: Cluster,
+    *,
+    precision: Precision | None = None,
+    software: str | None = None,
+    expert_load: str | None = None,
+    plan: str | None = None,
+    graphs: Graphs | None = None,
+    constants: Constants | None = None,
+) -> SimulatedStep:
+    """A step of a run, instruction by instruction, on one rank of every stage. Arguments as `predict` takes them.
+
+    Raises:
+        ConfigError: beside what `predict` raises, what cannot be lowered to instructions.
+    """
+    task = _task(words, cluster, precision, software, expert_load, plan, graphs, constants)
+    return simulate_step(task.job.plan, task.job.model, task.graphs, task.machine, task.features)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Task:
+    """A configuration with everything that prices it."""
+
+    job: Job
+    graphs: Mapping[int, CapturedModel]
+    features: Features
+    machine: Machine
+    extrapolating: tuple[str, ...]
+
+
+def _task(
+    words: Sequence[str],
+    cluster: Cluster,
+    precision: Precision | None,
+    software: str | None,
+    expert_load: str | None,
+    plan: str | None,
+    graphs: Graphs | None,
+    constants: Constants | None,
+) -> _Task:
     job = read_job(words, cluster.gpus, precision, plan)
     features = features_of(job.config, job.plan.precision, job.flags)
     measured = cluster.measured
@@ -124,9 +172,8 @@ def predict(
     if measured is not None:
         constants = constants or constants_of(measured, cluster.group_of(0).gpu.name)
         lookup = lookup_of(cluster, operator_keys(job.plan, job.model, captured, features, load))
-    return predict_plan(
-        job.plan, job.model, captured, cluster, features, constants or shipped_constants(), software, load, lookup
-    )
+    machine, extrapolating = machine_of(cluster, constants or shipped_constants(), software, load, lookup)
+    return _Task(job, captured, features, machine, extrapolating)
 
 
 def job_operators(words: Sequence[str], ranks: int, device: str) -> list[OperatorKey]:

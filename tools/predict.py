@@ -2,7 +2,8 @@
 
     python tools/predict.py --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64
 
-Reads Megatron flags, prints a summary or, with --json, everything. torch is imported only to capture a layout that is not cached.
+Reads Megatron flags, prints a summary or, with --json, everything; --trace FILE writes the step as it is simulated, for
+ui.perfetto.dev and tools/compare_trace.py. torch is imported only to capture a layout that is not cached.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from typing import Any
 
 from moe_overlap.describe.cluster import GIB, Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.predicting import PRECISIONS, predict
+from moe_overlap.plan.trace import write_ranks
+from moe_overlap.predicting import PRECISIONS, predict, simulated
 from moe_overlap.tuner.cost.predict import Prediction
+from moe_overlap.tuner.cost.simulate_step import SimulatedStep
+
+GIVEN = ("precision", "software", "expert_load", "plan")
+"""Options that `predict` takes as they are."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,18 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         cluster = _cluster(arguments)
-        prediction = predict(
-            _words(arguments),
-            cluster,
-            precision=arguments.precision,
-            software=arguments.software,
-            expert_load=arguments.expert_load,
-            plan=arguments.plan,
-        )
+        words, given = _words(arguments), {name: getattr(arguments, name) for name in GIVEN}
+        prediction = predict(words, cluster, **given)
+        step = simulated(words, cluster, **given) if arguments.trace is not None else None
+        if step is not None:
+            _write_trace(arguments.trace, step)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(as_json(prediction), indent=1) if arguments.json else as_text(prediction, cluster))
+    seconds = None if step is None else step.simulation.step_seconds
+    if arguments.json:
+        played = {} if seconds is None else {"simulated_step_seconds": seconds}
+        print(json.dumps(as_json(prediction) | played, indent=1))
+        return 0
+    print(as_text(prediction, cluster))
+    if seconds is not None:
+        print(f"simulated: {seconds:.3f} s, with what the plan overlaps; {arguments.trace}")
     return 0
 
 
@@ -53,7 +63,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--software", metavar="RELEASE", help="efficiencies of a release, as 26.04; default the newest")
     parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write a simulated step: one rank per stage, for ui.perfetto.dev"
+    )
     return parser
+
+
+def _write_trace(path: str, step: SimulatedStep) -> None:
+    ranks = list(step.prices)
+    try:
+        write_ranks(
+            Path(path),
+            {rank: step.simulation.spans(rank) for rank in ranks},
+            {rank: step.kept_bytes(rank) for rank in ranks},
+        )
+    except OSError as error:
+        raise ConfigError("--trace", path, f"cannot be written: {error.strerror}", "give another file") from None
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:

@@ -20,7 +20,7 @@ from moe_overlap.tuner.cost.constants import GpuConstants, ReleaseConstants
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.groups import Group
 from moe_overlap.tuner.cost.links import all_to_all_seconds, collective_seconds, once_per_node
-from moe_overlap.tuner.cost.operators import Lookup, OpTable, device_seconds
+from moe_overlap.tuner.cost.operators import Lookup, OpTable, Provenance, device_seconds
 
 Floats = NDArray[np.float64]
 EXCHANGE_AXES = ("ep", "tp_ep", "etp")
@@ -78,12 +78,17 @@ class PartCost:
         return self.forward.seconds + self.backward.seconds
 
 
-def part_cost(table: OpTable, setting: Setting) -> PartCost:
-    """Seconds of a part."""
+def kernel_seconds(table: OpTable, setting: Setting) -> tuple[Floats, list[Provenance]]:
+    """Seconds of a part's operators on the device, collectives apart, and where each comes from."""
     seconds, origins = device_seconds(
         table, setting.gpu, setting.features, setting.constants, setting.release, setting.lookup
     )
-    seconds = seconds * np.where(table.loaded, setting.load, 1.0)
+    return seconds * np.where(table.loaded, setting.load, 1.0), origins
+
+
+def part_cost(table: OpTable, setting: Setting) -> PartCost:
+    """Seconds of a part."""
+    seconds, origins = kernel_seconds(table, setting)
     provenance = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}
     for origin in provenance:
         provenance[origin] = float(seconds[np.array([o == origin for o in origins], dtype=np.bool_)].sum())
@@ -100,8 +105,8 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
     for index, collective, payload in table.collectives:
         if not here[index]:
             continue
-        taken = _collective(table, setting, index, collective, payload)
-        kind = _kind(collective)
+        taken = alone_seconds(table, setting, index, collective, payload)
+        kind = kind_of(collective)
         totals[kind] += taken
         beside = 0.0
         if kind == "tensor":
@@ -140,13 +145,15 @@ def _host_seconds(table: OpTable, setting: Setting, here: NDArray[np.bool_]) -> 
     return float(launched.sum()) * setting.constants.host_seconds
 
 
-def _kind(collective: Collective) -> str:
+def kind_of(collective: Collective) -> str:
+    """One of KINDS."""
     if collective.axis in EXCHANGE_AXES:
         return "expert"
     return "context" if collective.axis == "cp" else "tensor"
 
 
-def _collective(table: OpTable, setting: Setting, index: int, collective: Collective, payload: float) -> float:
+def alone_seconds(table: OpTable, setting: Setting, index: int, collective: Collective, payload: float) -> float:
+    """Seconds of one of a part's collectives beside which nothing runs."""
     group, rates = setting.groups[collective.axis], setting.constants.link_rates
     scale = setting.load if table.loaded[index] else 1.0
     if collective.kind != "all_to_all":

@@ -4,7 +4,8 @@
            + the largest delta_i of first and last micro-batch, less what the stages before it leave to wait
 
 G micro-batches, v virtual stages, t_i seconds of a stable micro-batch (forward and backward, all chunks) at stage i.
-Source: Mist, section 5.3, third term; for v = 1 and equal stages it is (G + S - 1) · t. tuner/cost/simulate.py is its slow twin.
+Source: Mist, section 5.3, third term; for v = 1 and equal stages it is (G + S - 1) · t. tuner/cost/simulate_step.py is its slow
+twin; where t_i counts transfers that a stage waits for, as megatron-core's 1F1B does, the twin's lists wait less.
 """
 
 from __future__ import annotations

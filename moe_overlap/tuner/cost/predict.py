@@ -18,18 +18,18 @@ from moe_overlap.describe.cluster import GIB, Cluster, Gpu, NodeGroup
 from moe_overlap.describe.flops import training_flops_per_token
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
-from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.groups import Group, boundary_is_in_domain, stage_groups
 from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_exchanges, part_cost
 from moe_overlap.tuner.cost.links import collective_seconds, host_seconds, point_to_point_seconds
 from moe_overlap.tuner.cost.memory import PartBytes
-from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup
+from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable
 from moe_overlap.tuner.cost.pipeline import step_seconds
-from moe_overlap.tuner.cost.prepare import Family, prepare
+from moe_overlap.tuner.cost.prepare import Family
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
+    LayerTerms,
     StageCosts,
     StateRates,
     Strategy,
@@ -80,6 +80,10 @@ class Priced:
     family: Family
     costs: StageCosts
     parts: tuple[PartCost, ...]
+    terms: LayerTerms
+    """Of the parts under the stages' strategy; [K, 1] each."""
+    rates: StateRates
+    setting: Setting
 
     def exposed(self, kind: str) -> Floats:
         """[M] exposed seconds of a kind of communication in one micro-batch."""
@@ -111,21 +115,16 @@ class Machine:
     lookup: Lookup | None = None
 
 
-def predict(
-    plan: Plan,
-    model: ModelDescription,
-    graphs: Mapping[int, CapturedModel],
+def machine_of(
     cluster: Cluster,
-    features: Features,
     constants: Constants,
     release: str | None = None,
     load: float = 1.0,
     lookup: Lookup | None = None,
-) -> Prediction:
-    """Seconds and bytes of a plan.
+) -> tuple[Machine, tuple[str, ...]]:
+    """What a prediction is made for, and why it reaches beyond what was measured.
 
     Args:
-        graphs: the captured model of every stage, by stage.
         release: software release whose efficiencies count; the newest where None.
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
@@ -145,8 +144,7 @@ def predict(
         load=load,
         lookup=lookup,
     )
-    families = prepare(plan, model, graphs, features, load)
-    return price(plan, model, families, machine, features, tuple(reasons))
+    return machine, tuple(reasons)
 
 
 def price(
@@ -158,11 +156,12 @@ def price(
     extrapolating: tuple[str, ...] = (),
 ) -> Prediction:
     """Seconds and bytes from prepared numbers."""
-    priced = [_price(plan, model, family, machine, features) for family in families]
+    priced = [price_family(plan, model, family, machine, features) for family in families]
     return _whole(plan, model, machine, priced, features, extrapolating)
 
 
-def _price(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
+def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
+    """Costs of stages of one layout."""
     constants, stage = machine.constants, family.stage
     links = machine.cluster.group_of(stage.devices.ranks[0])
     groups = stage_groups(plan, stage, machine.cluster)
@@ -176,15 +175,19 @@ def _price(plan: Plan, model: ModelDescription, family: Family, machine: Machine
         load=machine.load,
         lookup=machine.lookup,
     )
-    parts = [part_cost(table, setting) for table in family.tables]
-    if features.overlap_experts:
-        parts = [hide_exchanges(part, constants.overlap_slowdown) for part in parts]
+    parts = [cost_of(table, setting) for table in family.tables]
     concurrent = partly_concurrent(constants.overlap_slowdown)
     rates = _state_rates(groups, links, constants, features)
     terms = layer_terms(_kind_terms(parts, family.sizes), _strategy(stage), rates, concurrent)
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
     summed = stage_costs(terms, family.counts, family.in_flight, boundary, machine.fragmentation, family.held_once)
-    return Priced(family, summed, tuple(parts))
+    return Priced(family, summed, tuple(parts), terms, rates, setting)
+
+
+def cost_of(table: OpTable, setting: Setting) -> PartCost:
+    """Seconds of a part, its exchanges under another micro-batch where the run does that."""
+    cost = part_cost(table, setting)
+    return hide_exchanges(cost, setting.constants.overlap_slowdown) if setting.features.overlap_experts else cost
 
 
 def _state_rates(
@@ -295,12 +298,17 @@ def _transfer_seconds(plan: Plan, boundary_bytes: float, machine: Machine, featu
     """Exposed seconds of a stage's transfers in one micro-batch: one each way and chunk, between passes that wait for them."""
     if len(plan.stages) == 1:
         return 0.0
-    links, constants = machine.cluster.group_of(0), machine.constants
-    in_domain = boundary_is_in_domain(plan, machine.cluster)
-    one_way = float(point_to_point_seconds(boundary_bytes, links, in_domain, constants.link_rates))
+    constants = machine.constants
+    one_way = one_way_seconds(plan, boundary_bytes, machine)
     chunks = len(plan.stages[0].chunks)
     exposed = constants.overlap_slowdown if chunks > 1 and features.overlap_transfers else 1.0
     return 2.0 * one_way * chunks * exposed
+
+
+def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> float:
+    """Seconds of one transfer between neighbouring stages."""
+    links, in_domain = machine.cluster.group_of(0), boundary_is_in_domain(plan, machine.cluster)
+    return float(point_to_point_seconds(boundary_bytes, links, in_domain, machine.constants.link_rates))
 
 
 def _stage(

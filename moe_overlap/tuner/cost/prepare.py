@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
 from moe_overlap.tuner.cost.features import Features
@@ -62,7 +63,8 @@ def prepare(
     """
     families: dict[StagePlan, list[int]] = {}
     for index, stage in enumerate(plan.stages):
-        alike = replace(stage, chunks=tuple((0, 0) for _ in stage.chunks), devices=plan.stages[0].devices)
+        chunks = tuple((0, 0) for _ in stage.chunks)
+        alike = replace(stage, chunks=chunks, devices=plan.stages[0].devices, overlap=NO_OVERLAP)
         families.setdefault(alike, []).append(index)
     return tuple(_family(plan, model, graphs, features, indices, load) for indices in families.values())
 

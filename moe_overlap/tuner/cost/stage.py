@@ -120,12 +120,8 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     shard = dense / strategy.data + experts / strategy.expert_data
     zeros = np.zeros_like(shard)
 
-    def exchange(bytes_each: float) -> Floats:
-        """Seconds of a reduce-scatter or all-gather of one layer's state over its replicas."""
-        seconds = bytes_each * (dense * rates.dense_scatter + experts * rates.expert_scatter)
-        return seconds + rates.latency_seconds * (seconds > 0)
-
-    gather, scatter = exchange(rates.gathered_bytes), exchange(rates.gradient_bytes)
+    gather = exchange_seconds(dense, experts, rates.gathered_bytes, rates)
+    scatter = exchange_seconds(dense, experts, rates.gradient_bytes, rates)
     copied = rates.host_copy * np.where(level >= 3, shard, numbers)
     weights_in = rates.weight_bytes * copied * strategy.offload_weights
     gradients_moved = rates.gradient_bytes * copied * strategy.offload_gradients
@@ -168,6 +164,12 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
         gathered=np.where(sharded, 2.0 * rates.weight_bytes * numbers, 0.0)
         + np.where((level >= 2) | (strategy.offload_gradients > 0), 2.0 * rates.gradient_bytes * numbers, 0.0),
     )
+
+
+def exchange_seconds(dense: Floats, experts: Floats, bytes_each: float, rates: StateRates) -> Floats:
+    """Seconds of a reduce-scatter or all-gather of one layer's state over its replicas."""
+    seconds = bytes_each * (dense * rates.dense_scatter + experts * rates.expert_scatter)
+    return seconds + rates.latency_seconds * (seconds > 0)
 
 
 def stage_costs(

@@ -1,0 +1,184 @@
+"""What every instruction of a plan takes alone, from the prices of its stages: what the simulator is given.
+
+Operators of a pass take what `operator_seconds.py` says. What a list has no instruction for belongs to another operator of the
+same part: a weight gradient that is not deferred, or what is recomputed inside a backward pass, to that pass. An operator that
+runs in pieces is priced at the size of a piece. What flags hide beside computation that the list does not show (gradients and
+parameters that travel during passes) takes what remains exposed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.operators import BACKWARD, NORM, RECOMPUTE, WEIGHT_GRADIENT, Operator, parse_operator
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.links import host_seconds
+from moe_overlap.tuner.cost.operator_seconds import Key, operator_seconds
+from moe_overlap.tuner.cost.operators import tabulate
+from moe_overlap.tuner.cost.predict import Machine, Priced, cost_of, one_way_seconds
+from moe_overlap.tuner.cost.prepare import layer_variant
+from moe_overlap.tuner.cost.stage import exchange_seconds
+
+
+@dataclass(slots=True)
+class StagePrices:
+    """Prices of the instructions of one stage.
+
+    Attributes:
+        column: the stage's place in its family.
+        made: the stage's list, once `read`.
+    """
+
+    plan: Plan
+    stage: StagePlan
+    graph: CapturedModel
+    priced: Priced
+    column: int
+    machine: Machine
+    made: Sequence[Instruction] = ()
+    _pieces: Counter[tuple[str, int | None]] = field(default_factory=Counter)
+    _named: dict[str, dict[Key, None]] = field(default_factory=lambda: defaultdict(dict))
+    _by_size: dict[tuple[int, int], dict[Key, float]] = field(default_factory=dict)
+    _folded: dict[tuple[str, int], dict[Key, float]] = field(default_factory=dict)
+
+    def read(self, made: Sequence[Instruction]) -> None:
+        """Take the list whose instructions are priced: the names in it, and how often an operator is cut."""
+        self.made = made
+        self._pieces.update((i.name, i.micro_batch) for i in made)
+        for name in dict.fromkeys(i.name for i in made):
+            operator = parse_operator(name)
+            if place := place_of(operator):
+                self._named[place][_key(operator)] = None
+
+    def seconds(self, i: Instruction) -> float:
+        """Of one instruction, alone."""
+        if i.kind == "point-to-point":
+            return one_way_seconds(self.plan, self.priced.family.boundary_bytes, self.machine)
+        if i.kind == "copy":
+            return float(
+                host_seconds(i.bytes, self.priced.setting.groups["dp"].links, self.machine.constants.link_rates)
+            )
+        if i.name == NORM:
+            return self.machine.constants.step_seconds
+        operator, pieces = parse_operator(i.name), self._pieces[i.name, i.micro_batch]
+        if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
+            return self._state(i.name)
+        return self._operators(place_of(operator), pieces)[_key(operator)]
+
+    def buffer_bytes(self, name: str) -> float:
+        """Of what a list keeps: states, gathered weights, a micro-batch's gradients, saved activations.
+
+        What operators hand to each other is among the activations that one of them saves.
+        """
+        words = name.split(".")
+        moves = words[0] == "moved"
+        what, part = words[moves : moves + 2] if len(words) > 1 else (name, "")
+        if what not in ("parameters", "weights", "gradient", "dweights", "state", "activations"):
+            return 0.0
+        stage, rates, size = self.stage, self.priced.rates, self.priced.family.sizes[self.row(part)]
+        whole = size.dense_parameters + size.expert_parameters
+        shard = size.dense_parameters / (stage.data * stage.context) + size.expert_parameters / stage.expert_data
+        if what == "dweights":
+            return rates.gradient_bytes * whole
+        if what == "weights" and not moves:
+            return rates.weight_bytes * whole
+        kept, offloaded = {
+            "parameters": (rates.weight_bytes * (shard if stage.zero_level >= 3 else whole), stage.offload.weights),
+            "gradient": (rates.gradient_bytes * (shard if stage.zero_level >= 2 else whole), stage.offload.gradients),
+            "state": (rates.optimizer_bytes * (shard if stage.zero_level >= 1 else whole), stage.offload.optimizer),
+            "activations": (size.saved, stage.offload.activations),
+        }["parameters" if what == "weights" else what]
+        return kept * (offloaded if moves else 1.0 - offloaded)
+
+    def saved_bytes(self, part: str) -> int:
+        """Of a micro-batch's forward pass through a part."""
+        return round(self.priced.family.sizes[self.row(part)].saved)
+
+    def row(self, part: str) -> int:
+        """Of `L3`, `mtp0`, `embedding` or `head` in the family's tables."""
+        if part in ("embedding", "head"):
+            wanted = (part, "none")
+        elif part.startswith("mtp"):
+            wanted = (self.graph.mtp_kinds[int(part[3:])], layer_variant(self.stage, 0))
+        else:
+            layer = int(part[1:])
+            first = next(first for first, last in self.stage.chunks if first <= layer < last)
+            wanted = (self.graph.layer_kinds[layer], layer_variant(self.stage, layer - first))
+        parts = [table.part for table in self.priced.family.tables]
+        return next(row for row, one in enumerate(parts) if (one.kind, one.variant) == wanted)
+
+    def _state(self, name: str) -> float:
+        """Gradients, parameters and the optimizer: of the whole stage, of a part, or of a piece of it."""
+        what, _, part = name.partition(".")
+        costs, terms, rates = self.priced.costs, self.priced.terms, self.priced.rates
+        if not part:
+            whole = costs.last_extra_seconds if what == "gradients" else costs.first_extra_seconds
+            return float(whole[0, self.column])
+        row = self.row(part)
+        if what == "optimizer":
+            return float(terms.optimizer_seconds[row, 0])
+        size = self.priced.family.sizes[row]
+        each = rates.gradient_bytes if what == "gradients" else rates.gathered_bytes
+        dense, experts = np.array([size.dense_parameters]), np.array([size.expert_parameters])
+        once = exchange_seconds(dense, experts, each, rates)
+        twice = 2.0 if what == "gradients" and self.stage.zero_level == 0 else 1.0
+        return twice * float(once[0]) / max(1, self._pieces[name, None])
+
+    def _operators(self, place: str, pieces: int) -> Mapping[Key, float]:
+        """Seconds of a part's operators, each in so many pieces, under the names that the list has."""
+        if (place, pieces) not in self._folded:
+            named, folded = self._named[place], dict.fromkeys(self._named[place], 0.0)
+            for key, seconds in self._priced(self.row(place), pieces).items():
+                folded[_folded(key, named)] += seconds
+            self._folded[place, pieces] = folded
+        return self._folded[place, pieces]
+
+    def _priced(self, row: int, pieces: int) -> dict[Key, float]:
+        if (row, pieces) not in self._by_size:
+            family, setting = self.priced.family, self.priced.setting
+            table, cost = family.tables[row], self.priced.parts[row]
+            if pieces > 1:
+                samples, length = self.stage.micro_batch_size, self.plan.sequence_length
+                divided = samples % pieces == 0
+                sizes = (samples // pieces, length) if divided else (samples, length // pieces)
+                table = tabulate(table.part, *sizes)
+                cost = cost_of(table, setting)
+            self._by_size[row, pieces] = operator_seconds(table, setting, cost)
+        return self._by_size[row, pieces]
+
+
+def place_of(operator: Operator) -> str:
+    """`L3`, `mtp0`, `embedding` or `head`; empty for what is no operator of the model."""
+    if not operator.is_compute and operator.layer is None and operator.mtp is None:
+        return ""
+    head = operator.part.partition(".")[0]
+    if head in ("gradients", "parameters", "optimizer", "offload", "prefetch"):
+        return ""
+    if operator.layer is not None:
+        return f"L{operator.layer}"
+    return f"mtp{operator.mtp}" if operator.mtp is not None else head
+
+
+def _key(operator: Operator) -> Key:
+    return operator.part, operator.weight, operator.suffix
+
+
+def _folded(key: Key, named: Mapping[Key, None]) -> Key:
+    """The operator of a list whose instruction does this."""
+    part, weight, suffix = key
+    if key in named:
+        return key
+    if suffix == WEIGHT_GRADIENT:
+        deferred = [other for other in named if other[0] == part and other[2] == suffix and not (weight and other[1])]
+        if deferred:  # of the whole operator, or of a weight that the capture does not name
+            return deferred[0]
+    if suffix in (WEIGHT_GRADIENT, RECOMPUTE) and (part, "", BACKWARD) in named:
+        return part, "", BACKWARD
+    backward = suffix != ""
+    return next(other for other in named if (other[2] != "") == backward)

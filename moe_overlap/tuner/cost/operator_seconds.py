@@ -1,0 +1,85 @@
+"""The seconds of a part of the model, operator by operator of the plan's vocabulary: what instructions take.
+
+They add up to the part's cost (`layer.py`): where the host sets the pace of a pass all its operators are stretched alike, and
+collectives of a kind that run beside computation count with the share that is exposed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from moe_overlap.plan.operators import (
+    BACKWARD,
+    COMBINE,
+    COUNT,
+    DISPATCH,
+    EXCHANGE_PARTS,
+    GATE,
+    MERGE,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    WEIGHTS,
+)
+from moe_overlap.tuner.capture.graph import Op, Part
+from moe_overlap.tuner.cost.layer import PartCost, PassCost, Setting, alone_seconds, kernel_seconds, kind_of
+from moe_overlap.tuner.cost.operators import OpTable
+
+Key = tuple[str, str, str]
+"""Operator, weight and suffix, as in `operators.Operator`."""
+BESIDE = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
+"""Computation around an exchange belongs to these."""
+
+
+def operator_seconds(table: OpTable, setting: Setting, cost: PartCost) -> dict[Key, float]:
+    """Seconds of every operator of a part.
+
+    Args:
+        cost: of the part in this setting.
+    """
+    seconds, _ = kernel_seconds(table, setting)
+    found: dict[Key, float] = defaultdict(float)
+    for is_backward, one in ((False, cost.forward), (True, cost.backward)):
+        here = table.backward == is_backward
+        on_device = float(seconds[here].sum())
+        stretched = one.compute_seconds / on_device if on_device else 0.0
+        for op in table.ops:
+            if here[op.id]:
+                found[_key(table.part, op)] += stretched * float(seconds[op.id])
+        taken = [
+            (table.ops[index], kind_of(collective), alone_seconds(table, setting, index, collective, payload))
+            for index, collective, payload in table.collectives
+            if here[index]
+        ]
+        for op, kind, alone in taken:
+            key = (op.operator, "", _suffix(op)) if op.operator in EXCHANGE_PARTS else _key(table.part, op)
+            found[key] += alone * _exposed_share(one, kind, (a for _, k, a in taken if k == kind))
+    return dict(found)
+
+
+def _exposed_share(cost: PassCost, kind: str, alone: Iterable[float]) -> float:
+    total = sum(alone)
+    return cost.exposed.get(kind, 0.0) / total if total else 0.0
+
+
+def _key(part: Part, op: Op) -> Key:
+    operator = BESIDE.get(op.operator, op.operator)
+    if op.is_weight_gradient:
+        return operator, weight_of(part, op), WEIGHT_GRADIENT
+    return operator, "", _suffix(op)
+
+
+def _suffix(op: Op) -> str:
+    if op.phase == "forward":
+        return ""
+    return RECOMPUTE if op.is_recomputed else BACKWARD
+
+
+def weight_of(part: Part, op: Op) -> str:
+    """The weight whose gradient an operator makes, as plans name it; empty where the capture does not tell."""
+    if op.operator == GATE:
+        return "router"
+    names = [word for index in op.writes for word in part.storages[index].name.split(".")]
+    words = {word.removeprefix("linear_").removesuffix("_proj") for word in names}
+    words |= {"output"} if "output_layer" in words else set()
+    return next((weight for weight in WEIGHTS.get(op.operator, ()) if weight in words), "")
