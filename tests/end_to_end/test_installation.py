@@ -71,7 +71,12 @@ def look(python: Path, folder: Path) -> dict[str, object]:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a clone holds: building leaves files behind."""
     copy = tmp_path_factory.mktemp("clone") / "project"
-    left_out = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "checkpoints", "runs", "tests")
+    anywhere = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "tests")
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        made_by_runs = {"checkpoints", "runs"} if Path(folder) == ROOT else set()
+        return {*anywhere(folder, names), *made_by_runs}
+
     shutil.copytree(ROOT, copy, ignore=left_out)
     return copy
 
