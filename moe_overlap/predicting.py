@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from megatron.training.arguments import expand_files, parse
 from megatron.training.config import Config
@@ -92,51 +93,45 @@ def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = 
     return Job(config, model, decided, flags)
 
 
-def predict(
-    words: Sequence[str],
-    cluster: Cluster,
-    *,
-    precision: Precision | None = None,
-    software: str | None = None,
-    expert_load: str | None = None,
-    plan: str | None = None,
-    graphs: Graphs | None = None,
-    constants: Constants | None = None,
-) -> Prediction:
+class Options(TypedDict, total=False):
+    """What may be said of a prediction beside the flags and the machines."""
+
+    precision: Precision | None
+    """In place of what the flags say."""
+    plan: str | None
+    """File of a plan that decides in place of the flags."""
+    software: str | None
+    """Release whose efficiencies count; default the newest that was measured."""
+    expert_load: str | None
+    """File of --log-expert-load: the busiest ranks set the pace. Default: balanced routing."""
+    graphs: Graphs | None
+    """Captured models of the stages; default the cached capture."""
+    constants: Constants | None
+    """Default those of constants.json."""
+
+
+def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> Prediction:
     """Seconds and bytes of a run.
 
     Args:
         words: Megatron flags, or `@FILE`.
         cluster: the machines; all of their GPUs run.
-        precision, plan: in place of what the flags say.
-        software: release whose efficiencies count; default the newest that was measured.
-        expert_load: file of --log-expert-load: the busiest ranks set the pace. Default: balanced routing.
-        graphs: captured models of the stages; default the cached capture.
-        constants: default those of constants.json.
+    Raises:
+        ConfigError: the flags or the files of the options are wrong, or the model cannot be captured.
     """
-    task = _task(words, cluster, precision, software, expert_load, plan, graphs, constants)
+    task = _task(words, cluster, options)
     job, machine = task.job, task.machine
     families = prepare(job.plan, job.model, task.graphs, task.features, machine.load)
     return price(job.plan, job.model, families, machine, task.features, task.extrapolating)
 
 
-def simulated(
-    words: Sequence[str],
-    cluster: Cluster,
-    *,
-    precision: Precision | None = None,
-    software: str | None = None,
-    expert_load: str | None = None,
-    plan: str | None = None,
-    graphs: Graphs | None = None,
-    constants: Constants | None = None,
-) -> SimulatedStep:
+def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:
     """A step of a run, instruction by instruction, on one rank of every stage. Arguments as `predict` takes them.
 
     Raises:
         ConfigError: beside what `predict` raises, what cannot be lowered to instructions.
     """
-    task = _task(words, cluster, precision, software, expert_load, plan, graphs, constants)
+    task = _task(words, cluster, options)
     return simulate_step(task.job.plan, task.job.model, task.graphs, task.machine, task.features)
 
 
@@ -151,28 +146,22 @@ class _Task:
     extrapolating: tuple[str, ...]
 
 
-def _task(
-    words: Sequence[str],
-    cluster: Cluster,
-    precision: Precision | None,
-    software: str | None,
-    expert_load: str | None,
-    plan: str | None,
-    graphs: Graphs | None,
-    constants: Constants | None,
-) -> _Task:
-    job = read_job(words, cluster.gpus, precision, plan)
+def _task(words: Sequence[str], cluster: Cluster, options: Options) -> _Task:
+    job = read_job(words, cluster.gpus, options.get("precision"), options.get("plan"))
     features = features_of(job.config, job.plan.precision, job.flags)
+    graphs, constants, expert_load = options.get("graphs"), options.get("constants"), options.get("expert_load")
     measured = cluster.measured
     if graphs is None and measured is not None and measured.device == "cpu":
         graphs = cpu_graphs
     captured = (graphs or cached_graphs)(job.config, job.model, job.plan, job.flags)
-    load = _busiest(expert_load, job.plan) if expert_load is not None else 1.0
+    load = _busiest(expert_load, job) if expert_load is not None else 1.0
     lookup = None
     if measured is not None:
         constants = constants or constants_of(measured, cluster.group_of(0).gpu.name)
         lookup = lookup_of(cluster, operator_keys(job.plan, job.model, captured, features, load))
-    machine, extrapolating = machine_of(cluster, constants or shipped_constants(), software, load, lookup)
+    machine, extrapolating = machine_of(
+        cluster, constants or shipped_constants(), options.get("software"), load, lookup
+    )
     return _Task(job, captured, features, machine, extrapolating)
 
 
@@ -264,11 +253,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_overlap" / "captures"
 
 
-def _busiest(path: str, plan: Plan) -> float:
-    """Rows of the busiest rank of an expert group over the mean, averaged over the layers."""
-    groups = plan.stages[0].expert
+def _busiest(path: str, job: Job) -> float:
+    """Rows of the busiest rank of an expert group over the mean, averaged over the layers.
+
+    Raises:
+        ConfigError: the file is of a model with another number of experts.
+    """
+    groups, experts = job.plan.stages[0].expert, job.model.num_experts
     ratios = []
-    for shares in shares_by_layer(read_expert_loads(path)).values():
+    for layer, shares in shares_by_layer(read_expert_loads(path)).items():
+        if len(shares) != experts:
+            rule = f"its layer {layer} has {len(shares)} experts, the model {experts or 'none'}"
+            raise ConfigError("--expert-load", path, rule, "give the file that a run of this model wrote")
         each = len(shares) // groups
         ratios.append(groups * max(sum(shares[rank * each : (rank + 1) * each]) for rank in range(groups)))
     return sum(ratios) / len(ratios)

@@ -46,7 +46,7 @@ FEATURES = {
     "tied-dense-first": f"{LLAMA} {GPT} {SEQUENCE_LOSS} --moe-layer-freq [0]*1+[1]*3",
     "upstreams-defaults": f"{GPT} {NO_LOSS}",
     "bf16": f"{MOE} {NO_LOSS} --bf16",
-    "per-token-loss": f"{MOE} {SEQUENCE_LOSS} --calculate-per-token-loss",
+    "per-token-loss": f"{MOE} {SEQUENCE_LOSS} --calculate-per-token-loss --optimizer sgd --lr 1e-1",
     "kept-apart": f"{MOE} {SEQUENCE_LOSS} --reset-attention-mask --reset-position-ids --eod-mask-loss",
     "gpt-oss": f"{GPT} {OSS} {SEQUENCE_LOSS}",
     "sgd-sinks": f"{MOE} {NO_LOSS} {SINKS} --optimizer sgd --lr 1e-1 --init-method-std 0.2",

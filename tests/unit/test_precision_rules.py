@@ -107,7 +107,9 @@ def test_refused(words: str) -> None:
     ],
 )
 def test_accepted(words: str) -> None:
-    dry_run(parse(f"{BASE} {words}".split()), None, io.StringIO())
+    out = io.StringIO()
+    dry_run(parse(f"{BASE} {words}".split()), None, out)
+    assert out.getvalue().startswith("model ")
 
 
 def test_fp8_is_refused_on_the_cpu_by_its_flag_and_fp16_starts() -> None:

@@ -107,6 +107,7 @@ def model_fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
         vocab_size: the tokenizer's: the tensors' is padded, by a multiple that depends on the layout.
     """
     model = describe_model(config, vocab_size)
+    windowed = [int(window is not None) for window in model.windows[: model.num_layers]]
     return {
         "--vocab-size": vocab_size,
         "--num-layers": model.num_layers,
@@ -121,7 +122,7 @@ def model_fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
         "--rotary-scaling-factor": config.model.rotary_scaling_factor,
         "--use-rope-scaling": config.attention.use_rope_scaling,
         "--window-size": list(config.attention.window_size or ()),
-        "--window-attn-skip-freq": [int(window is not None) for window in model.windows[: model.num_layers]],
+        "--window-attn-skip-freq": windowed if any(windowed) else [],
         "--softmax-type": config.attention.softmax_type,
         "--swiglu": config.model.swiglu,
         "--squared-relu": config.model.squared_relu,

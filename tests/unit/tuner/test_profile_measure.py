@@ -20,19 +20,25 @@ def test_the_vocabulary_is_what_can_be_called() -> None:
 @pytest.mark.parametrize("dtype", [*FORMATS, *INTEGERS, "bool"])
 def test_every_measurable_operator_runs(dtype: str) -> None:
     """At the sizes of the grid, and at sizes where operands are broadcast or empty."""
+    ran = set()
     for name in BOUND_BY_BYTES:
         for shape in ((1, 9), (64, 64 * 12), (512, 8192), (8, 8256), (1024, 1024 * 8 + 36)):
             for direction in ("forward", "backward"):
                 key = OperatorKey(name, direction, dtype, shape)
                 if can_be_measured(key):
                     call_of(key, "cpu")()
+                    ran.add(name)
+    assert {"clone", "cat", "gather"} <= ran
+    assert ("silu" in ran, "add" in ran, "ge" in ran) == (dtype in FORMATS, dtype != "bool", dtype not in FORMATS)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_products_and_attention_run(dtype: str) -> None:
+    ran = {}
     for key in operator_grid(dtype, "cpu", quick=True):
         if key.kind in ("grouped_gemm", "attention"):
-            call_of(key, "cpu")()
+            ran[key.kind] = call_of(key, "cpu")()
+    assert set(ran) == {"grouped_gemm", "attention"} and None not in ran.values()
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "weight_gradient"])
