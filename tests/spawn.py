@@ -2,8 +2,8 @@
 
     losses = run(2, train_a_little, "--expert-model-parallel-size 2")
 
-`function` is a module-level function of an importable module. Every process imports that module after the CPU backend is
-installed, so a module that is tested this way imports torch and megatron.core inside its functions only.
+`function` is a module-level function of an importable module. The processes are forked from a server that has imported torch
+and megatron.core (tests/preload.py), which takes longer than most functions.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_
     Raises:
         ProcessFailed: with the tracebacks of the processes that failed; the others are stopped.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
     with tempfile.TemporaryDirectory() as folder:
         processes: list[BaseProcess] = []
         pipes: list[Connection] = []
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
             name = (function.__module__, function.__qualname__)
-            start = (rank, world_size, f"{folder}/rendezvous", name, arguments, there)
+            start = (rank, world_size, f"{folder}/rendezvous", name, arguments, dict(os.environ), there)
             process: BaseProcess = context.Process(target=_child, args=start, daemon=True)
             process.start()
             there.close()
@@ -96,20 +97,16 @@ def _child(
     rendezvous: str,
     name: tuple[str, str],
     arguments: tuple[Any, ...],
+    environment: dict[str, str],
     pipe: Connection,
 ) -> None:
+    os.environ.update(environment)  # the server's is that of the first launch
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.pop("RANK", None)
     try:
         import torch
 
-        from megatron.training import cpu_backend
-        from megatron.training.quiet import quiet_libraries
-
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        quiet_libraries()
-        if cpu_backend.is_needed():
-            cpu_backend.install()
         torch.distributed.init_process_group(
             "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
         )

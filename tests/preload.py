@@ -1,0 +1,30 @@
+"""What every process of tests.spawn needs, imported once: by the server that they are forked from.
+
+The server starts no thread and touches no device: whether there is one is asked of the driver's library alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+from megatron.training import cpu_backend
+from megatron.training.quiet import quiet_libraries
+
+MODULES = (
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+)
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+quiet_libraries()
+if cpu_backend.is_needed():
+    cpu_backend.install()
+for module in MODULES:
+    importlib.import_module(module)
