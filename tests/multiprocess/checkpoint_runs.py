@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.multiprocess.reused_groups import reused_groups
+
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length 32
     --max-position-embeddings 32 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
@@ -42,7 +44,8 @@ def train(folder: Path, name: str, flags: str, model: str = MODEL) -> Steps:
     vocabulary = f"--make-vocab-size-divisible-by {512 // tensor}"
     parsed = parse([*f"{model} {TRAINING} {vocabulary} {flags}".split(), "--log-json", str(log)])
     validate(parsed.config, dist.get_world_size())
-    pretrain_moe.assemble(parsed, dist.get_rank()).run()
+    with reused_groups():
+        pretrain_moe.assemble(parsed, dist.get_rank()).run()
     dist.barrier()
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines}

@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tests.multiprocess.reused_groups import reused_groups
+
 MODEL = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --attention-dropout 0 --hidden-dropout 0 --moe-token-dispatcher-type alltoall --mock-data --micro-batch-size 1
@@ -33,7 +35,7 @@ def train(folder: Path, feature: str, name: str, flags: str, first: bool) -> Los
     start = ["--save"] if first else ["--finetune", "--ckpt-step", "0", "--load"]
     parsed = parse([*words, *start, str(folder / f"{feature}-start"), "--log-json", str(log)])
     validate(parsed.config, dist.get_world_size())
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), reused_groups():
         loop = pretrain_moe.assemble(parsed, dist.get_rank())
         if first:
             loop.save_now()

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.multiprocess.reused_groups import reused_groups
+
 BASE = """
     --num-layers 3 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0
@@ -101,7 +103,8 @@ def assembled(flags: str, base: str = BASE) -> tuple[Any, Any]:
 
     parsed = parse([*base.split(), *flags.split()])
     validate(parsed.config, dist.get_world_size())
-    job = pretrain_moe.assemble(parsed, dist.get_rank()).job
+    with reused_groups():
+        job = pretrain_moe.assemble(parsed, dist.get_rank()).job
     feed = job.batches("train", 0)
     assert feed is not None
     return job, _uneven(feed)
