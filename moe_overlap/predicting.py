@@ -119,10 +119,8 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     Raises:
         ConfigError: the flags or the files of the options are wrong, or the model cannot be captured.
     """
-    task = _task(words, cluster, options)
-    job, machine = task.job, task.machine
-    families = prepare(job.plan, job.model, task.graphs, task.features, machine.load)
-    return price(job.plan, job.model, families, machine, task.features, task.extrapolating)
+    task = task_of(words, cluster, options)
+    return predicted_of(task, task.job.plan)
 
 
 def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:
@@ -131,13 +129,13 @@ def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]
     Raises:
         ConfigError: beside what `predict` raises, what cannot be lowered to instructions.
     """
-    task = _task(words, cluster, options)
+    task = task_of(words, cluster, options)
     return simulate_step(task.job.plan, task.job.model, task.graphs, task.machine, task.features)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Task:
-    """A configuration with everything that prices it."""
+class Task:
+    """A configuration with everything that prices it, and its plans of other overlap."""
 
     job: Job
     graphs: Mapping[int, CapturedModel]
@@ -146,7 +144,15 @@ class _Task:
     extrapolating: tuple[str, ...]
 
 
-def _task(words: Sequence[str], cluster: Cluster, options: Options) -> _Task:
+def predicted_of(task: Task, plan: Plan) -> Prediction:
+    """Seconds and bytes of a plan that has the task's parallel layout."""
+    model, machine = task.job.model, task.machine
+    families = prepare(plan, model, task.graphs, task.features, machine.load)
+    return price(plan, model, families, machine, task.features, task.extrapolating)
+
+
+def task_of(words: Sequence[str], cluster: Cluster, options: Options) -> Task:
+    """Read, capture and look up; arguments as `predict` takes them."""
     job = read_job(words, cluster.gpus, options.get("precision"), options.get("plan"))
     features = features_of(job.config, job.plan.precision, job.flags)
     graphs, constants, expert_load = options.get("graphs"), options.get("constants"), options.get("expert_load")
@@ -162,7 +168,7 @@ def _task(words: Sequence[str], cluster: Cluster, options: Options) -> _Task:
     machine, extrapolating = machine_of(
         cluster, constants or shipped_constants(), options.get("software"), load, lookup
     )
-    return _Task(job, captured, features, machine, extrapolating)
+    return Task(job, captured, features, machine, extrapolating)
 
 
 def job_operators(words: Sequence[str], ranks: int, device: str) -> list[OperatorKey]:

@@ -16,12 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.cluster import GIB, Cluster, load_cluster, shipped_cluster
+if __name__ == "__main__":
+    # A script finds only what stands beside it: the package `tools` is one folder up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.trace import write_ranks
 from moe_overlap.predicting import PRECISIONS, predict, simulated
 from moe_overlap.tuner.cost.predict import Prediction
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep
+from tools.job_arguments import add_job_arguments, cluster_of, words_of
 
 GIVEN = ("precision", "software", "expert_load", "plan")
 """Options that `predict` takes as they are."""
@@ -31,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 for a user's mistake. A plan that does not fit is an answer, not a mistake."""
     arguments = _parser().parse_args(argv)
     try:
-        cluster = _cluster(arguments)
-        words, given = _words(arguments), {name: getattr(arguments, name) for name in GIVEN}
+        cluster = cluster_of(arguments)
+        words, given = words_of(arguments), {name: getattr(arguments, name) for name in GIVEN}
         prediction = predict(words, cluster, **given)
         step = simulated(words, cluster, **given) if arguments.trace is not None else None
         if step is not None:
-            _write_trace(arguments.trace, step)
+            write_trace(arguments.trace, step)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -53,12 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megatron-args", metavar="FILE", required=True, help="flags of the run, or its shell script")
-    parser.add_argument("--model", metavar="FILE", help="model file (examples/models); its flags come first")
+    add_job_arguments(parser)
     parser.add_argument("--plan", metavar="FILE", help="a plan that decides in place of the flags")
-    parser.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
-    parser.add_argument("--gpu", help="type of GPU, in place of --cluster")
-    parser.add_argument("--num-gpus", type=int, help="how many of them")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
     parser.add_argument("--software", metavar="RELEASE", help="efficiencies of a release, as 26.04; default the newest")
     parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
@@ -69,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _write_trace(path: str, step: SimulatedStep) -> None:
+def write_trace(path: str | Path, step: SimulatedStep) -> None:
+    """Spans and kept bytes of a simulated step; ConfigError where the file cannot be written."""
     ranks = list(step.prices)
     try:
         write_ranks(
@@ -78,35 +80,7 @@ def _write_trace(path: str, step: SimulatedStep) -> None:
             {rank: step.kept_bytes(rank) for rank in ranks},
         )
     except OSError as error:
-        raise ConfigError("--trace", path, f"cannot be written: {error.strerror}", "give another file") from None
-
-
-def _cluster(arguments: argparse.Namespace) -> Cluster:
-    if arguments.cluster is not None:
-        if arguments.gpu is not None or arguments.num_gpus is not None:
-            raise ConfigError("--cluster", arguments.cluster, "stands beside --gpu or --num-gpus", "use one of them")
-        return load_cluster(arguments.cluster)
-    if arguments.gpu is None or arguments.num_gpus is None:
-        raise ConfigError(
-            "--gpu", arguments.gpu or "", "the machines are unknown", "add --gpu and --num-gpus, or --cluster"
-        )
-    return shipped_cluster(arguments.gpu, arguments.num_gpus)
-
-
-def _words(arguments: argparse.Namespace) -> list[str]:
-    """Flags of the model file, then those of the argument file: later ones win."""
-    return [*(_model_words(arguments.model) if arguments.model else []), f"@{arguments.megatron_args}"]
-
-
-def _model_words(path: str) -> list[str]:
-    try:
-        flags = json.loads(Path(path).read_text(encoding="utf-8"))["flags"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("--model", path, f"is no model file ({error})", "see examples/models") from None
-    words = []
-    for name, value in flags.items():
-        words += [f"--{name}", *(map(str, value if isinstance(value, list) else [] if value is True else [value]))]
-    return words
+        raise ConfigError("--trace", str(path), f"cannot be written: {error.strerror}", "give another file") from None
 
 
 def as_json(prediction: Prediction) -> dict[str, Any]:

@@ -1,0 +1,227 @@
+"""Decide the overlap of a run from its Megatron flags: what `tools/autotune.py --overlap-only` writes, as a function.
+
+Every mechanism becomes a plan of its own, whose step is predicted: Tutel's chunks of capacity, ranges in partitions (found by
+`search/layer/plan_ranges.py`), two micro-batches at a time; each as it is, and with weight gradients under backward exchanges
+(`search/layer/weight_gradients.py`). The plan with the shortest step that fits is chosen, and the plain one where none is
+shorter by `WORTH`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Unpack
+
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.lower import lower
+from moe_overlap.plan.overlap import TUTEL_DEGREES, SearchLimits
+from moe_overlap.plan.overlap_from_words import OverlapWords, overlap_from_words
+from moe_overlap.plan.plan import Plan
+from moe_overlap.predicting import Job, Options, Task, predicted_of, read_job, task_of
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.predict import Prediction
+from moe_overlap.tuner.cost.simulate_step import price_stages
+from moe_overlap.tuner.search.layer.plan_ranges import PartitionedPlan, partition_ranges
+from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Schedule, schedule_weight_gradients
+
+WORTH = 0.01
+"""Share of the plain step by which another must be shorter: predictions are no better."""
+PLAIN, WHOLE = "plain megatron-core", "whole micro-batches"
+DEFERRED = "weight gradients under exchanges"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One way to overlap.
+
+    Attributes:
+        name: mechanism, and whether weight gradients are deferred.
+        words: the flags it runs with, without `--plan`.
+        refused: why it cannot run; then nothing is predicted.
+        ranges, schedule: what the searches found.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    plan: Plan | None = None
+    prediction: Prediction | None = None
+    refused: str = ""
+    ranges: PartitionedPlan | None = None
+    schedule: Schedule | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of the predicted step."""
+        assert self.prediction is not None, self.refused
+        return self.prediction.predicted.step_seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was chosen, and what else was looked at: the predicted ones from the fastest on, then the refused ones."""
+
+    chosen: Candidate
+    others: tuple[Candidate, ...]
+    plain_seconds: float
+    search_seconds: float
+
+
+def tune_overlap(
+    words: Sequence[str],
+    cluster: Cluster,
+    limits: SearchLimits,
+    solver_seconds: float = 5.0,
+    **options: Unpack[Options],
+) -> Tuned:
+    """Choose the overlap of a run.
+
+    Args:
+        words: Megatron flags, or `@FILE`, without a plan and without overlap decided by hand.
+        cluster: the machines; all of their GPUs run.
+        solver_seconds: of the weight-gradient schedules, each.
+    Raises:
+        ConfigError: as `predict`; or the flags decide an overlap themselves, or the run exchanges no tokens.
+    """
+    begun = time.perf_counter()
+    task = task_of(words, cluster, options)
+    _require_open(task)
+    plain = Candidate(name=PLAIN, words=tuple(words), plan=task.job.plan, prediction=predicted_of(task, task.job.plan))
+    search = _Search(task, tuple(words), cluster, limits, solver_seconds)
+    found = [plain, *search.candidates()]
+    predicted = sorted((one for one in found if one.prediction is not None), key=lambda one: one.seconds)
+    fitting = [one for one in predicted if one.prediction is not None and one.prediction.fits]
+    worth = [one for one in fitting if one.seconds <= plain.seconds * (1.0 - WORTH)]
+    chosen = worth[0] if worth else plain
+    others = [one for one in predicted if one is not chosen] + [one for one in found if one.refused]
+    return Tuned(chosen, tuple(others), plain.seconds, time.perf_counter() - begun)
+
+
+def _require_open(task: Task) -> None:
+    if any(stage.overlap.is_listed for stage in task.job.plan.stages):
+        raise ConfigError(
+            "--overlap-only", "", "the flags decide an overlap by hand", "drop --moe-overlap-* and --plan"
+        )
+    if all(stage.expert * stage.expert_tensor == 1 for stage in task.job.plan.stages):
+        rule = "nothing to hide: one expert rank exchanges no tokens"
+        raise ConfigError("--overlap-only", "", rule, "use --expert-model-parallel-size 2 or more")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Search:
+    """The arguments of `tune_overlap`, understood."""
+
+    task: Task
+    words: tuple[str, ...]
+    cluster: Cluster
+    limits: SearchLimits
+    solver_seconds: float
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All but the plain run."""
+        own = (*self.words, *self._own_parts())
+        yield from self._both(WHOLE, own, self._whole)
+        for degree in TUTEL_DEGREES[1:]:
+            flags = ("--moe-overlap-capacity-chunks", str(degree))
+            yield from self._both(f"Tutel-style, {degree} chunks", own, functools.partial(self._by_flags, own, flags))
+        yield from self._both("partitions", own, functools.partial(self._cut, own))
+        flags = ("--moe-overlap-micro-batches", "2")
+        yield from self._both("two micro-batches", own, functools.partial(self._by_flags, own, flags))
+
+    def _own_parts(self) -> Iterator[str]:
+        """Flags of the gate and the dispatcher that the executor needs."""
+        if self.task.job.config.overlap.moe_gate is None:
+            yield from ("--moe-gate", "topk")
+        yield from ("--moe-token-dispatcher-type", "irregular")
+
+    def _both(
+        self, name: str, words: tuple[str, ...], make: Callable[[], tuple[Plan, PartitionedPlan | None]]
+    ) -> Iterator[Candidate]:
+        """A mechanism by itself, and with weight gradients deferred."""
+        try:
+            plan, ranges = make()
+            first = Candidate(name=name, words=words, plan=plan, prediction=self._predicted(plan), ranges=ranges)
+            if name != WHOLE:
+                yield first
+            schedule = self._schedule(plan, first)
+            if schedule.chosen != "without":
+                filled = _with_steps(schedule.plan, plan)
+                prediction = self._predicted(filled)
+                yield dataclasses.replace(
+                    first, name=f"{name}, {DEFERRED}", plan=filled, prediction=prediction, schedule=schedule
+                )
+        except ConfigError as error:
+            yield Candidate(name=name, words=words, refused=str(error))
+
+    def _predicted(self, plan: Plan) -> Prediction:
+        return predicted_of(self.task, plan)
+
+    def _job(self, words: tuple[str, ...], flags: tuple[str, ...]) -> Job:
+        return read_job([*words, *flags], self.cluster.gpus)
+
+    def _by_flags(self, words: tuple[str, ...], flags: tuple[str, ...]) -> tuple[Plan, None]:
+        return self._job(words, flags).plan, None
+
+    def _whole(self) -> tuple[Plan, None]:
+        """Gates and dispatchers of our own, nothing cut."""
+        job = self.task.job
+        words = OverlapWords(gate=job.config.overlap.moe_gate or "topk", dispatcher="irregular")
+        stages = (
+            dataclasses.replace(stage, overlap=overlap_from_words(words, stage, job.model)) for stage in job.plan.stages
+        )
+        return dataclasses.replace(job.plan, stages=tuple(stages)), None
+
+    def _cut(self, words: tuple[str, ...]) -> tuple[Plan, PartitionedPlan]:
+        """Ranges in partitions, as the search finds them."""
+        samples = self.task.job.plan.stages[0].micro_batch_size
+        fewest = next((parts for parts in range(2, samples + 1) if samples % parts == 0), 2)
+        # The flags' own rules say what a run with partitions needs beside the plan.
+        self._job(words, ("--moe-overlap-partitions", str(fewest), "--moe-overlap-range", "experts"))
+        whole, _ = self._whole()
+        free = free_bytes(self._predicted(whole))
+        found = partition_ranges(whole, self.task.job.model, self._prices(whole), self.limits, free)
+        if not any(stage.ranges for stage in found.stages):
+            reasons = {reason for stage in found.stages for _, reason in stage.excluded}
+            raise ConfigError("partitions", "", "; ".join(sorted(reasons)) or "no range is shorter in parts", "")
+        return found.plan, found
+
+    def _schedule(self, plan: Plan, candidate: Candidate) -> Schedule:
+        assert candidate.prediction is not None
+        held = max(1, int(min(free_bytes(candidate.prediction))))
+        limits = DeferralLimits(max_deferred_bytes=held, solver_seconds=self.solver_seconds)
+        job, task = self.task.job, self.task
+        return schedule_weight_gradients(few_steps(plan), job.model, task.graphs, task.machine, task.features, limits)
+
+    def _prices(self, plan: Plan) -> dict[int, StagePrices]:
+        task, prices = self.task, {}
+        few = few_steps(plan)
+        for stage, here in zip(
+            few.stages, price_stages(few, task.job.model, task.graphs, task.machine, task.features), strict=True
+        ):
+            here.read(lower(few, task.job.model, stage.devices.ranks[0]))
+            prices[stage.devices.ranks[0]] = here
+        return prices
+
+
+def free_bytes(prediction: Prediction) -> list[float]:
+    """By stage, what its peak leaves of a device."""
+    return [max(0.0, prediction.capacity_bytes - stage.peak_bytes) for stage in prediction.predicted.stages]
+
+
+def few_steps(plan: Plan) -> Plan:
+    """The plan with so many micro-batches that every stage has a steady state, where it has more."""
+    most = 2 * len(plan.stages)
+    return _with_micro_batches(plan, min(most, plan.stages[0].gradient_accumulation_steps))
+
+
+def _with_steps(few: Plan, plan: Plan) -> Plan:
+    """What was decided for few micro-batches, for all of them."""
+    return _with_micro_batches(few, plan.stages[0].gradient_accumulation_steps)
+
+
+def _with_micro_batches(plan: Plan, count: int) -> Plan:
+    stages = (dataclasses.replace(stage, gradient_accumulation_steps=count) for stage in plan.stages)
+    samples = plan.stages[0].micro_batch_size * plan.stages[0].data * count
+    return dataclasses.replace(plan, stages=tuple(stages), global_batch_size=samples)

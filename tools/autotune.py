@@ -1,0 +1,173 @@
+"""Decide how a run overlaps its communication: `tools/autotune.py --overlap-only`.
+
+    python tools/autotune.py --overlap-only --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64 --output tuned
+    torchrun ... pretrain_moe.py @tuned/megatron_args.txt
+
+For the parallel layout of the flags, ways to hide all-to-all are searched and their steps predicted. Written to --output:
+plan.json (where something is overlapped), megatron_args.txt (the flags that run it), trace.json (the predicted step, for
+ui.perfetto.dev and tools/compare_trace.py). Printed: what was chosen, and why the others were not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # A script finds only what stands beside it: the package `tools` is one folder up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.training.arguments import expand_files
+from moe_overlap.describe.cluster import GIB
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.overlap_tuning import PLAIN, Candidate, Tuned, tune_overlap
+from moe_overlap.plan.overlap import SearchLimits
+from moe_overlap.plan.serialize import save_plan
+from moe_overlap.predicting import simulated
+from tools.job_arguments import add_job_arguments, cluster_of, words_of
+from tools.predict import as_json, write_trace
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; 2 for a user's mistake."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if not arguments.overlap_only:
+            rule = "parallelism and memory are not searched yet"
+            raise ConfigError("--overlap-only", "missing", rule, "add it to decide the overlap of these flags")
+        cluster = cluster_of(arguments)
+        limits = SearchLimits(
+            max_partitions=arguments.overlap_max_partitions,
+            group_seconds=arguments.overlap_group_seconds,
+            range_limit=arguments.overlap_range_limit,
+        )
+        given = {"software": arguments.software, "expert_load": arguments.expert_load}
+        tuned = tune_overlap(words_of(arguments), cluster, limits, arguments.time_limit, **given)
+        folder = Path(arguments.output)
+        words = write_run(folder, tuned.chosen)
+        write_trace(folder / "trace.json", simulated(words, cluster, **given))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(tuned_json(tuned), indent=1) if arguments.json else tuned_text(tuned, folder))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_job_arguments(parser)
+    parser.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")
+    parser.add_argument("--overlap-only", action="store_true", help="keep the parallel layout, decide the overlap")
+    parser.add_argument("--overlap-max-partitions", metavar="N", type=int, default=8, help="most partitions of a range")
+    parser.add_argument(
+        "--overlap-group-seconds", metavar="S", type=float, default=0.0, help="shorter operators are moved together"
+    )
+    parser.add_argument("--overlap-range-limit", metavar="N", type=int, default=16, help="most groups in a range")
+    parser.add_argument("--time-limit", metavar="S", type=float, default=5.0, help="of each weight-gradient schedule")
+    parser.add_argument("--software", metavar="RELEASE", help="efficiencies of a release, as 26.04; default the newest")
+    parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    return parser
+
+
+def write_run(folder: Path, chosen: Candidate) -> list[str]:
+    """Plan and flags of a run; returns the flags, read from the file."""
+    target = folder / "megatron_args.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        words = list(expand_files(chosen.words))
+        if chosen.name != PLAIN:
+            assert chosen.plan is not None and chosen.prediction is not None
+            plan = dataclasses.replace(chosen.plan, predicted=chosen.prediction.predicted)
+            save_plan(plan, folder / "plan.json")
+            words += ["--plan", str(folder / "plan.json")]
+        target.write_text(_lines(words), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
+    return [f"@{target}"]
+
+
+def _lines(words: Sequence[str]) -> str:
+    """A flag and its values on each line."""
+    lines: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(shlex.quote(word))
+    return "".join(" ".join(line) + "\n" for line in lines)
+
+
+def tuned_json(tuned: Tuned) -> dict[str, Any]:
+    """The answer for programs: the chosen plan as tools/predict.py prints it, and the others."""
+    assert tuned.chosen.prediction is not None
+    return as_json(tuned.chosen.prediction) | {
+        "chosen": tuned.chosen.name,
+        "plain_step_seconds": tuned.plain_seconds,
+        "runners_up": [_as_json(other) for other in tuned.others],
+        "search": {"seconds": tuned.search_seconds},
+    }
+
+
+def _as_json(one: Candidate) -> dict[str, Any]:
+    if one.prediction is None:
+        return {"name": one.name, "refused": one.refused}
+    return {"name": one.name, "step_seconds": one.seconds, "fits": one.prediction.fits}
+
+
+def tuned_text(tuned: Tuned, folder: Path) -> str:
+    """The answer for a reader."""
+    chosen = tuned.chosen
+    gained = tuned.plain_seconds / chosen.seconds
+    lines = [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
+    lines += [f"           {line}" for line in _decisions(chosen)]
+    lines += [f"not        {other.name}: {_why(other, chosen)}" for other in tuned.others]
+    lines += [
+        "",
+        f"searched   {tuned.search_seconds:.1f} s",
+        f"written    {folder}: plan.json, megatron_args.txt, trace.json",
+    ]
+    lines += [f"next       torchrun ... pretrain_moe.py @{folder / 'megatron_args.txt'}"]
+    return "\n".join(lines)
+
+
+def _figures(one: Candidate) -> str:
+    assert one.prediction is not None
+    predicted = one.prediction.predicted
+    peak = max(stage.peak_bytes for stage in predicted.stages) / GIB
+    return f"{one.seconds:.4f} s a step, peak {peak:.1f} GiB"
+
+
+def _why(other: Candidate, chosen: Candidate) -> str:
+    if other.prediction is None:
+        return other.refused
+    if not other.prediction.fits:
+        return f"{_figures(other)}; does not fit: {other.prediction.overflow[0]}"
+    return f"{_figures(other)} ({other.seconds / chosen.seconds - 1:+.1%})"
+
+
+def _decisions(chosen: Candidate) -> list[str]:
+    lines = []
+    for stage in chosen.ranges.stages if chosen.ranges is not None else ():
+        for one in stage.ranges:
+            lines.append(
+                f"{one.first_operator} … {one.last_operator} in {one.partitions} parts: "
+                f"{one.seconds * 1e3:.3f} ms a micro-batch, whole {one.uncut_seconds * 1e3:.3f}"
+            )
+    if chosen.schedule is not None:
+        for chunk in chosen.schedule.chunks:
+            solution = chunk.solution
+            lines.append(
+                f"weight gradients of stage {chunk.stage}, chunk {chunk.chunk}: {solution.value * 1e3:.3f} ms under exchanges, "
+                f"greedy {solution.greedy_value * 1e3:.3f}, at most {solution.bound * 1e3:.3f} (gap {solution.gap:.1%})"
+            )
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())
