@@ -28,6 +28,7 @@ from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
 from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.listed_step import with_lists
 from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys
 from moe_overlap.tuner.cost.predict import Machine, Prediction, machine_of, price
 from moe_overlap.tuner.cost.prepare import prepare, stage_variants
@@ -122,7 +123,10 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     task = _task(words, cluster, options)
     job, machine = task.job, task.machine
     families = prepare(job.plan, job.model, task.graphs, task.features, machine.load)
-    return price(job.plan, job.model, families, machine, task.features, task.extrapolating)
+    closed = price(job.plan, job.model, families, machine, task.features, task.extrapolating)
+    if not any(stage.overlap.is_listed for stage in job.plan.stages):
+        return closed
+    return with_lists(closed, job.plan, job.model, task.graphs, machine, task.features)
 
 
 def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:
