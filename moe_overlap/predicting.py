@@ -28,6 +28,7 @@ from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
 from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.listed_step import with_lists
 from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys
 from moe_overlap.tuner.cost.predict import Machine, Prediction, machine_of, price
 from moe_overlap.tuner.cost.prepare import prepare, stage_variants
@@ -148,7 +149,10 @@ def predicted_of(task: Task, plan: Plan) -> Prediction:
     """Seconds and bytes of a plan that has the task's parallel layout."""
     model, machine = task.job.model, task.machine
     families = prepare(plan, model, task.graphs, task.features, machine.load)
-    return price(plan, model, families, machine, task.features, task.extrapolating)
+    closed = price(plan, model, families, machine, task.features, task.extrapolating)
+    if not any(stage.overlap.is_listed for stage in plan.stages):
+        return closed
+    return with_lists(closed, plan, model, task.graphs, machine, task.features)
 
 
 def task_of(words: Sequence[str], cluster: Cluster, options: Options) -> Task:

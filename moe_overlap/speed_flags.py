@@ -33,10 +33,6 @@ NOT_MODELLED = (
     "--use-transformer-engine-op-fuser",
     "--optimizer-cuda-graph",
     "--moe-expert-capacity-factor",
-    "--moe-overlap-partitions",
-    "--moe-overlap-capacity-chunks",
-    "--moe-overlap-micro-batches",
-    "--defer-weight-gradients",
 )
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}

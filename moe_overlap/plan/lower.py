@@ -9,7 +9,7 @@ What it asks for and is not lowered yet is refused by field.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -47,6 +47,7 @@ def lower(
     rank: int,
     saved_bytes: Mapping[str, int] = MappingProxyType({}),
     while_waiting: bool = True,
+    blocks: Sequence[Sequence[Step]] | None = None,
 ) -> tuple[Instruction, ...]:
     """The instruction list of one rank.
 
@@ -54,6 +55,7 @@ def lower(
         plan: a plan that `validate_plan` has accepted for this model.
         rank: global rank.
         saved_bytes, while_waiting: as in part_drafts.py and lower_decoupled.py, for stages whose parts step by themselves.
+        blocks: other passes than the whole step's, in the form of `pipeline_blocks`, for what is told from a few of them.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
@@ -61,7 +63,7 @@ def lower(
     index = plan.stage_of(rank)
     passes = _PassLowering(plan, model, index, rank, LayerLowering(plan, plan.stages[index], model))
     drafts: list[Draft] = []
-    for steps in pipeline_blocks(plan, index):
+    for steps in pipeline_blocks(plan, index) if blocks is None else blocks:
         written = [list(passes.write(step)) for step in steps]
         drafts += interleave(*written) if len(written) == 2 else written[0]
     to = ListBuilder(index)

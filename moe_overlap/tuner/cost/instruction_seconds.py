@@ -59,7 +59,7 @@ class StagePrices:
     def seconds(self, i: Instruction) -> float:
         """Of one instruction, alone."""
         if i.kind == "point-to-point":
-            return one_way_seconds(self.plan, self.priced.family.boundary_bytes, self.machine)
+            return self.transfer_seconds()
         if i.kind == "copy":
             return float(
                 host_seconds(i.bytes, self.priced.setting.groups["dp"].links, self.machine.constants.link_rates)
@@ -70,6 +70,10 @@ class StagePrices:
         if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
             return self._state(i.name)
         return self._operators(place_of(operator), pieces)[_key(operator)]
+
+    def transfer_seconds(self) -> float:
+        """Of one transfer to a neighbouring stage."""
+        return one_way_seconds(self.plan, self.priced.family.boundary_bytes, self.machine)
 
     def buffer_bytes(self, name: str) -> float:
         """Of what a list keeps: states, gathered weights, a micro-batch's gradients, saved activations.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import NO_OVERLAP
+from moe_overlap.plan.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
 from moe_overlap.tuner.cost.features import Features
@@ -86,9 +87,7 @@ def _family(
         for part, count in one:
             counts[rows[id(part)], column] += count
     captured = CAPTURED_BYTES.get(plan.precision, 2.0)
-    flying = [
-        in_flight(len(stage.chunks), len(plan.stages), index, stage.gradient_accumulation_steps) for index in indices
-    ]
+    flying = [_flying(plan, index) for index in indices]
     size = stage.micro_batch_size
     tables = tuple(tabulate(part, size, length) for part in parts.values())
     sizes = (part_bytes(table, size, length, captured, features, load) for table in tables)
@@ -101,6 +100,14 @@ def _family(
         in_flight=np.array(flying),
         boundary_bytes=2.0 * size * length / stage.context / stage.tensor * model.hidden_size,
     )
+
+
+def _flying(plan: Plan, index: int) -> float:
+    """Micro-batches whose activations a stage holds at once."""
+    stage = plan.stages[index]
+    if stage.overlap.micro_batches_in_flight > 1:
+        return float(most_in_flight(pipeline_blocks(plan, index)))
+    return in_flight(len(stage.chunks), len(plan.stages), index, stage.gradient_accumulation_steps)
 
 
 def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part, float]]:

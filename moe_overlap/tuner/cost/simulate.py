@@ -230,14 +230,15 @@ def _stuck(left: Mapping[int, Instruction | None], lists: Lists) -> str:
 
 def _passes(made: Sequence[Instruction]) -> list[Step]:
     """The passes of a list in order of their first computation."""
-    return list(dict.fromkeys(_step(i) for i in made if i.kind == "compute" and i.micro_batch is not None))
+    return list(dict.fromkeys(pass_of(i) for i in made if i.kind == "compute" and i.micro_batch is not None))
 
 
-def _step(i: Instruction) -> Step:
+def pass_of(i: Instruction) -> Step:
+    """The pass that an instruction with a micro-batch belongs to."""
     backward = i.name.endswith((f".{operators.BACKWARD}", f".{operators.RECOMPUTE}", f".{operators.WEIGHT_GRADIENT}"))
     return Step("backward" if backward else "forward", i.chunk or 0, i.micro_batch or 0)
 
 
 def _is_of(step: Step, i: Instruction) -> bool:
     """Whether an instruction belongs to a pass; what belongs to none stands at the end of the grid."""
-    return i.micro_batch is not None and step == _step(i)
+    return i.micro_batch is not None and step == pass_of(i)

@@ -48,21 +48,26 @@ def simulate_step(
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
-    families = prepare(plan, model, graphs, features, machine.load)
-    place: dict[int, tuple[Priced, int]] = {}
-    for family in families:
-        priced = price_family(plan, model, family, machine, features)
-        place.update({index: (priced, column) for column, index in enumerate(family.stages)})
     prices: dict[int, StagePrices] = {}
-    for index, stage in enumerate(plan.stages):
-        priced, column = place[index]
-        here = StagePrices(plan, stage, graphs[index], priced, column, machine)
+    for index, here in enumerate(price_stages(plan, model, graphs, machine, features)):
+        stage = plan.stages[index]
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
         here.read(lower(plan, model, stage.devices.ranks[0], saved))
         prices[stage.devices.ranks[0]] = here
     lists: dict[int, Sequence[Instruction]] = {rank: one.made for rank, one in prices.items()}
     slowed = slowed_down(machine.constants.overlap_slowdown)
     return SimulatedStep(simulate(lists, lambda rank, i: prices[rank].seconds(i), slowed), prices)
+
+
+def price_stages(
+    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
+) -> list[StagePrices]:
+    """Prices of the instructions of every stage, whose lists they have not read yet."""
+    place: dict[int, tuple[Priced, int]] = {}
+    for family in prepare(plan, model, graphs, features, machine.load):
+        priced = price_family(plan, model, family, machine, features)
+        place.update({index: (priced, column) for column, index in enumerate(family.stages)})
+    return [StagePrices(plan, stage, graphs[index], *place[index], machine) for index, stage in enumerate(plan.stages)]
 
 
 def slowed_down(slowdown: float) -> Interference:

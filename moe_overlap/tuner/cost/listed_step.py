@@ -1,0 +1,227 @@
+"""What a plan costs whose stages overlap communication by their own lists (`StageOverlap.is_listed`).
+
+The step is that of the simulated lists, in place of the closed form of `pipeline.py`; what a micro-batch takes and exposes, and
+the bytes that overlap adds, are read off them, too. Long steps are not simulated whole: lists are folded (`folded.py`), and of
+many micro-batches so many are run that each further group of them adds the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.lower import lower
+from moe_overlap.plan.overlap import NO_OVERLAP
+from moe_overlap.plan.pipeline_order import pipeline_blocks
+from moe_overlap.plan.plan import Plan, PredictedStage
+from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.folded import Block, Folded, blocks_of, fold, folded_list, run_alone, sample_blocks
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.layer import KINDS
+from moe_overlap.tuner.cost.listed_memory import ListedBytes, listed_bytes
+from moe_overlap.tuner.cost.predict import Machine, Prediction
+from moe_overlap.tuner.cost.simulate import simulate
+from moe_overlap.tuner.cost.simulate_step import price_stages, simulate_step, slowed_down
+
+GROUPS = 4
+"""Groups of micro-batches, as many as stages in each, behind which every further one takes as long as the one before."""
+
+
+def with_lists(
+    closed: Prediction,
+    plan: Plan,
+    model: ModelDescription,
+    graphs: Mapping[int, CapturedModel],
+    machine: Machine,
+    features: Features,
+) -> Prediction:
+    """A prediction with the step, the stages and the breakdown of simulated lists.
+
+    Args:
+        closed: the closed form's, which knows no overlap inside a stage; states and bytes that overlap leaves alone stay.
+    Raises:
+        ConfigError: the plan uses a field that is not lowered yet.
+    """
+    listed = _Lists(plan, model, graphs, machine, features)
+    ones = [_stage_alone(listed, index, here) for index, here in enumerate(listed.prices())]
+    played = step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
+    still = step_of_many(lambda count: listed.seconds(ones, count, 0.0), listed.micro_batches, len(ones))
+    slowest = max(ones, key=lambda one: one.stable)
+    stages = tuple(_stage(one, before) for one, before in zip(ones, closed.predicted.stages, strict=True))
+    scale = closed.predicted.step_seconds / played
+    predicted = replace(
+        closed.predicted,
+        step_seconds=played,
+        tokens_per_second_per_gpu=closed.predicted.tokens_per_second_per_gpu * scale,
+        model_tflops_per_gpu=closed.predicted.model_tflops_per_gpu * scale,
+        stages=stages,
+    )
+    early = tuple(
+        f"max_deferred_bytes: stage {one.folded.stage} has {one.bytes.deferred:.3g} to hold; what has no room is computed early"
+        for one in ones
+        if one.bytes.deferred > plan.stages[one.folded.stage].overlap.max_deferred_bytes
+    )
+    return replace(
+        closed,
+        predicted=predicted,
+        breakdown=_breakdown(slowest, plan, played, still),
+        mfu=closed.mfu * scale,
+        not_modelled=(*closed.not_modelled, *early),
+    )
+
+
+def step_of_many(play: Callable[[int], float], micro_batches: int, stages: int) -> float:
+    """Seconds of a step of any number of micro-batches.
+
+    Args:
+        play: seconds of a step of so many; called for few of them, beyond which a group takes as long as the last one.
+    """
+    beyond = max(0, -(-(micro_batches - GROUPS * stages) // stages))
+    few = micro_batches - beyond * stages
+    seconds = play(few)
+    return seconds if not beyond else seconds + beyond * (seconds - play(few - stages))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """Everything that lists of a plan are made and priced from."""
+
+    plan: Plan
+    model: ModelDescription
+    graphs: Mapping[int, CapturedModel]
+    machine: Machine
+    features: Features
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.plan.stages[0].gradient_accumulation_steps
+
+    def prices(self) -> list[StagePrices]:
+        """Of the stages."""
+        return price_stages(self.plan, self.model, self.graphs, self.machine, self.features)
+
+    def of(self, micro_batches: int) -> Plan:
+        """The plan with another number of them."""
+        stages = (replace(stage, gradient_accumulation_steps=micro_batches) for stage in self.plan.stages)
+        return replace(self.plan, stages=tuple(stages))
+
+    def seconds(self, ones: Sequence[_Alone], micro_batches: int, transfers: float = 1.0) -> float:
+        """Seconds of a step; of each transfer between stages this share."""
+        plan = self.of(micro_batches)
+        if any(stage.is_decoupled for stage in plan.stages):
+            return simulate_step(plan, self.model, self.graphs, self.machine, self.features).simulation.step_seconds
+        written = {one.folded.rank: folded_list(one.folded, plan) for one in ones}
+        sent = {one.folded.rank: one.transfer * transfers for one in ones}
+        slowed = slowed_down(self.machine.constants.overlap_slowdown)
+        lists = {rank: made for rank, (made, _) in written.items()}
+        return simulate(lists, lambda rank, i: written[rank][1].get(i.id, sent[rank]), slowed).step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """What one stage takes when it waits for no other.
+
+    Attributes:
+        whole: the blocks of the whole step.
+        stable, first, last: seconds of such a micro-batch.
+        exposed: seconds of a stable one in which it communicates and computes nothing.
+        inside: of them those of KINDS that instructions of computation hold, for they run inside their operators.
+        transfer: seconds of one transfer to a neighbour.
+    """
+
+    folded: Folded
+    whole: list[Block]
+    stable: float
+    first: float
+    last: float
+    exposed: float
+    inside: dict[str, float]
+    transfer: float
+    bytes: ListedBytes
+    fragmentation: float
+
+
+def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
+    plan, machine = listed.plan, listed.machine
+    stage, blocks = plan.stages[index], sample_blocks(plan, index)
+    rank, slowed = stage.devices.ranks[0], slowed_down(machine.constants.overlap_slowdown)
+    saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
+    here.read(lower(plan, listed.model, rank, saved, blocks=blocks))
+    alone = run_alone(here.made, rank, here.seconds, slowed)
+    folded = fold(index, blocks, here.made, alone)
+    whole = blocks_of(folded, plan)
+    stable = _micro_batch(folded, plan, is_last=False)
+    seconds, last = (sum(b.seconds for b in some) for some in (stable, _micro_batch(folded, plan, is_last=True)))
+    inside = {kind: float(here.priced.exposed(kind)[here.column]) for kind in KINDS if kind != "expert"}
+    bare = replace(stage, overlap=NO_OVERLAP)
+    without = replace(plan, stages=(*plan.stages[:index], bare, *plan.stages[index + 1 :]))
+    plain = sample_blocks(without, index)
+    return _Alone(
+        folded=folded,
+        whole=whole,
+        stable=seconds,
+        first=seconds + float(here.priced.costs.first_extra_seconds[0, here.column]),
+        last=last + folded.before_norm,
+        exposed=seconds - sum(block.busy for block in stable) + sum(inside.values()),
+        inside=inside,
+        transfer=here.transfer_seconds(),
+        bytes=listed_bytes(here, listed.model, alone, lower(without, listed.model, rank, saved, blocks=plain), slowed),
+        fragmentation=machine.fragmentation,
+    )
+
+
+def _micro_batch(folded: Folded, plan: Plan, is_last: bool) -> list[Block]:
+    """The blocks that one micro-batch passes; a pair counts for both of its passes, as there is one for every micro-batch."""
+    pairs = [block for key, block in folded.blocks.items() if len(key) > 1]
+    if pairs and not is_last and any(len(steps) > 1 for steps in pipeline_blocks(plan, folded.stage)):
+        return pairs
+    found = []
+    for chunk in range(len(plan.stages[folded.stage].chunks)):
+        found.append(folded.blocks[(("forward", chunk, False),)])
+        backward = folded.blocks.get((("backward", chunk, is_last),))
+        found.append(backward or folded.blocks[(("backward", chunk, True),)])
+    return found
+
+
+def _stage(one: _Alone, closed: PredictedStage) -> PredictedStage:
+    peaks = closed.peak_bytes_by_category
+    extra = round(one.bytes.extra)
+    reserved = round(one.fragmentation * one.bytes.extra)
+    peaks = replace(peaks, temporaries=peaks.temporaries + extra, fragmentation=peaks.fragmentation + reserved)
+    return replace(
+        closed,
+        stable_seconds=one.stable,
+        first_seconds=one.first,
+        last_seconds=one.last,
+        exposed_communication_seconds=one.exposed,
+        peak_bytes=closed.peak_bytes + extra + reserved,
+        peak_bytes_by_category=peaks,
+    )
+
+
+def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float) -> dict[str, float]:
+    """Seconds of the slowest stage by what they are spent on.
+
+    Args:
+        played, still: the step with transfers between stages, and where they take nothing.
+    """
+    count = plan.stages[slowest.folded.stage].gradient_accumulation_steps
+    inside = {kind: count * seconds for kind, seconds in slowest.inside.items()}
+    busy = sum(block.busy for block in slowest.whole)
+    expert = sum(block.seconds for block in slowest.whole) - busy
+    folded = slowest.folded
+    update = folded.optimizer + folded.norm
+    data = folded.before_norm + folded.after_norm - folded.optimizer
+    found = {
+        "compute_seconds": busy - sum(inside.values()),
+        "bubble_seconds": 0.0,
+        **{f"exposed_{kind}_seconds": expert if kind == "expert" else inside[kind] for kind in KINDS},
+        "exposed_data_seconds": data,
+        "exposed_transfer_seconds": played - still,
+        "optimizer_seconds": update,
+    }
+    found["bubble_seconds"] = played - sum(found.values())
+    return found

@@ -1,0 +1,129 @@
+"""Predicted steps of plans that overlap by lists: against the whole step simulated, instruction by instruction; memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from test_cost_predict import CONSTANTS, JOB, by_hand
+from test_cost_simulate_step import CHUNKS, CLUSTER, STAGES
+
+from moe_overlap.plan.serialize import save_plan
+from moe_overlap.predicting import predict, read_job, simulated
+from moe_overlap.tuner.cost.listed_step import GROUPS, step_of_many
+from moe_overlap.tuner.cost.predict import Prediction
+
+BASE = [word for word in JOB if word not in ("--overlap-param-gather", "--overlap-grad-reduce")]
+BASE += """--micro-batch-size 4 --moe-router-topk 4 --moe-gate topk --moe-token-dispatcher-type irregular
+    --moe-overlap-range around --max-deferred-bytes 100000000000""".split()
+PARTS, DEFERRED, PAIRED = "--moe-overlap-partitions 2", "--defer-weight-gradients", "--moe-overlap-micro-batches 2"
+BATCH = "--global-batch-size"
+GAPS = "--overlap-grad-reduce --ddp-bucket-size 1000000"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+JOBS = {
+    "one micro-batch": (f"{STAGES} 1 {PARTS}", 1e-6),
+    "deferral": (f"{STAGES} 1 {DEFERRED} {BATCH} 512", 1e-6),
+    "chunks of capacity": (f"{STAGES} 1 --moe-overlap-capacity-chunks 2 --moe-expert-capacity-factor 1.0", 1e-6),
+    "2 stages": (f"{STAGES} 2 {PARTS} {BATCH} 640", 2e-3),
+    "4 stages": (f"{STAGES} 4 {PARTS} {DEFERRED} {BATCH} 320", 2e-3),
+    "pairs": (f"{STAGES} 2 {PAIRED} {DEFERRED} {BATCH} 768", 2e-3),
+    "pairs over 4 stages": (f"{STAGES} 4 {PARTS} {PAIRED} {BATCH} 320", 2e-3),
+    "gradient pieces": (f"{STAGES} 2 {PARTS} {GAPS} {BATCH} 256", 2e-3),
+    "interleaved": (f"{STAGES} 4 {CHUNKS} 2 {PARTS} {DEFERRED} {BATCH} 512", 1e-2),
+    "recomputed": (f"{STAGES} 2 {PARTS} {RECOMPUTED} {BATCH} 256", 2e-3),
+}
+"""Words, and how far the folded lists may be from the whole ones: what shares a link with transfers is lost."""
+
+
+def predicted(words: str, plan: Path | None = None) -> Prediction:
+    given = {} if plan is None else {"plan": str(plan)}
+    return predict([*BASE, *words.split()], CLUSTER, graphs=by_hand, constants=CONSTANTS, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_step_is_that_of_the_whole_lists(name: str) -> None:
+    words, tolerance = JOBS[name]
+    found = predicted(words)
+    whole = simulated([*BASE, *words.split()], CLUSTER, graphs=by_hand, constants=CONSTANTS).simulation
+    assert found.predicted.step_seconds == pytest.approx(whole.step_seconds, rel=tolerance)
+    assert sum(found.breakdown.values()) == pytest.approx(found.predicted.step_seconds)
+    assert all(seconds >= -1e-9 for seconds in found.breakdown.values())
+    tokens = found.predicted.tokens_per_second_per_gpu * found.predicted.step_seconds * CLUSTER.gpus
+    assert tokens == pytest.approx(read_job([*BASE, *words.split()], 32).plan.global_batch_size * 4096)
+
+
+def test_overlap_is_in_the_predicted_step() -> None:
+    """Each kind of overlap is faster than none, hides some of its exchanges, and is not said to be left out."""
+    bare = predicted(f"{STAGES} 1 --expert-model-parallel-size 16")
+    for words in (PARTS, DEFERRED, f"{PARTS} {DEFERRED}", f"{PAIRED} {BATCH} 256"):
+        found = predicted(f"{STAGES} 1 --expert-model-parallel-size 16 {words}")
+        count = 2 if BATCH in words else 1
+        assert found.predicted.step_seconds < 0.99 * count * bare.predicted.step_seconds
+        assert found.breakdown["exposed_expert_seconds"] < 0.95 * count * bare.breakdown["exposed_expert_seconds"]
+        assert found.not_modelled == ()
+        (stage,), (other,) = found.predicted.stages, bare.predicted.stages
+        assert stage.exposed_communication_seconds < other.exposed_communication_seconds
+        assert stage.stable_seconds < other.stable_seconds
+
+
+@pytest.mark.parametrize("words", [f"{STAGES} 4 {PARTS}", f"{STAGES} 2 {CHUNKS} 4 {DEFERRED}", f"{STAGES} 2 {PAIRED}"])
+def test_many_micro_batches_are_told_from_few(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = predicted(f"{words} {BATCH} 2048").predicted.step_seconds
+    monkeypatch.setattr("moe_overlap.tuner.cost.listed_step.GROUPS", 1000)
+    assert few == pytest.approx(predicted(f"{words} {BATCH} 2048").predicted.step_seconds, rel=1e-5)
+
+
+def test_few_are_played_and_no_more() -> None:
+    asked: list[int] = []
+
+    def play(count: int) -> float:
+        asked.append(count)
+        return 7.0 + 3.0 * count + max(0, 9 - count)
+
+    assert step_of_many(play, 1001, 4) == 7.0 + 3.0 * 1001
+    assert max(asked) <= GROUPS * 4
+    assert step_of_many(play, 3, 4) == 7.0 + 9.0 + 6
+
+
+def test_deferral_holds_operands_and_keeps_its_bound() -> None:
+    """One layer's worth at least: an expert's rows in and out, of every product; a bound of a MiB lets no more stay."""
+    words = f"{STAGES} 1 {DEFERRED}"
+    (bare,), (held,) = (predicted(w).predicted.stages for w in (f"{STAGES} 1", words))
+    (bound,) = (found := predicted(f"{words} --max-deferred-bytes 1048576")).predicted.stages
+    extra = held.peak_bytes_by_category.temporaries - bare.peak_bytes_by_category.temporaries
+    rows = 4 * 4096 * 4
+    one = rows * 2 * ((2 * 4096 + 2048) + (2048 + 4096))
+    assert 0.5 * one < extra < 3 * one
+    assert bound.peak_bytes_by_category.temporaries - bare.peak_bytes_by_category.temporaries <= 1 << 20
+    assert len(found.not_modelled) == 1 and found.not_modelled[0].startswith("max_deferred_bytes: stage 0 has ")
+    assert held.peak_bytes == sum(dataclasses.asdict(held.peak_bytes_by_category).values())
+
+
+def test_a_second_micro_batch_in_flight_is_held() -> None:
+    bare, paired = (predicted(f"{STAGES} 2 {BATCH} 512 {words}").predicted.stages for words in ("", PAIRED))
+    ratios = [
+        two.peak_bytes_by_category.activations / one.peak_bytes_by_category.activations
+        for one, two in zip(bare, paired, strict=True)
+    ]
+    assert ratios == pytest.approx([2.0, 2.0], rel=0.06)
+
+
+def test_a_plan_file_says_the_same_as_flags(tmp_path: Path) -> None:
+    words = f"{STAGES} 2 {PARTS} {BATCH} 256"
+    save_plan(read_job([*BASE, *words.split()], 32).plan, tmp_path / "plan.json")
+    from_file, from_flags = predicted(f"{STAGES} 2 {BATCH} 256", tmp_path / "plan.json"), predicted(words)
+    assert from_file.predicted == from_flags.predicted and from_file.breakdown == from_flags.breakdown
+
+
+def test_sharded_states_beside_overlap_are_simulated_whole(tmp_path: Path) -> None:
+    """No folding where parts step by themselves."""
+    plan = read_job([*BASE, *f"{STAGES} 1 {PARTS} {BATCH} 512".split()], 32).plan
+    stages = tuple(dataclasses.replace(stage, zero_level=3) for stage in plan.stages)
+    save_plan(dataclasses.replace(plan, stages=stages), tmp_path / "plan.json")
+    given = {"graphs": by_hand, "constants": CONSTANTS, "plan": str(tmp_path / "plan.json")}
+    words = [*BASE, *f"{STAGES} 1 {BATCH} 512".split()]
+    whole = simulated(words, CLUSTER, **given).simulation.step_seconds  # type: ignore[arg-type]
+    found = predict(words, CLUSTER, **given)  # type: ignore[arg-type]
+    assert found.predicted.step_seconds == pytest.approx(whole)
+    assert sum(found.breakdown.values()) == pytest.approx(whole)
