@@ -131,7 +131,7 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
     _refuse_limits(plan, EXECUTED, source)
     for path, stage in _stages(plan):
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
-        _refuse_cuts_of(stage, f"{source} {path}")
+        refuse_cuts_of(stage, f"{source} {path}")
     _refuse_differences(plan, UNIFORM_FIELDS, source)
     if plan.stages[0].recompute.granularity != "selective":  # which counts the layers of each stage
         _refuse_differences(plan, ("recompute.layers",), source)
@@ -167,8 +167,8 @@ def _refuse_partial_selection(stage: StagePlan, subject: str) -> None:
         raise ConfigError(subject, stage.recompute.layers, rule, f"write {longest}")
 
 
-def _refuse_cuts_of(stage: StagePlan, subject: str) -> None:
-    """What the executor does not cut into partitions or chunks of capacity, or not with them."""
+def refuse_cuts_of(stage: StagePlan, subject: str) -> None:
+    """ConfigError for what the executor does not cut into partitions or chunks of capacity, or not with them."""
     for index, layer in enumerate(stage.overlap.layers):
         if layer.mechanism not in ("partitioned", "tutel"):
             continue

@@ -69,6 +69,11 @@ class StagePrices:
         operator, pieces = parse_operator(i.name), self._pieces[i.name, i.micro_batch]
         if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
             return self._state(i.name)
+        return self.piece_seconds(i.name, pieces)
+
+    def piece_seconds(self, name: str, pieces: int) -> float:
+        """Of one of so many pieces of an operator whose name stands in the list."""
+        operator = parse_operator(name)
         return self._operators(place_of(operator), pieces)[_key(operator)]
 
     def transfer_seconds(self) -> float:

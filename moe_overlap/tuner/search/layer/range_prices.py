@@ -1,0 +1,87 @@
+"""Seconds of ranges of one stage: every operator at the size of a part, each pipeline simulated once.
+
+What cuts the hidden states that enter a pipeline, and joins those that leave it, reads and writes them once and takes a kernel
+for every part. Equal pipelines, those of repeated layers, are simulated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan import payload
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.tuner.cost.predict import Machine
+from moe_overlap.tuner.search.layer.chunk_order import Step, gap_to_best, pipeline_seconds
+from moe_overlap.tuner.search.layer.chunk_passes import Run, pipeline_of
+
+Pipeline = tuple[tuple[Step, ...], tuple[float, ...], int]
+"""Steps, seconds of a part of each, parts: all that its time depends on."""
+
+
+class Prices(Protocol):
+    """Of the operators of one stage: instruction_seconds.StagePrices, once it has read the stage's list."""
+
+    @property
+    def machine(self) -> Machine: ...
+    def piece_seconds(self, name: str, pieces: int) -> float: ...
+
+
+class RangePrices:
+    """Prices of the ranges of one stage.
+
+    Attributes:
+        hidden_bytes: of the hidden states between operators.
+    """
+
+    def __init__(self, plan: Plan, stage: StagePlan, model: ModelDescription, prices: Prices) -> None:
+        self.hidden_bytes = payload.boundary_bytes(plan, stage, model)
+        self._prices = prices
+        self._pieces: dict[tuple[str, int], float] = {}
+        self._simulated: dict[Pipeline, float] = {}
+        self._gaps: dict[Pipeline, float | None] = {}
+
+    @property
+    def simulated(self) -> int:
+        """Pipelines so far, equal ones counted once."""
+        return len(self._simulated)
+
+    def operator_seconds(self, name: str, pieces: int = 1) -> float:
+        """Of one of so many pieces of an operator."""
+        key = name, pieces
+        if key not in self._pieces:
+            self._pieces[key] = self._prices.piece_seconds(name, pieces)
+        return self._pieces[key]
+
+    def seconds(self, runs: Iterable[Run], parts: int) -> float:
+        """P of what a range runs."""
+        return sum(self._run_seconds(self._pipeline(run, parts)) for run in runs)
+
+    def order_gap(self, run: Run, parts: int) -> float | None:
+        """How much longer a run takes than in the best order, as a share; None where there are too many orders."""
+        pipeline = self._pipeline(run, parts)
+        if pipeline not in self._gaps:
+            self._gaps[pipeline] = gap_to_best(*pipeline)
+        return self._gaps[pipeline]
+
+    def _pipeline(self, run: Run, parts: int) -> Pipeline:
+        steps = pipeline_of(run, parts > 1)
+        pieces = (1 if step.whole else parts for step in steps)
+        seconds = (self.operator_seconds(one.draft.name, n) for one, n in zip(run, pieces, strict=True))
+        return steps, tuple(seconds), parts
+
+    def _run_seconds(self, pipeline: Pipeline) -> float:
+        if pipeline not in self._simulated:
+            edge = self._edge_seconds(pipeline[2])
+            slowdown = self._prices.machine.constants.overlap_slowdown
+            self._simulated[pipeline] = pipeline_seconds(*pipeline, slowdown, edge, edge)
+        return self._simulated[pipeline]
+
+    def _edge_seconds(self, parts: int) -> float:
+        """What cuts, or joins, the hidden states."""
+        if parts == 1:
+            return 0.0
+        machine = self._prices.machine
+        rate = machine.cluster.group_of(0).gpu.memory_gb_per_s * 1e9 * machine.constants.memory
+        return 2.0 * self.hidden_bytes / rate + parts * machine.constants.kernel_seconds
