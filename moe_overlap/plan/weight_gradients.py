@@ -69,6 +69,12 @@ def saved_buffer(name: str) -> str:
     return f"saved.{name.removesuffix('.' + WEIGHT_GRADIENT)}"
 
 
+def gradient_of_saved(buffer: str) -> str:
+    """The weight gradient that a saved buffer of a micro-batch, or a part of it, is for: the inverse of `saved_buffer`."""
+    name = buffer.removeprefix("saved.")
+    return f"{name[: name.rindex('.m')]}.{WEIGHT_GRADIENT}"
+
+
 def default_slots(
     layers: Sequence[int], model: ModelDescription, exchanges: bool, holds_head: bool
 ) -> dict[int, dict[str, tuple[str, ...]]]:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import BACKWARD, NORM, RECOMPUTE, WEIGHT_GRADIENT, Operator, parse_operator
+from moe_overlap.plan.payload import ACTIVATION_BYTES
 from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.weight_gradients import gradient_of_saved
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.links import host_seconds
-from moe_overlap.tuner.cost.operator_seconds import Key, operator_seconds
+from moe_overlap.tuner.cost.operator_seconds import Key, held_bytes, operator_seconds
 from moe_overlap.tuner.cost.operators import tabulate
 from moe_overlap.tuner.cost.predict import Machine, Priced, cost_of, one_way_seconds
 from moe_overlap.tuner.cost.prepare import layer_variant
@@ -46,6 +48,7 @@ class StagePrices:
     _named: dict[str, dict[Key, None]] = field(default_factory=lambda: defaultdict(dict))
     _by_size: dict[tuple[int, int], dict[Key, float]] = field(default_factory=dict)
     _folded: dict[tuple[str, int], dict[Key, float]] = field(default_factory=dict)
+    _held: dict[str, dict[Key, float]] = field(default_factory=dict)
 
     def read(self, made: Sequence[Instruction]) -> None:
         """Take the list whose instructions are priced: the names in it, and how often an operator is cut."""
@@ -83,9 +86,14 @@ class StagePrices:
     def buffer_bytes(self, name: str) -> float:
         """Of what a list keeps: states, gathered weights, a micro-batch's gradients, saved activations.
 
-        What operators hand to each other is among the activations that one of them saves.
+        What operators hand to each other is among the activations that one of them saves; what a deferred weight gradient is
+        computed from is held beside them.
         """
         words = name.split(".")
+        if words[0] == "saved":
+            gradient = gradient_of_saved(name)
+            backward = str(replace(parse_operator(gradient), weight="", suffix=BACKWARD))
+            return self.deferred_bytes(gradient) / self._pieces[backward, 0]
         moves = words[0] == "moved"
         what, part = words[moves : moves + 2] if len(words) > 1 else (name, "")
         if what not in ("parameters", "weights", "gradient", "dweights", "state", "activations"):
@@ -104,6 +112,18 @@ class StagePrices:
             "activations": (size.saved, stage.offload.activations),
         }["parameters" if what == "weights" else what]
         return kept * (offloaded if moves else 1.0 - offloaded)
+
+    def deferred_bytes(self, name: str) -> float:
+        """What a deferred weight gradient of one micro-batch holds until it is computed."""
+        operator = parse_operator(name)
+        place = place_of(operator)
+        if place not in self._held:
+            named, folded = self._named[place], dict.fromkeys(self._named[place], 0.0)
+            table, element = self.priced.family.tables[self.row(place)], ACTIVATION_BYTES[self.plan.precision]
+            for key, size in held_bytes(table, element, self.machine.load).items():
+                folded[_folded(key, named)] += size
+            self._held[place] = folded
+        return self._held[place][_key(operator)]
 
     def saved_bytes(self, part: str) -> int:
         """Of a micro-batch's forward pass through a part."""

@@ -57,6 +57,21 @@ def operator_seconds(table: OpTable, setting: Setting, cost: PartCost) -> dict[K
     return dict(found)
 
 
+def held_bytes(table: OpTable, element_bytes: int, load: float) -> dict[Key, float]:
+    """What weight gradients of a part are computed from: the inputs of their products, and the gradients of the outputs.
+
+    Args:
+        element_bytes: of an activation.
+        load: rows of the busiest rank of an expert group over the mean.
+    """
+    found: dict[Key, float] = defaultdict(float)
+    for op, shape in zip(table.ops, table.shapes, strict=True):
+        if op.is_weight_gradient:
+            rows, widths = (shape[1], shape[2:]) if op.cost_class == "grouped_gemm" else (shape[2], shape[:2])
+            found[_key(table.part, op)] += rows * sum(widths) * element_bytes * (load if op.scales_with_load else 1.0)
+    return dict(found)
+
+
 def _exposed_share(cost: PassCost, kind: str, alone: Iterable[float]) -> float:
     total = sum(alone)
     return cost.exposed.get(kind, 0.0) / total if total else 0.0

@@ -1,0 +1,184 @@
+"""The assignment of weight gradients to slots: the problem, what an assignment is worth, and the best-fit greedy.
+
+Terms. A slot is time in which nothing computes: under a backward exchange, or any other gap. A weight gradient runs in one slot
+at most; one that runs in none stays inside the backward pass it came from. The *hidden seconds* of an assignment are
+sum over slots of min(seconds of the slot, seconds of the weight gradients in it).
+A weight gradient holds its bytes from the first slot behind the pass that saves what it is computed from up to the slot it runs
+in; what is held at the start of a slot is within `max_bytes`.
+In a cyclic problem the slots are those of one period of endlessly many alike: behind the last one the first follows.
+
+Source: Lancet, section 4.2 and algorithm 1. Not in the paper: bytes, periods, and the rule for what overshoots (`best_fit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Assignment = tuple[int | None, ...]
+"""By weight gradient, its slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A weight gradient.
+
+    Attributes:
+        seconds: of its computation, alone.
+        bytes: that it keeps alive.
+        first: the first slot behind the pass that saves them; in a cyclic problem the number of slots, where it is the next
+            period's first.
+        under: slots it may run in, ascending; in a problem that is not cyclic none before `first`.
+    """
+
+    seconds: float
+    bytes: int
+    first: int
+    under: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is to be assigned.
+
+    Attributes:
+        gradients: in program order.
+        slots: seconds of each, in program order.
+        max_bytes: most bytes that may be held.
+    """
+
+    gradients: tuple[Gradient, ...]
+    slots: tuple[float, ...]
+    max_bytes: int
+    cyclic: bool = False
+
+    def held_at(self, gradient: int, slot: int) -> tuple[int, ...]:
+        """Slots at whose start a gradient that runs in `slot` holds its bytes; twice where two periods' are held at once."""
+        first = self.gradients[gradient].first
+        if self.cyclic and slot < first:
+            return (*range(first, len(self.slots)), *range(slot + 1))
+        return tuple(range(first, slot + 1))
+
+    def held_bytes(self, assignment: Assignment) -> list[int]:
+        """By slot, what is held at its start."""
+        held = [0] * len(self.slots)
+        for index, slot in enumerate(assignment):
+            for other in self.held_at(index, slot) if slot is not None else ():
+                held[other] += self.gradients[index].bytes
+        return held
+
+    def hidden_seconds(self, assignment: Assignment) -> float:
+        """The value of an assignment."""
+        filled = self.filled_seconds(assignment)
+        return sum(min(seconds, there) for seconds, there in zip(self.slots, filled, strict=True))
+
+    def filled_seconds(self, assignment: Assignment) -> list[float]:
+        """By slot, the seconds of what runs in it."""
+        filled = [0.0] * len(self.slots)
+        for gradient, slot in zip(self.gradients, assignment, strict=True):
+            if slot is not None:
+                filled[slot] += gradient.seconds
+        return filled
+
+    def is_feasible(self, assignment: Assignment) -> bool:
+        """Whether everything runs where it may, within the bytes."""
+        placed = zip(self.gradients, assignment, strict=True)
+        legal = all(slot is None or slot in gradient.under for gradient, slot in placed)
+        return legal and max(self.held_bytes(assignment), default=0) <= self.max_bytes
+
+
+def best_fit(problem: Problem, start: Assignment | None = None) -> Assignment:
+    """Algorithm 1: slot after slot, what fits best into what is left of it.
+
+    1. Of the weight gradients that are free, may run in the slot and find room in the bytes, the one whose seconds are nearest
+       to what is left of the slot is next; of several the first in program order.
+    2. It is passed over if it overshoots and could hide more in a later slot, alone (in a cyclic problem: in any other).
+       The paper takes it: a slot with 5 us left then swallows a gradient of 1000 us that another slot was waiting for.
+    3. A slot is done when nothing is left of it, or nothing can be taken.
+
+    Args:
+        start: slots that are decided already.
+    """
+    chosen: list[int | None] = list(start or [None] * len(problem.gradients))
+    held = problem.held_bytes(tuple(chosen))
+    filled = problem.filled_seconds(tuple(chosen))
+    for slot, seconds in enumerate(problem.slots):
+        left = seconds - filled[slot]
+        free = [i for i, other in enumerate(chosen) if other is None and slot in problem.gradients[i].under]
+        while left > 0 and (pick := _next(problem, slot, left, free, held)) is not None:
+            chosen[pick] = slot
+            free.remove(pick)
+            left -= problem.gradients[pick].seconds
+            for other in problem.held_at(pick, slot):
+                held[other] += problem.gradients[pick].bytes
+    return without_idlers(problem, tuple(chosen))
+
+
+def _next(problem: Problem, slot: int, left: float, free: Sequence[int], held: Sequence[int]) -> int | None:
+    """Steps 1 and 2."""
+
+    def misfit(index: int) -> tuple[float, int]:
+        return abs(left - problem.gradients[index].seconds), index
+
+    for index in sorted(free, key=misfit):
+        gradient = problem.gradients[index]
+        has_room = _has_room(problem, index, slot, held)
+        if has_room and (gradient.seconds <= left or not _hides_more_later(problem, gradient, slot, left)):
+            return index
+    return None
+
+
+def _has_room(problem: Problem, index: int, slot: int, held: Sequence[int]) -> bool:
+    more = [0] * len(held)
+    for other in problem.held_at(index, slot):
+        more[other] += problem.gradients[index].bytes
+    return all(there + new <= problem.max_bytes for there, new in zip(held, more, strict=True) if new)
+
+
+def _hides_more_later(problem: Problem, gradient: Gradient, slot: int, left: float) -> bool:
+    return any(
+        min(problem.slots[other], gradient.seconds) > left
+        for other in gradient.under
+        if other > slot or (problem.cyclic and other != slot)
+    )
+
+
+def without_idlers(problem: Problem, assignment: Assignment) -> Assignment:
+    """The assignment without what hides nothing: a slot that is full without it; the largest holders go first."""
+    kept = list(assignment)
+    filled = problem.filled_seconds(assignment)
+    for index in sorted(range(len(kept)), key=lambda index: -problem.gradients[index].bytes):
+        slot, seconds = kept[index], problem.gradients[index].seconds
+        if slot is not None and (seconds == 0 or filled[slot] - seconds >= problem.slots[slot]):
+            kept[index] = None
+            filled[slot] -= seconds
+    return tuple(kept)
+
+
+def held_shortly(problem: Problem, assignment: Assignment) -> Assignment:
+    """The assignment with weight gradients of equal seconds exchanged, so that slots take those whose pass came last.
+
+    Which of them runs makes no difference to what is hidden; what waits longer holds its bytes for longer.
+
+    Args:
+        problem: not cyclic.
+    """
+    assert not problem.cyclic
+    alike: dict[float, list[int]] = {}
+    for index, gradient in enumerate(problem.gradients):
+        alike.setdefault(gradient.seconds, []).append(index)
+    changed = list(assignment)
+    for members in alike.values():
+        wanted = sorted(slot for slot in (assignment[i] for i in members) if slot is not None)
+        free = sorted(members, key=lambda i: problem.gradients[i].first)
+        for i in members:
+            changed[i] = None
+        for slot in wanted:
+            there = [i for i in free if slot in problem.gradients[i].under]
+            if not there:
+                return assignment
+            changed[there[-1]] = slot
+            free.remove(there[-1])
+    found = tuple(changed)
+    is_shorter = sum(problem.held_bytes(found)) < sum(problem.held_bytes(assignment))
+    return found if is_shorter and problem.is_feasible(found) else assignment
