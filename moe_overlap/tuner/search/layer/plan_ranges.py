@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moe_overlap.describe.errors import ConfigError
@@ -75,7 +76,7 @@ class StageRanges:
         seconds: as the runtime runs them, neighbours of equal k as one pipeline.
         separate_seconds: T, one range after the other.
         uncut_seconds: without partitions.
-        excluded: why ranges with an exchange may not be cut: the first such range, and the reason.
+        excluded: why ranges with an exchange may not be cut: the first range with a reason, layers apart, and the reason.
         evaluations: prices asked for; `simulated`: pipelines among them that were unlike all before.
         solve_seconds: what the search took.
     """
@@ -187,8 +188,7 @@ class _StageSearch:
     limits: SearchLimits
     free_bytes: float
     held_bytes: HeldBytes | None
-    excluded: dict[str, str] = field(default_factory=dict)
-    """Reason -> the first range."""
+    _excluded: dict[str, tuple[str, str]] = field(default_factory=dict)
     _axes: dict[tuple[object, ...], CutAxes | Conflict] = field(default_factory=dict)
 
     def solve(self) -> StageRanges:
@@ -202,7 +202,7 @@ class _StageSearch:
             separate_seconds=sum(answer.seconds for _, answer in found),
             uncut_seconds=sum(chunk.seconds((0, len(chunk.groups)), 1) for chunk in chunks),
             lowered=tuple(one for chunk, answer in found for one in chunk.lowered(answer)),
-            excluded=tuple((first, reason) for reason, first in self.excluded.items()),
+            excluded=tuple(self._excluded.values()),
             evaluations=sum(answer.evaluations for _, answer in found),
             simulated=self.prices.simulated,
             solve_seconds=0.0,
@@ -226,16 +226,23 @@ class _StageSearch:
             self._axes[key] = cut_axes([Operator(one.part, layer=one.layer) for one in operators], form)
         return self._axes[key]
 
-    def refusal(self, chosen: CutRange) -> str | None:
-        """Why the plan's rules or the runtime refuse a range; None where they do not."""
-        stage = with_ranges(self.stage, [chosen], None)
+    def exclude(self, ends: str, reason: str) -> None:
+        """Take down why a range may not be cut, unless another layer's may not for the same reason."""
+        self._excluded.setdefault(re.sub(r"\d+", "", reason), (ends, reason))
+
+    def refusal(self, chosen: CutRange, layers: Collection[int]) -> str | None:
+        """Why the plan's rules or the runtime refuse a range over these layers; None where they do not."""
+        entries = tuple(one for one in self.stage.overlap.layers if one.layer in layers)
+        around = dataclasses.replace(self.stage, overlap=dataclasses.replace(self.stage.overlap, layers=entries))
+        stage = with_ranges(around, [chosen], None)
         stages = (*self.plan.stages[: self.index], stage, *self.plan.stages[self.index + 1 :])
         try:
             validate_ranges(stage, self.model, "overlap")
             refuse_what_cannot_be_lowered(dataclasses.replace(self.plan, stages=stages))
             refuse_cuts_of(stage, "stage")
         except ConfigError as error:
-            return f"{error.subject.rpartition('.')[2]} {error.value}: {error.rule}"
+            field_name = error.subject.replace(".", " ").split()[-1]
+            return f"{field_name} {error.value}: {error.rule}"
         return None
 
 
@@ -273,7 +280,7 @@ class _ChunkSearch:
 
     def seconds(self, span: Span, parts: int) -> float:
         """P of a range, forward and backward."""
-        return self._stage.prices.seconds(self._passes.runs(*self._places(span), parts > 1), parts)
+        return self._stage.prices.seconds(self._passes.pipelines(*self._places(span), parts > 1), parts)
 
     def _held_bytes(self, span: Span, parts: int) -> float:
         if self._stage.held_bytes is None:
@@ -295,7 +302,7 @@ class _ChunkSearch:
             if cut.partitions > 1:
                 axis = self._axis_of(cut.span)
                 assert axis is not None
-                forward = next(iter(self._passes.runs(*self._places(cut.span), True)))
+                forward, *_ = self._passes.pipelines(*self._places(cut.span), True)
                 yield ChosenRange(
                     **dataclasses.asdict(self._range(cut.span, cut.partitions, axis)),
                     seconds=cut.seconds,
@@ -322,7 +329,7 @@ class _ChunkSearch:
         operators = self._operators[first:last]
         if not any(one.is_exchange for one in operators):
             return None
-        candidates = self._stage.candidates()
+        layers, candidates = {one.layer for one in operators}, self._stage.candidates()
         axis: Axis | None = None
         if not candidates:
             samples, most = self._stage.stage.micro_batch_size, self._stage.limits.max_partitions
@@ -331,15 +338,15 @@ class _ChunkSearch:
             )
         else:
             # Cheap rules first; the axis they ask for is what the solver must find.
-            reason = self._stage.refusal(self._range(span, candidates[0], "batch"))
+            reason = self._stage.refusal(self._range(span, candidates[0], "batch"), layers)
         if reason is None:
             found = self._stage.axes(operators, self._form)
             axis = None if isinstance(found, Conflict) else found.axis
             reason = found.reason if isinstance(found, Conflict) else None
             if axis is not None and axis != "batch":
-                reason = self._stage.refusal(self._range(span, candidates[0], axis))
+                reason = self._stage.refusal(self._range(span, candidates[0], axis), layers)
         if reason is not None:
-            self._stage.excluded.setdefault(reason, " … ".join(self._ends(span)))
+            self._stage.exclude(" … ".join(self._ends(span)), reason)
             return None
         return axis
 
