@@ -170,8 +170,8 @@ def test_the_gap_of_the_order() -> None:
     assert min(gaps) >= -1e-12 and 0.05 < max(gaps) < 0.3 and small == 3
     # Runs of one stream stay together: twice the operators, as many pieces.
     doubled = [Step(place % 4 > 1, (place - 1,) if place else ()) for place in range(10)]
-    halves = [each for each in seconds for _ in range(2)]
-    assert gap_to_best(doubled, halves, 3) == pytest.approx(gap_to_best(steps, [2 * each for each in seconds], 3))
+    pieces = [share * each for place, each in enumerate(seconds) for share in ((0.3, 0.7), (0.6, 0.4))[place % 2]]
+    assert gap_to_best(doubled, pieces, 3) == pytest.approx(gap_to_best(steps, seconds, 3))
     assert gap_to_best(steps, [1.0] * 5, 5) is None
 
 

@@ -15,6 +15,7 @@ from test_cost_simulate_step import CLUSTER, OVERLAPPED
 
 import moe_overlap.tuner.cost.predict as cost_predict
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import Gate, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.validate import validate_plan
@@ -240,3 +241,21 @@ def test_interleaved_micro_batches_are_refused() -> None:
     job = task("--num-layers 6 --moe-overlap-micro-batches 2 --global-batch-size 256")
     with pytest.raises(ConfigError, match="micro_batches_in_flight 2: ranges are priced for one micro-batch"):
         job.search()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_ranges_stay_in_the_chunks_of_a_pipeline(chunks: int) -> None:
+    """And a pipeline with them is shorter."""
+    words = "--num-layers 8 --global-batch-size 512 --pipeline-model-parallel-size 2 --expert-model-parallel-size 16"
+    job = task(words + (" --num-layers-per-virtual-pipeline-stage 2" if chunks == 2 else ""))
+    found = job.search(dataclasses.replace(LIMITS, range_limit=99))
+    validate_plan(found.plan, job.model)
+    for stage, answer in zip(found.plan.stages, found.stages, strict=True):
+        assert len(stage.chunks) == chunks
+        cut = set()
+        for one in answer.ranges:
+            ends = [parse_operator(name).layer for name in (one.first_operator, one.last_operator)]
+            (home,) = {chunk for chunk in stage.chunks for layer in ends if layer in range(*chunk)}
+            cut.add(home)
+        assert cut == set(stage.chunks)
+    assert job.step(found.plan).simulation.step_seconds < 0.9 * job.step(job.plan).simulation.step_seconds
