@@ -97,6 +97,7 @@ def test_rows_are_the_ways_to_cut(kind: str) -> None:
     [
         ("L0.attention", "a.L0", "b"),
         ("L0.mlp", "h.L1", "bs"),
+        ("L0.moe.gate", "a.L0", "b"),
         ("L0.moe.gate", "rows.L0", "i"),
         ("L0.moe.gate", "weights.L0", "b"),
         ("L0.moe.count", "splits.L0", "i"),
@@ -104,6 +105,7 @@ def test_rows_are_the_ways_to_cut(kind: str) -> None:
         ("L0.moe.shared", "shared.L0", "bs"),
         ("L0.moe.experts", "computed.L0", "iCE"),
         ("L0.moe.combine", "returned.L0", "iC"),
+        ("L0.moe.merge", "returned.L0", "i"),
         ("L0.moe.merge", "h.L1", "b"),
         ("mtp0.project", "h.mtp0", "bs"),
         ("embedding", "embedding:embedded", "bsh"),
@@ -111,12 +113,22 @@ def test_rows_are_the_ways_to_cut(kind: str) -> None:
         ("head.loss", "head.loss:loss", ""),
     ],
 )
-def test_what_operators_leave(name: str, tensor: str, axes: str) -> None:
-    """Whatever comes in; with latent attention the same."""
-    for form in (Form(shared=True), Form(latent=True, compressed=True)):
-        problem = Problem(Problem.of([parse_operator(name)], form).operations, frozenset())
-        found = {axis for axis in Axis if solve(problem, ((tensor, ""), axis)) is not None}
-        assert found == {LETTERS[letter] for letter in axes}
+def test_what_operators_take_and_leave(name: str, tensor: str, axes: str) -> None:
+    """Whatever else comes in; with latent attention the same."""
+    for form in (Form(shared=True), Form(latent=True, compressed=True, shared=True)):
+        assert ways(name, tensor, form) == {LETTERS[letter] for letter in axes}
+
+
+def ways(name: str, tensor: str, form: Form) -> set[Axis]:
+    """How a tensor of an operator can be cut."""
+    problem = Problem(Problem.of([parse_operator(name)], form).operations, frozenset())
+    variable = next(one for _, variables in problem.operations for one in variables if one[0] == tensor)
+    return {axis for axis in Axis if solve(problem, (variable, axis)) is not None}
+
+
+def test_tensor_parallel_ranks_leave_the_batch_only() -> None:
+    for name, tensor in (("L0.mlp", "h.L1"), ("L0.moe.shared", "shared.L0"), ("mtp0.project", "h.mtp0")):
+        assert ways(name, tensor, Form(gathers=True)) == {Axis.BATCH}
 
 
 def test_gates_of_all_tokens_read_them_whole() -> None:
