@@ -38,9 +38,9 @@ class Exact:
 
 
 def flow_bound(problem: Problem) -> float:
-    """Most seconds that could be hidden if bytes were unlimited and weight gradients divisible, but for one thing:
+    """Most seconds that could be hidden if weight gradients were divisible and nothing else held bytes.
 
-    none hides more than it could in the longest slot it may run in.
+    But none hides more than it could in the longest slot it may run in.
     """
     flow = SimpleMaxFlow()
     source, sink = 0, 1
@@ -48,7 +48,8 @@ def flow_bound(problem: Problem) -> float:
     for slot, seconds in enumerate(problem.slots):
         flow.add_arc_with_capacity(slots + slot, sink, _ticks(seconds))
     for index, gradient in enumerate(problem.gradients):
-        hides = {slot: _ticks(min(gradient.seconds, problem.slots[slot])) for slot in gradient.under}
+        under = gradient.under if gradient.bytes <= problem.max_bytes else ()
+        hides = {slot: _ticks(min(gradient.seconds, problem.slots[slot])) for slot in under}
         flow.add_arc_with_capacity(source, gradients + index, max(hides.values(), default=0))
         for slot, most in hides.items():
             flow.add_arc_with_capacity(gradients + index, slots + slot, most)
@@ -80,8 +81,8 @@ def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float
     for i, gradient in enumerate(problem.gradients):
         model.add_at_most_one(runs[i, j] for j in gradient.under)
     # A slot hides no more than what runs in it; no more than its own seconds by the domain of `hidden`.
-    for j, value in enumerate(hidden):
-        model.add(value <= sum(_ticks(problem.gradients[i].seconds) * runs[i, k] for i, k in runs if k == j))
+    for j, seconds_j in enumerate(hidden):
+        model.add(seconds_j <= sum(_ticks(problem.gradients[i].seconds) * runs[i, k] for i, k in runs if k == j))
     _limit_bytes(model, problem, runs)
     model.maximize(sum(hidden))
     for (i, j), variable in runs.items():
