@@ -29,12 +29,10 @@ class Exact:
     Attributes:
         assignment: the best; None where there was no time to find one.
         bound: no assignment hides more seconds.
-        is_optimal: whether it proved that its assignment is the best.
     """
 
     assignment: Assignment | None
     bound: float
-    is_optimal: bool
 
 
 def flow_bound(problem: Problem) -> float:
@@ -94,13 +92,12 @@ def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float
     status = solver.solve(model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN), solver.status_name(status)
     if status == cp_model.UNKNOWN:
-        return Exact(None, sum(map(_ticks, problem.slots)) * TICK, is_optimal=False)
+        return Exact(None, sum(map(_ticks, problem.slots)) * TICK)
     chosen: list[int | None] = [None] * len(problem.gradients)
     for (i, j), variable in runs.items():
         if solver.boolean_value(variable):
             chosen[i] = j
-    bound, value = solver.best_objective_bound, solver.objective_value
-    return Exact(without_idlers(problem, tuple(chosen)), bound * TICK, is_optimal=bound <= value)
+    return Exact(without_idlers(problem, tuple(chosen)), solver.best_objective_bound * TICK)
 
 
 def _limit_bytes(model: cp_model.CpModel, problem: Problem, runs: dict[tuple[int, int], cp_model.IntVar]) -> None:

@@ -100,7 +100,7 @@ def schedule_weight_gradients(
     features: Features,
     limits: DeferralLimits,
 ) -> Schedule:
-    """Fill the slots of a plan; what it says of them so far does not count, everything else stays.
+    """Fill the slots of a plan; what it says of them so far does not count, everything else stays, `predicted` included.
 
     Args:
         plan: a valid plan; the others as `simulate_step` takes them.
