@@ -92,7 +92,7 @@ def test_equals_brute_force() -> None:
         optimum = by_brute_force(given)
         empty: Assignment = (None,) * len(given.gradients)
         exact = solve_exactly(given, empty, 10.0, 0.0)
-        assert exact.is_optimal and exact.assignment is not None and given.is_feasible(exact.assignment)
+        assert exact.assignment is not None and given.is_feasible(exact.assignment)
         assert given.hidden_seconds(exact.assignment) == pytest.approx(optimum, abs=1e-12)
         assert exact.bound == pytest.approx(optimum, abs=1e-12)
         assert flow_bound(given) >= optimum - 1e-12

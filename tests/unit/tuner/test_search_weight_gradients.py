@@ -13,11 +13,13 @@ from test_cost_simulate_step import CLUSTER, OVERLAPPED
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lower import lower
+from moe_overlap.plan.overlap import LayerOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.validate import validate_plan
 from moe_overlap.predicting import read_job, simulated
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
 from moe_overlap.tuner.search.layer.labels import ancestors, related
+from moe_overlap.tuner.search.layer.plan_slots import with_slots
 from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Schedule, schedule_weight_gradients
 
 PLENTY = 1 << 40
@@ -28,7 +30,6 @@ VARIANTS = {
     "parts": "--moe-overlap-partitions 2",
     "chunks": "--moe-overlap-capacity-chunks 2 --moe-expert-capacity-factor 1.0",
     "micro-batches": "--moe-overlap-micro-batches 2 --global-batch-size 256",
-    "recomputed": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "pieces": "--moe-overlap-partitions 2 --overlap-grad-reduce --ddp-bucket-size 40000000",
     "sharded": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
 }
@@ -145,6 +146,28 @@ def test_slots_that_were_there_do_not_count() -> None:
     there = scheduled("--defer-weight-gradients")
     before, again, found = map(slots, (there.step.prices[0].plan, there.found.plan, scheduled("").found.plan))
     assert before != again == found
+
+
+def test_layers_for_which_nothing_was_decided_get_an_entry() -> None:
+    """Whole, and among several micro-batches where the stage has them in flight."""
+    for words, mechanism in (("", "none"), (VARIANTS["micro-batches"], "cross_micro_batch")):
+        found, step, model = scheduled(words)
+        plan = step.prices[0].plan
+        (stage,) = plan.stages
+        empty = dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=()))
+        there = {4: found.plan.stages[0].overlap.layers[4].weight_gradient_slots}
+        filled = with_slots(dataclasses.replace(plan, stages=(empty,)), [there], 1 << 40)
+        validate_plan(filled, model)
+        assert filled.stages[0].overlap.layers == (
+            LayerOverlap(layer=4, mechanism=mechanism, weight_gradient_slots=there[4]),  # type: ignore[arg-type]
+        )
+
+
+def test_simulated_steps_are_short_and_the_plan_is_whole() -> None:
+    few, many = (scheduled(f"--global-batch-size {128 * count}").found for count in (4, 8))
+    assert many.plan.stages[0].gradient_accumulation_steps == 8
+    assert many.simulated_seconds == few.simulated_seconds
+    assert slots(many.plan) == slots(few.plan)
 
 
 def test_without_exchanges_there_is_nothing_to_defer() -> None:

@@ -48,7 +48,7 @@ TABLES = {
     "latent attention": "bb:b",
     "activation": "b:b s:s h:h",
     "sum": "bb:b ss:s hh:h",
-    "scale": "bb:b ss:s",
+    "scale": "bb:b ss:s h-:h",
     "join": "bb:b ss:s",
     "gather": "b:b",
     # tokens, scores, used capacity : weights, places, counts, rows, used capacity
@@ -57,8 +57,8 @@ TABLES = {
     "exchange of counts": "i:i",
     "exchange with counts": "ii:i C-:C",
     "exchange": "i:i C:C",
-    "experts' product": "i-:i C-:C EE:E",
-    "experts' activation": "i:i C:C E:E",
+    "experts' product": "i-:i C-:C EE:E -h:h",
+    "experts' activation": "i:i C:C E:E h:h",
     # rows, weights, places
     "unpermute": "ibx:b",
     "loss per token": "b:b s:s",

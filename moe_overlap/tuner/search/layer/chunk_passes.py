@@ -37,8 +37,16 @@ class PassStep:
     whole: bool
 
 
-Run = Sequence[PassStep]
-"""Neighbours in a pass."""
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A run of neighbours in a pass.
+
+    Attributes:
+        names: of its operators, as they stand in a list.
+    """
+
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
 
 
 class ChunkPasses:
@@ -62,12 +70,12 @@ class ChunkPasses:
         self.operators: tuple[LayerOperator, ...] = tuple(LayerSequence(uncut, model, lambda _: False).forward(layers))
         drafts = {one.name: one for write in (lowering.forward, lowering.backward) for one in write(layers, 0, 0)}
         slots = {name: under for one in uncut.overlap.layers for name, under in one.weight_gradient_slots.items()}
-        self._passes: dict[bool, tuple[Run, Run]] = {}
+        self._passes: dict[bool, tuple[list[PassStep], ...]] = {}
         self._places: dict[bool, dict[Place, list[tuple[int, int]]]] = {}
         for cut in (False, True):
             sequence = LayerSequence(uncut, model, lambda _, cut=cut: cut)  # type: ignore[misc]
             passes = (sequence.forward(layers), sequence.backward(layers))
-            self._passes[cut] = tuple(  # type: ignore[assignment]
+            self._passes[cut] = tuple(
                 [step for one in members for step in _steps_of(one, drafts, slots, whole_gate)] for members in passes
             )
             found: dict[Place, list[tuple[int, int]]] = {}
@@ -75,9 +83,20 @@ class ChunkPasses:
                 for at, step in enumerate(members):
                     found.setdefault(step.place, []).append((number, at))
             self._places[cut] = found
+        self._found: dict[tuple[int, int, bool], tuple[Pipeline, ...]] = {}
 
-    def runs(self, first: int, last: int, cut: bool) -> Iterator[Run]:
-        """What the operators first, …, last - 1 of the chunk run, forward first."""
+    def pipelines(self, first: int, last: int, cut: bool) -> tuple[Pipeline, ...]:
+        """What the operators first, …, last - 1 of the chunk run, forward first.
+
+        Args:
+            cut: whether in partitions.
+        """
+        key = first, last, cut
+        if key not in self._found:
+            self._found[key] = tuple(_pipeline_of(run, cut) for run in self._runs(*key))
+        return self._found[key]
+
+    def _runs(self, first: int, last: int, cut: bool) -> Iterator[Sequence[PassStep]]:
         places = (self._places[cut][one.layer, one.part] for one in self.operators[first:last])
         begin = end = (0, 0)
         for at in sorted(at for several in places for at in several):
@@ -116,16 +135,11 @@ def _steps_of(
     yield from (PassStep(place, drafts[name], True) for name in slots.get(one.name, ()))
 
 
-def pipeline_of(run: Run, cut: bool) -> tuple[Step, ...]:
-    """A run as the steps of a pipeline.
-
-    Args:
-        cut: whether it runs in partitions.
-    """
+def _pipeline_of(run: Sequence[PassStep], cut: bool) -> Pipeline:
     writer: dict[str, int] = {}
     steps = []
     for place, one in enumerate(run):
         after = {writer[buffer] for buffer in one.draft.reads if buffer in writer}
         steps.append(Step(one.draft.kind == "collective", tuple(sorted(after)), cut and one.whole))
         writer |= dict.fromkeys(one.draft.writes, place)
-    return tuple(steps)
+    return Pipeline(tuple(one.draft.name for one in run), tuple(steps))

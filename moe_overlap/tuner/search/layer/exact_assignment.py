@@ -29,18 +29,16 @@ class Exact:
     Attributes:
         assignment: the best; None where there was no time to find one.
         bound: no assignment hides more seconds.
-        is_optimal: whether it proved that its assignment is the best.
     """
 
     assignment: Assignment | None
     bound: float
-    is_optimal: bool
 
 
 def flow_bound(problem: Problem) -> float:
-    """Most seconds that could be hidden if bytes were unlimited and weight gradients divisible, but for one thing:
+    """Most seconds that could be hidden if weight gradients were divisible and nothing else held bytes.
 
-    none hides more than it could in the longest slot it may run in.
+    But none hides more than it could in the longest slot it may run in.
     """
     flow = SimpleMaxFlow()
     source, sink = 0, 1
@@ -48,7 +46,8 @@ def flow_bound(problem: Problem) -> float:
     for slot, seconds in enumerate(problem.slots):
         flow.add_arc_with_capacity(slots + slot, sink, _ticks(seconds))
     for index, gradient in enumerate(problem.gradients):
-        hides = {slot: _ticks(min(gradient.seconds, problem.slots[slot])) for slot in gradient.under}
+        under = gradient.under if gradient.bytes <= problem.max_bytes else ()
+        hides = {slot: _ticks(min(gradient.seconds, problem.slots[slot])) for slot in under}
         flow.add_arc_with_capacity(source, gradients + index, max(hides.values(), default=0))
         for slot, most in hides.items():
             flow.add_arc_with_capacity(gradients + index, slots + slot, most)
@@ -80,8 +79,8 @@ def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float
     for i, gradient in enumerate(problem.gradients):
         model.add_at_most_one(runs[i, j] for j in gradient.under)
     # A slot hides no more than what runs in it; no more than its own seconds by the domain of `hidden`.
-    for j, value in enumerate(hidden):
-        model.add(value <= sum(_ticks(problem.gradients[i].seconds) * runs[i, k] for i, k in runs if k == j))
+    for j, seconds_j in enumerate(hidden):
+        model.add(seconds_j <= sum(_ticks(problem.gradients[i].seconds) * runs[i, k] for i, k in runs if k == j))
     _limit_bytes(model, problem, runs)
     model.maximize(sum(hidden))
     for (i, j), variable in runs.items():
@@ -93,13 +92,12 @@ def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float
     status = solver.solve(model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN), solver.status_name(status)
     if status == cp_model.UNKNOWN:
-        return Exact(None, sum(map(_ticks, problem.slots)) * TICK, is_optimal=False)
+        return Exact(None, sum(map(_ticks, problem.slots)) * TICK)
     chosen: list[int | None] = [None] * len(problem.gradients)
     for (i, j), variable in runs.items():
         if solver.boolean_value(variable):
             chosen[i] = j
-    bound, value = solver.best_objective_bound, solver.objective_value
-    return Exact(without_idlers(problem, tuple(chosen)), bound * TICK, is_optimal=bound <= value)
+    return Exact(without_idlers(problem, tuple(chosen)), solver.best_objective_bound * TICK)
 
 
 def _limit_bytes(model: cp_model.CpModel, problem: Problem, runs: dict[tuple[int, int], cp_model.IntVar]) -> None:

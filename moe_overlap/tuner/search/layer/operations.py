@@ -123,10 +123,8 @@ def _heads(form: Form) -> Lines:
 
 def _latent(form: Form) -> Lines:
     """DeepSeek-V2, section 2.1: query and keys over narrow tensors, which are gathered."""
-    source, query = "normed", ()  # type: tuple[str, Lines]
-    if form.compressed:
-        source = "q_normed"
-        query = ("product | normed q_down_weight -> q_low", "norm | q_low q_norm_weight -> q_normed")
+    low = ("product | normed q_down_weight -> q_low", "norm | q_low q_norm_weight -> q_normed")
+    source, query = ("q_normed", low) if form.compressed else ("normed", ())
     read, gathered = _gathered(source, form, "q_gathered")
     keys, keys_gathered = _gathered("kv_normed", form, "kv_gathered")
     return (

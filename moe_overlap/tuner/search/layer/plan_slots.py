@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.operators import parse_operator
-from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, StageOverlap
+from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, Mechanism, StageOverlap
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.weight_gradients import default_slots
 from moe_overlap.tuner.search.layer.assignment import Assignment
@@ -34,6 +34,14 @@ def without_pieces(plan: Plan) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
+def shortened(plan: Plan, micro_batches: int) -> Plan:
+    """The plan with fewer micro-batches a step, for simulations; the same where it has no more."""
+    whole = plan.stages[0].gradient_accumulation_steps
+    count = min(whole, micro_batches)
+    stages = tuple(replace(stage, gradient_accumulation_steps=count) for stage in plan.stages)
+    return replace(plan, stages=stages, global_batch_size=plan.global_batch_size // whole * count)
+
+
 def with_slots(plan: Plan, slots: Sequence[Slots], max_deferred_bytes: int) -> Plan:
     """The plan with other slots in place of those that it has.
 
@@ -50,7 +58,7 @@ def with_slots(plan: Plan, slots: Sequence[Slots], max_deferred_bytes: int) -> P
 
 def _with_slots(stage: StagePlan, slots: Slots, max_deferred_bytes: int) -> StageOverlap:
     overlap = stage.overlap
-    whole = "cross_micro_batch" if overlap.micro_batches_in_flight > 1 else "none"
+    whole: Mechanism = "cross_micro_batch" if overlap.micro_batches_in_flight > 1 else "none"
     layers = {layer: LayerOverlap(layer=layer, mechanism=whole) for layer in slots}
     layers |= {layer.layer: layer for layer in overlap.layers}
     decided = (replace(layers[n], weight_gradient_slots=dict(slots.get(n, {}))) for n in stage.layers if n in layers)

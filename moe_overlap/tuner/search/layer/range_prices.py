@@ -14,10 +14,10 @@ from moe_overlap.plan import payload
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.cost.predict import Machine
 from moe_overlap.tuner.search.layer.chunk_order import Step, gap_to_best, pipeline_seconds
-from moe_overlap.tuner.search.layer.chunk_passes import Run, pipeline_of
+from moe_overlap.tuner.search.layer.chunk_passes import Pipeline
 
-Pipeline = tuple[tuple[Step, ...], tuple[float, ...], int]
-"""Steps, seconds of a part of each, parts: all that its time depends on."""
+Priced = tuple[tuple[Step, ...], tuple[float, ...], int]
+"""Steps of a pipeline, seconds of a part of each, parts: all that its time depends on."""
 
 
 class Prices(Protocol):
@@ -39,8 +39,8 @@ class RangePrices:
         self.hidden_bytes = payload.boundary_bytes(plan, stage, model)
         self._prices = prices
         self._pieces: dict[tuple[str, int], float] = {}
-        self._simulated: dict[Pipeline, float] = {}
-        self._gaps: dict[Pipeline, float | None] = {}
+        self._simulated: dict[Priced, float] = {}
+        self._gaps: dict[Priced, float | None] = {}
 
     @property
     def simulated(self) -> int:
@@ -54,29 +54,28 @@ class RangePrices:
             self._pieces[key] = self._prices.piece_seconds(name, pieces)
         return self._pieces[key]
 
-    def seconds(self, runs: Iterable[Run], parts: int) -> float:
-        """P of what a range runs."""
-        return sum(self._run_seconds(self._pipeline(run, parts)) for run in runs)
+    def seconds(self, pipelines: Iterable[Pipeline], parts: int) -> float:
+        """P of a range."""
+        return sum(self._simulate(self._price(one, parts)) for one in pipelines)
 
-    def order_gap(self, run: Run, parts: int) -> float | None:
-        """How much longer a run takes than in the best order, as a share; None where there are too many orders."""
-        pipeline = self._pipeline(run, parts)
-        if pipeline not in self._gaps:
-            self._gaps[pipeline] = gap_to_best(*pipeline)
-        return self._gaps[pipeline]
+    def order_gap(self, pipeline: Pipeline, parts: int) -> float | None:
+        """How much longer it takes than in the best order, as a share; None where there are too many orders."""
+        priced = self._price(pipeline, parts)
+        if priced not in self._gaps:
+            self._gaps[priced] = gap_to_best(*priced)
+        return self._gaps[priced]
 
-    def _pipeline(self, run: Run, parts: int) -> Pipeline:
-        steps = pipeline_of(run, parts > 1)
-        pieces = (1 if step.whole else parts for step in steps)
-        seconds = (self.operator_seconds(one.draft.name, n) for one, n in zip(run, pieces, strict=True))
-        return steps, tuple(seconds), parts
+    def _price(self, pipeline: Pipeline, parts: int) -> Priced:
+        pieces = (1 if step.whole else parts for step in pipeline.steps)
+        seconds = (self.operator_seconds(name, n) for name, n in zip(pipeline.names, pieces, strict=True))
+        return pipeline.steps, tuple(seconds), parts
 
-    def _run_seconds(self, pipeline: Pipeline) -> float:
-        if pipeline not in self._simulated:
-            edge = self._edge_seconds(pipeline[2])
+    def _simulate(self, priced: Priced) -> float:
+        if priced not in self._simulated:
+            edge = self._edge_seconds(priced[2])
             slowdown = self._prices.machine.constants.overlap_slowdown
-            self._simulated[pipeline] = pipeline_seconds(*pipeline, slowdown, edge, edge)
-        return self._simulated[pipeline]
+            self._simulated[priced] = pipeline_seconds(*priced, slowdown, edge, edge)
+        return self._simulated[priced]
 
     def _edge_seconds(self, parts: int) -> float:
         """What cuts, or joins, the hidden states."""

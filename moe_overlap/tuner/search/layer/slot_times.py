@@ -7,7 +7,7 @@ the last part of a cut one, what the other parts leave of it; under two micro-ba
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ def idle_seconds(ran: Sequence[Ran], slot_of: Mapping[str, str]) -> dict[str, fl
         ran: of one rank.
         slot_of: weight gradient -> the slot it stands in.
     """
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     times: Counter[str] = Counter()
     free, slot = 0.0, ""
     for one in sorted(ran, key=lambda one: one.instruction.id):

@@ -15,6 +15,9 @@ Method = Literal["greedy", "repeated", "exact"]
 MOST_PAIRS = 5_000
 """Of a weight gradient and a slot: larger integer programs find nothing in seconds that greedy and repetition have not."""
 
+LEAST_GAIN = 1e-10
+"""Seconds; less is rounding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Solution:
@@ -71,13 +74,14 @@ def solve(problem: Problem, layers: Sequence[LayerSpan], seconds: float, gap: fl
     used: Run | None = None
     if run is not None and is_open():
         repeated = _repeated(problem, layers, run, deadline - time.monotonic(), gap)
-        if problem.hidden_seconds(repeated) > problem.hidden_seconds(best):
+        if problem.hidden_seconds(repeated) > problem.hidden_seconds(best) + LEAST_GAIN:
             best, method, used = repeated, "repeated", run
     if is_open() and sum(len(one.under) for one in problem.gradients) <= MOST_PAIRS:
         exact = solve_exactly(problem, best, deadline - time.monotonic(), gap)
         bound = min(bound, exact.bound)
-        if exact.assignment is not None and problem.hidden_seconds(exact.assignment) > problem.hidden_seconds(best):
-            best, method, used = exact.assignment, "exact", None
+        found = exact.assignment
+        if found is not None and problem.hidden_seconds(found) > problem.hidden_seconds(best) + LEAST_GAIN:
+            best, method, used = found, "exact", None
     if not problem.cyclic:
         best = held_shortly(problem, best)
     assert problem.is_feasible(best)

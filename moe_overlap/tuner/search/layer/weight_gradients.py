@@ -7,6 +7,8 @@
    keeps the bytes; the fastest is returned. The problem counts what slots hide; it does not see what weight gradients hide that
    stay inside operators that run in parts, nor that their products are smaller there.
 
+Simulated steps have about a micro-batch for each stage, however many the plan has: more repeat what is steady.
+
 Idle time outside slots, such as the bubble of a pipeline, takes weight gradients in the assignment problem, but no plan can say
 so: a slot of a plan is a backward exchange, and what it holds runs in the same pass. The report says how much there is.
 
@@ -30,12 +32,14 @@ from moe_overlap.tuner.cost.predict import Machine
 from moe_overlap.tuner.cost.simulate import Ran, simulate
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step, slowed_down
 from moe_overlap.tuner.search.layer.assignment import Assignment, Problem
-from moe_overlap.tuner.search.layer.plan_slots import named_slots, program_order, with_slots, without_pieces
+from moe_overlap.tuner.search.layer.plan_slots import named_slots, program_order, shortened, with_slots, without_pieces
 from moe_overlap.tuner.search.layer.slot_times import DIGITS, ChunkProblem, chunk_problem, idle_seconds
 from moe_overlap.tuner.search.layer.solve_assignment import Solution, solve
 
 Place = tuple[int, int]
 """Stage, chunk."""
+FEWEST_MICRO_BATCHES = 4
+"""Of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines need it."""
 Choice = Literal["without", "solved", "solved, rest in program order", "program order"]
 
 
@@ -77,8 +81,8 @@ class Schedule:
 
     Attributes:
         chosen: which of the simulated plans it is.
-        simulated_seconds: of the step of each.
-        bubble_seconds: by stage, idle seconds of a step without deferral that no slot reaches.
+        simulated_seconds: of the step of each, with few micro-batches.
+        bubble_seconds: by stage, idle seconds of that step without deferral that no slot reaches.
     """
 
     plan: Plan
@@ -96,7 +100,7 @@ def schedule_weight_gradients(
     features: Features,
     limits: DeferralLimits,
 ) -> Schedule:
-    """Fill the slots of a plan; what it says of them so far does not count, everything else stays.
+    """Fill the slots of a plan; what it says of them so far does not count, everything else stays, `predicted` included.
 
     Args:
         plan: a valid plan; the others as `simulate_step` takes them.
@@ -106,9 +110,10 @@ def schedule_weight_gradients(
     _check(limits)
 
     def step_of(made: Plan) -> SimulatedStep:
-        return simulate_step(made, model, graphs, machine, features)
+        return simulate_step(shortened(made, micro_batches), model, graphs, machine, features)
 
     stages = range(len(plan.stages))
+    micro_batches = _most_micro_batches(len(plan.stages))
     bare = with_slots(plan, [{} for _ in stages], 0)
     undeferred = step_of(bare)
     seconds: dict[Choice, float] = {"without": undeferred.simulation.step_seconds}
@@ -130,6 +135,11 @@ def schedule_weight_gradients(
     chosen = min(plans, key=lambda choice: round(seconds[choice], DIGITS))
     by_stage = [[one for one in chunks if one.stage == index] for index in stages]
     return Schedule(plans[chosen], chosen, seconds, tuple(chunks), _bubbles(undeferred, by_stage))
+
+
+def _most_micro_batches(stages: int) -> int:
+    """Of a simulated step: the fewest whole rounds of the stages that are enough."""
+    return stages * -(-FEWEST_MICRO_BATCHES // stages)
 
 
 def _check(limits: DeferralLimits) -> None:
@@ -199,7 +209,8 @@ def _bubbles(step: SimulatedStep, by_stage: Sequence[Sequence[ChunkSchedule]]) -
     found = []
     for (rank, prices), chunks in zip(step.prices.items(), by_stage, strict=True):
         busy = sum(_busy(one) for one in step.simulation.ran if one.rank == rank)
-        reached = sum(sum(chunk.slot_seconds.values()) for chunk in chunks) * prices.stage.gradient_accumulation_steps
+        passes = prices.stage.gradient_accumulation_steps
+        reached = passes * sum(sum(chunk.slot_seconds.values()) for chunk in chunks)
         found.append(max(0.0, step.simulation.step_seconds - busy - reached))
     return tuple(found)
 

@@ -1,0 +1,261 @@
+"""Ranges of whole plans: predicted seconds against simulated lists, what the plan then says, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from test_cost_predict import CONSTANTS, by_hand
+from test_cost_simulate_step import CLUSTER, OVERLAPPED
+
+import moe_overlap.tuner.cost.predict as cost_predict
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.operators import parse_operator
+from moe_overlap.plan.overlap import Gate, SearchLimits, StageOverlap
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.validate import validate_plan
+from moe_overlap.predicting import read_job
+from moe_overlap.speed_flags import features_of
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.predict import Machine, machine_of
+from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
+from moe_overlap.tuner.search.layer.plan_ranges import PartitionedPlan, partition_ranges
+
+LIMITS = SearchLimits(max_partitions=4, group_seconds=0.0, range_limit=3)
+GIB = float(1 << 30)
+
+
+@dataclass(frozen=True)
+class FreeEdges:
+    """Prices of a stage, cutting and joining free of charge as in a simulated list."""
+
+    of: StagePrices
+
+    @property
+    def machine(self) -> Machine:
+        (group,) = self.of.machine.cluster.groups
+        quick = dataclasses.replace(group, gpu=dataclasses.replace(group.gpu, memory_gb_per_s=1e30))
+        constants = dataclasses.replace(self.of.machine.constants, kernel_seconds=0.0)
+        cluster = dataclasses.replace(self.of.machine.cluster, groups=(quick,))
+        return dataclasses.replace(self.of.machine, cluster=cluster, constants=constants)
+
+    def piece_seconds(self, name: str, pieces: int) -> float:
+        return self.of.piece_seconds(name, pieces)
+
+
+class Task:
+    """A job whose layers a search cuts."""
+
+    def __init__(self, words: str = "", **stage: Any) -> None:
+        self.job = read_job([*OVERLAPPED, *words.split()], CLUSTER.gpus)
+        self.plan, self.model = self.job.plan, self.job.model
+        if stage:
+            stages = (dataclasses.replace(one, **stage) for one in self.plan.stages)
+            self.plan = dataclasses.replace(self.plan, stages=tuple(stages))
+        self.machine, _ = machine_of(CLUSTER, CONSTANTS)
+
+    def step(self, plan: Plan) -> SimulatedStep:
+        graphs = by_hand(self.job.config, self.model, plan, self.job.flags)
+        features = features_of(self.job.config, plan.precision, self.job.flags)
+        return simulate_step(plan, self.model, graphs, self.machine, features)
+
+    def search(
+        self, limits: SearchLimits = LIMITS, free: bool = False, gate: Gate | None = "topk", **words: Any
+    ) -> PartitionedPlan:
+        prices = self.step(self.plan).prices
+        given = {rank: FreeEdges(one) if free else one for rank, one in prices.items()}
+        free_bytes = words.pop("free_bytes", [math.inf] * len(self.plan.stages))
+        return partition_ranges(self.plan, self.model, given, limits, free_bytes, gate, **words)
+
+
+@functools.cache
+def task(words: str = "--num-layers 6") -> Task:
+    return Task(words)
+
+
+SHARED = "--num-layers 6 --moe-shared-expert-intermediate-size 4096"
+CASES = {
+    "three groups": ("--num-layers 6", LIMITS),
+    "whole chunk": ("--num-layers 6", SearchLimits(max_partitions=4, group_seconds=0.0, range_limit=99)),
+    "one group": ("--num-layers 6", SearchLimits(max_partitions=2, group_seconds=0.0, range_limit=1)),
+    "shared experts": (SHARED, LIMITS),
+    "dense layers": ("--num-layers 6 --moe-layer-freq ([0,1,0,1,0,0])", LIMITS),
+    "weight gradients": (f"{SHARED} --defer-weight-gradients", LIMITS),
+    "recomputed": (
+        f"{SHARED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        LIMITS,
+    ),
+    "recomputed in part": (
+        "--num-layers 6 --recompute-granularity full --recompute-method block --recompute-num-layers 3",
+        LIMITS,
+    ),
+    "tensor parallel": ("--num-layers 6 --tensor-model-parallel-size 2 --sequence-parallel", LIMITS),
+    "a gate of all tokens": ("--num-layers 6 --moe-gate batch_prioritized --moe-expert-capacity-factor 1.0", LIMITS),
+}
+
+
+@pytest.mark.parametrize(("words", "limits"), CASES.values(), ids=CASES)
+def test_predicted_seconds_are_those_of_the_simulated_list(
+    words: str, limits: SearchLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the ranges save by themselves is what they save in the list, which is valid and lowered."""
+    monkeypatch.setattr(cost_predict, "point_to_point_seconds", lambda *_: np.zeros(()))
+    job = task(words)
+    gate: Gate = "batch_prioritized" if "prioritized" in words else "topk"
+    found = job.search(limits, free=True, gate=gate)
+    validate_plan(found.plan, job.model)
+    (stage,) = found.stages
+    assert stage.ranges and stage.excluded == () or gate != "topk"
+    assert stage.seconds <= stage.separate_seconds + 1e-12 and stage.seconds < stage.uncut_seconds
+    before, after = job.step(job.plan).simulation.step_seconds, job.step(found.plan).simulation.step_seconds
+    count = job.plan.stages[0].gradient_accumulation_steps
+    assert before - after == pytest.approx(count * (stage.uncut_seconds - stage.seconds), rel=1e-6)
+
+
+def test_no_hand_set_ranges_are_shorter() -> None:
+    """Every word and number of partitions, simulated: the found plan is the shortest."""
+    job = task()
+    limits = SearchLimits(max_partitions=4, group_seconds=0.0, range_limit=99)
+    found = job.step(job.search(limits, free=True).plan).simulation.step_seconds
+    words = "--num-layers 6 --moe-overlap-partitions {} --moe-overlap-range {}"
+    by_hand_set = [task(words.format(parts, word)) for parts in (2, 4) for word in ("experts", "after", "around")]
+    assert found <= min(one.step(one.plan).simulation.step_seconds for one in by_hand_set) * (1 + 1e-9)
+
+
+def test_repeated_layers_are_simulated_once() -> None:
+    few, many = (task(f"--num-layers {count}").search().stages[0] for count in (12, 48))
+    assert many.simulated == few.simulated
+    assert few.evaluations < many.evaluations < 5 * few.evaluations
+    # The ends of a chunk aside, every layer costs and saves the same.
+    assert many.uncut_seconds == pytest.approx(4 * few.uncut_seconds)
+    assert many.separate_seconds == pytest.approx(4 * few.separate_seconds, rel=0.01)
+
+
+def test_the_plan_says_what_was_found_and_keeps_the_rest() -> None:
+    job = task(f"{SHARED} --defer-weight-gradients")
+    found = job.search()
+    (overlap,), (stage,) = (tuple(one.overlap for one in found.plan.stages), found.stages)
+    assert overlap.search_limits == LIMITS
+    entries = {one.layer: one for one in overlap.layers}
+    before = {one.layer: one for one in job.plan.stages[0].overlap.layers}
+    assert entries.keys() == before.keys()
+    for layer, entry in entries.items():
+        kept = before[layer]
+        assert (entry.gate, entry.dispatcher) == (kept.gate, kept.dispatcher) == ("topk", "irregular")
+        assert entry.weight_gradient_slots == kept.weight_gradient_slots
+    for one in stage.ranges:
+        entry = entries[one.layer]
+        assert (entry.mechanism, entry.partitions, entry.axis) == ("partitioned", one.partitions, "batch")
+        assert (entry.first_operator, entry.last_operator) == (one.first_operator, one.last_operator)
+        assert one.seconds < one.uncut_seconds
+    gaps = [one.order_gap for one in stage.ranges if one.order_gap is not None]
+    assert gaps and min(gaps) >= -1e-12
+    # What was decided before is replaced.
+    chunked = tuple(
+        dataclasses.replace(one, mechanism="tutel", tutel_degree=2) for one in job.plan.stages[0].overlap.layers
+    )
+    overlap = dataclasses.replace(job.plan.stages[0].overlap, layers=chunked)
+    again = Task(f"{SHARED} --defer-weight-gradients", overlap=overlap).search()
+    assert again.plan.stages == found.plan.stages
+
+
+def test_memory_lowers_the_number_of_partitions() -> None:
+    job = task()
+    many = job.search()
+    assert {one.partitions for one in many.stages[0].ranges} == {4} and many.stages[0].lowered == ()
+    few = job.search(free_bytes=[2 * GIB], held_bytes=lambda first, last, parts: parts * GIB)
+    assert {one.partitions for one in few.stages[0].ranges} == {2}
+    assert {(one.most_partitions, one.needed_bytes) for one in few.stages[0].lowered} == {(2, 4 * GIB)}
+    names = {(one.first_operator, one.last_operator) for one in few.stages[0].ranges}
+    assert names == {(one.first_operator, one.last_operator) for one in few.stages[0].lowered}
+    none = job.search(free_bytes=[0.0])
+    assert none.stages[0].ranges == () and none.plan.stages == job.plan.stages
+    assert {one.most_partitions for one in none.stages[0].lowered} == {1}
+
+
+def test_groups_of_more_seconds_leave_fewer_ranges() -> None:
+    job = task("--num-layers 6 --moe-layer-freq ([0,0,1,0,0,1])")
+    fine, coarse = (job.search(dataclasses.replace(LIMITS, group_seconds=each)).stages[0] for each in (0.0, 1.0))
+    assert coarse.evaluations < fine.evaluations
+    assert coarse.separate_seconds >= fine.separate_seconds - 1e-12
+
+
+def test_what_may_not_be_cut_is_excluded_with_the_reason() -> None:
+    job = task()
+
+    def reasons(found: PartitionedPlan) -> list[tuple[str, str]]:
+        (stage,) = found.stages
+        assert stage.ranges == () and stage.seconds == pytest.approx(stage.uncut_seconds)
+        assert found.plan.stages[0].overlap == StageOverlap()
+        return list(stage.excluded)
+
+    experts = "L0.moe.gate … L0.moe.merge"
+    (only,) = reasons(job.search(gate=None))
+    assert only == (experts, "gate null: only a gate of ours hands capacity to the next partition")
+    (only,) = reasons(task("--num-layers 6 --micro-batch-size 1").search())
+    assert only == (
+        experts,
+        "no number of partitions up to 4 divides the micro-batch of 1: enlarge the micro-batch",
+    )
+    assert reasons(task("--num-layers 6 --expert-model-parallel-size 1").search()) == []
+    prices = job.step(job.plan).prices
+    predicting = dataclasses.replace(job.plan, mtp_stage=0)
+    (only,) = reasons(partition_ranges(predicting, job.model, prices, LIMITS, [math.inf], "topk"))
+    assert only == (experts, "mtp_stage 0: multi-token prediction is not overlapped, and here layers are")
+    whole = task("--num-layers 6 --moe-gate batch_prioritized --moe-expert-capacity-factor 1.0")
+    (stage,) = whole.search(gate="batch_prioritized").stages
+    assert [reason for _, reason in stage.excluded] == [
+        "first_operator L0.attention: the gate batch_prioritized needs the whole micro-batch: nothing before it can run in "
+        "partitions",
+        "gate batch_prioritized: needs the whole micro-batch, and the layer runs in the partitions of layers[0]",
+    ]
+
+
+def test_a_gate_of_all_tokens_runs_alone_in_front_of_its_range() -> None:
+    whole = task("--num-layers 6 --moe-gate batch_prioritized --moe-expert-capacity-factor 1.0")
+    (stage,) = whole.search(gate="batch_prioritized").stages
+    assert all(one.first_operator.endswith("moe.gate") for one in stage.ranges) and stage.ranges
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("max_partitions", 0, "--overlap-max-partitions"),
+        ("range_limit", 0, "--overlap-range-limit"),
+        ("group_seconds", -1.0, "--overlap-group-seconds"),
+        ("group_seconds", math.nan, "--overlap-group-seconds"),
+    ],
+)
+def test_limits_that_make_no_sense(field: str, value: float, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} .*: must be at least") as error:
+        task().search(dataclasses.replace(LIMITS, **{field: value}))
+    assert error.value.subject == flag
+
+
+def test_interleaved_micro_batches_are_refused() -> None:
+    job = task("--num-layers 6 --moe-overlap-micro-batches 2 --global-batch-size 256")
+    with pytest.raises(ConfigError, match="micro_batches_in_flight 2: ranges are priced for one micro-batch"):
+        job.search()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_ranges_stay_in_the_chunks_of_a_pipeline(chunks: int) -> None:
+    """And a pipeline with them is shorter."""
+    words = "--num-layers 8 --global-batch-size 512 --pipeline-model-parallel-size 2 --expert-model-parallel-size 16"
+    job = task(words + (" --num-layers-per-virtual-pipeline-stage 2" if chunks == 2 else ""))
+    found = job.search(dataclasses.replace(LIMITS, range_limit=99))
+    validate_plan(found.plan, job.model)
+    for stage, answer in zip(found.plan.stages, found.stages, strict=True):
+        assert len(stage.chunks) == chunks
+        cut = set()
+        for one in answer.ranges:
+            ends = [parse_operator(name).layer for name in (one.first_operator, one.last_operator)]
+            (home,) = {chunk for chunk in stage.chunks for layer in ends if layer in range(*chunk)}
+            cut.add(home)
+        assert cut == set(stage.chunks)
+    assert job.step(found.plan).simulation.step_seconds < 0.9 * job.step(job.plan).simulation.step_seconds
