@@ -25,7 +25,7 @@ from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_exchange
 from moe_overlap.tuner.cost.links import collective_seconds, host_seconds, point_to_point_seconds
 from moe_overlap.tuner.cost.memory import PartBytes
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable
-from moe_overlap.tuner.cost.pipeline import step_seconds
+from moe_overlap.tuner.cost.pipeline import step_seconds, transfer_waits
 from moe_overlap.tuner.cost.prepare import Family
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
@@ -246,14 +246,19 @@ def _whole(
     virtual, count = len(stage.chunks), stage.gradient_accumulation_steps
     place = {index: (one, column) for one in priced for column, index in enumerate(one.family.stages)}
     order = [place[index] for index in range(len(plan.stages))]
-    transfer = _transfer_seconds(plan, priced[0].family.boundary_bytes, machine, features)
-    stable = [float(one.costs.stable_seconds[0, m]) + transfer for one, m in order]
+    one_way = one_way_seconds(plan, priced[0].family.boundary_bytes, machine) if len(plan.stages) > 1 else 0.0
+    beside = constants.overlap_slowdown if features.overlap_transfers else None
+    transfers, filling = transfer_waits(len(plan.stages), virtual, one_way, beside)
+    stable = [
+        float(one.costs.stable_seconds[0, m]) + transfer for (one, m), transfer in zip(order, transfers, strict=True)
+    ]
     first = [float(one.costs.first_extra_seconds[0, m]) for one, m in order]
     last = [float(one.costs.last_extra_seconds[0, m]) for one, m in order]
     step = step_seconds(stable, first, last, count, virtual)
     update = max(float(one.costs.optimizer_seconds[0, m]) for one, m in order) + constants.step_seconds
-    seconds = step.total + update
+    seconds = step.total + filling + update
     slowest, column = order[int(np.argmax(stable))]
+    transfer = transfers[int(np.argmax(stable))]
     inside = {kind: count * float(slowest.exposed(kind)[column]) for kind in KINDS}
     compute = count * float(slowest.compute[column])
     # What sharded or offloaded states add to a stable micro-batch is communication of the data ranks, or copies.
@@ -268,7 +273,8 @@ def _whole(
             tokens_per_second_per_gpu=tokens,
             model_tflops_per_gpu=tflops,
             stages=tuple(
-                _stage(one, m, stable[i], first[i], last[i], transfer, provenance) for i, (one, m) in enumerate(order)
+                _stage(one, m, stable[i], first[i], last[i], transfers[i], provenance)
+                for i, (one, m) in enumerate(order)
             ),
             provenance=provenance,
         ),
@@ -277,7 +283,7 @@ def _whole(
             "bubble_seconds": step.bubble,
             **{f"exposed_{kind}_seconds": value for kind, value in inside.items()},
             "exposed_data_seconds": step.edges + states,
-            "exposed_transfer_seconds": count * transfer,
+            "exposed_transfer_seconds": count * transfer + filling,
             "optimizer_seconds": update,
         },
         mfu=tflops / peak_tflops(gpu, plan.precision),
@@ -292,17 +298,6 @@ def peak_tflops(gpu: Gpu, precision: str) -> float:
     if precision == "nvfp4" and gpu.fp4_tflops:
         return gpu.fp4_tflops
     return gpu.fp8_tflops if precision in LOW_PRECISIONS and gpu.fp8_tflops else gpu.bf16_tflops
-
-
-def _transfer_seconds(plan: Plan, boundary_bytes: float, machine: Machine, features: Features) -> float:
-    """Exposed seconds of a stage's transfers in one micro-batch: one each way and chunk, between passes that wait for them."""
-    if len(plan.stages) == 1:
-        return 0.0
-    constants = machine.constants
-    one_way = one_way_seconds(plan, boundary_bytes, machine)
-    chunks = len(plan.stages[0].chunks)
-    exposed = constants.overlap_slowdown if chunks > 1 and features.overlap_transfers else 1.0
-    return 2.0 * one_way * chunks * exposed
 
 
 def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> float:

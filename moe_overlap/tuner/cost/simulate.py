@@ -5,8 +5,9 @@ between stages and the norm of all gradients meet: they begin when the heads of 
 Rules, as instructions.py states them:
 1. A ready head starts when its channel is free and, if it meets others, when they are ready, too.
 2. While it runs it does its work at a rate of 1, or, with an interference model, at 1 / slowdown: the factor of its stream among
-   the busy streams of its rank, times the channels that share the stream (two collectives at a time halve each other). What
-   meets goes at the rate of its slowest rank.
+   the busy streams of its rank, times the channels that share the stream (two collectives at a time halve each other; what is
+   sent to another stage and what is received from one do not: links carry both ways). What meets goes at the rate of its
+   slowest rank.
 3. Everything has run, or nothing can: then the grid of passes is shown with the place.
 
 Lists: of all ranks, or of one rank per stage (at the same place of each), whose collectives inside a stage then stand for all.
@@ -16,7 +17,7 @@ Time: instructions × log(instructions), with interference also × channels.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -184,17 +185,20 @@ class _Engine:
         if self._interference is None:
             return
         for task in {task: None for rank in ranks for task in self._running[rank].values()}:
-            rate = min(1 / self._slowdown(rank, i.channel) for rank, i in task.ends)
+            rate = min(1 / self._slowdown(rank, i) for rank, i in task.ends)
             if rate != task.rate:
                 task.left -= (now - task.since) * task.rate
                 task.since, task.rate, task.version = now, rate, task.version + 1
                 self._push(task, now)
 
-    def _slowdown(self, rank: int, channel: str) -> float:
+    def _slowdown(self, rank: int, i: Instruction) -> float:
         assert self._interference is not None
-        busy = Counter(STREAM_OF.get(other, BETWEEN_DEVICES) for other in self._running[rank])
-        stream = STREAM_OF.get(channel, BETWEEN_DEVICES)
-        return self._interference.factor(stream, busy) * busy[stream]
+        stream = _stream(i.channel)
+        shares, busy = 0, []
+        for channel, task in self._running[rank].items():
+            busy.append(_stream(channel))
+            shares += busy[-1] == stream and not (i.peers and _is_opposite(i, task, rank))
+        return self._interference.factor(stream, busy) * shares
 
     def _push(self, task: _Task, now: float) -> None:
         self._pushed += 1
@@ -205,6 +209,16 @@ class _Engine:
         """The first instruction of a list that has not run."""
         heads = [queue[-1] for (place, _), queue in self._queues.items() if place == rank and queue]
         return min(heads, key=lambda i: i.id, default=None)
+
+
+def _stream(channel: str) -> int:
+    return STREAM_OF.get(channel, BETWEEN_DEVICES)
+
+
+def _is_opposite(mine: Instruction, task: _Task, rank: int) -> bool:
+    """Whether one of two transfers between stages is sent and the other received."""
+    theirs = next(i for place, i in task.ends if place == rank)
+    return bool(theirs.peers) and mine.name.startswith("send.") != theirs.name.startswith("send.")
 
 
 def _meets(mine: Instruction, theirs: Instruction, rank: int) -> bool:

@@ -1,17 +1,17 @@
 """A step of a plan, simulated: the instruction lists of one rank per stage at the prices of the cost model.
 
 Beside each other, work is slowed down as the closed form says (`partly_concurrent`). Simulated steps and the closed form
-(`pipeline.py`) agree where nothing overlaps, transfers between stages apart: the closed form lets a stage wait for each of them,
-as megatron-core's pipeline does; the lists have them beside computation, so that a stage waits only where nothing else is left.
+(`pipeline.py`) agree where nothing overlaps. Lists of megatron-core's 1F1B wait for their transfers, as it does; those of its
+interleaved pipeline and of stages that follow their own lists have them beside computation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.instructions import COMPUTE, Instruction
 from moe_overlap.plan.lower import lower
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
@@ -48,11 +48,14 @@ def simulate_step(
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
+    listed = any(stage.overlap.is_listed for stage in plan.stages)
+    waits = plan.pipeline_schedule == "1f1b" and not listed
     prices: dict[int, StagePrices] = {}
     for index, here in enumerate(price_stages(plan, model, graphs, machine, features)):
         stage = plan.stages[index]
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
-        here.read(lower(plan, model, stage.devices.ranks[0], saved))
+        made = lower(plan, model, stage.devices.ranks[0], saved)
+        here.read(waiting_for_transfers(made) if waits else made)
         prices[stage.devices.ranks[0]] = here
     lists: dict[int, Sequence[Instruction]] = {rank: one.made for rank, one in prices.items()}
     slowed = slowed_down(machine.constants.overlap_slowdown)
@@ -68,6 +71,21 @@ def price_stages(
         priced = price_family(plan, model, family, machine, features)
         place.update({index: (priced, column) for column, index in enumerate(family.stages)})
     return [StagePrices(plan, stage, graphs[index], *place[index], machine) for index, stage in enumerate(plan.stages)]
+
+
+def waiting_for_transfers(made: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """A list whose transfers wait for the computation before them, and computation for the transfers before it."""
+    waiting: list[Instruction] = []
+    computed: tuple[int, ...] = ()
+    moved: tuple[int, ...] = ()
+    for i in made:
+        before: tuple[int, ...] = ()
+        if i.kind == "point-to-point":
+            before, moved = computed, (*moved, i.id)
+        elif i.channel == COMPUTE:
+            before, computed, moved = moved, (i.id,), ()
+        waiting.append(replace(i, after=tuple(sorted({*i.after, *before}))) if before else i)
+    return tuple(waiting)
 
 
 def slowed_down(slowdown: float) -> Interference:

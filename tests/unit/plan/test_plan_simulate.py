@@ -67,10 +67,12 @@ def twin(lists: Lists, seconds: Callable[[int, Instruction], float], model: Inte
         if model is None:
             return 1.0
         rates = []
-        for rank, channel in task["at"]:
-            beside = [STREAMS.get(c, 1) for other in running for r, c in other["at"] if r == rank]
+        for (rank, channel), mine in task["at"].items():
+            there = [(c, i) for other in running for (r, c), i in other["at"].items() if r == rank]
             stream = STREAMS.get(channel, 1)
-            rates.append(1 / (model.factor(stream, beside) * beside.count(stream)))
+            both_ways = [i for _, i in there if mine.peers and i.peers and i.name[:4] != mine.name[:4]]
+            share = sum(STREAMS.get(c, 1) == stream for c, _ in there) - len(both_ways)
+            rates.append(1 / (model.factor(stream, [STREAMS.get(c, 1) for c, _ in there]) * share))
         return min(rates)
 
     while True:

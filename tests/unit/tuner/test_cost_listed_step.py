@@ -86,6 +86,25 @@ def test_few_are_played_and_no_more() -> None:
     assert step_of_many(play, 3, 4) == 7.0 + 9.0 + 6
 
 
+def test_a_part_is_priced_at_its_own_size() -> None:
+    """An exchange: latency, and its share of the bytes. Experts: every part reads their weights and starts their kernels."""
+    seconds: dict[int, tuple[float, float]] = {}
+    for parts in (1, 2, 4):
+        words = f"{STAGES} 1 --expert-model-parallel-size 16 --moe-overlap-partitions {parts}"
+        (prices,) = simulated([*BASE, *words.split()], CLUSTER, graphs=by_hand, constants=CONSTANTS).prices.values()
+        names = ("L0.moe.dispatch", "L0.moe.experts")
+        found = (next(prices.seconds(i) for i in prices.made if i.name == name) for name in names)
+        seconds[parts] = next(found), next(found)
+    (whole, experts), (half, half_experts), (quarter, quarter_experts) = seconds.values()
+    assert whole - half == pytest.approx(2 * (half - quarter))
+    latency = 2 * half - whole
+    assert 1e-6 < latency < 0.2 * whole
+    weights = 3 * 4096 * 2048 * 2 / (3350e9 * CONSTANTS.gpus["H100"].memory)
+    kernels = 3 * CONSTANTS.gpus["H100"].kernel_seconds
+    assert 2 * half_experts - experts == pytest.approx(weights + kernels, rel=0.01)
+    assert 4 * quarter_experts - experts == pytest.approx(3 * (weights + kernels), rel=0.01)
+
+
 def test_deferral_holds_operands_and_keeps_its_bound() -> None:
     """One layer's worth at least: an expert's rows in and out, of every product; a bound of a MiB lets no more stay."""
     words = f"{STAGES} 1 {DEFERRED}"
