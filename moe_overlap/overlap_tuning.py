@@ -14,22 +14,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Unpack
 
+from megatron.training.arguments import expand_files
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.lower import lower
 from moe_overlap.plan.overlap import TUTEL_DEGREES, SearchLimits
-from moe_overlap.plan.overlap_from_words import OverlapWords, overlap_from_words
 from moe_overlap.plan.plan import Plan
-from moe_overlap.predicting import Job, Options, Task, predicted_of, read_job, task_of
+from moe_overlap.predicting import Options, Task, predicted_of, read_job, task_of
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.predict import Prediction
 from moe_overlap.tuner.cost.simulate_step import price_stages
-from moe_overlap.tuner.search.layer.plan_ranges import PartitionedPlan, partition_ranges
+from moe_overlap.tuner.search.layer.plan_ranges import PartitionedPlan, check_limits, partition_ranges
+from moe_overlap.tuner.search.layer.plan_slots import with_slots
 from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Schedule, schedule_weight_gradients
 
 WORTH = 0.01
 """Share of the plain step by which another must be shorter: predictions are no better."""
 PLAIN, WHOLE = "plain megatron-core", "whole micro-batches"
+LEFT_OUT = ("--overlap-param-gather",)
+"""Flags that only place communication, which a list places itself."""
 DEFERRED = "weight gradients under exchanges"
 
 
@@ -86,6 +89,9 @@ def tune_overlap(
         ConfigError: as `predict`; or the flags decide an overlap themselves, or the run exchanges no tokens.
     """
     begun = time.perf_counter()
+    check_limits(limits)
+    if not solver_seconds > 0:
+        raise ConfigError("--time-limit", solver_seconds, "must be greater than 0 seconds", "use 5")
     task = task_of(words, cluster, options)
     _require_open(task)
     plain = Candidate(name=PLAIN, words=tuple(words), plan=task.job.plan, prediction=predicted_of(task, task.job.plan))
@@ -121,28 +127,26 @@ class _Search:
 
     def candidates(self) -> Iterator[Candidate]:
         """All but the plain run."""
-        own = (*self.words, *self._own_parts())
-        yield from self._both(WHOLE, own, self._whole)
+        yield from self._both(WHOLE, self._whole)
         for degree in TUTEL_DEGREES[1:]:
             flags = ("--moe-overlap-capacity-chunks", str(degree))
-            yield from self._both(f"Tutel-style, {degree} chunks", own, functools.partial(self._by_flags, own, flags))
-        yield from self._both("partitions", own, functools.partial(self._cut, own))
+            yield from self._both(f"Tutel-style, {degree} chunks", functools.partial(self._by_flags, flags))
+        yield from self._both("partitions", self._cut)
         flags = ("--moe-overlap-micro-batches", "2")
-        yield from self._both("two micro-batches", own, functools.partial(self._by_flags, own, flags))
+        yield from self._both("two micro-batches", functools.partial(self._by_flags, flags))
 
-    def _own_parts(self) -> Iterator[str]:
-        """Flags of the gate and the dispatcher that the executor needs."""
-        if self.task.job.config.overlap.moe_gate is None:
-            yield from ("--moe-gate", "topk")
-        yield from ("--moe-token-dispatcher-type", "irregular")
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The flags with the gate and the dispatcher that the executor needs, without what it does not go with."""
+        kept = [word for word in expand_files(self.words) if word not in LEFT_OUT]
+        gate = ("--moe-gate", "topk") if self.task.job.config.overlap.moe_gate is None else ()
+        return (*kept, *gate, "--moe-token-dispatcher-type", "irregular")
 
-    def _both(
-        self, name: str, words: tuple[str, ...], make: Callable[[], tuple[Plan, PartitionedPlan | None]]
-    ) -> Iterator[Candidate]:
+    def _both(self, name: str, make: Callable[[], tuple[Plan, PartitionedPlan | None]]) -> Iterator[Candidate]:
         """A mechanism by itself, and with weight gradients deferred."""
         try:
             plan, ranges = make()
-            first = Candidate(name=name, words=words, plan=plan, prediction=self._predicted(plan), ranges=ranges)
+            first = Candidate(name=name, words=self.own, plan=plan, prediction=self._predicted(plan), ranges=ranges)
             if name != WHOLE:
                 yield first
             schedule = self._schedule(plan, first)
@@ -153,38 +157,33 @@ class _Search:
                     first, name=f"{name}, {DEFERRED}", plan=filled, prediction=prediction, schedule=schedule
                 )
         except ConfigError as error:
-            yield Candidate(name=name, words=words, refused=str(error))
+            yield Candidate(name=name, words=self.own, refused=str(error))
 
     def _predicted(self, plan: Plan) -> Prediction:
         return predicted_of(self.task, plan)
 
-    def _job(self, words: tuple[str, ...], flags: tuple[str, ...]) -> Job:
-        return read_job([*words, *flags], self.cluster.gpus)
-
-    def _by_flags(self, words: tuple[str, ...], flags: tuple[str, ...]) -> tuple[Plan, None]:
-        return self._job(words, flags).plan, None
+    def _by_flags(self, flags: tuple[str, ...]) -> tuple[Plan, None]:
+        """What flags say by hand; their rules hold."""
+        return read_job([*self.own, *flags], self.cluster.gpus).plan, None
 
     def _whole(self) -> tuple[Plan, None]:
-        """Gates and dispatchers of our own, nothing cut."""
-        job = self.task.job
-        words = OverlapWords(gate=job.config.overlap.moe_gate or "topk", dispatcher="irregular")
-        stages = (
-            dataclasses.replace(stage, overlap=overlap_from_words(words, stage, job.model)) for stage in job.plan.stages
-        )
-        return dataclasses.replace(job.plan, stages=tuple(stages)), None
+        """Gates and dispatchers of our own, nothing cut and nothing deferred."""
+        deferred, _ = self._by_flags(("--defer-weight-gradients", "--max-deferred-bytes", "1"))
+        return with_slots(deferred, [{} for _ in deferred.stages], 0), None
 
-    def _cut(self, words: tuple[str, ...]) -> tuple[Plan, PartitionedPlan]:
+    def _cut(self) -> tuple[Plan, PartitionedPlan]:
         """Ranges in partitions, as the search finds them."""
         samples = self.task.job.plan.stages[0].micro_batch_size
         fewest = next((parts for parts in range(2, samples + 1) if samples % parts == 0), 2)
         # The flags' own rules say what a run with partitions needs beside the plan.
-        self._job(words, ("--moe-overlap-partitions", str(fewest), "--moe-overlap-range", "experts"))
+        self._by_flags(("--moe-overlap-partitions", str(fewest), "--moe-overlap-range", "experts"))
         whole, _ = self._whole()
         free = free_bytes(self._predicted(whole))
         found = partition_ranges(whole, self.task.job.model, self._prices(whole), self.limits, free)
         if not any(stage.ranges for stage in found.stages):
             reasons = {reason for stage in found.stages for _, reason in stage.excluded}
-            raise ConfigError("partitions", "", "; ".join(sorted(reasons)) or "no range is shorter in parts", "")
+            rule = "; ".join(sorted(reasons)) or "no range is shorter in parts"
+            raise ConfigError("--overlap-max-partitions", self.limits.max_partitions, rule, "nothing to do")
         return found.plan, found
 
     def _schedule(self, plan: Plan, candidate: Candidate) -> Schedule:

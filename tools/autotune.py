@@ -148,7 +148,8 @@ def _why(other: Candidate, chosen: Candidate) -> str:
         return other.refused
     if not other.prediction.fits:
         return f"{_figures(other)}; does not fit: {other.prediction.overflow[0]}"
-    return f"{_figures(other)} ({other.seconds / chosen.seconds - 1:+.1%})"
+    compared = f"{_figures(other)} ({other.seconds / chosen.seconds - 1:+.1%})"
+    return f"{compared}, no more than predictions err" if other.seconds < chosen.seconds else compared
 
 
 def _decisions(chosen: Candidate) -> list[str]:

@@ -75,7 +75,8 @@ def _with_gate(stage: StagePlan, model: ModelDescription, gate: Gate | None) -> 
     return dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=layers))
 
 
-def _check(plan: Plan, limits: SearchLimits) -> None:
+def check_limits(limits: SearchLimits) -> None:
+    """ConfigError for a limit that makes no sense."""
     for flag, value, least in (
         ("--overlap-max-partitions", limits.max_partitions, 1),
         ("--overlap-group-seconds", limits.group_seconds, 0),
@@ -83,6 +84,10 @@ def _check(plan: Plan, limits: SearchLimits) -> None:
     ):
         if not least <= value < math.inf:
             raise ConfigError(flag, value, f"must be at least {least} and finite", f"use {least}")
+
+
+def _check(plan: Plan, limits: SearchLimits) -> None:
+    check_limits(limits)
     for index, stage in enumerate(plan.stages):
         if stage.overlap.micro_batches_in_flight > 1:
             rule = "ranges are priced for one micro-batch after the other"

@@ -1,0 +1,109 @@
+"""`tools/autotune.py --overlap-only`: what is chosen, what is written, and that the run accepts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from test_cost_predict import CONSTANTS, by_hand
+
+import moe_overlap.predicting as predicting
+from megatron.training.arguments import parse
+from megatron.training.describe import describe_model, known_vocab_size
+from megatron.training.plan_of_run import plan_of_run
+from megatron.training.validation import validate
+from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.overlap_tuning import PLAIN, WORTH, Tuned, tune_overlap
+from moe_overlap.plan.overlap import SearchLimits
+from tools.autotune import main
+
+JOB = """--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
+    --vocab-size 32000 --micro-batch-size 4 --global-batch-size 128 --bf16 --swiglu --disable-bias-linear
+    --normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
+    --untie-embeddings-and-output-weights --train-iters 10 --lr 1e-4 --pipeline-model-parallel-size 2 --num-experts 16
+    --moe-router-topk 2 --moe-ffn-hidden-size 1024 --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type none --overlap-grad-reduce""".split()
+LIMITS = SearchLimits(max_partitions=4, group_seconds=0.0, range_limit=12)
+
+
+def tuned(slower: float, *words: str) -> Tuned:
+    """Over links so much slower than an H100's."""
+    cluster = shipped_cluster("H100", 16)
+    group = cluster.groups[0]
+    slow = dataclasses.replace(group, domain_gb_per_s=group.domain_gb_per_s / slower)
+    cluster = dataclasses.replace(cluster, groups=(slow,))
+    return tune_overlap([*JOB, *words], cluster, LIMITS, graphs=by_hand, constants=CONSTANTS)
+
+
+def test_slow_links_are_worth_hiding_and_the_fastest_is_chosen() -> None:
+    found = tuned(8.0)
+    assert found.chosen.name != PLAIN and found.chosen.seconds < 0.9 * found.plain_seconds
+    predicted = [one for one in found.others if one.prediction is not None]
+    assert {PLAIN, "partitions", "two micro-batches"} <= {one.name for one in predicted} | {found.chosen.name}
+    assert all(found.chosen.seconds <= one.seconds for one in predicted)
+    assert [one.seconds for one in predicted] == sorted(one.seconds for one in predicted)
+
+
+def test_what_is_no_better_than_predictions_err_is_left() -> None:
+    found = tuned(0.01, "--pipeline-model-parallel-size", "1")
+    fastest = min(one.seconds for one in (found.chosen, *found.others) if one.prediction is not None)
+    assert found.chosen.name == PLAIN and fastest > found.plain_seconds * (1 - WORTH)
+
+
+def test_one_sample_cannot_be_cut_and_the_reason_is_told() -> None:
+    found = tuned(8.0, "--micro-batch-size", "1")
+    (refused,) = [one for one in found.others if one.refused]
+    assert refused.name == "partitions"
+    assert "--moe-overlap-partitions 2: does not divide the micro-batch of 1" in refused.refused
+
+
+def write_job(folder: Path, *words: str) -> list[str]:
+    (folder / "job.args").write_text(" ".join([*JOB, *words]))
+    files = ["--megatron-args", str(folder / "job.args"), "--output", str(folder / "tuned")]
+    return ["--overlap-only", *files, "--gpu", "H100", "--num-gpus", "16"]
+
+
+def test_what_is_written_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(predicting, "cached_graphs", by_hand)
+    assert main([*write_job(tmp_path, "--overlap-param-gather"), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["chosen"] != PLAIN and answer["step_seconds"] < answer["plain_step_seconds"]
+    config = parse([f"@{tmp_path / 'tuned' / 'megatron_args.txt'}"]).config
+    validate(config, 16)
+    plan = plan_of_run(config, describe_model(config, known_vocab_size(config), "job"), 16)
+    assert plan.stages[0].overlap.is_listed
+    assert plan.predicted is not None and plan.predicted.step_seconds == answer["step_seconds"]
+    assert json.loads((tmp_path / "tuned" / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("job", "tool", "message"),
+    [
+        ("--defer-weight-gradients --max-deferred-bytes 9 --moe-token-dispatcher-type irregular", "", "by hand"),
+        ("--expert-model-parallel-size 1", "", "one expert rank exchanges no tokens"),
+        ("", "--overlap-max-partitions 0", "--overlap-max-partitions 0: must be at least 1"),
+        ("", "--overlap-range-limit 0", "--overlap-range-limit 0: must be at least 1"),
+        ("", "--time-limit -1", "--time-limit -1.0: must be greater than 0"),
+    ],
+)
+def test_mistakes_are_one_line(
+    job: str,
+    tool: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(predicting, "cached_graphs", by_hand)
+    assert main([*write_job(tmp_path, *job.split()), *tool.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and message in said
+
+
+def test_the_search_of_layouts_is_not_there_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(write_job(tmp_path)[1:]) == 2
+    assert "--overlap-only missing: parallelism and memory are not searched yet" in capsys.readouterr().err
