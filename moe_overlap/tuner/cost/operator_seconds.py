@@ -91,10 +91,14 @@ def _suffix(op: Op) -> str:
 
 
 def weight_of(part: Part, op: Op) -> str:
-    """The weight whose gradient an operator makes, as plans name it; empty where the capture does not tell."""
+    """The weight whose gradient an operator makes, as plans name it; empty where the capture does not tell.
+
+    A fused kernel writes to the gradient itself; elsewhere the product's result is unnamed, but its module is known.
+    """
     if op.operator == GATE:
         return "router"
-    names = [word for index in op.writes for word in part.storages[index].name.split(".")]
+    paths = [op.module, *(part.storages[index].name for index in op.writes)]
+    names = [word for path in paths for word in path.split(".")]
     words = {word.removeprefix("linear_").removesuffix("_proj") for word in names}
     words |= {"output"} if "output_layer" in words else set()
     return next((weight for weight in WEIGHTS.get(op.operator, ()) if weight in words), "")

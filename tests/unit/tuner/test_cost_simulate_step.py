@@ -16,6 +16,7 @@ from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.predicting import predict, simulated
+from moe_overlap.tuner.cost.operator_seconds import weight_of
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, slowed_down
 from moe_overlap.tuner.cost.stage import partly_concurrent
 from tools import predict as predict_tool
@@ -167,6 +168,18 @@ def test_deferral_moves_seconds_and_makes_none() -> None:
         prices = overlapped(words).prices[0]
         sums.append(sum(prices.seconds(i) for i in prices.made if i.kind in ("compute", "weight-gradient")))
     assert sums[1] == pytest.approx(sums[0])
+
+
+def test_the_weight_of_a_gradient_is_known_by_its_module() -> None:
+    """What torch's own products write has no name; nor has the module, sometimes."""
+    part = step_of(f"{STAGES} 1").prices[0].graph.part("moe")
+    op = next(op for op in part.ops if op.is_weight_gradient and op.operator == "moe.experts")
+    for module, weight in (
+        ("mlp.experts.local_experts.3.linear_fc2", "fc2"),
+        ("mlp.experts.linear_fc1", "fc1"),
+        ("", ""),
+    ):
+        assert weight_of(part, dataclasses.replace(op, module=module)) == weight
 
 
 def test_two_streams_are_slowed_down_as_the_closed_form_says() -> None:

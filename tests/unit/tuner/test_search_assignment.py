@@ -156,6 +156,8 @@ def test_without_time_the_greedy_stands_with_a_bound() -> None:
     hurried, whole = solve(given, (), 0.0), solve(given, (), 5.0)
     assert (hurried.method, whole.method) == ("greedy", "exact")
     assert hurried.value == pytest.approx(180 * US)
+    late = solve_exactly(given, hurried.assignment, -1.0, 0.0)
+    assert late.bound >= whole.value and (late.assignment is None or given.is_feasible(late.assignment))
     assert whole.value == pytest.approx(190 * US)
     assert whole.bound == hurried.bound == pytest.approx(190 * US)
     assert hurried.gap == pytest.approx(1 - hurried.value / (190 * US))

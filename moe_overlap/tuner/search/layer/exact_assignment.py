@@ -63,7 +63,7 @@ def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float
 
     Args:
         hint: a feasible assignment to start from.
-        seconds: time limit.
+        seconds: time limit; from 0 down there is none left.
         gap: share of the value that the bound may exceed it by when the search ends.
     """
     model = cp_model.CpModel()
@@ -86,7 +86,7 @@ def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float
     for (i, j), variable in runs.items():
         model.add_hint(variable, hint[i] == j)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.max_time_in_seconds = max(0.0, seconds)
     solver.parameters.relative_gap_limit = gap
     solver.parameters.num_workers = 1
     status = solver.solve(model)

@@ -103,7 +103,8 @@ def schedule_weight_gradients(
     """Fill the slots of a plan; what it says of them so far does not count, everything else stays, `predicted` included.
 
     Args:
-        plan: a valid plan; the others as `simulate_step` takes them.
+        plan: a valid plan; the others as `simulate_step` takes them. Layers it has an entry for keep their gate and dispatcher;
+            those it has none for get one without, which runs only where the flags name no gate either.
     Raises:
         ConfigError: limits that allow nothing, or a field of the plan that is not lowered yet.
     """
