@@ -24,6 +24,7 @@ from moe_overlap.speed_flags import features_of
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.predict import Machine, machine_of
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
+from moe_overlap.tuner.search.layer import range_prices
 from moe_overlap.tuner.search.layer.plan_ranges import PartitionedPlan, partition_ranges
 
 LIMITS = SearchLimits(max_partitions=4, group_seconds=0.0, range_limit=3)
@@ -127,9 +128,22 @@ def test_no_hand_set_ranges_are_shorter() -> None:
     assert found <= min(one.step(one.plan).simulation.step_seconds for one in by_hand_set) * (1 + 1e-9)
 
 
-def test_repeated_layers_are_simulated_once() -> None:
+def test_cutting_and_joining_cost_hidden_states_and_kernels() -> None:
+    """Once in front of and once behind the pipeline of the range, forward and backward."""
+    limits = SearchLimits(max_partitions=4, group_seconds=0.0, range_limit=99)
+    free, charged = (task().search(limits, free=each).stages[0] for each in (True, False))
+    assert [one.partitions for one in charged.ranges] == [one.partitions for one in free.ranges] == [4]
+    hidden_bytes = 4 * 4096 * 2048 * 2
+    edge = 2 * hidden_bytes / (CLUSTER.groups[0].gpu.memory_gb_per_s * 1e9 * 0.8) + 4 * 3e-6
+    assert charged.seconds - free.seconds == pytest.approx(4 * edge)
+
+
+def test_repeated_layers_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    simulate = range_prices.pipeline_seconds
+    monkeypatch.setattr(range_prices, "pipeline_seconds", lambda *given: calls.append(given) or simulate(*given))
     few, many = (task(f"--num-layers {count}").search().stages[0] for count in (12, 48))
-    assert many.simulated == few.simulated
+    assert many.simulated == few.simulated == len(calls) / 2
     assert few.evaluations < many.evaluations < 5 * few.evaluations
     # The ends of a chunk aside, every layer costs and saves the same.
     assert many.uncut_seconds == pytest.approx(4 * few.uncut_seconds)
@@ -174,7 +188,7 @@ def test_memory_lowers_the_number_of_partitions() -> None:
     names = {(one.first_operator, one.last_operator) for one in few.stages[0].ranges}
     assert names == {(one.first_operator, one.last_operator) for one in few.stages[0].lowered}
     none = job.search(free_bytes=[0.0])
-    assert none.stages[0].ranges == () and none.plan.stages == job.plan.stages
+    assert none.stages[0].ranges == () and none.plan.stages[0].overlap == StageOverlap(search_limits=LIMITS)
     assert {one.most_partitions for one in none.stages[0].lowered} == {1}
 
 
@@ -191,7 +205,7 @@ def test_what_may_not_be_cut_is_excluded_with_the_reason() -> None:
     def reasons(found: PartitionedPlan) -> list[tuple[str, str]]:
         (stage,) = found.stages
         assert stage.ranges == () and stage.seconds == pytest.approx(stage.uncut_seconds)
-        assert found.plan.stages[0].overlap == StageOverlap()
+        assert found.plan.stages[0].overlap == StageOverlap(search_limits=LIMITS)
         return list(stage.excluded)
 
     experts = "L0.moe.gate … L0.moe.merge"

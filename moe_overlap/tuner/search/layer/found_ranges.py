@@ -71,7 +71,7 @@ class StageRanges:
 
 
 def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimits | None) -> StagePlan:
-    """A stage, which has an entry for every mixture of experts, with these ranges in place of its own."""
+    """A stage with these ranges, whose layers it has entries for, in place of its own; entries that say nothing go."""
     whole = without_ranges(stage)
     entries = {one.layer: one for one in whole.overlap.layers}
     for chosen in ranges:

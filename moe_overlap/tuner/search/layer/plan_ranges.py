@@ -17,7 +17,6 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import Gate, LayerOverlap, SearchLimits
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.tuner.search.layer.chunk_passes import without_ranges
 from moe_overlap.tuner.search.layer.found_ranges import StageRanges, with_ranges
 from moe_overlap.tuner.search.layer.range_prices import Prices, RangePrices
 from moe_overlap.tuner.search.layer.stage_search import HeldBytes, StageSearch
@@ -60,9 +59,8 @@ def partition_ranges(
         search = StageSearch(gated, index, model, priced, limits, free_bytes[index], held_bytes)
         answer = search.solve()
         answers.append(answer)
-        stages.append(
-            with_ranges(stage, answer.ranges, limits) if answer.ranges else without_ranges(plan.stages[index])
-        )
+        # Gates are written down where something is cut.
+        stages.append(with_ranges(stage if answer.ranges else plan.stages[index], answer.ranges, limits))
     return PartitionedPlan(dataclasses.replace(plan, stages=tuple(stages), predicted=None), tuple(answers))
 
 
