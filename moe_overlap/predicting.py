@@ -124,7 +124,7 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     job, machine = task.job, task.machine
     families = prepare(job.plan, job.model, task.graphs, task.features, machine.load)
     closed = price(job.plan, job.model, families, machine, task.features, task.extrapolating)
-    if not any(stage.overlap.is_listed for stage in job.plan.stages):
+    if not job.plan.transfers and not any(stage.overlap.is_listed for stage in job.plan.stages):
         return closed
     return with_lists(closed, job.plan, job.model, task.graphs, machine, task.features)
 
