@@ -23,9 +23,9 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.predicting import Options, Task, predicted_of, read_job, task_of
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.predict import Prediction
-from moe_overlap.tuner.cost.simulate_step import price_stages
+from moe_overlap.tuner.cost.simulate_step import SimulatedStep, price_stages, simulate_step
 from moe_overlap.tuner.search.layer.plan_ranges import PartitionedPlan, check_limits, partition_ranges
-from moe_overlap.tuner.search.layer.plan_slots import with_slots
+from moe_overlap.tuner.search.layer.plan_slots import shortened, with_slots
 from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Schedule, schedule_weight_gradients
 
 WORTH = 0.01
@@ -56,6 +56,12 @@ class Candidate:
     schedule: Schedule | None = None
 
     @property
+    def decided(self) -> Plan:
+        """Of one that is not refused."""
+        assert self.plan is not None, self.refused
+        return self.plan
+
+    @property
     def seconds(self) -> float:
         """Of the predicted step."""
         assert self.prediction is not None, self.refused
@@ -64,10 +70,16 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was chosen, and what else was looked at: the predicted ones from the fastest on, then the refused ones."""
+    """What was chosen.
+
+    Attributes:
+        others: what else was looked at: the predicted ones from the fastest on, then the refused ones.
+        step: of the chosen plan, simulated with a micro-batch or more for every stage.
+    """
 
     chosen: Candidate
     others: tuple[Candidate, ...]
+    step: SimulatedStep
     plain_seconds: float
     search_seconds: float
 
@@ -102,7 +114,8 @@ def tune_overlap(
     worth = [one for one in fitting if one.seconds <= plain.seconds * (1.0 - WORTH)]
     chosen = worth[0] if worth else plain
     others = [one for one in predicted if one is not chosen] + [one for one in found if one.refused]
-    return Tuned(chosen, tuple(others), plain.seconds, time.perf_counter() - begun)
+    step = simulate_step(_shortened(chosen.decided), task.job.model, task.graphs, task.machine, task.features)
+    return Tuned(chosen, tuple(others), step, plain.seconds, time.perf_counter() - begun)
 
 
 def _require_open(task: Task) -> None:
@@ -149,9 +162,11 @@ class _Search:
             first = Candidate(name=name, words=self.own, plan=plan, prediction=self._predicted(plan), ranges=ranges)
             if name != WHOLE:
                 yield first
-            schedule = self._schedule(plan, first)
+            if first.prediction is None or not first.prediction.fits:
+                return
+            schedule = self._schedule(plan, first.prediction)
             if schedule.chosen != "without":
-                filled = _with_steps(schedule.plan, plan)
+                filled = schedule.plan
                 prediction = self._predicted(filled)
                 yield dataclasses.replace(
                     first, name=f"{name}, {DEFERRED}", plan=filled, prediction=prediction, schedule=schedule
@@ -186,16 +201,15 @@ class _Search:
             raise ConfigError("--overlap-max-partitions", self.limits.max_partitions, rule, "nothing to do")
         return found.plan, found
 
-    def _schedule(self, plan: Plan, candidate: Candidate) -> Schedule:
-        assert candidate.prediction is not None
-        held = max(1, int(min(free_bytes(candidate.prediction))))
+    def _schedule(self, plan: Plan, prediction: Prediction) -> Schedule:
+        held = max(1, int(min(free_bytes(prediction))))
         limits = DeferralLimits(max_deferred_bytes=held, solver_seconds=self.solver_seconds)
         job, task = self.task.job, self.task
-        return schedule_weight_gradients(few_steps(plan), job.model, task.graphs, task.machine, task.features, limits)
+        return schedule_weight_gradients(plan, job.model, task.graphs, task.machine, task.features, limits)
 
     def _prices(self, plan: Plan) -> dict[int, StagePrices]:
         task, prices = self.task, {}
-        few = few_steps(plan)
+        few = _shortened(plan)
         for stage, here in zip(
             few.stages, price_stages(few, task.job.model, task.graphs, task.machine, task.features), strict=True
         ):
@@ -209,18 +223,6 @@ def free_bytes(prediction: Prediction) -> list[float]:
     return [max(0.0, prediction.capacity_bytes - stage.peak_bytes) for stage in prediction.predicted.stages]
 
 
-def few_steps(plan: Plan) -> Plan:
-    """The plan with so many micro-batches that every stage has a steady state, where it has more."""
-    most = 2 * len(plan.stages)
-    return _with_micro_batches(plan, min(most, plan.stages[0].gradient_accumulation_steps))
-
-
-def _with_steps(few: Plan, plan: Plan) -> Plan:
-    """What was decided for few micro-batches, for all of them."""
-    return _with_micro_batches(few, plan.stages[0].gradient_accumulation_steps)
-
-
-def _with_micro_batches(plan: Plan, count: int) -> Plan:
-    stages = (dataclasses.replace(stage, gradient_accumulation_steps=count) for stage in plan.stages)
-    samples = plan.stages[0].micro_batch_size * plan.stages[0].data * count
-    return dataclasses.replace(plan, stages=tuple(stages), global_batch_size=samples)
+def _shortened(plan: Plan) -> Plan:
+    """With a micro-batch or more for every stage."""
+    return shortened(plan, len(plan.stages) * -(-4 // len(plan.stages)))

@@ -150,7 +150,7 @@ def predicted_of(task: Task, plan: Plan) -> Prediction:
     model, machine = task.job.model, task.machine
     families = prepare(plan, model, task.graphs, task.features, machine.load)
     closed = price(plan, model, families, machine, task.features, task.extrapolating)
-    if not any(stage.overlap.is_listed for stage in plan.stages):
+    if not plan.transfers and not any(stage.overlap.is_listed for stage in plan.stages):
         return closed
     return with_lists(closed, plan, model, task.graphs, machine, task.features)
 

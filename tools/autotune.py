@@ -4,8 +4,8 @@
     torchrun ... pretrain_moe.py @tuned/megatron_args.txt
 
 For the parallel layout of the flags, ways to hide all-to-all are searched and their steps predicted. Written to --output:
-plan.json (where something is overlapped), megatron_args.txt (the flags that run it), trace.json (the predicted step, for
-ui.perfetto.dev and tools/compare_trace.py). Printed: what was chosen, and why the others were not.
+plan.json (where something is overlapped), megatron_args.txt (the flags that run it), trace.json (the predicted step with few
+micro-batches, for ui.perfetto.dev). Printed: what was chosen, and why the others were not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.overlap_tuning import PLAIN, Candidate, Tuned, tune_overlap
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.serialize import save_plan
-from moe_overlap.predicting import simulated
 from tools.job_arguments import add_job_arguments, cluster_of, words_of
 from tools.predict import as_json, write_trace
 
@@ -50,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = {"software": arguments.software, "expert_load": arguments.expert_load}
         tuned = tune_overlap(words_of(arguments), cluster, limits, arguments.time_limit, **given)
         folder = Path(arguments.output)
-        words = write_run(folder, tuned.chosen)
-        write_trace(folder / "trace.json", simulated(words, cluster, **given))
+        write_run(folder, tuned.chosen)
+        write_trace(folder / "trace.json", tuned.step)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -76,21 +75,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def write_run(folder: Path, chosen: Candidate) -> list[str]:
-    """Plan and flags of a run; returns the flags, read from the file."""
+def write_run(folder: Path, chosen: Candidate) -> None:
+    """Flags of a run, and the plan where there is one; ConfigError where they cannot be written."""
     target = folder / "megatron_args.txt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         words = list(expand_files(chosen.words))
         if chosen.name != PLAIN:
-            assert chosen.plan is not None and chosen.prediction is not None
-            plan = dataclasses.replace(chosen.plan, predicted=chosen.prediction.predicted)
+            assert chosen.prediction is not None
+            plan = dataclasses.replace(chosen.decided, predicted=chosen.prediction.predicted)
             save_plan(plan, folder / "plan.json")
             words += ["--plan", str(folder / "plan.json")]
         target.write_text(_lines(words), encoding="utf-8")
     except OSError as error:
         raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
-    return [f"@{target}"]
 
 
 def _lines(words: Sequence[str]) -> str:

@@ -44,7 +44,6 @@ LOWERED = Limits(
     plan=(
         Limit("pipeline_schedule", _only("1f1b", "interleaved-1f1b"), "not lowered", "use 1f1b or interleaved-1f1b"),
         Limit("embedding_stage", _only(0), "the embedding runs on the first stage", "write 0"),
-        Limit("transfers", _only(()), "stages of unlike shape are not executed", "give all stages one shape, write []"),
     ),
     stage=(
         Limit("overlap.micro_batches_in_flight", _only(1, 2), "two micro-batches are interleaved at most", "write 2"),
@@ -61,7 +60,10 @@ LOWERED = Limits(
 )
 """What `lower` knows."""
 EXECUTED = Limits(
-    plan=(Limit("precision", _only("fp32", "bf16", "fp16"), "not executed", "use fp32, bf16 or fp16"),),
+    plan=(
+        Limit("transfers", _only(()), "stages of unlike shape are not executed", "give all stages one shape, write []"),
+        Limit("precision", _only("fp32", "bf16", "fp16"), "not executed", "use fp32, bf16 or fp16"),
+    ),
     stage=(
         Limit("zero_level", _only(0, 1), "ZeRO 2 and 3 are not executed", "write 1"),
         Limit("offload.weights", _only(0), "offloading is not executed", "write 0.0"),
@@ -118,7 +120,11 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
             subject = f"{source} {path}.overlap.gradient_chunk_bytes"
             rule = "with ZeRO 2 and 3 and with offloading gradients are reduced part by part"
             raise ConfigError(subject, stage.overlap.gradient_chunk_bytes, rule, "write 0")
-    _refuse_differences(plan, SHAPE_FIELDS, source)
+        if plan.transfers and (stage.overlap.micro_batches_in_flight > 1 or plan.pipeline_schedule != "1f1b"):
+            rule = f"stages of unlike shape run 1f1b, one micro-batch at a time, and {path} does not"
+            raise ConfigError(f"{source} transfers", f"({len(plan.transfers)} entries)", rule, "use 1f1b")
+    if not plan.transfers:
+        _refuse_differences(plan, SHAPE_FIELDS, source)
 
 
 def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:

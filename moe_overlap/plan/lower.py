@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan import operators, payload
 from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
 from moe_overlap.plan.gradient_gaps import fill_gaps, gradient_pieces
 from moe_overlap.plan.instructions import Instruction
@@ -23,6 +22,7 @@ from moe_overlap.plan.layer_sequence import recomputes_predictions
 from moe_overlap.plan.list_builder import Draft, ListBuilder, build_list
 from moe_overlap.plan.lower_decoupled import DecoupledLowering
 from moe_overlap.plan.lower_layers import LayerLowering
+from moe_overlap.plan.lower_transfers import TransferLowering
 from moe_overlap.plan.lower_update import lower_update
 from moe_overlap.plan.micro_batch_order import interleave
 from moe_overlap.plan.operators import (
@@ -61,7 +61,9 @@ def lower(
     """
     refuse_what_cannot_be_lowered(plan)
     index = plan.stage_of(rank)
-    passes = _PassLowering(plan, model, index, rank, LayerLowering(plan, plan.stages[index], model))
+    layers = LayerLowering(plan, plan.stages[index], model)
+    transfers = TransferLowering(plan, model, index, rank, layers.buffers)
+    passes = _PassLowering(plan, model, index, layers, transfers)
     drafts: list[Draft] = []
     for steps in pipeline_blocks(plan, index) if blocks is None else blocks:
         written = [list(passes.write(step)) for step in steps]
@@ -86,8 +88,8 @@ class _PassLowering:
     plan: Plan
     model: ModelDescription
     stage_index: int
-    rank: int
     layers: LayerLowering
+    transfers: TransferLowering
 
     def write(self, step: Step) -> Iterator[Draft]:
         """One pass."""
@@ -101,7 +103,7 @@ class _PassLowering:
         if self._is_first(chunk):
             yield self._compute(EMBEDDING, place, f"tokens -> h.L{first}")
         else:
-            yield self._transfer("receive", -1, place, f"h.L{first}")
+            yield from self.transfers.write("receive", -1, place, f"h.L{first}")
         yield from self.layers.forward(range(first, last), chunk, micro_batch)
         if self._is_last(chunk):
             yield self._compute(HEAD_NORM, place, f"h.L{last} -> normed")
@@ -109,7 +111,7 @@ class _PassLowering:
                 yield from self._prediction(depth, place)
             yield self._compute(HEAD_LOSS, place, "normed labels -> loss")
         else:
-            yield self._transfer("send", +1, place, f"h.L{last}")
+            yield from self.transfers.write("send", +1, place, f"h.L{last}")
 
     def _backward(self, chunk: int, micro_batch: int) -> Iterator[Draft]:
         """The mirror of `_forward`."""
@@ -125,13 +127,13 @@ class _PassLowering:
                 yield from self._prediction_backward(depth, place)
             yield self._compute(f"{HEAD_NORM}.{BACKWARD}", place, f"dnormed {total} -> dh.L{last} {total}")
         else:
-            yield self._transfer("receive", +1, place, f"dh.L{last}", backward=True)
+            yield from self.transfers.write("receive", +1, place, f"dh.L{last}", backward=True)
         yield from self.layers.backward(range(first, last), chunk, micro_batch)
         if self._is_first(chunk):
             total = "gradient.embedding"
             yield self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
         else:
-            yield self._transfer("send", -1, place, f"dh.L{first}", backward=True)
+            yield from self.transfers.write("send", -1, place, f"dh.L{first}", backward=True)
 
     def _prediction(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
         """Embedding of the tokens further on beside what came before, layer, loss."""
@@ -168,27 +170,3 @@ class _PassLowering:
         return Draft(
             kind="compute", name=name, chunk=chunk, micro_batch=micro_batch, reads=tuple(reads), writes=tuple(writes)
         )
-
-    def _transfer(self, action: str, step: int, place: tuple[int, int], buffer: str, backward: bool = False) -> Draft:
-        """A send or receive with the stage before (-1) or behind (+1); the boundary is named in forward direction."""
-        chunk, micro_batch = place
-        stages = self.plan.stages
-        other = (self.stage_index + step) % len(stages)
-        ends = (self.stage_index, other) if step > 0 else (other, self.stage_index)
-        name = operators.boundary_operator(action, *ends, backward)
-        named = [placed(buffer, micro_batch)]
-        reads, writes = self.layers.buffers.name(*((named, []) if action == "send" else ([], named)))
-        return Draft(
-            kind="point-to-point",
-            name=name,
-            channel=f"pp.{name.partition('.')[2]}",
-            chunk=chunk,
-            micro_batch=micro_batch,
-            reads=tuple(reads),
-            writes=tuple(writes),
-            bytes=payload.boundary_bytes(self.plan, self.layers.stage, self.model) if action == "send" else 0,
-            peers=(stages[other].devices.ranks[self._place_in_stage()],),
-        )
-
-    def _place_in_stage(self) -> int:
-        return self.layers.stage.devices.ranks.index(self.rank)

@@ -1,7 +1,7 @@
 """The one vocabulary of operator names: capture, plans, instructions, spans and the range words of the flags use it.
 
     embedding   head.norm   head.loss   L3.attention   L3.mlp   L3.moe.gate   …   mtp0.attention   …
-    send.S0>S1   receive.S0>S1   gradients[.L3]   parameters[.L3]   optimizer.L3   optimizer.norm
+    send.S0>S1   receive.S0>S1   gather.S0>S1   gradients[.L3]   parameters[.L3]   optimizer.L3   optimizer.norm
     offload.L3.weights   prefetch.L3.weights
 
 Suffixes: `.backward`; `.dW`, after the weight where the operator has several (`L3.attention.qkv.dW`); `.recompute`.
@@ -58,7 +58,7 @@ COPY_PREFIXES = ("offload", "prefetch")
 COPIED = ("weights", "gradients", "optimizer", "activations")
 
 _LAYER = re.compile(r"(L|mtp)(\d+)\.(.+)")
-_BOUNDARY = re.compile(r"(send|receive)\.S(0|[1-9]\d*)>S(0|[1-9]\d*)(\.backward)?")
+_BOUNDARY = re.compile(r"(send|receive|gather)\.S(0|[1-9]\d*)>S(0|[1-9]\d*)(\.backward)?")
 _STATE = re.compile(rf"({'|'.join(STATE_PREFIXES)})\.(L\d+|mtp\d+|embedding|head)")
 _COPY = re.compile(rf"({'|'.join(COPY_PREFIXES)})\.(L\d+|mtp\d+|embedding|head)\.({'|'.join(COPIED)})")
 
@@ -92,7 +92,7 @@ class Operator:
     def is_collective(self) -> bool:
         """Whether it communicates inside a process group; a weight gradient never does."""
         head = self.part.partition(".")[0]
-        return self.part in EXCHANGE_PARTS or head in ("gradients", "parameters") or self.part == NORM
+        return self.part in EXCHANGE_PARTS or head in ("gradients", "parameters", "gather") or self.part == NORM
 
     @property
     def is_point_to_point(self) -> bool:
@@ -130,6 +130,8 @@ def weight_gradient(layer: int, part: str, weight: str) -> str:
 
 def boundary_operator(action: str, source: int, target: int, backward: bool = False) -> str:
     """`send.S0>S1`: the transfer of the activations from stage 0 to 1; `.backward`: of their gradients from 1 to 0.
+
+    `gather.S0>S1`: ranks of stage 1 complete what each has received a part of.
 
     Stages are physical; with virtual stages the last one sends to the first (`send.S1>S0`).
     """

@@ -14,6 +14,7 @@ from typing import Literal
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import ScheduleError
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.tiles import passes_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,13 @@ class Step:
 
 def one_f_one_b(stages: int, stage: int, micro_batches: int) -> tuple[Step, ...]:
     """1F1B: `stages - stage - 1` forward passes ahead, then forward and backward in turn, then the rest backward."""
+    return _run_ahead(stages - stage - 1, micro_batches)
+
+
+def _run_ahead(ahead: int, micro_batches: int) -> tuple[Step, ...]:
     forward = [Step("forward", 0, m) for m in range(micro_batches)]
     backward = [Step("backward", 0, m) for m in range(micro_batches)]
-    return _one_and_one(forward, backward, ahead=stages - stage - 1)
+    return _one_and_one(forward, backward, ahead)
 
 
 def interleaved(stages: int, stage: int, chunks: int, micro_batches: int, group: int | None = None) -> tuple[Step, ...]:
@@ -87,7 +92,9 @@ def pipeline_blocks(plan: Plan, stage: int) -> tuple[tuple[Step, ...], ...]:
     here, stages = plan.stages[stage], len(plan.stages)
     if here.overlap.micro_batches_in_flight > 1:
         return paired_1f1b(stages, stage, here.gradient_accumulation_steps)
-    if plan.pipeline_schedule == "1f1b":
+    if plan.transfers:
+        order = _run_ahead(passes_ahead(plan, stage), here.gradient_accumulation_steps)
+    elif plan.pipeline_schedule == "1f1b":
         order = one_f_one_b(stages, stage, here.gradient_accumulation_steps)
     else:
         order = interleaved(stages, stage, len(here.chunks), here.gradient_accumulation_steps)

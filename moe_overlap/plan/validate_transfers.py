@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from math import lcm
-
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import SHAPE_FIELDS
 from moe_overlap.plan.plan import AllGather, Plan, StagePlan, Tile, Transfer
+from moe_overlap.plan.tiles import boundary_batch, check_owners
 
 
 def validate_transfers(plan: Plan, source: str = "plan.json") -> None:
@@ -36,11 +35,6 @@ def validate_transfers(plan: Plan, source: str = "plan.json") -> None:
                 raise ConfigError(f"{source} transfers", "", rule, "add one that says which rank sends what")
 
 
-def boundary_batch(before: StagePlan, behind: StagePlan) -> int:
-    """Samples after which both sides of a boundary stand at a micro-batch's end: what the tiles of a transfer cover."""
-    return lcm(before.micro_batch_size * before.data, behind.micro_batch_size * behind.data)
-
-
 def _check_tiles(plan: Plan, transfer: Transfer, subject: str) -> None:
     before, behind = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
     extents = {"batch": boundary_batch(before, behind), "sequence": plan.sequence_length}
@@ -65,6 +59,7 @@ def _check_tiles(plan: Plan, transfer: Transfer, subject: str) -> None:
             f"the tiles cover {covered} of {whole} (batch {extents['batch']} · sequence {extents['sequence']}) places"
         )
         raise ConfigError(f"{subject}.tiles", "", rule, "let every element cross once")
+    check_owners(plan, transfer, subject)
 
 
 def _overlapping(tiles: tuple[Tile, ...]) -> tuple[int, int] | None:

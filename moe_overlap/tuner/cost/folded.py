@@ -123,7 +123,7 @@ def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulat
         computed = [ran[i.id] for step in block for i in of_pass[step] if i.channel == COMPUTE]
         end = max(one.end for one in computed)
         contacts = [
-            Contact(i, number, (needs[i.id] if i.name.startswith("receive.") else ran[i.id].start) - start)
+            Contact(i, number, (needs.get(i.id, start) if i.name.startswith("receive.") else ran[i.id].start) - start)
             for number, step in enumerate(block)
             for i in of_pass[step]
             if i.kind == "point-to-point"

@@ -20,7 +20,8 @@ from moe_overlap.plan.payload import ACTIVATION_BYTES
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.weight_gradients import gradient_of_saved
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.links import host_seconds
+from moe_overlap.tuner.cost.groups import axis_group
+from moe_overlap.tuner.cost.links import collective_seconds, host_seconds
 from moe_overlap.tuner.cost.operator_seconds import Key, held_bytes, operator_seconds
 from moe_overlap.tuner.cost.operators import tabulate
 from moe_overlap.tuner.cost.predict import Machine, Priced, cost_of, one_way_seconds
@@ -62,7 +63,7 @@ class StagePrices:
     def seconds(self, i: Instruction) -> float:
         """Of one instruction, alone."""
         if i.kind == "point-to-point":
-            return self.transfer_seconds()
+            return one_way_seconds(self.plan, i.bytes, self.machine) if i.partition else self.transfer_seconds()
         if i.kind == "copy":
             return float(
                 host_seconds(i.bytes, self.priced.setting.groups["dp"].links, self.machine.constants.link_rates)
@@ -70,6 +71,8 @@ class StagePrices:
         if i.name == NORM:
             return self.machine.constants.step_seconds
         operator, pieces = parse_operator(i.name), self._pieces[i.name, i.micro_batch]
+        if operator.part.startswith("gather."):
+            return self._gather(operator.part)
         if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
             return self._state(i.name)
         return self.piece_seconds(i.name, pieces)
@@ -158,6 +161,16 @@ class StagePrices:
         once = exchange_seconds(dense, experts, each, rates)
         twice = 2.0 if what == "gradients" and self.stage.zero_level == 0 else 1.0
         return twice * float(once[0]) / max(1, self._pieces[name, None])
+
+    def _gather(self, name: str) -> float:
+        """Ranks that complete what they received of a tensor."""
+        boundary = name.partition(".")[2]
+        (found,) = (t for t in self.plan.transfers if f"S{t.from_stage}>S{t.to_stage}" == boundary)
+        assert found.all_gather is not None
+        ranks, links = max(found.all_gather.groups, key=len), self.priced.setting.groups["dp"].links
+        group = axis_group(len(ranks), ranks[1] - ranks[0], self.plan.world_size, links)
+        whole, rates = self.priced.family.boundary_bytes, self.machine.constants.link_rates
+        return float(collective_seconds("all_gather", whole, group, rates))
 
     def _operators(self, place: str, pieces: int) -> Mapping[Key, float]:
         """Seconds of a part's operators, each in so many pieces, under the names that the list has."""

@@ -1,8 +1,9 @@
-"""What a plan costs whose stages overlap communication by their own lists (`StageOverlap.is_listed`).
+"""What a plan costs whose stages overlap communication by their own lists (`StageOverlap.is_listed`), or are of unlike shape.
 
 The step is that of the simulated lists, in place of the closed form of `pipeline.py`; what a micro-batch takes and exposes, and
 the bytes that overlap adds, are read off them, too. Long steps are not simulated whole: lists are folded (`folded.py`), and of
-many micro-batches so many are run that each further group of them adds the same.
+many micro-batches so many are run that each further group of them adds the same. Of unlike stages the lists of all ranks are
+simulated; what they wait for tiles counts as bubble.
 """
 
 from __future__ import annotations
@@ -46,9 +47,12 @@ def with_lists(
     """
     listed = _Lists(plan, model, graphs, machine, features)
     ones = [_stage_alone(listed, index, here) for index, here in enumerate(listed.prices())]
-    played = step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
-    still = step_of_many(lambda count: listed.seconds(ones, count, 0.0), listed.micro_batches, len(ones))
-    slowest = max(ones, key=lambda one: one.stable)
+    if plan.transfers:  # micro-batches of unlike stages do not correspond: nothing is told from fewer of them
+        played = still = simulate_step(plan, model, graphs, machine, features).simulation.step_seconds
+    else:
+        played = step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
+        still = step_of_many(lambda count: listed.seconds(ones, count, 0.0), listed.micro_batches, len(ones))
+    slowest = max(ones, key=lambda one: one.stable * plan.stages[one.folded.stage].gradient_accumulation_steps)
     stages = tuple(_stage(one, before) for one, before in zip(ones, closed.predicted.stages, strict=True))
     scale = closed.predicted.step_seconds / played
     predicted = replace(

@@ -105,7 +105,7 @@ def _family(
 def _flying(plan: Plan, index: int) -> float:
     """Micro-batches whose activations a stage holds at once."""
     stage = plan.stages[index]
-    if stage.overlap.micro_batches_in_flight > 1:
+    if plan.transfers or stage.overlap.micro_batches_in_flight > 1:
         return float(most_in_flight(pipeline_blocks(plan, index)))
     return in_flight(len(stage.chunks), len(plan.stages), index, stage.gradient_accumulation_steps)
 

@@ -226,7 +226,9 @@ def _meets(mine: Instruction, theirs: Instruction, rank: int) -> bool:
     if mine.kind != "point-to-point":
         return theirs.name == mine.name
     ends = {mine.name.partition(".")[0], theirs.name.partition(".")[0]}
-    return ends == {"send", "receive"} and theirs.peers == (rank,) and theirs.micro_batch == mine.micro_batch
+    same = mine.partition == theirs.partition  # of tiles, whose ends may belong to unlike micro-batches
+    same = same and (bool(mine.partition) or mine.micro_batch == theirs.micro_batch)
+    return ends == {"send", "receive"} and theirs.peers == (rank,) and same
 
 
 def _stuck(left: Mapping[int, Instruction | None], lists: Lists) -> str:

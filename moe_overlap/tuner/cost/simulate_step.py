@@ -1,8 +1,9 @@
-"""A step of a plan, simulated: the instruction lists of one rank per stage at the prices of the cost model.
+"""A step of a plan, simulated: the instruction lists of one rank per stage at the prices of the cost model; of all ranks where
+stages of unlike shape send tiles to each other.
 
 Beside each other, work is slowed down as the closed form says (`partly_concurrent`). Simulated steps and the closed form
 (`pipeline.py`) agree where nothing overlaps. Lists of megatron-core's 1F1B wait for their transfers, as it does; those of its
-interleaved pipeline and of stages that follow their own lists have them beside computation.
+interleaved pipeline, of stages that follow their own lists and of unlike stages have them beside computation.
 """
 
 from __future__ import annotations
@@ -49,17 +50,18 @@ def simulate_step(
         ConfigError: the plan uses a field that is not lowered yet.
     """
     listed = any(stage.overlap.is_listed for stage in plan.stages)
-    waits = plan.pipeline_schedule == "1f1b" and not listed
-    prices: dict[int, StagePrices] = {}
-    for index, here in enumerate(price_stages(plan, model, graphs, machine, features)):
-        stage = plan.stages[index]
+    waits = plan.pipeline_schedule == "1f1b" and not listed and not plan.transfers
+    of_stage = price_stages(plan, model, graphs, machine, features)
+    lists: dict[int, Sequence[Instruction]] = {}
+    for stage, here in zip(plan.stages, of_stage, strict=True):
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
-        made = lower(plan, model, stage.devices.ranks[0], saved)
-        here.read(waiting_for_transfers(made) if waits else made)
-        prices[stage.devices.ranks[0]] = here
-    lists: dict[int, Sequence[Instruction]] = {rank: one.made for rank, one in prices.items()}
+        for rank in stage.devices.ranks if plan.transfers else stage.devices.ranks[:1]:
+            made = lower(plan, model, rank, saved)
+            lists[rank] = waiting_for_transfers(made) if waits else made
+        here.read(lists[stage.devices.ranks[0]])
     slowed = slowed_down(machine.constants.overlap_slowdown)
-    return SimulatedStep(simulate(lists, lambda rank, i: prices[rank].seconds(i), slowed), prices)
+    simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed)
+    return SimulatedStep(simulation, {here.stage.devices.ranks[0]: here for here in of_stage})
 
 
 def price_stages(

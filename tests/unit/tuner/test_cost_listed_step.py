@@ -9,6 +9,8 @@ import pytest
 from test_cost_predict import CONSTANTS, JOB, by_hand
 from test_cost_simulate_step import CHUNKS, CLUSTER, STAGES
 
+from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.plan.plan import Tile, Transfer
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.predicting import predict, read_job, simulated
 from moe_overlap.tuner.cost.listed_step import GROUPS, step_of_many
@@ -146,3 +148,24 @@ def test_sharded_states_beside_overlap_are_simulated_whole(tmp_path: Path) -> No
     found = predict(words, CLUSTER, **given)  # type: ignore[arg-type]
     assert found.predicted.step_seconds == pytest.approx(whole)
     assert sum(found.breakdown.values()) == pytest.approx(whole)
+
+
+def test_stages_of_unlike_shape_are_simulated_whole(tmp_path: Path) -> None:
+    """The second stage takes two samples at a time, half as often: its step is a little shorter, as its products are larger."""
+    words = [*BASE, *f"{STAGES} 2 --micro-batch-size 1 --expert-model-parallel-size 4 {BATCH} 64".split()]
+    cluster = shipped_cluster("H100", 8)
+    plan = read_job(words, 8).plan
+    second = dataclasses.replace(plan.stages[1], micro_batch_size=2, gradient_accumulation_steps=8)
+    tiles = [
+        Tile(source=sample % 4, target=4 + sample // 2, batch=(sample, sample + 1), sequence=(0, 4096))
+        for sample in range(8)
+    ]
+    transfer = Transfer(from_stage=0, to_stage=1, tiles=tuple(tiles))
+    save_plan(dataclasses.replace(plan, stages=(plan.stages[0], second), transfers=(transfer,)), tmp_path / "plan.json")
+    bare = predict(words, cluster, graphs=by_hand, constants=CONSTANTS)
+    found = predict(words, cluster, graphs=by_hand, constants=CONSTANTS, plan=str(tmp_path / "plan.json"))
+    assert 0.8 * bare.predicted.step_seconds < found.predicted.step_seconds < 1.1 * bare.predicted.step_seconds
+    assert sum(found.breakdown.values()) == pytest.approx(found.predicted.step_seconds)
+    mine, like = found.predicted.stages[1].stable_seconds, bare.predicted.stages[1].stable_seconds
+    assert 1.8 * like < mine < 2.0 * like
+    assert found.breakdown["bubble_seconds"] > 0
