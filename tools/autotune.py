@@ -123,6 +123,8 @@ def tuned_text(tuned: Tuned, folder: Path) -> str:
     chosen = tuned.chosen
     gained = tuned.plain_seconds / chosen.seconds
     lines = [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
+    assert chosen.prediction is not None
+    lines += [f"does not fit: {text}" for text in chosen.prediction.overflow]
     lines += [f"           {line}" for line in _decisions(chosen)]
     lines += [f"not        {other.name}: {_why(other, chosen)}" for other in tuned.others]
     lines += [
@@ -158,6 +160,10 @@ def _decisions(chosen: Candidate) -> list[str]:
                 f"{one.first_operator} … {one.last_operator} in {one.partitions} parts: "
                 f"{one.seconds * 1e3:.3f} ms a micro-batch, whole {one.uncut_seconds * 1e3:.3f}"
             )
+        lines += [
+            f"{one.first_operator} … {one.last_operator}: memory allows {one.most_partitions} parts"
+            for one in stage.lowered
+        ]
     if chosen.schedule is not None:
         for chunk in chosen.schedule.chunks:
             solution = chunk.solution
