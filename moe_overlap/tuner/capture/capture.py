@@ -55,14 +55,10 @@ def capture(request: Request) -> CapturedModel:
 
 def _capture_parts(request: Request, world: World) -> tuple[Part, ...]:
     with instrumented(request, world) as runner:
-        # What lives as long as the model need not be walked through between the recordings.
-        gc.freeze()
         recomputed = request.variant != NO_RECOMPUTATION
         pieces = [piece for piece in runner.pieces.values() if piece.is_layer or not recomputed]
         unit = sequence_unit(request.config, request.model, request.layout)
-        parts = tuple(part for piece in pieces for part in _capture_piece(runner, piece, unit))
-        gc.unfreeze()
-    return parts
+        return tuple(part for piece in pieces for part in _capture_piece(runner, piece, unit))
 
 
 @contextlib.contextmanager
@@ -76,6 +72,7 @@ def instrumented(request: Request, world: World, without_values: bool = True) ->
     buffer, recorder = GlobalMemoryBuffer(), Recorder(world.axis_of)
     fused = request.implementation == "te"
     with contextlib.ExitStack() as stack:
+        stack.callback(gc.unfreeze)
         if without_values:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(without_data(buffer))

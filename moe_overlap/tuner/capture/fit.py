@@ -36,7 +36,7 @@ def sample_points(unit: int, one_sample: bool) -> tuple[Point, ...]:
         unit: tokens of the shortest sample sequence.
     """
     if one_sample:
-        return tuple((1, unit * k) for k in (1, 2, 3, 5))
+        return tuple((1, unit * k) for k in (1, 2, 3, 4))
     return (*((b, unit * k) for b in (2, 3) for k in (1, 2, 3)), (5, unit * 4))
 
 

@@ -112,7 +112,7 @@ class PartRecorder:
     ) -> None:
         self._model, self._layout, self._recorder, self._buffer = model, layout, recorder, buffer
         self._variant = variant
-        self._warm: set[tuple[str, int]] = set()
+        self._warm: dict[str, set[int]] = {}
         self._seed = torch.zeros((), requires_grad=True)
         for name, module in (("embedding", model.embedding), ("final_layernorm", model.decoder.final_layernorm)):
             recorder.watch_modules(module, name)
@@ -125,16 +125,11 @@ class PartRecorder:
     def record(self, piece: Piece, samples: int, tokens: int) -> Part:
         """The graph of one batch: its numbers are constants."""
         recorder = self._recorder
-        if (piece.kind, tokens) not in self._warm:
-            # Tables that are made once, or once for a sequence length, belong to no recording.
-            self._warm.add((piece.kind, tokens))
-            recorder.begin()
-            with recorder:
-                output = piece.run(*piece.inputs(samples, tokens))
-                torch.autograd.backward([output], [torch.empty_like(output)])
-                del output
+        self._make_tables(piece, samples, tokens)
         self._buffer.buffer.clear()
         gc.collect()
+        # What is left need not be walked through again before the next recording.
+        gc.freeze()
         with _no_collection():
             recorder.begin()
             self._hold_parameters(piece)
@@ -171,6 +166,19 @@ class PartRecorder:
             )
             del results
             return part
+
+    def _make_tables(self, piece: Piece, samples: int, tokens: int) -> None:
+        """Run what is made once, or once for a sequence length, and belongs to no recording."""
+        lengths = self._warm.setdefault(piece.kind, set())
+        if tokens in lengths:
+            return
+        self._recorder.begin()
+        with self._recorder:
+            output = piece.run(*piece.inputs(samples, tokens))
+            if not lengths:
+                # Recomputed layers keep books of their losses in the backward pass alone, from the first one on.
+                torch.autograd.backward([output], [torch.empty_like(output)])
+        lengths.add(tokens)
 
     def _hold_parameters(self, piece: Piece) -> None:
         roles: tuple[tuple[Role, dict[str, torch.nn.Module]], ...]

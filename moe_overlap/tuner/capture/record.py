@@ -203,6 +203,9 @@ class Recorder(TorchDispatchMode):
     # -- what torch announces -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.prim.device.default:
+            # Asked of every tensor without data, many times for each operator: answered as FakeTensor itself does.
+            return args[0].fake_device
         kwargs = kwargs or {}
         self._note_node()
         library, _, name = function._schema.name.partition("::")
