@@ -219,19 +219,19 @@ def stage_requests(
 ) -> dict[int, list[Request]]:
     """What has to be captured, by stage: one request for each variant of recomputation.
 
-    Products below bf16 run the operators of bf16 and are priced otherwise; what offloads, and the library that exchanges
-    tokens, change no operator either. On a GPU megatron-core's own modules run fused kernels, too: attention aside they are
-    taken as Transformer Engine's.
+    Products below bf16 run the operators of bf16 and are priced otherwise; what offloads changes no operator either. On a GPU
+    megatron-core's own modules run fused kernels, too: attention aside they are taken as Transformer Engine's. A CPU has no
+    library that exchanges tokens: it runs all-to-alls.
     """
     precision = plan.precision if plan.precision in ("fp32", "fp16") else "bf16"
-    dispatcher = config.moe.moe_token_dispatcher_type
+    dispatcher, backend = config.moe.moe_token_dispatcher_type, config.device.moe_flex_dispatcher_backend
+    if dispatcher == "flex" and implementation == "torch":
+        dispatcher = "alltoall"
     config = dataclasses.replace(
         config,
         precision=PRECISIONS.get(precision, PrecisionConfig()),
-        device=DeviceConfig(),
-        moe=dataclasses.replace(
-            config.moe, moe_token_dispatcher_type="alltoall" if dispatcher == "flex" else dispatcher
-        ),
+        device=DeviceConfig(moe_flex_dispatcher_backend=backend) if dispatcher == "flex" else DeviceConfig(),
+        moe=dataclasses.replace(config.moe, moe_token_dispatcher_type=dispatcher),
     )
     requests = {}
     for index, stage in enumerate(plan.stages):

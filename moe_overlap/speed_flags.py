@@ -23,6 +23,8 @@ NEWER = (
 NOT_MODELLED = (
     "--moe-expert-rank-capacity-factor",
     "--moe-paged-stash",
+    "--moe-deepep-num-sms",
+    "--moe-hybridep-num-sms",
     "--delay-wgrad-compute",
     "--fine-grained-activation-offloading",
     "--cpu-offloading-num-layers",

@@ -224,6 +224,11 @@ RULES = [
         1,
         "--moe-enable-deepep: belongs to --moe-token-dispatcher-type flex; add that flag or drop this one",
     ),
+    (
+        "--num-experts 8 --moe-token-dispatcher-type flex",
+        1,
+        "--moe-token-dispatcher-type flex: every rank has all experts; add --expert-model-parallel-size or use alltoall",
+    ),
     ("--openai-gelu --swiglu", 1, "--openai-gelu: --swiglu chooses another activation; drop one of the two flags"),
     (
         "--openai-gelu --squared-relu",

@@ -45,6 +45,12 @@ SOURCES = {
 """By the begin of the column `source`."""
 
 
+PROVIDERS = {
+    "gpt_oss_provider.py": "--softmax-type learnable --quick-geglu --activation-func-clamp-value 7.0 --glu-linear-offset 1.0"
+}
+"""What the provider of a model switches on that models.json does not say, by the end of the entry's source."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measurement."""
@@ -141,7 +147,17 @@ def _model_flags(row: Row) -> list[str]:
         words += [] if facts.get("attention_bias") and facts.get("experts") else ["--disable-bias-linear"]
     if not gpt:
         words += ["--normalization", "RMSNorm"]
-    words += ["--swiglu"] if facts["gated"] else []
+    provided = next((more.split() for end, more in PROVIDERS.items() if facts.get("source", "").endswith(end)), [])
+    words += provided
+    if "sliding_window" in facts:
+        # A query sees itself and the tokens before it.
+        words += [
+            "--window-size",
+            f"{facts['sliding_window'] - 1},0",
+            "--window-attn-skip-freq",
+            str(facts["swa_every"]),
+        ]
+    words += ["--swiglu"] if facts["gated"] and "--quick-geglu" not in provided else []
     words += ["--squared-relu"] if facts.get("activation") == "squared-relu" else []
     untied = facts.get("untied", not facts.get("tied_embeddings", gpt))
     words += ["--untie-embeddings-and-output-weights"] if untied else []

@@ -10,6 +10,7 @@ import numpy as np
 from moe_overlap.predicting import cache_folder
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
 from tests.validation.evaluate import Case, cases_of
+from tests.validation.ranking import ranking_rows, rankings, spearman
 from tests.validation.rows import Row, scored_rows
 
 
@@ -27,10 +28,13 @@ def is_time(row: Row) -> bool:
 def main() -> None:
     """Print the table and its summary."""
     constants = shipped_constants()
-    cases = cases_of(scored_rows(), cache_folder())
-    for case in cases:
+    scored = scored_rows()
+    wanted = {row.number: row for row in (*scored, *ranking_rows())}
+    cases = cases_of(list(wanted.values()), cache_folder())
+    of_scored = cases[: len(scored)]
+    for case in of_scored:
         print(line(case, constants))
-    for text in (*summary(cases, constants), *rankings(cases, constants)):
+    for text in (*summary(of_scored, constants), *rankings(cases, constants)):
         print(text)
 
 
@@ -68,34 +72,6 @@ def summary(cases: Iterable[Case], constants: Constants) -> list[str]:
         )
         lines.append(f"{' '.join(key):<34} n={len(pairs):<4} {figures}  Spearman {rank:.3f}")
     return lines
-
-
-def rankings(cases: Iterable[Case], constants: Constants) -> list[str]:
-    """Sets of runs that differ in their configuration alone: whether the best is found, and the order."""
-    sets: dict[tuple[str, ...], list[Case]] = defaultdict(list)
-    for case in cases:
-        row = case.row
-        if is_time(row):
-            same = (row["source"].partition(":")[0], row["model"], row["gpu"], row["n_gpus"], row["precision_class"])
-            sets[(*same, row["global_batch"], row["seq_len"], row["release"])].append(case)
-    lines = []
-    for key, members in sorted(sets.items()):
-        if len(members) < 5:
-            continue
-        measured = np.array([case.row.seconds for case in members])
-        predicted = np.array([case.predict(constants).predicted.step_seconds for case in members])
-        chosen = measured[int(predicted.argmin())]
-        text = f"best found costs {chosen / measured.min() - 1:+.1%}, Spearman {spearman(predicted, measured):.3f}"
-        lines.append(f"ranking {' '.join(key[1:4]):<50} n={len(members):<4} {text}")
-    return lines
-
-
-def spearman(left: np.ndarray, right: np.ndarray) -> float:
-    """Rank correlation; ties take the order of appearance."""
-    if len(left) < 3:
-        return float("nan")
-    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (left, right)]
-    return float(np.corrcoef(*ranks)[0, 1])
 
 
 if __name__ == "__main__":

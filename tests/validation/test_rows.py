@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import moe_overlap.tuner.cost.constants as owner
@@ -18,6 +19,7 @@ from moe_overlap.tuner.cost.constants import (
     shipped_constants,
 )
 from tests.validation.fit import START, constants_at, fit
+from tests.validation.ranking import SETS, best_found, spearman, wrong_pairs
 from tests.validation.rows import Row, flags_of, measured_rows, scored_rows
 
 FILE = Path(owner.__file__).with_name("constants.json")
@@ -52,6 +54,37 @@ def test_a_layout_has_the_rest_of_the_layers_with_prediction_and_loss() -> None:
     row, words = next((row, words) for row, words in jobs if flag in words and "pp_layout" not in row["other_flags"])
     assert words[words.index(flag) + 1] == f"Etttt|{'tttt|' * 14}tmL"
     assert read_job(words, row.gpus).plan.mtp_stage == 15
+
+
+def test_rows_of_gpt_oss_ask_for_windows_sinks_and_clamped_gates() -> None:
+    row = next(row for row in scored_rows() if row["model"] == "gpt-oss-120b")
+    job = read_job(flags_of(row), row.gpus)
+    assert job.model.windows[:2] == (128, None)
+    chosen = job.config.model
+    assert (chosen.quick_geglu, chosen.swiglu, chosen.activation_func_clamp_value) == (True, False, 7.0)
+    assert job.config.attention.softmax_type == "learnable"
+
+
+def test_every_set_has_rows_of_one_model_on_the_same_gpus() -> None:
+    assert [len(one.rows()) for one in SETS] == [18, 30, 16, 2, 3, 6]
+    for one in SETS:
+        rows = one.rows()
+        assert len({(row["model"], row["gpu"], row["n_gpus"], row["release"]) for row in rows}) == 1
+        assert all(read_job(flags_of(row), row.gpus).plan.world_size == row.gpus for row in rows[:2])
+
+
+def test_rankings_count_the_order_alone() -> None:
+    measured = np.array([1.0, 2.0, 4.0, 3.0])
+    assert (best_found(measured, measured**2), spearman(measured**2, measured)) == (0.0, 1.0)
+    assert spearman(-measured, measured) == -1.0
+    swapped = np.array([2.0, 1.0, 3.0, 3.5])
+    assert best_found(measured, swapped) == 1.0
+    assert wrong_pairs(swapped, measured) == "2 of 6"
+    # Equal predictions stand for the mean of what they really cost, and share a rank.
+    equal = np.array([1.0, 1.0, 5.0, 4.0])
+    assert best_found(measured, equal) == 0.5
+    assert wrong_pairs(equal, measured) == "0 of 5"
+    assert spearman(equal, measured) == pytest.approx(np.corrcoef([0.5, 0.5, 3, 2], [0, 1, 3, 2])[0, 1])
 
 
 def test_throughput_is_scored_as_seconds() -> None:

@@ -195,6 +195,10 @@ def dispatcher_is_flex_for_its_flags(config: Config) -> None:
     rule, fix = "belongs to --moe-token-dispatcher-type flex", "add that flag or drop this one"
     fits = config.moe.moe_token_dispatcher_type == "flex" or not config.device.moe_enable_deepep
     require(fits, "--moe-enable-deepep", "", rule, fix)
+    is_flex = config.moe.moe_token_dispatcher_type == "flex" and config.moe.num_experts is not None
+    apart = config.parallel.expert_model_parallel_size * expert_tensor_size(config) > 1
+    rule, fix = "every rank has all experts", "add --expert-model-parallel-size or use alltoall"
+    require(apart or not is_flex, "--moe-token-dispatcher-type", "flex", rule, fix)
 
 
 MOE_RULES: tuple[Rule, ...] = (

@@ -22,6 +22,7 @@ from moe_overlap.tuner.capture.build import (
     stock_layer,
 )
 from moe_overlap.tuner.capture.fit import fit, gives, sample_points
+from moe_overlap.tuner.capture.fused_exchange import COPIES_PER
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
 from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.parts import PartRecorder, Piece, keep_gradients_apart, prediction_layers
@@ -126,4 +127,6 @@ def sequence_unit(config: Config, model: ModelDescription, layout: Layout) -> in
     factor = config.moe.moe_expert_capacity_factor
     of_capacity = Fraction(factor).limit_denominator(1000).denominator if factor is not None else 1
     unit = ranks * experts * of_capacity
+    if config.moe.moe_token_dispatcher_type == "flex":
+        return math.lcm(unit, ranks * COPIES_PER)
     return unit * -(-16 // unit)

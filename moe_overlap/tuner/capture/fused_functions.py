@@ -135,13 +135,21 @@ class GroupedLinear(torch.autograd.Function):
     """One product per expert in one kernel; keeps its input."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, x_TK: Tensor, *weights_NK: Tensor) -> Tensor:
-        """Rows of every expert times its weight, transposed."""
+    def forward(ctx: Any, recorder: Recorder, x_TK: Tensor, experts: int, *parameters: Tensor) -> Tensor:
+        """Rows of every expert times its weight, transposed, and its bias added.
+
+        Args:
+            parameters: a weight [N, K] of each expert, then a bias [N] of each where there are biases.
+        """
+        weights_NK, biases_N = parameters[:experts], parameters[experts:]
         shape = (len(weights_NK), x_TK.shape[0], weights_NK[0].shape[0], x_TK.shape[1])
         out = recorder.kernel(
             "te.grouped_gemm", lambda x, *w: x.new_empty(shape[1], shape[2]), x_TK, *weights_NK, shape=shape
         )
+        if biases_N:
+            out = recorder.kernel("te.add_bias", lambda o, *b: torch.empty_like(o), out, *biases_N)
         ctx.recorder, ctx.main_gradients = recorder, tuple(weight.main_grad for weight in weights_NK)
+        ctx.has_biases = bool(biases_N)
         ctx.save_for_backward(x_TK, *weights_NK)
         return out  # type: ignore[no-any-return]
 
@@ -165,7 +173,13 @@ class GroupedLinear(torch.autograd.Function):
             written=ctx.main_gradients,
             shape=(groups, x_TK.shape[0], dy_TN.shape[1], x_TK.shape[1]),
         )
-        return None, dx, *(None for _ in weights_NK)
+        dbiases: tuple[Any, ...] = ()
+        if ctx.has_biases:
+            width = dy_TN.shape[1]
+            dbiases = ctx.recorder.kernel(
+                "te.bias_gradients", lambda dy: tuple(dy.new_empty(width) for _ in range(groups)), dy_TN
+            )
+        return None, dx, None, *(None for _ in weights_NK), *dbiases
 
 
 class Attention(torch.autograd.Function):

@@ -138,13 +138,11 @@ class FusedGroupedLinear(torch.nn.Module):
         parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
         setattr(self, name, parameter)
 
-    def forward(self, x_TK: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, Any]:
+    def forward(self, x_TK: Tensor, _tokens_per_expert: list[int]) -> tuple[Tensor, Any]:
         """The products, and the biases where the caller adds them."""
-        out = GroupedLinear.apply(self.recorder, x_TK, *self.weights)
-        if self.biases and not self.skip_bias_add:
-            parts = [part + bias for part, bias in zip(out.split(tokens_per_expert), self.biases, strict=True)]
-            return torch.cat(parts), None
-        return out, self.biases or None
+        added = [] if self.skip_bias_add else self.biases
+        out = GroupedLinear.apply(self.recorder, x_TK, len(self.weights), *self.weights, *added)
+        return out, self.biases if self.biases and not added else None
 
 
 class FusedGroupedColumns(FusedGroupedLinear):

@@ -111,6 +111,15 @@ KERNELS: dict[str, Kernel] = {
     "te.move_rows": Kernel(cost_class="memory", saves="the map of rows"),
     "te.row_map": Kernel(cost_class="memory"),
     "te.general_gemm": Kernel(cost_class="gemm"),
+    "te.bias_gradients": Kernel(cost_class="memory"),
+    # Stand-ins for the exchanges of the flex dispatcher (fused_exchange.py).
+    "deepep.layout": Kernel(cost_class="memory"),
+    "deepep.dispatch": Kernel(cost_class="collective", saves="places of tokens and rows"),
+    "deepep.combine": Kernel(cost_class="collective", saves="places of tokens and rows"),
+    "deepep.multihot": Kernel(cost_class="memory", saves="choices of the received rows"),
+    "hybridep.layout": Kernel(cost_class="memory"),
+    "hybridep.dispatch": Kernel(cost_class="collective", saves="places of tokens, rows of the experts"),
+    "hybridep.combine": Kernel(cost_class="collective", saves="places of tokens, rows of the experts"),
 }
 """Operator of torch, or registered kernel -> its cost."""
 
@@ -121,12 +130,12 @@ GATHERS = ("index_select", "gather", "embedding", "index", "masked_select")
 
 
 def flops(kernel: str, shape: Sequence[Expression]) -> Expression:
-    """Multiplications and additions of a kernel of this shape; 0 for what is bound by memory.
+    """Multiplications and additions of a kernel of this shape; 0 for what is bound by memory or links.
 
     Attention is causal: half of the square of query and key tokens, less where a window cuts it.
     """
     entry = KERNELS.get(kernel)
-    if entry is None or entry.cost_class == "memory":
+    if entry is None or entry.cost_class in ("memory", "collective"):
         return Expression()
     if entry.cost_class == "gemm":
         m, n, k = shape

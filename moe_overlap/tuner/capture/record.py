@@ -168,6 +168,7 @@ class Recorder(TorchDispatchMode):
         written: Sequence[torch.Tensor] = (),
         shape: tuple[int, ...] | None = None,
         compiled: bool = False,
+        sent: tuple[Any, int] | None = None,
     ) -> Any:
         """Run a function that is one kernel on a GPU: its inner operators are not recorded, only what remains of them.
 
@@ -175,6 +176,7 @@ class Recorder(TorchDispatchMode):
             written: tensors that it writes in place.
             shape: as in `Op.shape`; by default what the table makes of the arguments.
             compiled: by torch, which fuses operators that move memory; other kernels are looked up in the table.
+            sent: of a kernel that exchanges rows: the process group, and all bytes that a rank sends, to itself, too.
         Raises:
             UnregisteredKernelError: neither compiled nor in the table.
         """
@@ -189,16 +191,33 @@ class Recorder(TorchDispatchMode):
             inner, self._inside = self._inside, None
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        # What autograd kept inside, such as a mask, is written, too.
+        outputs += self._left_inside(inner, outputs)
+        made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in self._ids]
+        if made or written:
+            self._emit(name, [*tensors, *written], made, [*made, *written], shape, self._exchange(sent))
+        return result
+
+    def _left_inside(
+        self, inner: Sequence[weakref.ref[torch.UntypedStorage]], outputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What autograd kept of a kernel's inside, such as a mask: it is written, too."""
         seen = {leaf.untyped_storage()._cdata for leaf in outputs}
+        found: list[torch.Tensor] = []
+        # These views are none of the model's operators.
+        self._inside = []
         for storage in filter(None, (reference() for reference in inner)):
             if storage._cdata not in self._ids and storage._cdata not in seen and storage.nbytes():
                 seen.add(storage._cdata)
-                outputs.append(torch.empty(0, dtype=torch.uint8).set_(storage))
-        made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in self._ids]
-        if made or written:
-            self._emit(name, [*tensors, *written], made, [*made, *written], shape)
-        return result
+                found.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+        self._inside = None
+        return found
+
+    def _exchange(self, sent: tuple[Any, int] | None) -> Collective | None:
+        if sent is None:
+            return None
+        group, payload = sent
+        axis = self._axis_of[group.group_name]
+        return Collective(kind="all_to_all", axis=axis, size=group.size(), payload_bytes=Expression.of(payload))
 
     # -- what torch announces -----------------------------------------------------------------------------------------------
 
@@ -241,12 +260,15 @@ class Recorder(TorchDispatchMode):
         made: Sequence[Any],
         written: Sequence[Any],
         shape: tuple[int, ...] | None = None,
+        collective: Collective | None = None,
     ) -> None:
         """Record one kernel."""
         reads = [self._watch(tensor, "constant") for tensor in tensors]
         writes = [self._watch(tensor, "activation") for tensor in written]
         entry = KERNELS.get(name)
-        if shape is not None:
+        if collective is not None:
+            shape = ()
+        elif shape is not None:
             pass
         elif entry is not None and entry.shape is not None:
             shape = tuple(int(size) for size in entry.shape(tensors, made or written))
@@ -266,6 +288,7 @@ class Recorder(TorchDispatchMode):
             bytes=Expression.of(moved),
             reads=tuple(dict.fromkeys(reads)) if name not in FORWARD_ONLY else (),
             writes=tuple(dict.fromkeys(writes)),
+            collective=collective,
         )
 
     def _emit_collective(self, name: str, args: Any, tensors: Sequence[torch.Tensor]) -> None:

@@ -26,6 +26,14 @@ _ABSENT = object()
 _ROLL = multi_token_prediction.roll_tensor
 
 
+class Total(int):
+    """A sum of counts."""
+
+    def item(self) -> int:
+        """A plain number."""
+        return int(self)
+
+
 class Counts(list[int]):
     """Numbers of rows, or an order of chunks, known without data."""
 
@@ -37,6 +45,10 @@ class Counts(list[int]):
     def ravel(self) -> Counts:
         """As many counts."""
         return self
+
+    def sum(self) -> Total:
+        """Of all of them."""
+        return Total(sum(self))
 
     def tolist(self) -> list[int]:
         """Plain numbers."""

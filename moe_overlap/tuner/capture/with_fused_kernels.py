@@ -16,11 +16,13 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import experts as moe_experts
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
 import megatron.training.model as model_builder
 from megatron.training.layers.without_te import repair_imports, transformer_engine_is_installed
+from moe_overlap.tuner.capture.fused_exchange import Multihot, flex_functions
 from moe_overlap.tuner.capture.fused_functions import MoveRows, Rotary
 from moe_overlap.tuner.capture.fused_modules import FusedSpecs
 from moe_overlap.tuner.capture.record import Recorder
@@ -51,6 +53,8 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
         (layers, "fused_weight_gradient_mlp_cuda", _weight_gradients(recorder)),
         (rope_utils, "fused_apply_rotary_pos_emb", _rotary(recorder)),
         *((moe_utils, name, value) for name, value in _moe_functions(recorder).items()),
+        *((token_dispatcher, name, value) for name, value in flex_functions(recorder).items()),
+        (token_dispatcher._DeepepManager, "_indices_to_multihot", _multihot(recorder)),
         *_compiled(recorder),
     ]
     with replaced(replacements):
@@ -61,8 +65,12 @@ def with_fusions(tc: Any) -> Any:
     """The fusions that upstream turns on where Transformer Engine is; its own checks would ask for the library."""
     changed = tc.activation_func_clamp_value is not None or tc.glu_linear_offset != 0
     gated_silu = tc.gated_linear_unit and tc.activation_func is torch.nn.functional.silu and not changed
+    gated_quick = tc.gated_linear_unit and tc.activation_func.__name__ == "quick_gelu"
+    if gated_quick:
+        # megatron-core asks for the identity of a function that stands replaced here.
+        tc.activation_func = moe_experts.quick_gelu
     gelu = tc.activation_func is torch.nn.functional.gelu and not tc.num_moe_experts
-    tc.bias_activation_fusion = gated_silu or (gelu and (tc.gated_linear_unit or tc.add_bias_linear))
+    tc.bias_activation_fusion = gated_silu or gated_quick or (gelu and (tc.gated_linear_unit or tc.add_bias_linear))
     tc.bias_dropout_fusion = not (tc.num_moe_experts and tc.add_bias_linear)
     tc.apply_rope_fusion = not tc.multi_latent_attention
     tc.moe_permute_fusion = True
@@ -90,26 +98,34 @@ def _rotary(recorder: Recorder) -> Callable[..., Tensor]:
     return rotate
 
 
+def _multihot(recorder: Recorder) -> Callable[..., tuple[Tensor, Tensor]]:
+    def multihot(manager: Any, choices: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return Multihot.apply(recorder, choices, scores, manager.num_local_experts)  # type: ignore[no-any-return]
+
+    return multihot
+
+
 def _moe_functions(recorder: Recorder) -> dict[str, Any]:
     """Transformer Engine's functions under the names by which megatron-core's moe_utils.py knows them."""
 
     def row_map(shape: tuple[int, ...], *of: Tensor) -> Tensor:
         return recorder.kernel("te.row_map", lambda *_: torch.empty(shape, dtype=torch.int32), *of)  # type: ignore[no-any-return]
 
-    def routed(routing_map: Tensor) -> tuple[Tensor, int]:
-        """The map of rows of a routing map [tokens, experts], and how many rows it selects."""
+    def routed(routing_map: Tensor, num_out_tokens: Any) -> tuple[Tensor, int]:
+        """The map of rows of a routing map [tokens, experts], and how many rows it selects, where megatron-core knows it."""
         tokens, experts = routing_map.shape
         assert recorder.rows_of_map is not None, "there are no experts"
-        return row_map((tokens, 2 * experts + 1), routing_map), recorder.rows_of_map(experts, tokens)
+        count = num_out_tokens if isinstance(num_out_tokens, int) else recorder.rows_of_map(experts, tokens)
+        return row_map((tokens, 2 * experts + 1), routing_map), count
 
     def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any) -> tuple[Tensor, Tensor]:
-        rows, count = routed(routing_map)
+        rows, count = routed(routing_map, num_out_tokens)
         return MoveRows.apply(recorder, tokens, None, rows, count)[0], rows
 
     def permute_with_probs(
         tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, count = routed(routing_map)
+        rows, count = routed(routing_map, num_out_tokens)
         return *MoveRows.apply(recorder, tokens, probs, rows, count), rows
 
     def unpermute(permuted: Tensor, rows: Tensor, merging_probs: Any = None, restore_shape: Any = None) -> Tensor:
@@ -154,10 +170,12 @@ def _compiled(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     found: list[tuple[Any, str, Any]] = []
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
     classes = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
+    # One wrapper for each: megatron-core compares functions.
+    kernels: dict[Any, Callable[..., Any]] = {}
     for owner in dict.fromkeys([*modules, *classes]):
         for name, value in list(vars(owner).items()):
             if inspect.isfunction(value) and getattr(value, "is_compiled_on_cuda", False):
-                found.append((owner, name, _as_one_kernel(value, recorder)))
+                found.append((owner, name, kernels.setdefault(value, _as_one_kernel(value, recorder))))
     return found
 
 

@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.describe.cluster import Gpu
+from moe_overlap.describe.routing import expected_places
 from moe_overlap.plan.operators import ATTENTION, COMBINE, DISPATCH, SHARED
 from moe_overlap.tuner.capture.graph import Collective
 from moe_overlap.tuner.cost.constants import GpuConstants, ReleaseConstants
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.groups import Group
-from moe_overlap.tuner.cost.links import all_to_all_seconds, collective_seconds, once_per_node
+from moe_overlap.tuner.cost.links import all_to_all_seconds, collective_seconds
 from moe_overlap.tuner.cost.operators import Lookup, OpTable, Provenance, device_seconds
 
 Floats = NDArray[np.float64]
@@ -160,7 +161,8 @@ def alone_seconds(table: OpTable, setting: Setting, index: int, collective: Coll
         return scale * float(collective_seconds(collective.kind, payload, group, rates))
     share = 1.0
     if table.ops[index].operator in (DISPATCH, COMBINE) and setting.features.dispatcher in ("deepep", "hybridep"):
-        share = once_per_node(setting.topk, group.nodes)
+        # A token is sent once to every rank it goes to, but crosses the network once for every node.
+        share = expected_places(setting.topk, group.nodes) / expected_places(setting.topk, group.size)
     release = setting.release.experts if collective.axis in EXCHANGE_AXES else 1.0
     return scale * release * float(all_to_all_seconds(payload, group, rates, share))
 

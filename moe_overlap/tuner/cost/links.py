@@ -1,8 +1,10 @@
 """Seconds of communication: latency and bandwidth per tier, over groups that span domains and nodes.
 
 A collective runs inside the domains and across them at the same time, so the slower of the two counts; each GPU has a network
-card of its own. Rates are peak rates times a measured efficiency. All functions take arrays of bytes.
-Source: Mist, section 5.2 (latency + bytes / bandwidth); hierarchical groups as NCCL runs them.
+card of its own. NCCL runs a ring through each of a domain's cards and does not add up inside the domains first: (n - 1) / n of
+the whole passes every link, and the cards share it. Rates are peak rates times a measured efficiency. All functions take arrays
+of bytes.
+Source: Mist, section 5.2 (latency + bytes / bandwidth); rings as NCCL runs them.
 """
 
 from __future__ import annotations
@@ -54,10 +56,9 @@ def collective_seconds(kind: str, held_bytes: ArrayLike, group: Group, rates: Li
         seconds = moved / (links.domain_gb_per_s * GIGA * rates.domain)
     elif group.per_node > 1:
         seconds = moved / (links.node_gb_per_s * GIGA * rates.domain)
-    outer, inner = _outer(group)
+    outer, cards = _outer(group)
     if outer > 1:
-        across = factor * held * (outer - 1) / outer / inner
-        seconds = np.maximum(seconds, across / (links.network_gb_per_s * GIGA * rates.network))
+        seconds = np.maximum(seconds, moved / cards / (links.network_gb_per_s * GIGA * rates.network))
     return seconds + _latency(group, rates)
 
 
@@ -67,7 +68,7 @@ def all_to_all_seconds(sent_bytes: ArrayLike, group: Group, rates: LinkRates, ne
     Args:
         sent_bytes: all that the busiest rank sends, its own part included; rows are spread evenly over the group.
         network_share: of the bytes between nodes, the part that really crosses: dispatchers that send a token once per node,
-            however many of its experts are there, pay less (`once_per_node`).
+            however many of its ranks are there, pay less.
     """
     sent = np.asarray(sent_bytes, dtype=np.float64)
     if group.size == 1:
@@ -79,16 +80,6 @@ def all_to_all_seconds(sent_bytes: ArrayLike, group: Group, rates: LinkRates, ne
     across = sent * (group.size - inner) / group.size * network_share
     outside = across / (links.network_gb_per_s * GIGA * rates.all_to_all_network)
     return np.maximum(inside, outside) + _latency(group, rates)
-
-
-def once_per_node(topk: int, nodes: int) -> float:
-    """Expected copies of a token that cross to another node when each node gets one, per copy when each expert gets one.
-
-    A token's `topk` experts are spread evenly over `nodes` nodes.
-    """
-    if nodes <= 1:
-        return 1.0
-    return nodes * (1.0 - (1.0 - 1.0 / nodes) ** topk) / topk
 
 
 def point_to_point_seconds(bytes_sent: ArrayLike, links: NodeGroup, in_domain: bool, rates: LinkRates) -> Floats:

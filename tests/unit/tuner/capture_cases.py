@@ -25,6 +25,11 @@ MOE = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2 "
     "--moe-ffn-hidden-size 96 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
 )
+GATED = (
+    f"{MOE.replace('--swiglu --disable-bias-linear', '--quick-geglu')} --activation-func-clamp-value 7.0 "
+    "--glu-linear-offset 1.0 --window-size 31,0 --softmax-type learnable"
+)
+"""Gates, biases, windows and sinks as GPT-OSS has them."""
 SHARED = "--moe-shared-expert-intermediate-size 48"
 LATENT = (
     f"{MOE} --moe-layer-freq [0]+[1] --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 24 --qk-head-dim 16 "

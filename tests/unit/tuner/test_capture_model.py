@@ -15,6 +15,7 @@ from moe_overlap.describe.parameters import (
     norm_parameters,
     prediction_parameters,
 )
+from moe_overlap.plan.operators import EXPERTS, PROJECT
 from moe_overlap.tuner.capture.capture import capture
 from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Part
@@ -24,6 +25,7 @@ from tests.unit.tuner.capture_cases import (
     AHEAD,
     CP2,
     DENSE,
+    GATED,
     LATENT,
     MOE,
     SHARED,
@@ -58,6 +60,11 @@ SLOW = {
     "te, prediction, latent attention, full": (f"{LATENT} {TP2} {AHEAD} --bf16", "te", "full"),
     "te, prediction, modules": (f"{MOE} {SHARED} {AHEAD} --bf16", "te", "core_attn+moe_act+shared_experts"),
 }
+FLEX = {
+    backend: f"{MOE} --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend {backend} --moe-router-dtype fp32"
+    for backend in ("deepep", "hybridep")
+}
+SLOW |= {f"te, {backend}, TP2 EP2": (f"{flags} {TP2_EP2} --bf16", "te", "none") for backend, flags in FLEX.items()}
 POINTS = [(1, 320), (2, 192), (4, 320), (7, 192)]
 """Longer than what the expressions are made from."""
 
@@ -176,6 +183,67 @@ def test_parameters_are_those_of_the_closed_formulas(case: str) -> None:
     assert held["embedding"] + held["head"] - tied == ends
     experts = [s for s in parts.get("moe", parts[next(iter(parts))]).storages if ".experts." in s.name]
     assert all(storage.replicas == "edp" for storage in experts) or asked.layout.expert == 1
+
+
+def test_libraries_exchange_each_row_once_for_a_rank_and_spare_permutations() -> None:
+    """Against the all-to-all dispatcher: the same rows reach the experts, fewer bytes travel, less moves in memory."""
+    tokens, hidden, experts, choices, ranks = 2 * 128, 64, 4, 2, 2
+    ways = [(first, second) for first in range(ranks) for second in range(ranks)]
+    copies = sum(len(set(way)) for way in ways) / len(ways)
+    scores = {"deepep": choices, "hybridep": experts}
+    parts = {}
+    for backend, flags in {"alltoall": MOE, **FLEX}.items():
+        asked = request(f"{flags} --expert-model-parallel-size {ranks} --bf16", "te")
+        parts[backend] = recorded(asked, [(2, 128)])["moe"][0]
+    products, moved = ({}, {})
+    for backend, part in parts.items():
+        grouped = [op for op in part.ops if op.cost_class == "grouped_gemm"]
+        products[backend] = [[float(size.value(1, 1)) for size in op.shape] for op in grouped]
+        moved[backend] = sum(op.name == "te.move_rows" for op in part.ops)
+        if backend == "alltoall":
+            continue
+        exchanges = [op for op in part.ops if op.name.startswith(f"{backend}.") and op.collective]
+        assert [(op.phase, op.name.partition(".")[2]) for op in exchanges] == [
+            ("forward", "dispatch"),
+            ("forward", "combine"),
+            ("backward", "dispatch"),
+            ("backward", "combine"),
+        ]
+        sent = [float(op.collective.payload_bytes.value(1, 1)) for op in exchanges if op.collective]
+        row = 2 * hidden
+        assert sent[1] == sent[2] == tokens * copies * row
+        assert sent[0] == tokens * copies * (row + 4 * scores[backend])
+    assert products["deepep"] == products["hybridep"] == products["alltoall"]
+    assert moved == {"alltoall": 8, "deepep": 4, "hybridep": 0}
+
+
+def test_clamped_gates_are_one_kernel_and_biases_another() -> None:
+    parts = recorded(request(f"{GATED} --bf16", "te"), [(2, 128)])
+    part = next(batches[0] for kind, batches in parts.items() if kind.startswith("moe"))
+    of_experts = [op.name for op in part.ops if op.operator == EXPERTS and op.phase == "forward"]
+    first = of_experts.index("te.grouped_gemm")
+    assert of_experts[first : first + 6] == [
+        "te.grouped_gemm",
+        "te.add_bias",
+        "clamp",
+        "clamp",
+        "cat",
+        "compiled.weighted_quick_geglu",
+    ]
+    assert any(op.name == "te.bias_gradients" for op in part.ops)
+
+
+def test_the_projection_of_a_prediction_layer_is_an_operator_of_its_own() -> None:
+    """The product of hidden state and embedding side by side, [T, 2H] · [2H, H]: once forward, twice backward."""
+    part = recorded(request(f"{MOE} {AHEAD} --bf16", "te"), [(2, 128)])["mtp.moe"][0]
+    products = [op for op in part.ops if op.operator == PROJECT and op.cost_class == "gemm"]
+    assert [(op.phase, op.module.rpartition(".")[2]) for op in products if op.phase == "forward"] == [
+        ("forward", "eh_proj")
+    ]
+    assert [op.is_weight_gradient for op in products] == [False, False, True]
+    assert [float(op.flops.value(1, 1)) for op in products] == [2.0 * 256 * 128 * 64] * 3
+    (weight,) = (storage for storage in part.storages if storage.role == "parameter" and "eh_proj" in storage.name)
+    assert float(weight.bytes.value(1, 1)) == 2 * 128 * 64
 
 
 def test_a_kernel_that_is_not_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
 from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.describe.routing import expected_places
 from moe_overlap.tuner.cost.groups import Group, axis_group
-from moe_overlap.tuner.cost.links import LinkRates, all_to_all_seconds, collective_seconds, once_per_node
+from moe_overlap.tuner.cost.links import LinkRates, all_to_all_seconds, collective_seconds
 
 RATES = LinkRates(domain=0.5, network=0.8, all_to_all_domain=0.4, all_to_all_network=0.6, latency_seconds=0.0)
 H100 = shipped_cluster("H100", 64).groups[0]
@@ -46,11 +48,24 @@ def test_a_ring_inside_a_domain_moves_all_but_the_own_part() -> None:
     assert collective_seconds("all_reduce", 8e9, group, RATES) == pytest.approx(14e9 / (450e9 * 0.5))
 
 
-def test_across_nodes_every_rank_of_a_node_carries_its_part() -> None:
-    group = axis_group(32, 1, 64, H100)
-    assert collective_seconds("reduce_scatter", 8e9, group, RATES) == pytest.approx(
-        max(8e9 * 31 / 32 / (450e9 * 0.5), 8e9 * 3 / 4 / 8 / (50e9 * 0.8))
-    )
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_across_nodes_every_card_of_a_node_carries_a_ring(nodes: int) -> None:
+    """A slow twin: chunks go around once in each of a node's rings, and a node's last rank sends them over the ring's card."""
+    group, held, rings = axis_group(8 * nodes, 1, 64, H100), 8e9, 8
+    inside = over_card = 0.0
+    for rank in range(group.size):
+        for chunk in range(group.size):
+            if chunk == (rank + 1) % group.size:
+                continue  # the next rank had it first
+            sent = held / rings / group.size
+            if rank == group.per_node - 1:
+                over_card += sent
+            elif rank == 0:
+                inside += rings * sent
+    for network in (0.2, 0.8):
+        rates = dataclasses.replace(RATES, network=network)
+        twin = max(inside / (450e9 * 0.5), over_card / (50e9 * network))
+        assert collective_seconds("reduce_scatter", held, group, rates) == pytest.approx(twin)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,4 +84,4 @@ def test_copies_of_a_token_that_go_once_to_each_node(topk: int, nodes: int) -> N
     """Every way a token's experts can fall on the nodes."""
     ways = list(itertools.product(range(nodes), repeat=topk))
     distinct = sum(len(set(way)) for way in ways) / len(ways)
-    assert once_per_node(topk, nodes) == pytest.approx(distinct / topk)
+    assert expected_places(topk, nodes) == pytest.approx(distinct)
