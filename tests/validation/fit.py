@@ -13,9 +13,11 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import moe_overlap.tuner.cost.constants as owner
 from moe_overlap.describe.cluster import GIB, known_gpus
+from moe_overlap.predicting import cache_folder
 from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants, constants_json
 from tests.validation.evaluate import Case
 
@@ -49,6 +51,22 @@ MOST = {
 REFERENCE_RELEASE = "25.04"
 """The release whose scales are 1: without one the scales of GPUs and releases would not be told apart."""
 
+
+class Fitted(Protocol):
+    """A run that constants are fitted to."""
+
+    @property
+    def gpu_type(self) -> str:
+        """As constants name it."""
+
+    @property
+    def release(self) -> str:
+        """Of its software; empty where it is none of the table."""
+
+    def relative_error(self, constants: Constants) -> float:
+        """Of its seconds."""
+
+
 Steps = dict[tuple[str, str, str], int]
 """(architecture, gpu or release; its name; constant) -> steps away from the start."""
 
@@ -79,10 +97,10 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def fit(cases: Sequence[Case], report: Callable[[str], None] = lambda line: None) -> Constants:
+def fit(cases: Sequence[Fitted], report: Callable[[str], None] = lambda line: None) -> Constants:
     """The constants that fit the cases."""
-    gpus = sorted({case.row.gpu_type for case in cases})
-    releases = sorted({case.row["release"] for case in cases if case.row["release"]})
+    gpus = sorted({case.gpu_type for case in cases})
+    releases = sorted({case.release for case in cases if case.release})
     moves = _moves(gpus, releases)
     concerned = {key[:2]: [case for case in cases if _concerns(key, case)] for key in moves}
     steps: Steps = {}
@@ -120,10 +138,10 @@ def _moves(gpus: Sequence[str], releases: Sequence[str]) -> list[tuple[str, str,
     return moves + [("release", name, field) for name in releases if name != REFERENCE_RELEASE for field in scales]
 
 
-def _concerns(key: tuple[str, str, str], case: Case) -> bool:
+def _concerns(key: tuple[str, str, str], case: Fitted) -> bool:
     if key[0] == "release":
-        return case.row["release"] == key[1]
-    return case.row.gpu_type == key[1] if key[0] == "gpu" else architecture_of(case.row.gpu_type) == key[1]
+        return case.release == key[1]
+    return case.gpu_type == key[1] if key[0] == "gpu" else architecture_of(case.gpu_type) == key[1]
 
 
 def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
@@ -140,10 +158,15 @@ def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
 
 
 def main() -> None:
-    """Fit and write."""
+    """Fit and write: GPU types of the table of steps, and apart from them L4, of which recorded runs alone tell."""
+    from tests.validation.recorded_cases import calibration_seconds
     from tests.validation.table import calibration_cases
 
-    constants = fit(calibration_cases(times=True), lambda line: print(line, file=sys.stderr, flush=True))
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    of_steps, of_runs = fit(calibration_cases(times=True), report), fit(calibration_seconds(cache_folder()), report)
+    constants = dataclasses.replace(of_steps, gpus=of_steps.gpus | of_runs.gpus)
     constants = dataclasses.replace(constants, fragmentation=fragmentation(calibration_cases(times=False), constants))
     TARGET.write_text(constants_json(constants), encoding="utf-8")
 

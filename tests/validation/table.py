@@ -9,7 +9,9 @@ import numpy as np
 
 from moe_overlap.predicting import cache_folder
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
+from tests.validation.errors import figures, spearman
 from tests.validation.evaluate import Case, cases_of
+from tests.validation.recorded_cases import recorded_cases, recorded_lines
 from tests.validation.rows import Row, scored_rows
 
 
@@ -31,6 +33,9 @@ def main() -> None:
     for case in cases:
         print(line(case, constants))
     for text in (*summary(cases, constants), *rankings(cases, constants)):
+        print(text)
+    print("\nRuns that Mist and Aceso recorded: seconds, and MiB of a stage's peak")
+    for text in recorded_lines(recorded_cases(cache_folder()), constants):
         print(text)
 
 
@@ -61,12 +66,7 @@ def summary(cases: Iterable[Case], constants: Constants) -> list[str]:
             groups[(kind, row["split"], row.gpu_type)].append((case.memory_error(constants), row.gib))
     lines = []
     for key, pairs in sorted(groups.items()):
-        errors, measured = np.array(pairs).T
-        rank = spearman((1 + errors) * measured, measured)
-        figures = (
-            f"mean |error| {np.abs(errors).mean():6.1%}  bias {errors.mean():+6.1%}  worst {np.abs(errors).max():6.1%}"
-        )
-        lines.append(f"{' '.join(key):<34} n={len(pairs):<4} {figures}  Spearman {rank:.3f}")
+        lines.append(f"{' '.join(key):<34} {figures(pairs)}")
     return lines
 
 
@@ -88,14 +88,6 @@ def rankings(cases: Iterable[Case], constants: Constants) -> list[str]:
         text = f"best found costs {chosen / measured.min() - 1:+.1%}, Spearman {spearman(predicted, measured):.3f}"
         lines.append(f"ranking {' '.join(key[1:4]):<50} n={len(members):<4} {text}")
     return lines
-
-
-def spearman(left: np.ndarray, right: np.ndarray) -> float:
-    """Rank correlation; ties take the order of appearance."""
-    if len(left) < 3:
-        return float("nan")
-    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (left, right)]
-    return float(np.corrcoef(*ranks)[0, 1])
 
 
 if __name__ == "__main__":

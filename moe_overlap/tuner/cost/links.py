@@ -91,10 +91,14 @@ def once_per_node(topk: int, nodes: int) -> float:
     return nodes * (1.0 - (1.0 - 1.0 / nodes) ** topk) / topk
 
 
-def point_to_point_seconds(bytes_sent: ArrayLike, links: NodeGroup, in_domain: bool, rates: LinkRates) -> Floats:
-    """Seconds of a transfer between two stages."""
-    if in_domain and links.domain_gb_per_s:
+def point_to_point_seconds(bytes_sent: ArrayLike, pair: Group, rates: LinkRates) -> Floats:
+    """Seconds of a transfer between two ranks."""
+    links = pair.links
+    if pair.per_domain > 1:
+        assert links.domain_gb_per_s is not None
         rate = links.domain_gb_per_s * rates.domain
+    elif pair.per_node > 1:
+        rate = links.node_gb_per_s * rates.domain
     else:
         rate = links.network_gb_per_s * rates.network
     return np.asarray(bytes_sent, dtype=np.float64) / (rate * GIGA) + rates.latency_seconds

@@ -72,14 +72,18 @@ class Simulation:
         return communication_seconds(self.spans(rank))[1]
 
 
-def simulate(lists: Lists, seconds: Seconds, interference: Interference | None = None) -> Simulation:
+def simulate(
+    lists: Lists, seconds: Seconds, interference: Interference | Mapping[int, Interference] | None = None
+) -> Simulation:
     """Run the lists of a step together.
 
     Args:
-        interference: how what runs at the same time on a rank slows down; None: not at all.
+        interference: how what runs at the same time on a rank slows down, on all ranks or by rank; None: not at all.
     Raises:
         ScheduleError: the lists wait for each other for ever, or a peer's list is not there.
     """
+    if isinstance(interference, Interference):
+        interference = dict.fromkeys(lists, interference)
     return _Engine(lists, seconds, interference).run()
 
 
@@ -100,7 +104,7 @@ class _Task:
 class _Engine:
     """State of a run."""
 
-    def __init__(self, lists: Lists, seconds: Seconds, interference: Interference | None) -> None:
+    def __init__(self, lists: Lists, seconds: Seconds, interference: Mapping[int, Interference] | None) -> None:
         self._lists, self._seconds, self._interference = lists, seconds, interference
         self._queues: dict[tuple[int, str], list[Instruction]] = defaultdict(list)
         self._waits: dict[tuple[int, int], int] = {}
@@ -194,7 +198,7 @@ class _Engine:
         assert self._interference is not None
         busy = Counter(STREAM_OF.get(other, BETWEEN_DEVICES) for other in self._running[rank])
         stream = STREAM_OF.get(channel, BETWEEN_DEVICES)
-        return self._interference.factor(stream, busy) * busy[stream]
+        return self._interference[rank].factor(stream, busy) * busy[stream]
 
     def _push(self, task: _Task, now: float) -> None:
         self._pushed += 1

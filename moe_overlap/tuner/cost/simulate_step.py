@@ -1,6 +1,6 @@
 """A step of a plan, simulated: the instruction lists of one rank per stage at the prices of the cost model.
 
-Beside each other, work is slowed down as the closed form says (`partly_concurrent`). Simulated steps and the closed form
+Beside each other, work is slowed down as the closed form says (`predict.concurrency`). Simulated steps and the closed form
 (`pipeline.py`) agree where nothing overlaps, transfers between stages apart: the closed form lets a stage wait for each of them,
 as megatron-core's pipeline does; the lists have them beside computation, so that a stage waits only where nothing else is left.
 """
@@ -17,9 +17,8 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
-from moe_overlap.tuner.cost.interference import SETS, Interference
 from moe_overlap.tuner.cost.live_memory import live_bytes
-from moe_overlap.tuner.cost.predict import Machine, Priced, price_family
+from moe_overlap.tuner.cost.predict import Machine, Priced, concurrency, price_family
 from moe_overlap.tuner.cost.prepare import prepare
 from moe_overlap.tuner.cost.simulate import Simulation, simulate
 
@@ -61,10 +60,6 @@ def simulate_step(
         here.read(lower(plan, model, stage.devices.ranks[0], saved))
         prices[stage.devices.ranks[0]] = here
     lists: dict[int, Sequence[Instruction]] = {rank: one.made for rank, one in prices.items()}
-    slowed = slowed_down(machine.constants.overlap_slowdown)
+    replicas = {rank: one.priced.setting.groups["dp_cp"] for rank, one in prices.items()}
+    slowed = {rank: concurrency(machine, group)[1] for rank, group in replicas.items()}
     return SimulatedStep(simulate(lists, lambda rank, i: prices[rank].seconds(i), slowed), prices)
-
-
-def slowed_down(slowdown: float) -> Interference:
-    """`partly_concurrent` as factors: beside n - 1 others a stream takes 1 + (n - 1) · slowdown times as long."""
-    return Interference({word: (1.0 + slowdown * (word.count("1") - 1),) * word.count("1") for word in SETS})
