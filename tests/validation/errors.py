@@ -23,4 +23,4 @@ def spearman(left: np.ndarray, right: np.ndarray) -> float:
     if len(left) < 3:
         return float("nan")
     ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (left, right)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

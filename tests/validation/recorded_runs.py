@@ -74,6 +74,11 @@ class Run:
         return "L4" if self.gpu.startswith("l4") else "A100"
 
     @property
+    def is_calibration(self) -> bool:
+        """Whether constants may be fitted to its step."""
+        return "iteration_time" in self.values and self.values["iteration_time"].split == "calibration"
+
+    @property
     def cluster(self) -> Cluster:
         """The machines; the A100s have 40 GB, and a network at the rate that Mist measured between two nodes."""
         cluster = shipped_cluster(self.gpu_type, self.gpus)
@@ -95,13 +100,33 @@ def left_out() -> dict[str, str]:
     return {run.name: why for run in _all_runs() if (why := _why_not(run))}
 
 
+def measured_links() -> dict[str, float]:
+    """Efficiencies of the links of an L4 host, from the rates that Mist measured on it: eight in a node, and two such nodes.
+
+    A ring of n moves (n - 1) / n of what it gathers at the measured rate; across nodes each GPU has its part to carry.
+    """
+    row = next(
+        row
+        for row in _rows()
+        if (row["gpu"], row["metric"], row["split"]) == ("l4", "gpu_gpu_comm_params", "calibration")
+    )
+    rates = json.loads(row["value"])[::2]
+    (links,) = shipped_cluster("L4", 16).groups
+    across = rates[7] / links.gpus_per_node * (1 / 2) / (15 / 16)
+    return {"domain": rates[3] / links.node_gb_per_s, "network": across / links.network_gb_per_s}
+
+
+@cache
+def _rows() -> tuple[dict[str, str], ...]:
+    with gzip.open(DATA / "mist_runs.csv.gz", "rt", encoding="utf-8", newline="") as file:
+        return tuple(csv.DictReader(file))
+
+
 @cache
 def _all_runs() -> tuple[Run, ...]:
     runs: dict[str, Run] = {}
-    with gzip.open(DATA / "mist_runs.csv.gz", "rt", encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            if row["measured_or_predicted"] not in MEASURED or not row["seq"]:
-                continue
+    for row in _rows():
+        if row["measured_or_predicted"] in MEASURED and row["seq"]:
             settings = json.loads(row["stage_config_json"])
             harness = settings.get("system", "Mist").split("-")[0].split()[0]
             key = json.dumps(
