@@ -14,20 +14,27 @@ from collections.abc import Callable
 
 import numpy as np
 
+from moe_overlap.tuner.cost.interference import Concurrent
+from moe_overlap.tuner.cost.interference_hosts import interference_of
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
     StateRates,
     Strategy,
     layer_terms,
     paired_totals,
-    partly_concurrent,
     stage_totals,
 )
 
 KINDS = 2
 """A layer as it is, and recomputed."""
 STRATEGIES, SHAPES, APART = 5952, 400, 400_000
-CONCURRENT = partly_concurrent(0.15)
+
+
+def concurrent() -> Concurrent:
+    """The interference that was measured between eight A100s of a node."""
+    measured = interference_of("A100", 1, 8)
+    assert measured is not None
+    return measured.seconds
 
 
 def kinds() -> KindTerms:
@@ -93,14 +100,15 @@ def main() -> None:
     shared, apart = strategies(STRATEGIES, random), strategies(APART, random)
     counts = random.integers(0, 16, (KINDS, APART)).astype(np.float64)
     flying = random.integers(1, 9, APART).astype(np.float64)
+    beside = concurrent()
     others = (1e7, 0.1, [False] * KINDS)
 
     def together() -> object:
-        terms = layer_terms(kinds(), shared, rates(STRATEGIES), CONCURRENT)
+        terms = layer_terms(kinds(), shared, rates(STRATEGIES), beside)
         return stage_totals(terms, counts[:, :SHAPES], flying[:SHAPES], *others)
 
     def alone() -> object:
-        return paired_totals(kinds(), apart, rates(APART), CONCURRENT, counts, flying, *others)
+        return paired_totals(kinds(), apart, rates(APART), beside, counts, flying, *others)
 
     figures = {
         "shared": measure(together, STRATEGIES * SHAPES, arguments.repeats),

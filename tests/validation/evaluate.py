@@ -29,6 +29,16 @@ class Case:
     cluster: Cluster
     families: tuple[Family, ...]
 
+    @property
+    def gpu_type(self) -> str:
+        """As constants name it."""
+        return self.row.gpu_type
+
+    @property
+    def release(self) -> str:
+        """Of its software."""
+        return self.row["release"]
+
     def predict(self, constants: Constants) -> Prediction:
         """The row's run under these constants."""
         of_gpu, other_gpu = constants.of_gpu(self.cluster.group_of(0).gpu)

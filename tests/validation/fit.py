@@ -13,9 +13,11 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import moe_overlap.tuner.cost.constants as owner
 from moe_overlap.describe.cluster import GIB, known_gpus
+from moe_overlap.predicting import cache_folder
 from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants, constants_json
 from tests.validation.evaluate import Case
 
@@ -49,6 +51,22 @@ MOST = {
 REFERENCE_RELEASE = "25.04"
 """The release whose scales are 1: without one the scales of GPUs and releases would not be told apart."""
 
+
+class Fitted(Protocol):
+    """A run that constants are fitted to."""
+
+    @property
+    def gpu_type(self) -> str:
+        """As constants name it."""
+
+    @property
+    def release(self) -> str:
+        """Of its software; empty where it is none of the table."""
+
+    def relative_error(self, constants: Constants) -> float:
+        """Of its seconds."""
+
+
 Steps = dict[tuple[str, str, str], int]
 """(architecture, gpu or release; its name; constant) -> steps away from the start."""
 
@@ -58,7 +76,7 @@ def architecture_of(gpu: str) -> str:
     return str(known_gpus()[gpu]["architecture"])
 
 
-def constants_at(steps: Steps, gpus: Sequence[str], releases: Sequence[str]) -> Constants:
+def constants_at(steps: Steps, gpus: Sequence[str], releases: Sequence[str], start: GpuConstants = START) -> Constants:
     """The constants at a point of the grid, to three digits."""
 
     def of_gpu(gpu: str, field: str, start: float) -> float:
@@ -68,7 +86,7 @@ def constants_at(steps: Steps, gpus: Sequence[str], releases: Sequence[str]) -> 
     def of_release(release: str, field: str, start: float) -> float:
         return _rounded(start * STEP ** steps.get(("release", release, field), 0))
 
-    start_gpu, start_release = dataclasses.asdict(START), dataclasses.asdict(ReleaseConstants())
+    start_gpu, start_release = dataclasses.asdict(start), dataclasses.asdict(ReleaseConstants())
     return Constants(
         {gpu: GpuConstants(**{f: of_gpu(gpu, f, v) for f, v in start_gpu.items()}) for gpu in gpus},
         {r: ReleaseConstants(**{f: of_release(r, f, v) for f, v in start_release.items()}) for r in releases},
@@ -79,16 +97,18 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def fit(cases: Sequence[Case], report: Callable[[str], None] = lambda line: None) -> Constants:
-    """The constants that fit the cases."""
-    gpus = sorted({case.row.gpu_type for case in cases})
-    releases = sorted({case.row["release"] for case in cases if case.row["release"]})
+def fit(
+    cases: Sequence[Fitted], report: Callable[[str], None] = lambda line: None, start: GpuConstants = START
+) -> Constants:
+    """The constants that fit the cases, from where the search starts."""
+    gpus = sorted({case.gpu_type for case in cases})
+    releases = sorted({case.release for case in cases if case.release})
     moves = _moves(gpus, releases)
     concerned = {key[:2]: [case for case in cases if _concerns(key, case)] for key in moves}
     steps: Steps = {}
 
     def loss(key: tuple[str, str, str], count: int) -> float:
-        constants = constants_at({**steps, key: count}, gpus, releases)
+        constants = constants_at({**steps, key: count}, gpus, releases, start)
         errors = sum(abs(math.log1p(case.relative_error(constants))) for case in concerned[key[:2]])
         return errors + PULLS[key[0]] * len(cases) * abs(count)
 
@@ -103,12 +123,12 @@ def fit(cases: Sequence[Case], report: Callable[[str], None] = lambda line: None
             if best:
                 steps[key] = candidates[best]
                 changed += 1
-        constants = constants_at(steps, gpus, releases)
+        constants = constants_at(steps, gpus, releases, start)
         mean = sum(abs(case.relative_error(constants)) for case in cases) / len(cases)
         report(f"round {number + 1}, steps of {stride}: {changed} moved, mean error {mean:.2%}")
         if not changed and stride == 1:
             break
-    return constants_at(steps, gpus, releases)
+    return constants_at(steps, gpus, releases, start)
 
 
 def _moves(gpus: Sequence[str], releases: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -120,10 +140,10 @@ def _moves(gpus: Sequence[str], releases: Sequence[str]) -> list[tuple[str, str,
     return moves + [("release", name, field) for name in releases if name != REFERENCE_RELEASE for field in scales]
 
 
-def _concerns(key: tuple[str, str, str], case: Case) -> bool:
+def _concerns(key: tuple[str, str, str], case: Fitted) -> bool:
     if key[0] == "release":
-        return case.row["release"] == key[1]
-    return case.row.gpu_type == key[1] if key[0] == "gpu" else architecture_of(case.row.gpu_type) == key[1]
+        return case.release == key[1]
+    return case.gpu_type == key[1] if key[0] == "gpu" else architecture_of(case.gpu_type) == key[1]
 
 
 def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
@@ -140,10 +160,17 @@ def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
 
 
 def main() -> None:
-    """Fit and write."""
+    """Fit and write: GPU types of the table of steps, and apart from them L4, of which recorded runs alone tell."""
+    from tests.validation.recorded_cases import calibration_steps
+    from tests.validation.recorded_runs import measured_links
     from tests.validation.table import calibration_cases
 
-    constants = fit(calibration_cases(times=True), lambda line: print(line, file=sys.stderr, flush=True))
+    def report(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    of_steps = fit(calibration_cases(times=True), report)
+    of_runs = fit(calibration_steps(cache_folder()), report, dataclasses.replace(START, **measured_links()))
+    constants = dataclasses.replace(of_steps, gpus=of_steps.gpus | of_runs.gpus)
     constants = dataclasses.replace(constants, fragmentation=fragmentation(calibration_cases(times=False), constants))
     TARGET.write_text(constants_json(constants), encoding="utf-8")
 

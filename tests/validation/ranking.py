@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.tuner.cost.constants import Constants
+from tests.validation.errors import spearman
 from tests.validation.evaluate import Case
 from tests.validation.rows import Row, flags_of, measured_rows
 
@@ -159,11 +160,3 @@ def wrong_pairs(left: Floats, right: Floats) -> str:
     signs = [np.sign(values[:, None] - values[None, :]) for values in (left, right)]
     product = np.triu(signs[0] * signs[1], 1)
     return f"{int((product < 0).sum())} of {int((product != 0).sum())}"
-
-
-def spearman(left: Floats, right: Floats) -> float:
-    """Rank correlation; equal values share the mean of their ranks. Not a number for less than three, or where all are equal."""
-    if len(left) < 3 or left.min() == left.max() or right.min() == right.max():
-        return float("nan")
-    ranks = [(values[:, None] > values).sum(1) + 0.5 * (values[:, None] == values).sum(1) for values in (left, right)]
-    return float(np.corrcoef(*ranks)[0, 1])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-import numpy as np
-
 from moe_overlap.predicting import cache_folder
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
+from tests.validation.errors import figures
 from tests.validation.evaluate import Case, cases_of
-from tests.validation.ranking import ranking_rows, rankings, spearman
+from tests.validation.ranking import ranking_rows, rankings
+from tests.validation.recorded_cases import recorded_cases, recorded_lines
 from tests.validation.rows import Row, scored_rows
 
 
@@ -35,6 +35,9 @@ def main() -> None:
     for case in of_scored:
         print(line(case, constants))
     for text in (*summary(of_scored, constants), *rankings(cases, constants)):
+        print(text)
+    print("\nRuns that Mist and Aceso recorded: seconds, and MiB of a stage's peak")
+    for text in recorded_lines(recorded_cases(cache_folder()), constants):
         print(text)
 
 
@@ -65,12 +68,7 @@ def summary(cases: Iterable[Case], constants: Constants) -> list[str]:
             groups[(kind, row["split"], row.gpu_type)].append((case.memory_error(constants), row.gib))
     lines = []
     for key, pairs in sorted(groups.items()):
-        errors, measured = np.array(pairs).T
-        rank = spearman((1 + errors) * measured, measured)
-        figures = (
-            f"mean |error| {np.abs(errors).mean():6.1%}  bias {errors.mean():+6.1%}  worst {np.abs(errors).max():6.1%}"
-        )
-        lines.append(f"{' '.join(key):<34} n={len(pairs):<4} {figures}  Spearman {rank:.3f}")
+        lines.append(f"{' '.join(key):<34} {figures(pairs)}")
     return lines
 
 

@@ -80,8 +80,7 @@ def stage_groups(plan: Plan, stage: StagePlan, cluster: Cluster) -> dict[str, Gr
     return {axis: axis_group(size, stride, world, links) for axis, (size, stride) in shapes.items()}
 
 
-def boundary_is_in_domain(plan: Plan, cluster: Cluster) -> bool:
-    """Whether neighbouring stages, rank by rank, share an NVLink domain."""
-    links = cluster.group_of(0)
+def boundary_group(plan: Plan, cluster: Cluster) -> Group:
+    """A rank and the one that it sends hidden states to: the ranks of neighbouring stages, in order."""
     apart = plan.stages[1].devices.ranks[0] - plan.stages[0].devices.ranks[0] if len(plan.stages) > 1 else 1
-    return apart * 2 <= domain_share(plan.world_size, links)
+    return axis_group(2, apart, plan.world_size, cluster.group_of(0))

@@ -21,10 +21,11 @@ from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.weight_gradients import gradient_of_saved
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.groups import axis_group
+from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.links import collective_seconds, host_seconds
 from moe_overlap.tuner.cost.operator_seconds import Key, held_bytes, operator_seconds
 from moe_overlap.tuner.cost.operators import tabulate
-from moe_overlap.tuner.cost.predict import Machine, Priced, cost_of, one_way_seconds
+from moe_overlap.tuner.cost.predict import Machine, Priced, concurrency, cost_of, one_way_seconds
 from moe_overlap.tuner.cost.prepare import layer_variant
 from moe_overlap.tuner.cost.stage import exchange_seconds
 
@@ -50,6 +51,11 @@ class StagePrices:
     _by_size: dict[tuple[int, int], dict[Key, float]] = field(default_factory=dict)
     _folded: dict[tuple[str, int], dict[Key, float]] = field(default_factory=dict)
     _held: dict[str, dict[Key, float]] = field(default_factory=dict)
+
+    @property
+    def slowed(self) -> Interference:
+        """How what runs at the same time on a rank slows down."""
+        return concurrency(self.machine, self.priced.setting.groups["dp_cp"])[1]
 
     def read(self, made: Sequence[Instruction]) -> None:
         """Take the list whose instructions are priced: the names in it, and how often an operator is cut."""

@@ -15,7 +15,7 @@ Source: Mist, algorithm 1 and section 5.2.2; it goes through the sets one after 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -30,10 +30,14 @@ SETS = tuple(
     for members in combinations(range(4), size)
 )
 """Sets of busy streams as words, a digit per stream in the order of STREAMS; one stream alone is not slowed down."""
-BLOCK = 1 << 14
+BLOCK = 1 << 12
 """Rows worked on at a time, few enough to stay in the cache."""
+IDLE = 1e300
+"""Seconds left to do that stand for a stream that has nothing to do."""
 
 Floats = NDArray[np.float64]
+Concurrent = Callable[[Floats, Floats, Floats, Floats], Floats]
+"""Seconds of computation, device-to-device, host-to-device and device-to-host work that start together."""
 Factors = Mapping[str, Sequence[float]]
 """Set -> factors of its busy streams."""
 
@@ -60,6 +64,7 @@ class Interference:
         for word, values in factors.items():
             busy = [stream for stream in range(4) if word[stream] == "1"]
             self._table[busy, int(word, 2)] = values
+        self._tables: dict[tuple[int, ...], Floats] = {}
 
     def factor(self, stream: int, busy: Collection[int]) -> float:
         """Slowdown of one stream while the streams `busy`, itself among them, are."""
@@ -71,25 +76,55 @@ class Interference:
         Args:
             compute, device, to_device, to_host: alone seconds of the streams, 0 where one has nothing to do; they broadcast.
         """
-        alone = np.stack(np.broadcast_arrays(compute, device, to_device, to_host)).astype(np.float64, copy=False)
-        rows = alone.reshape(4, -1)
-        total = np.empty(rows.shape[1])
-        for first in range(0, rows.shape[1], BLOCK):
-            total[first : first + BLOCK] = self._block(rows[:, first : first + BLOCK])
-        return total.reshape(alone.shape[1:])
+        given = np.broadcast_arrays(compute, device, to_device, to_host)
+        used = tuple(stream for stream in range(4) if given[stream].any())
+        if len(used) < 2:
+            return sum(given[1:], start=np.array(given[0], dtype=np.float64))
+        alone = [np.ascontiguousarray(given[stream], dtype=np.float64).reshape(-1) for stream in used]
+        if len(used) == 2:
+            return self._pair(used, *alone).reshape(given[0].shape)
+        total = np.empty(alone[0].shape)
+        for first in range(0, len(total), BLOCK):
+            block = slice(first, first + BLOCK)
+            total[block] = self._block(used, np.stack([stream[block] for stream in alone]))
+        return total.reshape(given[0].shape)
 
-    def _block(self, alone: Floats) -> Floats:
-        left, total = alone, np.zeros(alone.shape[1])
-        for _ in range(3):
-            busy = left > 0
-            sets = busy[0] * 8 + busy[1] * 4 + busy[2] * 2 + busy[3]
-            factors = self._table.take(sets, axis=1)
-            ends = np.where(busy, left * factors, np.inf)
-            passed = ends.min(axis=0)
-            passed[sets == 0] = 0.0
+    def _pair(self, used: tuple[int, ...], one: Floats, other: Floats) -> Floats:
+        """Of two streams."""
+        one_factor, other_factor = (self.factor(stream, used) for stream in used)
+        one_ends, other_ends = one * one_factor, other * other_factor
+        passed = np.minimum(one_ends, other_ends)
+        return passed + np.maximum((one_ends - passed) / one_factor, (other_ends - passed) / other_factor)
+
+    def _block(self, used: tuple[int, ...], left: Floats) -> Floats:
+        """Of three or four streams [streams, rows]; `left` is used up."""
+        table, total = self._table_of(used), np.zeros(left.shape[1])
+        left += IDLE * (left <= 0)
+        for number in range(2, len(used) + 1):
+            sets = np.zeros(len(total), dtype=np.uint8)
+            for busy in (left < IDLE).view(np.uint8):
+                sets = sets << 1 | busy
+            factors = table.take(sets, axis=1)
+            left *= factors
+            passed = left.min(axis=0)
+            passed *= passed < IDLE
             total += passed
-            left = np.where(busy, (ends - passed) / factors, 0.0)
+            left -= passed
+            left /= factors
+            if number < len(used):
+                left += IDLE * (left <= 0)
+        left *= left < IDLE
         return total + left.sum(axis=0)
+
+    def _table_of(self, used: tuple[int, ...]) -> Floats:
+        """[streams, sets] factors of some of the streams; a set is the number whose bits they are, the first the highest."""
+        if used not in self._tables:
+            places = [
+                sum(8 >> stream for stream, bit in zip(used, f"{number:0{len(used)}b}", strict=True) if bit == "1")
+                for number in range(1 << len(used))
+            ]
+            self._tables[used] = np.ascontiguousarray(self._table[np.ix_(used, places)])
+        return self._tables[used]
 
 
 def _check(factors: Factors, subject: str) -> None:
@@ -112,3 +147,18 @@ def _check(factors: Factors, subject: str) -> None:
 
 NO_INTERFERENCE = Interference({word: (1.0,) * word.count("1") for word in SETS})
 """What runs at the same time ends when its longest stream does."""
+
+
+def partly_concurrent(slowdown: float) -> Concurrent:
+    """The plainest interference: the longest channel, and a part of what runs beside it."""
+
+    def seconds(compute: Floats, device: Floats, to_device: Floats, to_host: Floats) -> Floats:
+        longest = np.maximum(np.maximum(compute, device), np.maximum(to_device, to_host))
+        return longest + slowdown * (compute + device + to_device + to_host - longest)
+
+    return seconds
+
+
+def slowed_down(slowdown: float) -> Interference:
+    """`partly_concurrent` as factors: beside n - 1 others a stream takes 1 + (n - 1) · slowdown times as long."""
+    return Interference({word: (1.0 + slowdown * (word.count("1") - 1),) * word.count("1") for word in SETS})

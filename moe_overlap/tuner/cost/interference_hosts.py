@@ -14,6 +14,11 @@ from moe_overlap.plan.serialize import read_record
 from moe_overlap.tuner.cost.interference import Interference
 
 FILE = Path(__file__).with_name("interference.json")
+SOURCES = {
+    "L4": "mist/tools/results/bandwidth-merged-l4.json",
+    "A100": "mist/tools/results-final/bandwidth-merged-a100-sxm4-40gb.json",
+}
+"""GPU type -> the host whose factors stand for it, where several were measured."""
 
 
 def group_name(nodes: int, per_node: int) -> str:
@@ -78,3 +83,12 @@ def measured_hosts() -> tuple[Host, ...]:
     """All hosts of interference.json."""
     values = json.loads(FILE.read_text(encoding="utf-8"))
     return tuple(read_record(Host, value, FILE.name, f"[{number}]") for number, value in enumerate(values))
+
+
+@cache
+def interference_of(gpu: str, nodes: int, per_node: int) -> Interference | None:
+    """The factors that stand for a GPU type, for a group of its devices; None for a type that was not measured."""
+    if gpu not in SOURCES:
+        return None
+    host = next(host for host in measured_hosts() if host.source == SOURCES[gpu])
+    return host.interference(nodes, per_node)[0]

@@ -20,6 +20,7 @@ from moe_overlap.tuner.capture.graph import Collective
 from moe_overlap.tuner.cost.constants import GpuConstants, ReleaseConstants
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.groups import Group
+from moe_overlap.tuner.cost.interference import Concurrent
 from moe_overlap.tuner.cost.links import all_to_all_seconds, collective_seconds
 from moe_overlap.tuner.cost.operators import Lookup, OpTable, Provenance, device_seconds
 
@@ -40,6 +41,8 @@ class Setting:
     features: Features
     constants: GpuConstants
     release: ReleaseConstants
+    concurrent: Concurrent
+    """What communication costs beside computation."""
     topk: int = 1
     load: float = 1.0
     """Rows of the busiest rank over the mean."""
@@ -100,7 +103,7 @@ def part_cost(table: OpTable, setting: Setting) -> PartCost:
 def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: bool) -> PassCost:
     here = table.backward == is_backward
     compute = max(float(seconds[here].sum()), _host_seconds(table, setting, here))
-    slowdown, features = setting.constants.overlap_slowdown, setting.features
+    concurrent, features = setting.concurrent, setting.features
     totals = dict.fromkeys(KINDS, 0.0)
     exposed = dict.fromkeys(KINDS, 0.0)
     for index, collective, payload in table.collectives:
@@ -115,13 +118,13 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
                 beside = _until_read(table, seconds, index)
             if features.overlap_tensor:
                 beside = max(beside, _products_beside(table, seconds, index))
-        exposed[kind] += _exposed(taken, beside, slowdown)
+        exposed[kind] += _exposed(taken, beside, concurrent)
     if features.context_exchange == "p2p":
         attention = float(seconds[here & (table.operators == ATTENTION) & (table.classes == 2)].sum())
-        exposed["context"] = _exposed(totals["context"], attention, slowdown)
+        exposed["context"] = _exposed(totals["context"], attention, concurrent)
     if features.overlap_shared_expert:
         exposed["expert"] = _exposed(
-            exposed["expert"], float(seconds[here & (table.operators == SHARED)].sum()), slowdown
+            exposed["expert"], float(seconds[here & (table.operators == SHARED)].sum()), concurrent
         )
     return PassCost(
         compute_seconds=compute,
@@ -131,10 +134,10 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
     )
 
 
-def _exposed(taken: float, beside: float, slowdown: float) -> float:
-    """What remains of communication beside computation."""
-    hidden = min(taken, beside)
-    return taken - hidden + slowdown * hidden
+def _exposed(taken: float, beside: float, concurrent: Concurrent) -> float:
+    """What remains of communication beside computation: what both together take longer than the latter."""
+    together = concurrent(np.array(beside), np.array(taken), np.zeros(()), np.zeros(()))
+    return float(together) - beside
 
 
 def _host_seconds(table: OpTable, setting: Setting, here: NDArray[np.bool_]) -> float:
@@ -183,14 +186,14 @@ def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
     return max((float(seconds[i]) for i in around if 0 <= i < len(table.ops) and table.classes[i] == 0), default=0.0)
 
 
-def hide_exchanges(cost: PartCost, slowdown: float) -> PartCost:
+def hide_exchanges(cost: PartCost, concurrent: Concurrent) -> PartCost:
     """The part with its exchanges under another micro-batch's computation, as far as they are shorter."""
     forward, backward = cost.forward, cost.backward
     exchange = forward.exchange_seconds + backward.exchange_seconds
     compute = forward.compute_seconds + backward.compute_seconds
     if not exchange:
         return cost
-    left = _exposed(exchange, compute, slowdown) / exchange
+    left = _exposed(exchange, compute, concurrent) / exchange
 
     def hidden(one: PassCost) -> PassCost:
         exposed = {**one.exposed, "expert": one.exchange_seconds * left}

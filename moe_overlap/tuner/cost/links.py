@@ -82,10 +82,14 @@ def all_to_all_seconds(sent_bytes: ArrayLike, group: Group, rates: LinkRates, ne
     return np.maximum(inside, outside) + _latency(group, rates)
 
 
-def point_to_point_seconds(bytes_sent: ArrayLike, links: NodeGroup, in_domain: bool, rates: LinkRates) -> Floats:
-    """Seconds of a transfer between two stages."""
-    if in_domain and links.domain_gb_per_s:
+def point_to_point_seconds(bytes_sent: ArrayLike, pair: Group, rates: LinkRates) -> Floats:
+    """Seconds of a transfer between two ranks."""
+    links = pair.links
+    if pair.per_domain > 1:
+        assert links.domain_gb_per_s is not None
         rate = links.domain_gb_per_s * rates.domain
+    elif pair.per_node > 1:
+        rate = links.node_gb_per_s * rates.domain
     else:
         rate = links.network_gb_per_s * rates.network
     return np.asarray(bytes_sent, dtype=np.float64) / (rate * GIGA) + rates.latency_seconds

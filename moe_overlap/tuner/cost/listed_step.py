@@ -20,11 +20,12 @@ from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.folded import Block, Folded, blocks_of, fold, folded_list, run_alone, sample_blocks
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS
 from moe_overlap.tuner.cost.listed_memory import ListedBytes, listed_bytes
 from moe_overlap.tuner.cost.predict import Machine, Prediction
 from moe_overlap.tuner.cost.simulate import simulate
-from moe_overlap.tuner.cost.simulate_step import price_stages, simulate_step, slowed_down
+from moe_overlap.tuner.cost.simulate_step import price_stages, simulate_step
 
 GROUPS = 4
 """Groups of micro-batches, as many as stages in each, behind which every further one takes as long as the one before."""
@@ -119,7 +120,7 @@ class _Lists:
             return simulate_step(plan, self.model, self.graphs, self.machine, self.features).simulation.step_seconds
         written = {one.folded.rank: folded_list(one.folded, plan) for one in ones}
         sent = {one.folded.rank: one.transfer * transfers for one in ones}
-        slowed = slowed_down(self.machine.constants.overlap_slowdown)
+        slowed = {one.folded.rank: one.slowed for one in ones}
         lists = {rank: made for rank, (made, _) in written.items()}
         return simulate(lists, lambda rank, i: written[rank][1].get(i.id, sent[rank]), slowed).step_seconds
 
@@ -134,6 +135,7 @@ class _Alone:
         exposed: seconds of a stable one in which it communicates and computes nothing.
         inside: of them those of KINDS that instructions of computation hold, for they run inside their operators.
         transfer: seconds of one transfer to a neighbour.
+        slowed: how what runs at the same time slows down.
     """
 
     folded: Folded
@@ -144,14 +146,15 @@ class _Alone:
     exposed: float
     inside: dict[str, float]
     transfer: float
+    slowed: Interference
     bytes: ListedBytes
     fragmentation: float
 
 
 def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
-    plan, machine = listed.plan, listed.machine
+    plan = listed.plan
     stage, blocks = plan.stages[index], sample_blocks(plan, index)
-    rank, slowed = stage.devices.ranks[0], slowed_down(machine.constants.overlap_slowdown)
+    rank, slowed = stage.devices.ranks[0], here.slowed
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
     here.read(lower(plan, listed.model, rank, saved, blocks=blocks))
     alone = run_alone(here.made, rank, here.seconds, slowed)
@@ -172,8 +175,9 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
         exposed=seconds - sum(block.busy for block in stable) + sum(inside.values()),
         inside=inside,
         transfer=here.transfer_seconds(),
+        slowed=slowed,
         bytes=listed_bytes(here, listed.model, alone, lower(without, listed.model, rank, saved, blocks=plain), slowed),
-        fragmentation=machine.fragmentation,
+        fragmentation=listed.machine.fragmentation,
     )
 
 

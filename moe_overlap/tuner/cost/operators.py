@@ -32,8 +32,9 @@ LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
 FULL_PRECISION_OPERATORS = (HEAD_LOSS, LOSS, GATE)
 """Products that stay in bf16 in fp8 and fp4 training."""
 EXPERT_OPERATORS = (DISPATCH, EXPERTS, COMBINE, GATE, MERGE)
-SCORE_BYTES = (13.0, 20.0)
-"""Per score of attention without a fused kernel, forward and backward: product, softmax, dropout and product in turn."""
+SCORE_BYTES, DROPPED_BYTES = (7.0, 12.0), (5.0, 5.0)
+"""Per score of attention without a fused kernel, forward and backward: product, softmax and product in turn, of which the causal
+softmax reads the unmasked half; and what dropout reads and writes beside, its mask among it."""
 SOFTMAX_OPERATIONS, USUAL_WIDTH = 256.0, 128.0
 """What the exponential of a score takes beside its products, counted in their operations: narrow heads are less efficient.
 Efficiencies of attention are those of heads of the usual width."""
@@ -135,9 +136,13 @@ def _roofline(
     rate = np.where(
         low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == 1, grouped, 1.0), rate
     )
-    # Without a fused kernel the masked half of the scores is computed, too, and every score goes through memory.
-    whole = table.softmax * np.where((table.classes == 2) & (not features.flash), 2.0, 1.0)
-    scores = np.where(forward, *SCORE_BYTES) * table.scores * (0.0 if features.flash else 1.0)
+    # Without a fused kernel the products compute the masked half, too, and every score goes through memory.
+    whole = table.softmax if features.flash else np.where(table.classes == 2, 2.0, 1.0)
+    read, back = (
+        0.0 if features.flash else kept + dropped * features.dropped_scores
+        for kept, dropped in zip(SCORE_BYTES, DROPPED_BYTES, strict=True)
+    )
+    scores = np.where(forward, read, back) * table.scores
     product = np.where(table.classes < 3, whole * table.flops / rate, 0.0) * release.products
     moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(
         low & ~table.weight_gradient, QUANTIZED_BYTES * table.operand, 0.0

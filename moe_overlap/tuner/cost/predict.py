@@ -20,7 +20,9 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants
 from moe_overlap.tuner.cost.features import Features
-from moe_overlap.tuner.cost.groups import Group, boundary_is_in_domain, stage_groups
+from moe_overlap.tuner.cost.groups import Group, boundary_group, stage_groups
+from moe_overlap.tuner.cost.interference import Concurrent, Interference, partly_concurrent, slowed_down
+from moe_overlap.tuner.cost.interference_hosts import interference_of
 from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_exchanges, part_cost
 from moe_overlap.tuner.cost.links import collective_seconds, host_seconds, point_to_point_seconds
 from moe_overlap.tuner.cost.memory import PartBytes
@@ -34,7 +36,6 @@ from moe_overlap.tuner.cost.stage import (
     StateRates,
     Strategy,
     layer_terms,
-    partly_concurrent,
     stage_costs,
 )
 
@@ -171,23 +172,39 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
         features=features,
         constants=constants,
         release=machine.release,
+        concurrent=concurrency(machine, groups["dp_cp"])[0],
         topk=max(1, model.router_topk),
         load=machine.load,
         lookup=machine.lookup,
     )
     parts = [cost_of(table, setting) for table in family.tables]
-    concurrent = partly_concurrent(constants.overlap_slowdown)
     rates = _state_rates(groups, links, constants, features)
-    terms = layer_terms(_kind_terms(parts, family.sizes), _strategy(stage), rates, concurrent)
+    terms = layer_terms(_kind_terms(parts, family.sizes), _strategy(stage), rates, setting.concurrent)
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
     summed = stage_costs(terms, family.counts, family.in_flight, boundary, machine.fragmentation, family.held_once)
     return Priced(family, summed, tuple(parts), terms, rates, setting)
 
 
+def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interference]:
+    """What runs at the same time takes: by the factors of a host that was measured with these GPUs, else by one constant.
+
+    Args:
+        replicas: the ranks that share a stage's states, whose collectives run beside its computation.
+    Returns:
+        In closed form, and as factors for a simulation.
+    """
+    if machine.cluster.measured is None:
+        fitted = interference_of(replicas.links.gpu.name, replicas.nodes, min(replicas.per_node, replicas.size))
+        if fitted is not None:
+            return fitted.seconds, fitted
+    slowdown = machine.constants.overlap_slowdown
+    return partly_concurrent(slowdown), slowed_down(slowdown)
+
+
 def cost_of(table: OpTable, setting: Setting) -> PartCost:
     """Seconds of a part, its exchanges under another micro-batch where the run does that."""
     cost = part_cost(table, setting)
-    return hide_exchanges(cost, setting.constants.overlap_slowdown) if setting.features.overlap_experts else cost
+    return hide_exchanges(cost, setting.concurrent) if setting.features.overlap_experts else cost
 
 
 def _state_rates(
@@ -302,8 +319,8 @@ def peak_tflops(gpu: Gpu, precision: str) -> float:
 
 def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> float:
     """Seconds of one transfer between neighbouring stages."""
-    links, in_domain = machine.cluster.group_of(0), boundary_is_in_domain(plan, machine.cluster)
-    return float(point_to_point_seconds(boundary_bytes, links, in_domain, machine.constants.link_rates))
+    pair = boundary_group(plan, machine.cluster)
+    return float(point_to_point_seconds(boundary_bytes, pair, machine.constants.link_rates))
 
 
 def _stage(

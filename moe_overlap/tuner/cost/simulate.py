@@ -35,7 +35,7 @@ End = tuple[int, Instruction]
 """A rank, and what it takes part in."""
 STREAM_OF = {COMPUTE: 0, OPTIMIZER: 0, TO_DEVICE: 2, TO_HOST: 3}
 """Channel -> its place in interference.STREAMS; the others join devices."""
-BETWEEN_DEVICES = 1
+COMPUTING, BETWEEN_DEVICES = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,18 @@ class Simulation:
         return communication_seconds(self.spans(rank))[1]
 
 
-def simulate(lists: Lists, seconds: Seconds, interference: Interference | None = None) -> Simulation:
+def simulate(
+    lists: Lists, seconds: Seconds, interference: Interference | Mapping[int, Interference] | None = None
+) -> Simulation:
     """Run the lists of a step together.
 
     Args:
-        interference: how what runs at the same time on a rank slows down; None: not at all.
+        interference: how what runs at the same time on a rank slows down, on all ranks or by rank; None: not at all.
     Raises:
         ScheduleError: the lists wait for each other for ever, or a peer's list is not there.
     """
+    if isinstance(interference, Interference):
+        interference = dict.fromkeys(lists, interference)
     return _Engine(lists, seconds, interference).run()
 
 
@@ -101,7 +105,7 @@ class _Task:
 class _Engine:
     """State of a run."""
 
-    def __init__(self, lists: Lists, seconds: Seconds, interference: Interference | None) -> None:
+    def __init__(self, lists: Lists, seconds: Seconds, interference: Mapping[int, Interference] | None) -> None:
         self._lists, self._seconds, self._interference = lists, seconds, interference
         self._queues: dict[tuple[int, str], list[Instruction]] = defaultdict(list)
         self._waits: dict[tuple[int, int], int] = {}
@@ -198,7 +202,7 @@ class _Engine:
         for channel, task in self._running[rank].items():
             busy.append(_stream(channel))
             shares += busy[-1] == stream and not (i.peers and _is_opposite(i, task, rank))
-        return self._interference.factor(stream, busy) * shares
+        return self._interference[rank].factor(stream, busy) * shares
 
     def _push(self, task: _Task, now: float) -> None:
         self._pushed += 1

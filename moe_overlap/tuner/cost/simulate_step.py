@@ -1,7 +1,7 @@
 """A step of a plan, simulated: the instruction lists of one rank per stage at the prices of the cost model; of all ranks where
 stages of unlike shape send tiles to each other.
 
-Beside each other, work is slowed down as the closed form says (`partly_concurrent`). Simulated steps and the closed form
+Beside each other, work is slowed down as the closed form says (`predict.concurrency`). Simulated steps and the closed form
 (`pipeline.py`) agree where nothing overlaps. Lists of megatron-core's 1F1B wait for their transfers, as it does; those of its
 interleaved pipeline, of stages that follow their own lists and of unlike stages have them beside computation.
 """
@@ -18,7 +18,6 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
-from moe_overlap.tuner.cost.interference import SETS, Interference
 from moe_overlap.tuner.cost.live_memory import live_bytes
 from moe_overlap.tuner.cost.predict import Machine, Priced, price_family
 from moe_overlap.tuner.cost.prepare import prepare
@@ -59,7 +58,7 @@ def simulate_step(
             made = lower(plan, model, rank, saved)
             lists[rank] = waiting_for_transfers(made) if waits else made
         here.read(lists[stage.devices.ranks[0]])
-    slowed = slowed_down(machine.constants.overlap_slowdown)
+    slowed = {rank: of_stage[plan.stage_of(rank)].slowed for rank in lists}
     simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed)
     return SimulatedStep(simulation, {here.stage.devices.ranks[0]: here for here in of_stage})
 
@@ -88,8 +87,3 @@ def waiting_for_transfers(made: Sequence[Instruction]) -> tuple[Instruction, ...
             before, computed, moved = moved, (i.id,), ()
         waiting.append(replace(i, after=tuple(sorted({*i.after, *before}))) if before else i)
     return tuple(waiting)
-
-
-def slowed_down(slowdown: float) -> Interference:
-    """`partly_concurrent` as factors: beside n - 1 others a stream takes 1 + (n - 1) · slowdown times as long."""
-    return Interference({word: (1.0 + slowdown * (word.count("1") - 1),) * word.count("1") for word in SETS})

@@ -10,15 +10,15 @@ point-to-point transfers and tensor-parallel collectives of the forward pass are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_overlap.tuner.cost.interference import Concurrent
+
 Floats = NDArray[np.float64]
-Concurrent = Callable[[Floats, Floats, Floats, Floats], Floats]
-"""Seconds of computation, device-to-device, host-to-device and device-to-host work that start together (interference)."""
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
 
 
@@ -310,13 +310,3 @@ def _largest(per_layer: Floats, there: NDArray[np.bool_]) -> Floats:
         most = per_layer[members].max(axis=0, initial=0.0)
         result[:, (there == members[:, None]).all(axis=0)] = most[:, None]
     return result
-
-
-def partly_concurrent(slowdown: float) -> Concurrent:
-    """The plainest interference: the longest channel, and a part of what runs beside it."""
-
-    def seconds(compute: Floats, device: Floats, to_device: Floats, to_host: Floats) -> Floats:
-        longest = np.maximum(np.maximum(compute, device), np.maximum(to_device, to_host))
-        return longest + slowdown * (compute + device + to_device + to_host - longest)
-
-    return seconds

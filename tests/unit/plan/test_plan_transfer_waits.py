@@ -7,9 +7,10 @@ import pytest
 
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lower import lower
+from moe_overlap.tuner.cost.interference import slowed_down
 from moe_overlap.tuner.cost.pipeline import step_seconds, transfer_waits
 from moe_overlap.tuner.cost.simulate import simulate
-from moe_overlap.tuner.cost.simulate_step import slowed_down, waiting_for_transfers
+from moe_overlap.tuner.cost.simulate_step import waiting_for_transfers
 
 FORWARD, BACKWARD, BESIDE = 1.0, 2.0, 0.15
 

@@ -11,7 +11,7 @@ import pytest
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.routing import expected_places
 from moe_overlap.tuner.cost.groups import Group, axis_group
-from moe_overlap.tuner.cost.links import LinkRates, all_to_all_seconds, collective_seconds
+from moe_overlap.tuner.cost.links import LinkRates, all_to_all_seconds, collective_seconds, point_to_point_seconds
 
 RATES = LinkRates(domain=0.5, network=0.8, all_to_all_domain=0.4, all_to_all_network=0.6, latency_seconds=0.0)
 H100 = shipped_cluster("H100", 64).groups[0]
@@ -66,6 +66,15 @@ def test_across_nodes_every_card_of_a_node_carries_a_ring(nodes: int) -> None:
         rates = dataclasses.replace(RATES, network=network)
         twin = max(inside / (450e9 * 0.5), over_card / (50e9 * network))
         assert collective_seconds("reduce_scatter", held, group, rates) == pytest.approx(twin)
+
+
+def test_a_transfer_takes_the_best_link_that_joins_its_ends() -> None:
+    """NVLink, else the node's own links, else the network."""
+    l4 = shipped_cluster("L4", 16).groups[0]
+    assert point_to_point_seconds(1e9, axis_group(2, 4, 64, H100), RATES) == pytest.approx(1 / (450 * 0.5))
+    assert point_to_point_seconds(1e9, axis_group(2, 8, 64, H100), RATES) == pytest.approx(1 / (50 * 0.8))
+    assert point_to_point_seconds(1e9, axis_group(2, 1, 16, l4), RATES) == pytest.approx(1 / (32 * 0.5))
+    assert point_to_point_seconds(1e9, axis_group(2, 8, 16, l4), RATES) == pytest.approx(1 / (1.6 * 0.8))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hand_made import captured_by_hand
 
 from megatron.training.config import Config
-from moe_overlap.describe.cluster import Cluster, shipped_cluster
+from moe_overlap.describe.cluster import Cluster, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
@@ -19,7 +20,9 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.predicting import Flags, predict
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants
-from moe_overlap.tuner.cost.predict import Prediction
+from moe_overlap.tuner.cost.groups import axis_group
+from moe_overlap.tuner.cost.interference_hosts import interference_of
+from moe_overlap.tuner.cost.predict import Machine, Prediction, concurrency
 
 CONSTANTS = Constants(
     {
@@ -145,3 +148,24 @@ def test_a_job_without_vocabulary_is_one_line() -> None:
     words = [word for word in JOB if word not in ("--vocab-size", "32000")] + "--tokenizer-type NullTokenizer".split()
     with pytest.raises(ConfigError, match="--vocab-size"):
         predict(words, shipped_cluster("H100", 32), graphs=by_hand, constants=CONSTANTS)
+
+
+def test_measured_interference_is_priced_where_there_is_some() -> None:
+    """A100's factors by the group of its replicas; one constant where none were measured, or the machine itself was."""
+    compute, exchange, nothing = np.array([2.0]), np.array([1.0]), np.zeros(1)
+
+    def together(gpu: str, measured: bool = False) -> float:
+        cluster = shipped_cluster(gpu, 16)
+        here = Measured(database="none", device="cuda", latency_seconds=0.0, constants={})
+        cluster = dataclasses.replace(cluster, measured=here if measured else None)
+        machine = Machine(cluster=cluster, constants=CONSTANTS.gpus["H100"], release=ReleaseConstants())
+        replicas = axis_group(8, 1, 16, cluster.groups[0])
+        closed, factors = concurrency(machine, replicas)
+        seconds = float(closed(compute, exchange, nothing, nothing)[0])
+        assert seconds == pytest.approx(float(factors.seconds(compute, exchange, nothing, nothing)[0]))
+        return seconds
+
+    fitted = interference_of("A100", 1, 8)
+    assert fitted is not None and interference_of("H100", 1, 8) is None
+    assert together("A100") == fitted.seconds(compute, exchange, nothing, nothing)[0] != pytest.approx(2.15)
+    assert together("H100") == together("A100", measured=True) == pytest.approx(2.15)

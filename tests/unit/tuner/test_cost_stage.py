@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moe_overlap.tuner.cost.interference import partly_concurrent
 from moe_overlap.tuner.cost.stage import (
     CATEGORIES,
     KindTerms,
@@ -12,7 +13,6 @@ from moe_overlap.tuner.cost.stage import (
     Strategy,
     layer_terms,
     paired_totals,
-    partly_concurrent,
     stage_costs,
     stage_totals,
 )

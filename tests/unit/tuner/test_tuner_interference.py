@@ -68,6 +68,14 @@ def test_it_equals_the_twin() -> None:
         np.testing.assert_allclose(Interference(factors).seconds(*rows), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("used", [(), (2,), (0, 1), (1, 3), (0, 2, 3), (1, 2, 3)])
+def test_it_equals_the_twin_where_streams_are_idle_in_every_row(used: tuple[int, ...]) -> None:
+    factors, rows = draw_factors(), draw_rows(200)
+    rows[[stream for stream in range(4) if stream not in used]] = 0.0
+    expected = [twin(row, factors) for row in rows.T.tolist()]
+    np.testing.assert_allclose(Interference(factors).seconds(*rows), expected, rtol=1e-12)
+
+
 def test_limits() -> None:
     """Between the longest and the sum; one stream alone as it is; twice the work, twice the time."""
     for _ in range(20):

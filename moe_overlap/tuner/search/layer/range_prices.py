@@ -12,7 +12,9 @@ from typing import Protocol
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import payload
 from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.predict import Machine
+from moe_overlap.tuner.cost.simulate import BETWEEN_DEVICES, COMPUTING
 from moe_overlap.tuner.search.layer.chunk_order import Step, gap_to_best, pipeline_seconds
 from moe_overlap.tuner.search.layer.chunk_passes import Pipeline
 
@@ -25,6 +27,8 @@ class Prices(Protocol):
 
     @property
     def machine(self) -> Machine: ...
+    @property
+    def slowed(self) -> Interference: ...
     def piece_seconds(self, name: str, pieces: int) -> float: ...
 
 
@@ -38,6 +42,8 @@ class RangePrices:
     def __init__(self, plan: Plan, stage: StagePlan, model: ModelDescription, prices: Prices) -> None:
         self.hidden_bytes = payload.boundary_bytes(plan, stage, model)
         self._prices = prices
+        together = (COMPUTING, BETWEEN_DEVICES)
+        self._slowdown = sum(prices.slowed.factor(stream, together) for stream in together) / 2.0 - 1.0
         self._pieces: dict[tuple[str, int], float] = {}
         self._simulated: dict[Priced, float] = {}
         self._gaps: dict[Priced, float | None] = {}
@@ -73,8 +79,7 @@ class RangePrices:
     def _simulate(self, priced: Priced) -> float:
         if priced not in self._simulated:
             edge = self._edge_seconds(priced[2])
-            slowdown = self._prices.machine.constants.overlap_slowdown
-            self._simulated[priced] = pipeline_seconds(*priced, slowdown, edge, edge)
+            self._simulated[priced] = pipeline_seconds(*priced, self._slowdown, edge, edge)
         return self._simulated[priced]
 
     def _edge_seconds(self, parts: int) -> float:

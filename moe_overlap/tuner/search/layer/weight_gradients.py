@@ -30,7 +30,7 @@ from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.predict import Machine
 from moe_overlap.tuner.cost.simulate import Ran, simulate
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step, slowed_down
+from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
 from moe_overlap.tuner.search.layer.assignment import Assignment, Problem
 from moe_overlap.tuner.search.layer.plan_slots import named_slots, program_order, shortened, with_slots, without_pieces
 from moe_overlap.tuner.search.layer.slot_times import DIGITS, ChunkProblem, chunk_problem, idle_seconds
@@ -176,7 +176,7 @@ def _problems(deferred: Plan, step: SimulatedStep, machine: Machine, max_bytes: 
     free = simulate(
         {rank: prices.made for rank, prices in step.prices.items()},
         lambda rank, i: 0.0 if i.kind == "weight-gradient" else step.prices[rank].seconds(i),
-        slowed_down(machine.constants.overlap_slowdown),
+        {rank: prices.slowed for rank, prices in step.prices.items()},
     )
     problems: dict[Place, ChunkProblem] = {}
     for index, (rank, prices) in enumerate(step.prices.items()):

@@ -1,0 +1,163 @@
+"""Predictions for the runs of `recorded_runs.py`: seconds of the step and of each stage, and each stage's peak of memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.predicting import Job, joined, stage_requests
+from moe_overlap.speed_flags import features_of
+from moe_overlap.tuner.capture.cache import cached_captures
+from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.constants import Constants, ReleaseConstants
+from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.predict import Machine, Prediction, one_way_seconds, price
+from moe_overlap.tuner.cost.prepare import Family, prepare
+from tests.validation.errors import figures
+from tests.validation.recorded_runs import Run, Value, job_of, layers_of_stages, left_out, recorded_runs
+
+MIB = 1 << 20
+PASSES = ("fwd_compute_total_per_iter_mean_over_ranks", "bwd_compute_total_per_iter_mean_over_ranks")
+PEAKS = {"allocated": ("peak_allocated", "peak_allocated_max_over_ranks"),
+         "reserved": ("peak_reserved", "peak_reserved_max_over_ranks", "peak_reserved_max_rank")}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One recorded figure beside the predicted one."""
+
+    what: str
+    """step, stage (forward and backward passes of a step), allocated, reserved."""
+    stage: int | None
+    split: str
+    measured: float
+    """Seconds or MiB."""
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative."""
+        return self.predicted / self.measured - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunCase:
+    """A recorded run with everything that does not depend on constants."""
+
+    run: Run
+    job: Job
+    features: Features
+    cluster: Cluster
+    families: tuple[Family, ...]
+
+    def predict(self, constants: Constants) -> Prediction:
+        """The run under these constants; its software is no release of the table, so releases' scales are 1."""
+        return price(self.job.plan, self.job.model, self.families, self.machine(constants), self.features)
+
+    def machine(self, constants: Constants) -> Machine:
+        """What the run ran on."""
+        of_gpu, _ = constants.of_gpu(self.cluster.group_of(0).gpu)
+        fragmentation = constants.fragmentation
+        return Machine(cluster=self.cluster, constants=of_gpu, release=ReleaseConstants(), fragmentation=fragmentation)
+
+    def compared(self, constants: Constants) -> list[Compared]:
+        """Every recorded figure that is predicted."""
+        predicted, values = self.predict(constants).predicted, self.run.values
+        found = []
+        transfer = one_way_seconds(self.job.plan, self.families[0].boundary_bytes, self.machine(constants))
+        transfer *= len(predicted.stages) > 1
+        if "iteration_time" in values:
+            step = values["iteration_time"]
+            found.append(Compared("step", None, step.split, step.value, predicted.step_seconds))
+        for index, (stage, plan) in enumerate(zip(predicted.stages, self.job.plan.stages, strict=True)):
+            passes = [values.get(f"stage{index}_{name}") for name in PASSES]
+            if passes[0] is not None and passes[1] is not None:
+                seconds = plan.gradient_accumulation_steps * (stage.stable_seconds - 2.0 * transfer)
+                measured = passes[0].value + passes[1].value
+                found.append(Compared("stage", index, _split(passes), measured, seconds))
+            vain = stage.peak_bytes_by_category.fragmentation
+            for what, bytes_ in (("allocated", stage.peak_bytes - vain), ("reserved", stage.peak_bytes)):
+                peak = next((values[n] for name in PEAKS[what] if (n := f"stage{index}_{name}") in values), None)
+                if peak is not None:
+                    found.append(Compared(what, index, peak.split, peak.value, bytes_ / MIB))
+        return found
+
+
+def _split(values: Iterable[Value | None]) -> str:
+    """`test` where one of them is."""
+    return "test" if any(value is not None and value.split == "test" for value in values) else "calibration"
+
+
+def recorded_cases(cache_dir: Path) -> list[RunCase]:
+    """Every recorded run, prepared; what is not in the cache is captured by one process."""
+    runs = recorded_runs()
+    jobs = [job_of(run) for run in runs]
+    asked = [stage_requests(job.config, job.model, job.plan) for job in jobs]
+    wanted = {request.sha256(): request for stages in asked for several in stages.values() for request in several}
+    captured = dict(zip(wanted, cached_captures(list(wanted.values()), cache_dir), strict=True))
+    cases = []
+    for run, job, stages in zip(runs, jobs, asked, strict=True):
+        graphs = {
+            index: joined([captured[request.sha256()] for request in several], job.model)
+            for index, several in stages.items()
+        }
+        cases.append(_case(run, job, graphs))
+    return cases
+
+
+def _case(run: Run, job: Job, graphs: Mapping[int, CapturedModel]) -> RunCase:
+    features = features_of(job.config, job.plan.precision, job.flags)
+    families = prepare(job.plan, job.model, graphs, features)
+    if run.harness == "Aceso":
+        families = tuple(_with_parts_of_layers(family, job, layers_of_stages(run)) for family in families)
+    return RunCase(run, job, features, run.cluster, families)
+
+
+def _with_parts_of_layers(family: Family, job: Job, layers: Sequence[float]) -> Family:
+    """The family with as many layers as its stages really have."""
+    scale = np.array([layers[index] / len(job.plan.stages[index].layers) for index in family.stages])
+    of_layers = np.array([table.part.kind not in ("embedding", "head") for table in family.tables])
+    return replace(family, counts=np.where(of_layers[:, None], family.counts * scale, family.counts))
+
+
+def recorded_lines(cases: Sequence[RunCase], constants: Constants) -> list[str]:
+    """Every figure with its prediction, errors by harness, GPU and split, and what is left out."""
+    lines, groups = [], defaultdict(list)
+    for case in cases:
+        for one in case.compared(constants):
+            where = "" if one.stage is None else f" {one.stage}"
+            lines.append(
+                f"{one.split:<12} {case.run.name:<44} {one.what + where:<12}"
+                f"{one.measured:10.2f} {one.predicted:10.2f} {one.error:+7.1%}"
+            )
+            groups[case.run.harness, case.run.gpu_type, one.what, one.split].append((one.error, one.measured))
+    lines += [f"{' '.join(key):<34} {figures(pairs)}" for key, pairs in sorted(groups.items())]
+    return lines + [f"left out: {name}: {why}" for name, why in left_out().items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A recorded step that constants are fitted to."""
+
+    case: RunCase
+    release: str = ""
+
+    @property
+    def gpu_type(self) -> str:
+        """As constants name it."""
+        return self.case.run.gpu_type
+
+    def relative_error(self, constants: Constants) -> float:
+        """Of its seconds."""
+        return next(one.error for one in self.case.compared(constants) if one.what == "step")
+
+
+def calibration_steps(cache_dir: Path) -> list[Step]:
+    """Mist's own steps on L4, of which the table of steps has none. What Aceso recomputes is not known well enough to fit to."""
+    cases = [case for case in recorded_cases(cache_dir) if (case.run.harness, case.run.gpu_type) == ("Mist", "L4")]
+    return [Step(case) for case in cases if case.run.is_calibration]
