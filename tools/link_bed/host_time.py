@@ -1,0 +1,134 @@
+"""What a step on a CPU takes beside its operators: measured on two jobs, kept with the operators.
+
+An operator is timed alone, again and again. In a step its operands are colder, and Python, autograd and the runtime come between
+it and the next one. Two jobs that exchange nothing are run by the real runtime: one of tiny operators, which the host dominates,
+and one of larger ones. Seconds of computation in a step = `in_step` · seconds of its operators alone + `call_seconds` · their
+number holds for both, which determines the two. Predictions are made for jobs of other shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.plan.instructions import COMPUTE
+from moe_overlap.predicting import cpu_graphs, read_job
+from moe_overlap.speed_flags import features_of
+from moe_overlap.tuner.capture.graph import Op
+from moe_overlap.tuner.cost.measured import constants_of
+from moe_overlap.tuner.cost.operators import Lookup, Provenance
+from moe_overlap.tuner.cost.predict import machine_of
+from moe_overlap.tuner.cost.simulate_step import simulate_step
+from moe_overlap.tuner.profile.database import Database
+from moe_overlap.tuner.profile.keys import key_of
+from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators
+from tools.compare_trace import Trace, read_trace
+from tools.link_bed.launch import Tell
+from tools.link_bed.profile import is_update
+from tools.link_bed.variants import IRREGULAR, JOB, TOP_2, Variant, job_flags
+from tools.link_bed.worker import ORDER_STEP
+
+STEPS = 7
+SHAPES = {
+    "small": "--hidden-size 32 --num-attention-heads 2 --moe-ffn-hidden-size 32 --seq-length 16 --micro-batch-size 2",
+    "large": "--hidden-size 384 --num-attention-heads 6 --moe-ffn-hidden-size 640 --seq-length 192 --micro-batch-size 6",
+}
+LEAST_CALL_SECONDS = 1e-9
+"""A database keeps nothing below; where the measurement is disturbed, none may be left for the host."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calibration:
+    """One job, measured in steps and operator by operator.
+
+    Attributes:
+        step_seconds: of all computation of a step's passes.
+        alone_seconds: of its operators, each timed alone.
+        calls: how many operators that is.
+    """
+
+    step_seconds: float
+    alone_seconds: float
+    calls: float
+
+
+def calibrating(ranks: int) -> list[Variant]:
+    """The two jobs, for workers: every rank has all experts."""
+    gate = (*IRREGULAR, *TOP_2, "--moe-gate", "topk", "--expert-model-parallel-size", "1")
+    found = []
+    for name, shape in SHAPES.items():
+        words = shape.split()
+        batch = ranks * int(words[-1])
+        found.append(Variant(f"calibration {name}", (*gate, *words, "--global-batch-size", str(batch))))
+    return found
+
+
+def words_of(variant: Variant, ranks: int) -> list[str]:
+    """Flags of one of them, for capture."""
+    return [*job_flags(ranks, 1, 2), *JOB, *variant.flags]
+
+
+def measure_host_time(database: Database, cluster: Cluster, tell: Tell) -> None:
+    """Run the two jobs and keep what their steps take beside their operators.
+
+    Args:
+        database: has their operators.
+        cluster: as many ranks as `tell` reaches.
+        tell: reaches workers that have `calibrating`.
+    """
+    small, large = (_calibration(variant, database, cluster, tell) for variant in calibrating(cluster.gpus))
+    in_step, call_seconds = host_time(small, large)
+    database.add_rate(IN_STEP, in_step)
+    database.add_rate(CALL_SECONDS, call_seconds)
+
+
+def host_time(small: Calibration, large: Calibration) -> tuple[float, float]:
+    """`in_step` and `call_seconds`: two equations."""
+    determinant = small.alone_seconds * large.calls - large.alone_seconds * small.calls
+    call = (small.alone_seconds * large.step_seconds - large.alone_seconds * small.step_seconds) / determinant
+    call = max(call, LEAST_CALL_SECONDS)
+    return (large.step_seconds - call * large.calls) / large.alone_seconds, call
+
+
+def computing(trace: Trace) -> float:
+    """Seconds of computation in the passes of a step."""
+    kinds = trace.seconds.items()
+    return sum(seconds for (kind, channel), seconds in kinds if channel == COMPUTE and not is_update(kind))
+
+
+def _calibration(variant: Variant, database: Database, cluster: Cluster, tell: Tell) -> Calibration:
+    tell(do=ORDER_STEP, variant=variant.name, scale=1.0)
+    steps = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        for _ in range(STEPS):
+            tell(do=ORDER_STEP, variant=variant.name, scale=1.0, trace=str(path))
+            steps.append(computing(read_trace(path)))
+    words, measured = words_of(variant, cluster.gpus), MeasuredOperators(database)
+
+    def alone(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
+        key = key_of(op, shape, moved_bytes)
+        return None if key is None else measured.seconds(key)
+
+    def one(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
+        return None if key_of(op, shape, moved_bytes) is None else (1.0, "measured")
+
+    return Calibration(statistics.median(steps), *(_passes_seconds(words, cluster, lookup) for lookup in (alone, one)))
+
+
+def _passes_seconds(words: Sequence[str], cluster: Cluster, lookup: Lookup) -> float:
+    """Of the computation in the passes of a step whose operators take what a lookup says."""
+    assert cluster.measured is not None
+    job = read_job(words, cluster.gpus)
+    graphs = cpu_graphs(job.config, job.model, job.plan, job.flags)
+    constants = constants_of(cluster.measured, cluster.group_of(0).gpu.name)
+    machine, _ = machine_of(cluster, constants, lookup=lookup)
+    features = features_of(job.config, job.plan.precision, job.flags)
+    ran = simulate_step(job.plan, job.model, graphs, machine, features).simulation.ran
+    return sum(
+        one.end - one.start for one in ran if one.instruction.channel == COMPUTE and not is_update(one.instruction.name)
+    )
