@@ -41,7 +41,7 @@ from tools.link_bed.machine import MeasuredBed, Say
 from tools.link_bed.predicted import predicted_spans
 from tools.link_bed.profile import mean_of_ranks
 from tools.link_bed.variants import JOB, Variant, deferral, job_flags, variants
-from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
+from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE, command_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, GATE, RANGE = 2, "topk", "around"
@@ -140,14 +140,8 @@ def ranks_on_bed(arguments: argparse.Namespace, job: Sequence[str], chosen: Sequ
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(Bed(RANKS, arguments.mbit)) if arguments.namespaces else None
         priority = stack.enter_context(CpuGroup())
-        start = {
-            "job": list(job),
-            "variants": [dataclasses.asdict(variant) for variant in chosen],
-            "timer": arguments.timer_compute,
-            "emulator": bed is None,
-            "profiled": dataclasses.asdict(deferral(GATE)),
-        }
-        command = [sys.executable, "-m", "tools.link_bed.worker", "--start", json.dumps(start)]
+        timer, profiled = arguments.timer_compute, deferral(GATE)
+        command = command_of(job, chosen, timer=timer, emulator=bed is None, profiled=profiled)
         processes = stack.enter_context(Ranks(command, RANKS, bed, priority, folder=ROOT))
         processes.answers()
         rate = arguments.mbit * 1e6 / 8

@@ -27,11 +27,13 @@ from moe_overlap.tuner.profile.database import Database
 from moe_overlap.tuner.profile.keys import key_of
 from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators
 from tools.compare_trace import Trace, read_trace
-from tools.link_bed.launch import Tell
+from tools.link_bed.cpu_group import CpuGroup
+from tools.link_bed.launch import Ranks, Tell
 from tools.link_bed.profile import is_update
 from tools.link_bed.variants import IRREGULAR, JOB, TOP_2, Variant, job_flags
-from tools.link_bed.worker import ORDER_STEP
+from tools.link_bed.worker import ORDER_STEP, command_of
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 7
 SHAPES = {
     "small": "--hidden-size 32 --num-attention-heads 2 --moe-ffn-hidden-size 32 --seq-length 16 --micro-batch-size 2",
@@ -69,7 +71,7 @@ def calibrating(ranks: int) -> list[Variant]:
 
 def words_of(variant: Variant, ranks: int) -> list[str]:
     """Flags of one of them, for capture."""
-    return [*job_flags(ranks, 1, 2), *JOB, *variant.flags]
+    return [*JOB, *job_flags(ranks, 1, 2), *variant.flags]
 
 
 def measure_host_time(database: Database, cluster: Cluster, tell: Tell) -> None:
@@ -84,6 +86,16 @@ def measure_host_time(database: Database, cluster: Cluster, tell: Tell) -> None:
     in_step, call_seconds = host_time(small, large)
     database.add_rate(IN_STEP, in_step)
     database.add_rate(CALL_SECONDS, call_seconds)
+
+
+def measure_host_time_here(database: Database, cluster: Cluster) -> None:
+    """The same on this machine, with ranks of its own."""
+    chosen = calibrating(cluster.gpus)
+    job = [*JOB, *job_flags(cluster.gpus, 1, 2)]
+    command = command_of(job, chosen, timer=False, emulator=False, profiled=chosen[0])
+    with CpuGroup() as priority, Ranks(command, cluster.gpus, None, priority, folder=ROOT) as ranks:
+        ranks.answers()
+        measure_host_time(database, cluster, ranks.tell)
 
 
 def host_time(small: Calibration, large: Calibration) -> tuple[float, float]:

@@ -97,7 +97,7 @@ class Ranks:
         try:
             process = subprocess.Popen(
                 [*(bed.prefix(host) if bed is not None else ()), *words, "--reply-fd", str(writes)],
-                env={**os.environ, **ENVIRONMENT, **meeting, **place},
+                env={**_outside_torchrun(), **ENVIRONMENT, **meeting, **place},
                 cwd=self._folder,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -171,6 +171,11 @@ class Ranks:
         for descriptor in self._replies:
             os.close(descriptor)
         self._replies = []
+
+
+def _outside_torchrun() -> dict[str, str]:
+    """The environment without what torchrun told this program: a job of its own meets at a store of its own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
 
 def _free_port() -> int:

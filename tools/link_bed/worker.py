@@ -13,6 +13,7 @@ Orders come as JSON lines, each gets one answer:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -286,6 +287,16 @@ def main(argv: Sequence[str]) -> int:
                 print(f"error: {error}", file=sys.stderr)
             return 2
     return 0
+
+
+def command_of(
+    job: Sequence[str], chosen: Sequence[Variant], *, timer: bool, emulator: bool, profiled: Variant
+) -> list[str]:
+    """The command line of a rank; arguments as `Rank` and `TimerRank` take them."""
+    variants = [dataclasses.asdict(variant) for variant in chosen]
+    start = {"job": list(job), "variants": variants, "timer": timer, "emulator": emulator}
+    start |= {"profiled": dataclasses.asdict(profiled)}
+    return [sys.executable, "-m", "tools.link_bed.worker", "--start", json.dumps(start)]
 
 
 def _assemble(start: dict[str, Any]) -> RealRank | TimerRank:
