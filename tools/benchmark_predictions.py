@@ -35,7 +35,7 @@ from moe_overlap.predicting import cache_folder, job_operators
 from tools.compare_trace import Trace, read_trace, rows_of
 from tools.link_bed.bed import Bed, require_namespaces
 from tools.link_bed.cpu_group import CpuGroup
-from tools.link_bed.host_time import calibrating, words_of
+from tools.link_bed.host_time import calibrating
 from tools.link_bed.launch import RankFailed, Ranks, Tell
 from tools.link_bed.machine import MeasuredBed, Say
 from tools.link_bed.predicted import predicted_spans
@@ -160,8 +160,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Ju
     links = "namespaces" if arguments.namespaces else "emulator"
     words = {variant.name: [*job, *variant.flags] for variant in chosen}
     calibrations = calibrating(RANKS) if real else []
-    needed = [*words.values(), *(words_of(variant, RANKS) for variant in calibrations)]
-    keys = {key for several in needed for key in job_operators(several, RANKS, "cpu")}
+    keys = {key for several in words.values() for key in job_operators(several, RANKS, "cpu")}
     with ranks_on_bed(arguments, job, [*chosen, *calibrations]) as tell:
         bed = MeasuredBed(arguments.folder / f"{links}-{arguments.mbit:g}mbit.json", RANKS, tell, say)
         bed.measure_operators(sorted(keys))

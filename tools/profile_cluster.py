@@ -37,7 +37,7 @@ from moe_overlap.tuner.profile.keys import OperatorKey, distinct
 from moe_overlap.tuner.profile.lookup import IN_STEP
 from moe_overlap.tuner.profile.sizes import link_grid, operator_grid
 from moe_overlap.tuner.profile.vocabulary import can_be_measured
-from tools.link_bed.host_time import calibrating, measure_host_time_here, words_of
+from tools.link_bed.host_time import measure_host_time_here
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -89,9 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         return 2
     steps = not arguments.quick and device.kind == "cpu" and device.threads == 1 and ranks.nodes == 1
-    if steps and ranks.rank == 0:
-        jobs = [words_of(variant, ranks.world) for variant in calibrating(ranks.world)]
-        extra += [key for words in jobs for key in job_operators(words, ranks.world, device.kind)]
     _measure(arguments, ranks, database, extra)
     if ranks.rank == 0:
         content = measured_cluster(Database.load(path), output.stem, ranks.nodes, ranks.per_node)

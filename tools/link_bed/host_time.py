@@ -3,7 +3,8 @@
 An operator is timed alone, again and again. In a step its operands are colder, and Python, autograd and the runtime come between
 it and the next one. Two jobs that exchange nothing are run by the real runtime: one of tiny operators, which the host dominates,
 and one of larger ones. Seconds of computation in a step = `in_step` · seconds of its operators alone + `call_seconds` · their
-number holds for both, which determines the two. Predictions are made for jobs of other shapes.
+number holds for both, which determines the two. Steps and operators are timed in turn, round by round, as machines that others
+share are faster in one minute than in the next. Predictions are made for jobs of other shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.plan.instructions import COMPUTE
-from moe_overlap.predicting import cpu_graphs, read_job
+from moe_overlap.predicting import cpu_graphs, job_operators, read_job
 from moe_overlap.speed_flags import features_of
 from moe_overlap.tuner.capture.graph import Op
 from moe_overlap.tuner.cost.measured import constants_of
@@ -24,17 +25,21 @@ from moe_overlap.tuner.cost.operators import Lookup, Provenance
 from moe_overlap.tuner.cost.predict import machine_of
 from moe_overlap.tuner.cost.simulate_step import simulate_step
 from moe_overlap.tuner.profile.database import Database
-from moe_overlap.tuner.profile.keys import key_of
+from moe_overlap.tuner.profile.keys import distinct, key_of
 from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators
+from moe_overlap.tuner.profile.vocabulary import can_be_measured
 from tools.compare_trace import Trace, read_trace
 from tools.link_bed.cpu_group import CpuGroup
 from tools.link_bed.launch import Ranks, Tell
+from tools.link_bed.orders import order_of
 from tools.link_bed.profile import is_update
 from tools.link_bed.variants import IRREGULAR, JOB, TOP_2, Variant, job_flags
 from tools.link_bed.worker import ORDER_STEP, command_of
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 7
+ROUNDS, STEPS = 3, 5
+SECONDS_EACH = 0.01
+"""Of an operator in a round."""
 SHAPES = {
     "small": "--hidden-size 32 --num-attention-heads 2 --moe-ffn-hidden-size 32 --seq-length 16 --micro-batch-size 2",
     "large": "--hidden-size 384 --num-attention-heads 6 --moe-ffn-hidden-size 640 --seq-length 192 --micro-batch-size 6",
@@ -75,17 +80,15 @@ def words_of(variant: Variant, ranks: int) -> list[str]:
 
 
 def measure_host_time(database: Database, cluster: Cluster, tell: Tell) -> None:
-    """Run the two jobs and keep what their steps take beside their operators.
+    """Run the two jobs and keep what their steps take beside their operators: medians of the rounds.
 
     Args:
-        database: has their operators.
         cluster: as many ranks as `tell` reaches.
         tell: reaches workers that have `calibrating`.
     """
-    small, large = (_calibration(variant, database, cluster, tell) for variant in calibrating(cluster.gpus))
-    in_step, call_seconds = host_time(small, large)
-    database.add_rate(IN_STEP, in_step)
-    database.add_rate(CALL_SECONDS, call_seconds)
+    found = [_round(database, cluster, tell) for _ in range(ROUNDS)]
+    database.add_rate(IN_STEP, statistics.median(in_step for in_step, _ in found))
+    database.add_rate(CALL_SECONDS, statistics.median(call for _, call in found))
 
 
 def measure_host_time_here(database: Database, cluster: Cluster) -> None:
@@ -112,14 +115,26 @@ def computing(trace: Trace) -> float:
     return sum(seconds for (kind, channel), seconds in kinds if channel == COMPUTE and not is_update(kind))
 
 
-def _calibration(variant: Variant, database: Database, cluster: Cluster, tell: Tell) -> Calibration:
+def _round(database: Database, cluster: Cluster, tell: Tell) -> tuple[float, float]:
+    """The operators of both jobs, then steps of both."""
+    variants = calibrating(cluster.gpus)
+    every = [key for variant in variants for key in job_operators(words_of(variant, cluster.gpus), cluster.gpus, "cpu")]
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Database.open(Path(folder, "operators.jsonl"), database.device)
+        for name, value in database.rates.items():
+            fresh.add_rate(name, value)
+        tell(**order_of(fresh, [key for key in distinct(every) if can_be_measured(key)], SECONDS_EACH))
+        fresh = Database.load(fresh.path)
+        small, large = (_calibration(variant, fresh, cluster, tell, Path(folder, "trace.json")) for variant in variants)
+    return host_time(small, large)
+
+
+def _calibration(variant: Variant, database: Database, cluster: Cluster, tell: Tell, trace: Path) -> Calibration:
     tell(do=ORDER_STEP, variant=variant.name, scale=1.0)
     steps = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        for _ in range(STEPS):
-            tell(do=ORDER_STEP, variant=variant.name, scale=1.0, trace=str(path))
-            steps.append(computing(read_trace(path)))
+    for _ in range(STEPS):
+        tell(do=ORDER_STEP, variant=variant.name, scale=1.0, trace=str(trace))
+        steps.append(computing(read_trace(trace)))
     words, measured = words_of(variant, cluster.gpus), MeasuredOperators(database)
 
     def alone(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:

@@ -18,7 +18,7 @@ from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP
 from moe_overlap.tuner.profile.vocabulary import can_be_measured
 from tools.link_bed.host_time import measure_host_time
 from tools.link_bed.launch import ENVIRONMENT, Tell
-from tools.link_bed.measuring import ORDER_LINKS, ORDER_OPERATORS, ORDER_SLOWDOWN
+from tools.link_bed.orders import ORDER_LINKS, ORDER_SLOWDOWN, order_of
 
 EXCHANGE_BYTES = tuple(1 << power for power in range(20, 24))
 GATHER_BYTES = (1 << 23, 1 << 24)
@@ -44,8 +44,8 @@ class MeasuredBed:
 
     def __init__(self, path: Path, ranks: int, tell: Tell, say: Say) -> None:
         self._path, self._ranks, self._tell, self._say = path, ranks, tell, say
-        self._device = dataclasses.replace(this_device("cpu"), threads=int(ENVIRONMENT["OMP_NUM_THREADS"]))
-        self.database = Database.open(path.with_suffix(".measured.jsonl"), self._device)
+        device = dataclasses.replace(this_device("cpu"), threads=int(ENVIRONMENT["OMP_NUM_THREADS"]))
+        self.database = Database.open(path.with_suffix(".measured.jsonl"), device)
 
     def measure_operators(self, keys: Sequence[OperatorKey]) -> None:
         """Those that the database lacks."""
@@ -53,13 +53,7 @@ class MeasuredBed:
         if not missing and "kernel_seconds" in self.database.rates:
             return
         self._say(f"measuring {len(missing)} operators")
-        self._tell(
-            do=ORDER_OPERATORS,
-            path=str(self.database.path.resolve()),
-            device=dataclasses.asdict(self._device),
-            operators=[[key.kind, key.direction, key.dtype, list(key.shape)] for key in missing],
-            seconds_each=SECONDS_EACH,
-        )
+        self._tell(**order_of(self.database, missing, SECONDS_EACH))
         self.database = Database.load(self.database.path)
 
     def measure_links(self) -> None:

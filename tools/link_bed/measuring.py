@@ -21,16 +21,13 @@ from moe_overlap.tuner.profile.keys import OperatorKey
 from moe_overlap.tuner.profile.measure.links import collective_seconds
 from moe_overlap.tuner.profile.measure.measuring import measure_operators
 from moe_overlap.tuner.profile.measure.rates import measure_rates
+from tools.link_bed.orders import ORDER_LINKS, ORDER_OPERATORS
 
 IN_A_ROW = 4
 """Exchanges behind one another: what a limited link carries for nothing after a pause does not count."""
 REPEATS = 5
 PRODUCT = 256
 """Rows and columns of the products beside an exchange."""
-
-
-ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN = "operators", "links", "slowdown"
-ORDERS = (ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN)
 
 
 def answer(order: dict[str, Any], exchange: Exchange) -> Any:

@@ -28,6 +28,7 @@ from typing import Any
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.exits import end_process
 from tools.link_bed.egress import EgressClock
+from tools.link_bed.orders import ORDERS
 from tools.link_bed.profile import ProcessorClock, is_update, median_seconds
 from tools.link_bed.variants import Variant
 
@@ -65,9 +66,9 @@ class Rank:
             self.clock.bytes_per_second = order["bytes_per_second"]
         if order["do"] == ORDER_STEP:
             return self.step(self.runs[order["variant"]], order["scale"], order.get("trace"))
-        from tools.link_bed import measuring  # imports overlap code, which not every process may have
+        if order["do"] in ORDERS:
+            from tools.link_bed import measuring  # imports overlap code, which not every process may have
 
-        if order["do"] in measuring.ORDERS:
             return measuring.answer(order, self.wire())
         raise ValueError(f"unknown order {order}")
 
