@@ -12,7 +12,7 @@ import pytest
 from tests.end_to_end.program import ROOT
 
 TIMED = """
-    --timer-compute --emulator --mbit 200 --repeats 1 --plans deferral --json --hidden-size 256 --moe-ffn-hidden-size 256
+    --timer-compute --emulator --mbit 400 --repeats 1 --plans deferral --json --hidden-size 256 --moe-ffn-hidden-size 256
     --num-attention-heads 4 --micro-batch-size 4
 """.split()
 
@@ -27,14 +27,14 @@ def test_a_predicted_step_is_the_measured_one(tmp_path: Path) -> None:
     ended = benchmark(*TIMED, "--folder", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     record = json.loads(ended.stdout)
-    assert (record["links"], record["compute"], record["link_mbit"]) == ("emulator", "timer", 200.0)
+    assert (record["links"], record["compute"], record["link_mbit"]) == ("emulator", "timer", 400.0)
     (plan,) = record["plans"]
     assert plan["plan"] == "deferral" and plan["error"] == pytest.approx(0.0, abs=0.2)
     kinds = {row["kind"]: row for row in plan["kinds"] if row["channel"] == "ep"}
     assert set(kinds) >= {"moe.dispatch", "moe.combine", "moe.dispatch.backward", "moe.combine.backward"}
     assert all(kinds[name]["error"] == pytest.approx(0.0, abs=0.3) for name in ("moe.dispatch", "moe.combine"))
     names = {path.name for path in tmp_path.iterdir()}
-    assert names >= {"emulator-200mbit.json", "deferral.predicted.json", "deferral.measured.json.rank1"}
+    assert names >= {"emulator-400mbit.json", "deferral.predicted.json", "deferral.measured.json.rank1"}
 
 
 def test_a_mistake_is_one_line() -> None:
