@@ -6,6 +6,8 @@
 Writes a cluster description for --cluster of tools/predict.py, and beside it the database it names (here.measured.jsonl). What
 the database has is not measured again: a run that was stopped goes on, and --megatron-args adds what a configuration needs.
 Links need torchrun with as many ranks as will train. On a CPU all ranks measure at once: they share its caches and memory.
+There, unless --quick, two small jobs are trained for some steps, too, on one machine with a thread for each rank: what steps take
+beside their operators (link_bed/host_time.py) then counts in every prediction.
 """
 
 from __future__ import annotations
@@ -21,14 +23,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+if __name__ == "__main__":
+    # A script finds only what stands beside it: the package `tools` is one folder up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_overlap.describe.cluster import load_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.predicting import job_operators
 from moe_overlap.tuner.profile.cluster_file import measured_cluster
 from moe_overlap.tuner.profile.database import Database, LinkKey
 from moe_overlap.tuner.profile.device import KINDS, this_device
 from moe_overlap.tuner.profile.keys import OperatorKey, distinct
+from moe_overlap.tuner.profile.lookup import IN_STEP
 from moe_overlap.tuner.profile.sizes import link_grid, operator_grid
 from moe_overlap.tuner.profile.vocabulary import can_be_measured
+from tools.link_bed.host_time import measure_host_time_here
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -79,12 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2
+    steps = not arguments.quick and device.kind == "cpu" and device.threads == 1 and ranks.nodes == 1
     _measure(arguments, ranks, database, extra)
     if ranks.rank == 0:
         content = measured_cluster(Database.load(path), output.stem, ranks.nodes, ranks.per_node)
         temporary = output.with_name(f".{output.name}.{os.getpid()}")
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         temporary.replace(output)
+        if steps and IN_STEP not in (database := Database.load(path)).rates:
+            print("training two small jobs", file=sys.stderr)
+            measure_host_time_here(database, load_cluster(output))
         print(f"wrote {output} and {path.name}: {device}, {ranks.world} ranks")
     return 0
 

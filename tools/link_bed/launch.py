@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +30,10 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
 }
+
+
+Tell = Callable[..., list[Any]]
+"""Sends one order, given by keywords, to every rank; their answers."""
 
 
 class RankFailed(Exception):
@@ -93,7 +97,7 @@ class Ranks:
         try:
             process = subprocess.Popen(
                 [*(bed.prefix(host) if bed is not None else ()), *words, "--reply-fd", str(writes)],
-                env={**os.environ, **ENVIRONMENT, **meeting, **place},
+                env={**_outside_torchrun(), **ENVIRONMENT, **meeting, **place},
                 cwd=self._folder,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -167,6 +171,11 @@ class Ranks:
         for descriptor in self._replies:
             os.close(descriptor)
         self._replies = []
+
+
+def _outside_torchrun() -> dict[str, str]:
+    """The environment without what torchrun told this program: a job of its own meets at a store of its own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
 
 def _free_port() -> int:

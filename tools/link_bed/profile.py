@@ -19,6 +19,11 @@ from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, WEIGHT_GRADIENT, par
 UPDATE_PARTS = ("gradients", "parameters", "optimizer")
 
 
+def is_update(name: str) -> bool:
+    """Whether an operator stands behind the passes. Reductions in pieces (`gradients.L3`) stand among them."""
+    return name.startswith(UPDATE_PARTS) and not name.startswith("gradients.")
+
+
 class ProcessorClock:
     """A clock for the span recorder: processor seconds of this thread, which other processes do not lengthen."""
 

@@ -16,6 +16,8 @@ MODEL = """
     --micro-batch-size 8 --mock-data --train-iters 100000 --lr 1e-4 --eval-iters 0 --num-workers 0 --log-interval 1000000
 """.split()
 """The default job: 2048 tokens per rank and micro-batch; on two ranks 4 MiB leave a rank per exchange (two experts per token)."""
+JOB = (*MODEL, "--tokenizer-type", "NullTokenizer", "--vocab-size", "1024")
+"""The same with a vocabulary that flags tell, as predictions need it."""
 TOP_2 = ("--moe-router-topk", "2")
 GATE_FLAGS = {
     "switch": ("--moe-router-topk", "1", "--moe-router-pre-softmax"),

@@ -4,12 +4,16 @@ Orders come as JSON lines, each gets one answer:
 
     {"do": "profile", "steps": N}                      real steps; processor seconds of every operator
     {"do": "use", "profile": {…}, "scale": X}          timer compute sleeps that long from now on
-    {"do": "step", "variant": …, "bytes_per_second": …, "scale": …}
+    {"do": "step", "variant": …, "bytes_per_second": …, "scale": …, "trace": FILE or null}
+    {"do": "operators", …}                             see measuring.py: what a rank computes,
+    {"do": "links", "kind": …, "held_bytes": …}        seconds of a collective,
+    {"do": "slowdown", "held_bytes": …}                and of an exchange beside products
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -18,12 +22,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.exits import end_process
 from tools.link_bed.egress import EgressClock
-from tools.link_bed.profile import UPDATE_PARTS, ProcessorClock, median_seconds
+from tools.link_bed.orders import ORDERS
+from tools.link_bed.profile import ProcessorClock, is_update, median_seconds
 from tools.link_bed.variants import Variant
 
 OVERLAP_CODE = ("moe_overlap.runtime.execute", "moe_overlap.runtime.bind", "moe_overlap.runtime.dispatch")
@@ -56,24 +62,36 @@ class Rank:
 
     def answer(self, order: dict[str, Any]) -> Any:
         """Do as told."""
+        if self.clock is not None:
+            self.clock.bytes_per_second = order["bytes_per_second"]
         if order["do"] == ORDER_STEP:
-            if self.clock is not None:
-                self.clock.bytes_per_second = order["bytes_per_second"]
-            return self.step(self.runs[order["variant"]], order["scale"])
+            return self.step(self.runs[order["variant"]], order["scale"], order.get("trace"))
+        if order["do"] in ORDERS:
+            from tools.link_bed import measuring  # imports overlap code, which not every process may have
+
+            return measuring.answer(order, self.wire())
         raise ValueError(f"unknown order {order}")
 
-    def step(self, run: Run, scale: float) -> dict[str, float]:
+    def wire(self) -> Any:
+        """What tokens are exchanged over."""
+        raise NotImplementedError
+
+    def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
         """One step. `step`: forward and backward; `whole`: the update, too; `exchanges`: sum of the all-to-alls' spans."""
         import torch.distributed as dist
 
         from moe_overlap.plan.spans import communication_seconds
+        from moe_overlap.plan.trace import write_trace
 
         dist.barrier()
         begin = time.perf_counter()
         result = run.runner.run(run.instructions, run.feed)
         whole = time.perf_counter() - begin
-        passes = [span for span in result.spans if not _is_update(span.name)]
-        update = min((span.start for span in result.spans if _is_update(span.name)), default=whole)
+        if trace is not None:
+            rank = dist.get_rank()
+            write_trace(Path(f"{trace}.rank{rank}" if rank else trace), result.spans, rank)
+        passes = [span for span in result.spans if not is_update(span.name)]
+        update = min((span.start for span in result.spans if is_update(span.name)), default=whole)
         exchanges = sum(span.end - span.start for span in passes if span.channel == "ep")
         return {
             "step": update,
@@ -122,14 +140,18 @@ class RealRank(Rank):
                 emulate(wires, self.clock)
         self.runs[variant.name] = Run(variant, job.runner, job.instructions, job.batches("train", 0))
 
-    def step(self, run: Run, scale: float) -> dict[str, float]:
+    def wire(self) -> Any:
+        """Of the first variant that has one."""
+        return next(wires[0].rows for wires in self._wires.values() if wires)
+
+    def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
         """One step, megatron-core's all-to-all replaced where the variant says so; its bytes are not counted."""
         from tools.link_bed.whole_exchange import replaced
 
         wires = self._wires[run.variant.name]
         before = sum(wire.sent_bytes for wire in wires)
         with replaced(run.variant.receive_first, self.clock) if run.variant.plain else nullcontext():
-            figures = super().step(run, scale)
+            figures = super().step(run, scale, trace)
         return figures | {"sent_bytes": sum(wire.sent_bytes for wire in wires) - before}
 
 
@@ -182,12 +204,16 @@ class TimerRank(Rank):
             return None
         return super().answer(order)
 
-    def step(self, run: Run, scale: float) -> dict[str, float]:
+    def wire(self) -> Any:
+        """The one that all variants share."""
+        return self._point_to_point
+
+    def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
         """One step of sleeps."""
         self._wires.rows = self._gloo if run.variant.plain else self._point_to_point
         self._executor.scale, self._executor.waits = scale, run.variant.waits or run.variant.plain
         before = self._wires.sent_bytes
-        figures = super().step(run, scale)
+        figures = super().step(run, scale, trace)
         return figures | {"sent_bytes": self._wires.sent_bytes - before}
 
     def _profile(self, steps: int) -> dict[str, float]:
@@ -231,11 +257,6 @@ class TimerRank(Rank):
         return Sizes(tokens, model.num_experts, model.router_topk, model.hidden_size, dtype)
 
 
-def _is_update(name: str) -> bool:
-    """Reductions in pieces (`gradients.L3`) belong to the passes they stand among."""
-    return name.startswith(UPDATE_PARTS) and not name.startswith("gradients.")
-
-
 def wires_of(job: Any) -> list[Any]:
     """Every wire of an assembled run."""
     from megatron.training.model import unwrap
@@ -267,6 +288,16 @@ def main(argv: Sequence[str]) -> int:
                 print(f"error: {error}", file=sys.stderr)
             return 2
     return 0
+
+
+def command_of(
+    job: Sequence[str], chosen: Sequence[Variant], *, timer: bool, emulator: bool, profiled: Variant
+) -> list[str]:
+    """The command line of a rank; arguments as `Rank` and `TimerRank` take them."""
+    variants = [dataclasses.asdict(variant) for variant in chosen]
+    start = {"job": list(job), "variants": variants, "timer": timer, "emulator": emulator}
+    start |= {"profiled": dataclasses.asdict(profiled)}
+    return [sys.executable, "-m", "tools.link_bed.worker", "--start", json.dumps(start)]
 
 
 def _assemble(start: dict[str, Any]) -> RealRank | TimerRank:

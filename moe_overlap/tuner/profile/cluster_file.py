@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log2
 from typing import Any
 
 from moe_overlap.tuner.profile.database import Database
@@ -27,6 +28,10 @@ def measured_cluster(database: Database, name: str, nodes: int, ranks_per_node: 
     outer = fit_links(database.links, GATHERS, "network") or passed
     outer_exchange = fit_links(database.links, ("all_to_all",), "network") or outer
     host = fit_links(database.links, COPIES, "host")
+    if ranks_per_node > 1:
+        latency = min(gathers.latency_seconds, exchange.latency_seconds)
+    else:  # all that was measured between nodes; the cost model adds one latency for each doubling of them
+        latency = min(outer.latency_seconds, outer_exchange.latency_seconds) / (1.0 + log2(nodes))
     shares_domain = device.kind == "cuda" and ranks_per_node > 1
     gpu = {
         "name": device.name,
@@ -67,7 +72,7 @@ def measured_cluster(database: Database, name: str, nodes: int, ranks_per_node: 
     measured = {
         "database": database.path.name,
         "device": device.kind,
-        "latency_seconds": min(gathers.latency_seconds, exchange.latency_seconds),
+        "latency_seconds": latency,
         "constants": constants,
     }
     return {"name": name, "groups": [group], "measured": measured}

@@ -3,6 +3,9 @@
 Interpolation: the rate (work per second) of the measured sizes around the wanted one, weighted by the inverse square of their
 distance; distances are those of the logarithms of the sizes. It says nothing where the nearest size is more than FARTHEST away.
 Elementwise kinds that were not measured themselves take what others of the same bytes take.
+
+An operator is timed alone, again and again. In a step its operands are colder, and the host comes between it and the next one:
+where a database has the rates of a step, the cost model is told IN_STEP times the seconds alone, and CALL_SECONDS for each call.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ FARTHEST = np.log(8.0)
 """Of the nearest measured size, in the logarithm of any one dimension."""
 STAND_IN = "mul"
 """What operators that are bound by bytes take where they were not measured."""
+IN_STEP, CALL_SECONDS = "in_step", "call_seconds"
+"""Rates of a database, see above; absent: 1 and 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class MeasuredOperators:
 
     def __init__(self, database: Database) -> None:
         self._exact = dict(database.operators)
+        self._in_step = database.rates.get(IN_STEP, 1.0)
+        self._call_seconds = database.rates.get(CALL_SECONDS, 0.0)
         groups: dict[tuple[str, str, str], list[tuple[OperatorKey, float]]] = {}
         for key, seconds in self._exact.items():
             groups.setdefault((key.kind, key.direction, key.dtype), []).append((key, seconds))
@@ -49,7 +56,7 @@ class MeasuredOperators:
         }
 
     def seconds(self, key: OperatorKey) -> tuple[float, Origin] | None:
-        """Seconds and their origin (`measured`, `interpolated`); None where nothing measured is near."""
+        """Seconds alone and their origin (`measured`, `interpolated`); None where nothing measured is near."""
         if key in self._exact:
             return self._exact[key], "measured"
         kinds = [key.kind] if key.kind in PRODUCTS else [key.kind, STAND_IN]
@@ -64,9 +71,10 @@ class MeasuredOperators:
         return None
 
     def __call__(self, op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Origin] | None:
-        """The same for a captured operator: a `Lookup` of the cost model."""
+        """The same for a captured operator in a step: a `Lookup` of the cost model."""
         key = key_of(op, shape, moved_bytes)
-        return self.seconds(key) if key is not None else None
+        alone = self.seconds(key) if key is not None else None
+        return None if alone is None else (self._in_step * alone[0] + self._call_seconds, alone[1])
 
 
 def _logs(key: OperatorKey) -> Floats:

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.tuner.capture.expression import Expression
+from moe_overlap.tuner.capture.graph import Op
 from moe_overlap.tuner.profile import fill as filling
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey
 from moe_overlap.tuner.profile.device import this_device
 from moe_overlap.tuner.profile.fill import fill
 from moe_overlap.tuner.profile.keys import OperatorKey, Pass, work_of
-from moe_overlap.tuner.profile.lookup import MeasuredOperators
+from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators
 from moe_overlap.tuner.profile.sizes import link_grid, operator_grid
 
 DEVICE = Device("cpu", "a processor", 1, "2.13.0")
@@ -107,6 +109,32 @@ def test_operators_bound_by_bytes_stand_in_for_each_other(tmp_path: Path) -> Non
         database.add_operator(OperatorKey("mul", "forward", "float32", (elements, 12 * elements)), 12 * elements / 1e10)
     found = MeasuredOperators(database).seconds(OperatorKey("swiglu_of_te", "backward", "float32", (2000, 24000)))
     assert found == (pytest.approx(2.4e-6), "interpolated")
+
+
+def test_a_step_adds_to_operators_alone(tmp_path: Path) -> None:
+    database = filled(tmp_path / "here.jsonl")
+    shape = (64.0, 64.0, 64.0)
+    op = Op(
+        id=0,
+        name="mm",
+        phase="forward",
+        operator="attention",
+        module="",
+        cost_class="gemm",
+        shape=(),
+        dtype="float32",
+        flops=Expression.of(0),
+        bytes=Expression.of(0),
+        reads=(),
+        writes=(),
+        after=(),
+    )
+    assert MeasuredOperators(database)(op, shape, 0.0) == (1e-5, "measured")
+    database.add_rate(IN_STEP, 1.5)
+    database.add_rate(CALL_SECONDS, 2e-6)
+    answers = MeasuredOperators(Database.load(database.path))
+    assert answers(op, shape, 0.0) == (pytest.approx(1.7e-5), "measured")
+    assert answers.seconds(gemm(64, 64, 64)) == (1e-5, "measured"), "alone"
 
 
 def test_a_missing_shape_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

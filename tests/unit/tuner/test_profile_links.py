@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,24 @@ def test_a_measured_cluster_predicts_what_was_measured(tmp_path: Path) -> None:
         seconds = collective_seconds(kind, 1 << 20, group, constants.link_rates)
         assert float(seconds) == pytest.approx(LATENCY + (1 << 19) / rate, rel=1e-3)
     assert links.network_gb_per_s == pytest.approx(3 * RATE / 1e9, rel=1e-3)
+
+
+def test_nodes_of_one_rank_have_the_latency_of_the_network(tmp_path: Path) -> None:
+    database = Database.open(tmp_path / "bed.measured.jsonl", Device("cpu", "a processor", 1, "2.13.0"))
+    for name, value in RATES.items():
+        database.add_rate(name, value)
+    for kind, size in itertools.product(("all_gather", "all_to_all"), SIZES):
+        key = LinkKey(kind, "network", 2, size)
+        database.add_link(key, LATENCY + moved_bytes(key) / RATE)
+    (tmp_path / "bed.json").write_text(json.dumps(measured_cluster(database, "bed", nodes=2, ranks_per_node=1)))
+    cluster = load_cluster(tmp_path / "bed.json")
+    assert cluster.measured is not None
+    links = cluster.group_of(0)
+    constants, _ = constants_of(cluster.measured, links.gpu.name).of_gpu(links.gpu)
+    group = Group(size=2, per_domain=1, per_node=1, links=links)
+    for size in (1 << 12, 1 << 20):
+        seconds = collective_seconds("all_to_all", size, group, constants.link_rates)
+        assert float(seconds) == pytest.approx(LATENCY + size / 2 / RATE, rel=1e-3)
 
 
 def test_one_rank_has_no_links_and_is_a_cluster(tmp_path: Path) -> None:

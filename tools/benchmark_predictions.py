@@ -1,0 +1,264 @@
+"""Predicted against measured: plans of a small MoE job are predicted, then run on rate-limited links of this machine.
+
+    tools/benchmark_predictions.py [--namespaces | --emulator] [--timer-compute] [--mbit 300] [--repeats 5]
+                                   [--plans irregular "both 2 around" …] [--folder DIR] [--json] [flags of pretrain_moe.py]
+
+Two ranks stand on hosts of their own, joined by links of the given rate. They measure operators, links and the host's time once
+for each rate (--folder keeps it); then every plan is predicted from the model's captured graph, as tools/predict.py does, and
+simulated; then all plans run in turn and leave traces, which are compared as tools/compare_trace.py does. Spans of an exchange
+last from its start to the moment at which its rank has waited for it, in both.
+
+--timer-compute operators sleep for their profiled time, in the run as in the prediction, and there is no update: what is judged
+                is the order, the links and the simulator. Otherwise computation is real and predicted operator by operator;
+                what a step adds to operators timed alone is measured on two other jobs (link_bed/host_time.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # A script finds only what stands beside it: the package `tools` is one folder up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.trace import write_ranks
+from moe_overlap.predicting import cache_folder, job_operators
+from tools.compare_trace import Trace, read_trace, rows_of
+from tools.link_bed.bed import Bed, require_namespaces
+from tools.link_bed.cpu_group import CpuGroup
+from tools.link_bed.host_time import calibrating
+from tools.link_bed.launch import RankFailed, Ranks, Tell
+from tools.link_bed.machine import MeasuredBed, Say
+from tools.link_bed.predicted import predicted_spans
+from tools.link_bed.profile import mean_of_ranks
+from tools.link_bed.variants import JOB, Variant, deferral, job_flags, variants
+from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE, command_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS, GATE, RANGE = 2, "topk", "around"
+PLANS = ("irregular", "tutel 2", "deferral", "partitions 2 around", "both 2 around", "both 4 around")
+PROFILE_STEPS = 5
+
+
+def choose(names: Sequence[str]) -> list[Variant]:
+    """Plans by their names, in the order of the overlap benchmark.
+
+    Raises:
+        ConfigError: an unknown one.
+    """
+    known = {v.name: v for v in variants(GATE, (2, 4), (RANGE,), (2, 4)) if not v.plain}
+    for name in names:
+        if name not in known:
+            raise ConfigError("--plans", name, "unknown here", f"choose among {', '.join(known)}")
+    return [variant for name, variant in known.items() if name in names]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Judged:
+    """One plan.
+
+    Attributes:
+        steps: measured seconds of every repeat.
+        kinds: as `compare_trace.rows_of` gives them, of the median of each kind.
+    """
+
+    plan: str
+    predicted_seconds: float
+    steps: tuple[float, ...]
+    kinds: list[dict[str, Any]]
+
+    @property
+    def measured_seconds(self) -> float:
+        """The median."""
+        return statistics.median(self.steps)
+
+    @property
+    def error(self) -> float:
+        """Of the predicted step, relative to the measured one."""
+        return self.predicted_seconds / self.measured_seconds - 1.0
+
+
+def judge(plan: str, predicted: Trace, measured: Sequence[Trace]) -> Judged:
+    """Compare a prediction with repeated measurements."""
+    kinds = {kind for trace in measured for kind in trace.seconds}
+    middle = {kind: statistics.median(trace.seconds.get(kind, 0.0) for trace in measured) for kind in kinds}
+    steps = tuple(trace.step_seconds for trace in measured)
+    rows = rows_of(predicted, Trace(middle, statistics.median(steps)))
+    return Judged(plan, predicted.step_seconds, steps, rows)
+
+
+def report(judged: Sequence[Judged]) -> dict[str, Any]:
+    """Everything, for JSON: errors of steps, and of the kinds of spans over all plans, weighted by their seconds."""
+    return {
+        "mean_error": statistics.fmean(abs(one.error) for one in judged),
+        "plans": [
+            {
+                "plan": one.plan,
+                "predicted_seconds": one.predicted_seconds,
+                "measured_seconds": one.measured_seconds,
+                "error": one.error,
+                "measured_steps": one.steps,
+                "kinds": one.kinds,
+            }
+            for one in judged
+        ],
+    }
+
+
+def table(judged: Sequence[Judged]) -> str:
+    """Steps, then the spans of each plan that matter most."""
+    lines = [f"{'plan':<34}{'predicted ms':>14}{'measured ms':>13}{'error':>9}   min … max of {len(judged[0].steps)}"]
+    for one in judged:
+        spread = f"{min(one.steps) * 1e3:.0f} … {max(one.steps) * 1e3:.0f}"
+        lines.append(_line(one.plan, one.predicted_seconds, one.measured_seconds, one.error) + f"   {spread}")
+    lines.append(f"{'mean error':<61}{statistics.fmean(abs(one.error) for one in judged):>9.1%}")
+    for one in judged:
+        lines += ["", one.plan]
+        for row in one.kinds:
+            name = f"  {row['kind']} ({row['channel']})"
+            lines.append(_line(name, row["predicted_seconds"], row["measured_seconds"], row["error"]))
+    return "\n".join(lines)
+
+
+def _line(name: str, predicted: float, measured: float, error: float | None) -> str:
+    share = "-" if error is None else f"{error:+.1%}"
+    return f"{name:<34}{predicted * 1e3:>14.1f}{measured * 1e3:>13.1f}{share:>9}"
+
+
+@contextlib.contextmanager
+def ranks_on_bed(arguments: argparse.Namespace, job: Sequence[str], chosen: Sequence[Variant]) -> Iterator[Tell]:
+    """Hosts, links and processes; gone when the block is left."""
+    with contextlib.ExitStack() as stack:
+        bed = stack.enter_context(Bed(RANKS, arguments.mbit)) if arguments.namespaces else None
+        priority = stack.enter_context(CpuGroup())
+        timer, profiled = arguments.timer_compute, deferral(GATE)
+        command = command_of(job, chosen, timer=timer, emulator=bed is None, profiled=profiled)
+        processes = stack.enter_context(Ranks(command, RANKS, bed, priority, folder=ROOT))
+        processes.answers()
+        rate = arguments.mbit * 1e6 / 8
+
+        def tell(**order: Any) -> list[Any]:
+            return processes.tell(bytes_per_second=rate, **order)
+
+        yield tell
+
+
+def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Judged]:
+    """Measure the bed, predict, run and compare."""
+    job = [*job_flags(RANKS, 1, 2), *JOB, *rest]
+    chosen, real = choose(arguments.plans), not arguments.timer_compute
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    links = "namespaces" if arguments.namespaces else "emulator"
+    words = {variant.name: [*job, *variant.flags] for variant in chosen}
+    calibrations = calibrating(RANKS) if real else []
+    keys = {key for several in words.values() for key in job_operators(several, RANKS, "cpu")}
+    with ranks_on_bed(arguments, job, [*chosen, *calibrations]) as tell:
+        bed = MeasuredBed(arguments.folder / f"{links}-{arguments.mbit:g}mbit.json", RANKS, tell, say)
+        bed.measure_operators(sorted(keys))
+        bed.measure_links()
+        if real:
+            bed.measure_host_time()
+        profile = None
+        if arguments.timer_compute:
+            profile = mean_of_ranks(tell(do=ORDER_PROFILE, steps=PROFILE_STEPS))
+            tell(do=ORDER_USE, profile=profile)
+        cluster, predicted = bed.cluster(), {}
+        for variant in chosen:
+            path = arguments.folder / f"{variant.name}.predicted.json"
+            write_ranks(path, {0: predicted_spans(words[variant.name], cluster, bed.starting(), profile)})
+            predicted[variant.name] = read_trace(path)
+        measured = run_in_turn(chosen, arguments, tell, say)
+    return [judge(variant.name, predicted[variant.name], measured[variant.name]) for variant in chosen]
+
+
+def run_in_turn(
+    chosen: Sequence[Variant], arguments: argparse.Namespace, tell: Tell, say: Say
+) -> dict[str, list[Trace]]:
+    """One step of each to warm up, then `repeats` of each in turn; their traces."""
+    for variant in chosen:
+        tell(do=ORDER_STEP, variant=variant.name, scale=1.0)
+    traces: dict[str, list[Trace]] = {variant.name: [] for variant in chosen}
+    for repeat in range(arguments.repeats):
+        for variant in chosen:
+            path = arguments.folder / f"{variant.name}.measured.json"
+            tell(do=ORDER_STEP, variant=variant.name, scale=1.0, trace=str(path.resolve()))
+            traces[variant.name].append(read_trace(path))
+        say(f"repeat {repeat + 1}/{arguments.repeats}")
+    return traces
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and the flags that go on to pretrain_moe.py.
+
+    Raises:
+        ConfigError: nothing can be measured like that.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    links = parser.add_mutually_exclusive_group()
+    links.add_argument("--namespaces", action="store_true", default=None, help="default where they can be made")
+    links.add_argument("--emulator", dest="namespaces", action="store_false", help="links inside the processes")
+    parser.add_argument("--timer-compute", action="store_true")
+    parser.add_argument("--mbit", type=float, default=300.0, help="rate of the links")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--plans", nargs="+", default=PLANS, help=f"default: {', '.join(PLANS)}")
+    kept = cache_folder().parent / "beds"
+    parser.add_argument("--folder", type=Path, default=kept, help=f"of measurements and traces; default {kept}")
+    parser.add_argument("--json", action="store_true", help="print nothing but JSON")
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.mbit <= 0:
+        raise ConfigError("--mbit", arguments.mbit, "must be positive", "use 100 to 500")
+    if arguments.repeats < 1:
+        raise ConfigError("--repeats", arguments.repeats, "must be positive", "use at least 3")
+    choose(arguments.plans)
+    if arguments.namespaces is None:
+        with contextlib.suppress(ConfigError):
+            require_namespaces()
+            arguments.namespaces = True
+    elif arguments.namespaces:
+        require_namespaces()
+    return arguments, rest
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare and print."""
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        arguments, rest = parse_arguments(argv)
+        judged = run(arguments, rest, say)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RankFailed as error:
+        if error.status == 2:  # a user's mistake, and the rank has said which
+            return 2
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if not arguments.json:
+        print(table(judged))
+        return 0
+    setting = {
+        "links": "namespaces" if arguments.namespaces else "emulator",
+        "compute": "timer" if arguments.timer_compute else "real",
+        "link_mbit": arguments.mbit,
+        "ranks": RANKS,
+    }
+    print(json.dumps(setting | report(judged), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""A bed as a cluster of measured machines, a node for each rank: its operators and links in a database that is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moe_overlap.describe.cluster import Cluster, load_cluster
+from moe_overlap.tuner.profile.cluster_file import measured_cluster
+from moe_overlap.tuner.profile.database import Database, LinkKey
+from moe_overlap.tuner.profile.device import this_device
+from moe_overlap.tuner.profile.keys import OperatorKey
+from moe_overlap.tuner.profile.links import Fitted, fit_line
+from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP
+from moe_overlap.tuner.profile.vocabulary import can_be_measured
+from tools.link_bed.host_time import measure_host_time
+from tools.link_bed.launch import ENVIRONMENT, Tell
+from tools.link_bed.orders import ORDER_LINKS, ORDER_SLOWDOWN, order_of
+
+EXCHANGE_BYTES = tuple(1 << power for power in range(20, 24))
+GATHER_BYTES = (1 << 23, 1 << 24)
+"""As large as the gradients of the job: gloo's larger gathers are half duplex, its smaller ones now and then."""
+MEASURED_LINKS = {"all_to_all": EXCHANGE_BYTES, "all_gather": GATHER_BYTES, "reduce_scatter": GATHER_BYTES}
+STARTS = "start_all_to_all"
+"""Kind of link whose seconds are those that starting an exchange keeps the processor."""
+SLOWDOWN_BYTES = 1 << 22
+SECONDS_EACH = 0.02
+
+Say = Callable[[str], None]
+
+
+class MeasuredBed:
+    """The database of a bed, filled by its ranks.
+
+    Args:
+        path: of the cluster description; the database stands beside it.
+        tell: reaches the ranks.
+    Raises:
+        ConfigError: the database cannot be written.
+    """
+
+    def __init__(self, path: Path, ranks: int, tell: Tell, say: Say) -> None:
+        self._path, self._ranks, self._tell, self._say = path, ranks, tell, say
+        device = dataclasses.replace(this_device("cpu"), threads=int(ENVIRONMENT["OMP_NUM_THREADS"]))
+        self.database = Database.open(path.with_suffix(".measured.jsonl"), device)
+
+    def measure_operators(self, keys: Sequence[OperatorKey]) -> None:
+        """Those that the database lacks."""
+        missing = [key for key in keys if key not in self.database.operators and can_be_measured(key)]
+        if not missing and "kernel_seconds" in self.database.rates:
+            return
+        self._say(f"measuring {len(missing)} operators")
+        self._tell(**order_of(self.database, missing, SECONDS_EACH))
+        self.database = Database.load(self.database.path)
+
+    def measure_links(self) -> None:
+        """Exchanges and what starting them takes, collectives of the update, and what exchanges cost products beside them."""
+        for kind, sizes in MEASURED_LINKS.items():
+            for size in sizes:
+                key = LinkKey(kind, "network", self._ranks, size)
+                if key in self.database.links:
+                    continue
+                self._say(f"measuring {kind} of {size >> 20} MiB")
+                answers = self._tell(do=ORDER_LINKS, kind=kind, held_bytes=size)
+                self.database.add_link(key, max(seconds for seconds, _ in answers))
+                if kind == "all_to_all":
+                    started = statistics.fmean(start for _, start in answers)
+                    self.database.add_link(dataclasses.replace(key, kind=STARTS), started)
+        if "overlap_slowdown" not in self.database.rates:
+            lost = statistics.fmean(self._tell(do=ORDER_SLOWDOWN, held_bytes=SLOWDOWN_BYTES))
+            self.database.add_rate("overlap_slowdown", max(lost, 1e-6))
+
+    def measure_host_time(self) -> None:
+        """What a step takes beside its operators; the ranks have the jobs of `calibrating`."""
+        if IN_STEP not in self.database.rates or CALL_SECONDS not in self.database.rates:
+            self._say("measuring the host's time")
+            measure_host_time(self.database, self.cluster(), self._tell)
+
+    def cluster(self) -> Cluster:
+        """The description, written to its file."""
+        content = measured_cluster(self.database, self._path.stem, nodes=self._ranks, ranks_per_node=1)
+        self._path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return load_cluster(self._path)
+
+    def starting(self) -> Fitted:
+        """Seconds of the processor to start an exchange, by the bytes that leave."""
+        taken = {key: seconds for key, seconds in self.database.links.items() if key.kind == STARTS}
+        sent = [key.held_bytes * (key.ranks - 1) / key.ranks for key in taken]
+        return fit_line(sent, list(taken.values()))
