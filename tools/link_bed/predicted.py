@@ -8,8 +8,8 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.plan.instructions import COMPUTE, Instruction
 from moe_overlap.plan.spans import Span
 from moe_overlap.predicting import simulated
+from moe_overlap.tuner.cost.interference import slowed_down
 from moe_overlap.tuner.cost.simulate import simulate
-from moe_overlap.tuner.cost.simulate_step import slowed_down
 from moe_overlap.tuner.profile.links import Fitted
 from tools.link_bed.profile import apply_profile, is_update
 from tools.link_bed.recorded import recorded

@@ -122,8 +122,9 @@ def test_sharded_states_are_simulated(sharded: str) -> None:
     words = f"{STAGES} 1 --expert-model-parallel-size 2 --use-megatron-fsdp --data-parallel-sharding-strategy {sharded}"
     step = step_of(words)
     (rank,) = step.prices
-    compute = sum(one.end - one.start for one in step.simulation.spans(rank) if one.channel == "compute")
-    assert compute < step.simulation.step_seconds < 2 * compute
+    spans = step.simulation.spans(rank)
+    compute = sum(one.end - one.start for one in spans if one.channel == "compute")
+    assert compute < step.simulation.step_seconds < sum(one.end - one.start for one in spans)
     closed, played = both(words)
     assert played == pytest.approx(closed, rel=0.15)
 

@@ -22,6 +22,7 @@ from moe_overlap.plan.validate import validate_plan
 from moe_overlap.predicting import read_job
 from moe_overlap.speed_flags import features_of
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.predict import Machine, machine_of
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
 from moe_overlap.tuner.search.layer import range_prices
@@ -44,6 +45,10 @@ class FreeEdges:
         constants = dataclasses.replace(self.of.machine.constants, kernel_seconds=0.0)
         cluster = dataclasses.replace(self.of.machine.cluster, groups=(quick,))
         return dataclasses.replace(self.of.machine, cluster=cluster, constants=constants)
+
+    @property
+    def slowed(self) -> Interference:
+        return self.of.slowed
 
     def piece_seconds(self, name: str, pieces: int) -> float:
         return self.of.piece_seconds(name, pieces)
