@@ -8,7 +8,6 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.plan.instructions import COMPUTE, Instruction
 from moe_overlap.plan.spans import Span
 from moe_overlap.predicting import simulated
-from moe_overlap.tuner.cost.interference import slowed_down
 from moe_overlap.tuner.cost.simulate import simulate
 from moe_overlap.tuner.profile.links import Fitted
 from tools.link_bed.profile import apply_profile, is_update
@@ -35,7 +34,7 @@ def predicted_spans(
         computes = i.kind in ("compute", "weight-gradient")
         return (slept.of(i) if slept is not None and computes else prices.seconds(i)) + starts.get(i.id, 0.0)
 
-    slowed = slowed_down(prices.machine.constants.overlap_slowdown) if profile is None else None
+    slowed = prices.slowed if profile is None else None
     return recorded(made, simulate({rank: made}, seconds, slowed), rank)
 
 
