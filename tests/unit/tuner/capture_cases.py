@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from megatron.training.arguments import parse
@@ -39,6 +43,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TP2_EP2 = f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 CP2 = "--context-parallel-size 2"
 AHEAD = "--mtp-num-layers 2"
+COLLECTIVES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 def request(
@@ -65,8 +70,34 @@ def running(asked: Request, really: bool = False) -> Iterator[tuple[Any, World]]
     if dist.is_initialized():
         dist.destroy_process_group()
     backend = "gloo" if really else "fake"
-    with pretended_world(asked.layout, backend) as world, instrumented(asked, world, not really) as runner:
+    with (
+        pretended_world(asked.layout, backend) as world,
+        instrumented(asked, world, not really) as runner,
+        ExitStack() as stack,
+    ):
+        for name in COLLECTIVES if really else ():
+            stack.enter_context(mock.patch.object(dist, name, until_released(getattr(dist, name))))
         yield runner, world
+
+
+def until_released(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Waits until gloo's thread lets go of the tensors of a collective that has ended: lifetimes are compared."""
+
+    @functools.wraps(collective)
+    def run(*words: Any, **named: Any) -> Any:
+        storages = [word.untyped_storage() for word in (*words, *named.values()) if isinstance(word, torch.Tensor)]
+        before = [_uses(storage) for storage in storages]
+        result = collective(*words, **named)
+        deadline = time.monotonic() + 10.0
+        while [_uses(storage) for storage in storages] != before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return result
+
+    return run
+
+
+def _uses(storage: torch.UntypedStorage) -> int:
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined, no-any-return]
 
 
 def recorded(asked: Request, points: Sequence[tuple[int, int]], really: bool = False) -> dict[str, list[Part]]:
