@@ -142,13 +142,19 @@ def check(layouts: tuple[Layout, ...], steps: int, folder: Path) -> None:
 
 
 def test_layouts(tmp_path: Path) -> None:
-    """Those of two ranks; the larger ones take a minute more, and run over fifty steps below."""
+    """Those of two ranks; the larger ones are below."""
     check(tuple(layout for layout in LAYOUTS if layout.world_size <= 2), 5, tmp_path)
 
 
 @pytest.mark.slow
-def test_layouts_over_fifty_steps(tmp_path: Path) -> None:
-    check(LAYOUTS, 50, tmp_path)
+def test_layouts_of_two_ranks_over_fifty_steps(tmp_path: Path) -> None:
+    check(tuple(layout for layout in LAYOUTS if layout.world_size <= 2), 50, tmp_path)
+
+
+@pytest.mark.slow
+def test_layouts_of_four_ranks_over_twenty_steps(tmp_path: Path) -> None:
+    """Four processes take turns on two cores; all over fifty steps: `tools/compare_layouts.py --steps 50`."""
+    check(tuple(layout for layout in LAYOUTS if layout.world_size in (1, 4)), 20, tmp_path)
 
 
 @pytest.mark.slow
