@@ -98,7 +98,9 @@ def test_interrupted_job_goes_on_by_itself_bitwise(cluster: SlurmCluster, tmp_pa
     cluster.run("scontrol", "requeue", job)
     before, last = after_pause(losses), steps_of(losses)[-1]
     assert cluster.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED")) == "COMPLETED", (fire / "log").read_text()
-    assert steps_of(losses)[before] % SAVE_INTERVAL == 1 < steps_of(losses)[before] <= last + 1
+    # A rank that is quick enough saves the step it is in before it is killed.
+    first = steps_of(losses)[before]
+    assert (saved / f"step-{first - 1:06d}").is_dir() and 1 < first <= last + 1
 
     assert "Restarts=2" in cluster.run("scontrol", "show", "job", job)
     log = (fire / "log").read_text()
