@@ -110,12 +110,22 @@ def tune_overlap(
     search = _Search(task, tuple(words), cluster, limits, solver_seconds)
     found = [plain, *search.candidates()]
     predicted = sorted((one for one in found if one.prediction is not None), key=lambda one: one.seconds)
-    fitting = [one for one in predicted if one.prediction is not None and one.prediction.fits]
-    worth = [one for one in fitting if one.seconds <= plain.seconds * (1.0 - WORTH)]
-    chosen = worth[0] if worth else plain
+    chosen = choose(plain, predicted)
     others = [one for one in predicted if one is not chosen] + [one for one in found if one.refused]
     step = simulate_step(_shortened(chosen.decided), task.job.model, task.graphs, task.machine, task.features)
     return Tuned(chosen, tuple(others), step, plain.seconds, time.perf_counter() - begun)
+
+
+def choose(plain: Candidate, predicted: Sequence[Candidate]) -> Candidate:
+    """The fastest that fits, the plain one where it fits and is not slower by WORTH, or where nothing fits.
+
+    Args:
+        predicted: from the fastest on, the plain one among them.
+    """
+    fitting = [one for one in predicted if one.prediction is not None and one.prediction.fits]
+    if not fitting or (plain in fitting and fitting[0].seconds > plain.seconds * (1.0 - WORTH)):
+        return plain
+    return fitting[0]
 
 
 def _require_open(task: Task) -> None:

@@ -15,7 +15,7 @@ from megatron.training.describe import describe_model, known_vocab_size
 from megatron.training.plan_of_run import plan_of_run
 from megatron.training.validation import validate
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.overlap_tuning import PLAIN, WORTH, Tuned, tune_overlap
+from moe_overlap.overlap_tuning import PLAIN, WORTH, Candidate, Tuned, choose, tune_overlap
 from moe_overlap.plan.overlap import SearchLimits
 from tools.autotune import main
 
@@ -57,6 +57,30 @@ def test_one_sample_cannot_be_cut_and_the_reason_is_told() -> None:
     (refused,) = [one for one in found.others if one.refused]
     assert refused.name == "partitions"
     assert "--moe-overlap-partitions 2: does not divide the micro-batch of 1" in refused.refused
+
+
+def test_what_does_not_fit_is_not_chosen_and_the_plain_run_has_to_fit_too() -> None:
+    found = tuned(8.0)
+    everything = sorted(
+        (one for one in (found.chosen, *found.others) if one.prediction is not None), key=lambda one: one.seconds
+    )
+
+    def fits(one: Candidate, does: bool) -> Candidate:
+        assert one.prediction is not None
+        prediction = dataclasses.replace(one.prediction, capacity_bytes=10**15 if does else 0)
+        return dataclasses.replace(one, prediction=prediction)
+
+    (plain,) = (one for one in everything if one.name == PLAIN)
+    last = everything[-1]
+    assert last is plain
+    for first_fits, plain_fits, expected in ((True, True, 0), (False, True, 1), (False, False, 1)):
+        ones = [fits(one, True) for one in everything]
+        ones[0], ones[-1] = fits(everything[0], first_fits), fits(plain, plain_fits)
+        assert choose(ones[-1], ones) is ones[expected]
+    slower = dataclasses.replace(fits(everything[0], True), name="slower")
+    nothing = [fits(plain, False), slower]
+    assert choose(nothing[0], sorted(nothing, key=lambda one: -one.seconds)) is slower
+    assert choose(fits(plain, True), [fits(plain, True), slower][:1]).name == PLAIN
 
 
 def write_job(folder: Path, *words: str) -> list[str]:
