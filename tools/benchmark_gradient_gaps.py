@@ -36,7 +36,7 @@ from moe_overlap.plan.operators import BACKWARD, WEIGHT_GRADIENT, parse_operator
 from moe_overlap.plan.payload import GRADIENT_BYTES
 from tools.link_bed.bed import Bed, require_namespaces
 from tools.link_bed.cpu_group import CpuGroup
-from tools.link_bed.launch import RankFailed, Ranks
+from tools.link_bed.launch import RankFailed, Ranks, report_failure
 from tools.link_bed.reduction_lists import HEAD, Reduction
 from tools.link_bed.variants import MODEL, Variant, deferral, job_flags
 from tools.link_bed.worker import ORDER_STEP, ORDER_USE
@@ -167,16 +167,13 @@ def main(argv: Sequence[str]) -> int:
     """Measure and print."""
     arguments, rest = parse_arguments(argv)
     try:
+        if arguments.repeats < 1:
+            raise ConfigError("--repeats", arguments.repeats, "must be positive", "use at least 5")
         if arguments.namespaces:
             require_namespaces()
         record = measure(arguments, [*job_flags(RANKS, 1, 2), *FLAGS, *rest])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RankFailed as error:
-        if error.status != 2:  # a user's mistake has been reported by the rank
-            print(f"error: {error}", file=sys.stderr)
-        return 2 if error.status == 2 else 1
+    except (ConfigError, RankFailed) as error:
+        return report_failure(error)
     print(json.dumps(record, indent=1) if arguments.json else table(record))
     return 0
 

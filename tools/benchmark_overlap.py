@@ -41,7 +41,7 @@ from moe_overlap.plan.gate_rules import GATE_FACTS, require_partitionable
 from tools.link_bed.bed import Bed, require_namespaces
 from tools.link_bed.cpu_group import CpuGroup
 from tools.link_bed.figures import Figures, Measured, Totals, Turn, table
-from tools.link_bed.launch import FIRST_PORT, RankFailed, Ranks
+from tools.link_bed.launch import FIRST_PORT, RankFailed, Ranks, report_failure
 from tools.link_bed.profile import mean_of_ranks, step_seconds
 from tools.link_bed.variants import MODEL, PLAIN, SEQUENTIAL, Variant, default_ranges, deferral, job_flags, variants
 from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
@@ -298,14 +298,8 @@ def main(argv: Sequence[str]) -> int:
                     for made in records[-len(arguments.ratio) :]:
                         head = f"{ranks} ranks, {gate}, measured ratio {made['ratio']:.2f}: {made['summary']}"
                         print(f"\n{head}\n\n{made['table']}", flush=True)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RankFailed as error:
-        if error.status == 2:  # a user's mistake, and the rank has said which
-            return 2
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (ConfigError, RankFailed) as error:
+        return report_failure(error)
     if arguments.json:
         print(json.dumps(records, indent=1))
     return 0

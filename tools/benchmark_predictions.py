@@ -36,7 +36,7 @@ from tools.compare_trace import Trace, read_trace, rows_of
 from tools.link_bed.bed import Bed, require_namespaces
 from tools.link_bed.cpu_group import CpuGroup
 from tools.link_bed.host_time import calibrating
-from tools.link_bed.launch import RankFailed, Ranks, Tell
+from tools.link_bed.launch import RankFailed, Ranks, Tell, report_failure
 from tools.link_bed.machine import MeasuredBed, Say
 from tools.link_bed.predicted import predicted_spans
 from tools.link_bed.profile import mean_of_ranks
@@ -239,14 +239,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         arguments, rest = parse_arguments(argv)
         judged = run(arguments, rest, say)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RankFailed as error:
-        if error.status == 2:  # a user's mistake, and the rank has said which
-            return 2
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (ConfigError, RankFailed) as error:
+        return report_failure(error)
     if not arguments.json:
         print(table(judged))
         return 0

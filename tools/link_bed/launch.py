@@ -14,12 +14,14 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from moe_overlap.describe.errors import ConfigError
 from tools.link_bed.bed import Bed
 from tools.link_bed.cpu_group import CpuGroup
 
@@ -46,6 +48,14 @@ class RankFailed(Exception):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+def report_failure(error: ConfigError | RankFailed) -> int:
+    """Say why a benchmark ended, where its rank has not said so itself; returns the exit status."""
+    if isinstance(error, RankFailed) and error.status == 2:  # a user's mistake, and the rank has said which
+        return 2
+    print(f"error: {error}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 class Ranks:
