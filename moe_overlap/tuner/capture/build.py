@@ -57,17 +57,12 @@ def world_size(layout: Layout) -> int:
 
 
 @contextlib.contextmanager
-def pretended_world(layout: Layout, backend: str = "fake") -> Iterator[World]:
-    """Rank 0 of the smallest world; only its own groups are made, the peers exist in name.
-
-    Args:
-        backend: `fake`, or gloo for a world of one that really runs.
-    """
+def pretended_world(layout: Layout) -> Iterator[World]:
+    """Rank 0 of the smallest world; only its own groups are made, the peers exist in name."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     size = world_size(layout)
-    store = FakeStore() if backend == "fake" else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         groups, axis_of = ProcessGroupCollection(), {}
         for kind, ranks in _ranks_of_groups(layout, size).items():
