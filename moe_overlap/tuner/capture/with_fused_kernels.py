@@ -51,6 +51,7 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
         (model_builder, "transformer_config", lambda *args: with_fusions(stock_config(*args))),
         (model_builder, "_moe_fields", lambda *args: stock_moe(*args) | {"moe_grouped_gemm": True}),
         (layers, "fused_weight_gradient_mlp_cuda", _weight_gradients(recorder)),
+        (torch.nn.functional, "dropout", _dropout),
         (rope_utils, "fused_apply_rotary_pos_emb", _rotary(recorder)),
         *((moe_utils, name, value) for name, value in _moe_functions(recorder).items()),
         *((token_dispatcher, name, value) for name, value in flex_functions(recorder).items()),
@@ -89,6 +90,12 @@ def _weight_gradients(recorder: Recorder) -> Any:
         recorder.kernel("te.weight_gradient", lambda *_: None, gradient, whole, written=(main_gradient,))
 
     return SimpleNamespace(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """A GPU's kernel keeps a mask of a byte per element; a CPU's keeps one in the format of the input."""
+    assert not inplace, "megatron-core drops in place nowhere"
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
 
 
 def _rotary(recorder: Recorder) -> Callable[..., Tensor]:
