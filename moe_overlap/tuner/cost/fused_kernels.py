@@ -42,10 +42,13 @@ from moe_overlap.plan.operators import (
 )
 from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.capture.graph import Collective
 from moe_overlap.tuner.cost.layer import Floats, PartCost, Setting, alone_seconds
 from moe_overlap.tuner.cost.operator_seconds import Key, computing_seconds, operator_seconds, suffix_of
 from moe_overlap.tuner.cost.operators import OpTable
 
+Sent = tuple[int, Collective, float]
+"""A collective of a part: its index, itself, and its payload in bytes."""
 TILE = 128
 """Rows and columns of a tile of a product (COMET, section 2.2.1)."""
 UNMEASURED = "fused kernels are priced by COMET's model, none was measured"
@@ -130,17 +133,19 @@ def fused_seconds(table: OpTable, setting: Setting, cost: PartCost, split: Kerne
         kernels = FUSED_KERNELS[:: -1 if suffix == BACKWARD else 1]
         products = _products(table, suffix)
         # The activation, and what else stands beside the products.
-        beside = whole.pop((EXPERTS, "", suffix), 0.0) - sum(float(computing[index]) for index in products)
+        beside = _of_experts(table, computing, suffix) - sum(float(computing[index]) for index in products)
+        whole.pop((EXPERTS, "", suffix), None)
         for place, kernel in enumerate(kernels):
             whole.pop((EXCHANGE_OF[kernel], "", suffix), None)
-            joined = _joined(table, setting, computing, products[place::2], (kernel, suffix), is_first=place == 0)
+            sent = _exchanges(table, kernel, suffix, products[:1], is_first=place == 0)
+            joined = _joined(table, setting, computing, products[place::2], sent, is_first=place == 0)
             if split is None:
                 sending = joined.best_split(blocks)
             else:
                 sending = split.combine if place else split.dispatch
             exposed[kernel, "", suffix] = joined.exposed(sending, blocks)
             whole[kernel, "", suffix] = joined.product_seconds + exposed[kernel, "", suffix]
-        whole[kernels[0], "", suffix] += max(0.0, beside)
+        whole[kernels[0], "", suffix] += beside
     return FusedSeconds(whole, exposed)
 
 
@@ -190,22 +195,34 @@ def _products(table: OpTable, suffix: str) -> list[int]:
     ]
 
 
+def _of_experts(table: OpTable, computing: Floats, suffix: str) -> float:
+    """Seconds that the experts compute in one pass, weight gradients apart."""
+    mine = [
+        op.id for op in table.ops if op.operator == EXPERTS and suffix_of(op) == suffix and not op.is_weight_gradient
+    ]
+    return sum(float(computing[index]) for index in mine)
+
+
+def _exchanges(table: OpTable, kernel: str, suffix: str, first_product: list[int], is_first: bool) -> list[Sent]:
+    """The collectives that a kernel runs: those of its exchange, and over the ranks that share an expert, on its side."""
+
+    def runs(index: int) -> bool:
+        op = table.ops[index]
+        inside = op.operator == EXPERTS and all((index < product) == is_first for product in first_product)
+        return suffix_of(op) == suffix and (op.operator == EXCHANGE_OF[kernel] or inside)
+
+    return [one for one in table.collectives if runs(one[0])]
+
+
 def _joined(
-    table: OpTable, setting: Setting, computing: Floats, products: list[int], of: tuple[str, str], is_first: bool
+    table: OpTable, setting: Setting, computing: Floats, products: list[int], sent: list[Sent], is_first: bool
 ) -> Joined:
     """What a kernel joins.
 
     Args:
         computing: [ops] seconds.
-        of: the kernel and its suffix.
         is_first: whether it is the first of its pass, whose exchange goes before the product.
     """
-    kernel, suffix = of
-    sent = [
-        (index, collective, payload)
-        for index, collective, payload in table.collectives
-        if table.ops[index].operator == EXCHANGE_OF[kernel] and suffix_of(table.ops[index]) == suffix
-    ]
     grids = [_grid(table, index, setting.load) for index in products]
     return Joined(
         product_seconds=sum(float(computing[index]) for index in products),

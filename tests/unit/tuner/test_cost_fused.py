@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hand_made import Pass
 from test_cost_listed_step import BASE, BATCH, DEFERRED, RECOMPUTED
 from test_cost_predict import CONSTANTS, by_hand
 from test_cost_simulate_step import CLUSTER, STAGES
@@ -18,11 +19,16 @@ from moe_overlap.describe.cluster import Cluster, cluster_of, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.serialize import save_plan
+from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.predicting import predict, read_job, simulated
-from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, Blocks, Joined
+from moe_overlap.tuner.capture.expression import B, S
+from moe_overlap.tuner.capture.graph import Collective, Layout, Part
+from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, Blocks, Joined, fused_seconds
+from moe_overlap.tuner.cost.groups import axis_group
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.layer import part_cost
 from moe_overlap.tuner.cost.live_memory import intervals
+from moe_overlap.tuner.cost.operators import tabulate
 from moe_overlap.tuner.cost.predict import Prediction
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep
 from tools.predict import main
@@ -32,9 +38,8 @@ SPLIT = KernelBlocks(dispatch=12, combine=32)
 KERNELS = ("moe.dispatch_fc1", "moe.fc2_combine")
 
 
-def fused_plan(words: Sequence[str], split: KernelBlocks | None, layers: Sequence[int] | None = None) -> Plan:
-    """The plan of flags with its layers, or some of them, fused; what else the flags decide for the others stays."""
-    plan = read_job(words, 32).plan
+def fused_plan(plan: Plan, split: KernelBlocks | None, layers: Sequence[int] | None = None) -> Plan:
+    """A plan with its layers, or some of them, fused; what is decided for the others stays."""
 
     def of(number: int, before: dict[int, LayerOverlap]) -> LayerOverlap:
         if layers is None or number in layers:
@@ -57,7 +62,7 @@ class Case:
     ) -> None:
         self.words = [*BASE, *words.split()]
         self.path = str(folder / "fused.json")
-        save_plan(fused_plan(self.words, split, layers), self.path)
+        save_plan(fused_plan(read_job(self.words, 32).plan, split, layers), self.path)
 
     def options(self) -> dict[str, Any]:
         return {"graphs": by_hand, "constants": CONSTANTS, "plan": self.path}
@@ -131,6 +136,44 @@ def test_backward_kernels_hold_their_weight_gradients(tmp_path: Path) -> None:
         assert seconds_of(fused, name) == pytest.approx(seconds_of(plain, name))
 
 
+def test_ranks_that_share_an_expert_exchange_inside_the_kernels() -> None:
+    """As if what the capture counts to the experts were part of dispatch and combine."""
+    plain = simulated([*BASE, *WORDS.split()], CLUSTER, graphs=by_hand, constants=CONSTANTS)
+    setting = prices_of(plain).priced.setting
+    shared = {**setting.groups, "etp": axis_group(2, 1, 32, CLUSTER.groups[0])}
+    setting = dataclasses.replace(setting, groups=shared)
+
+    def part(before: str, behind: str) -> Part:
+        run, rows = Pass(Layout(expert=8, expert_tensor=2)), B * S * 4
+        for phase in ("forward", "backward"):
+            run.phase, run.loaded = phase, True
+            first, second = (before, behind) if phase == "forward" else (behind, before)
+            gathered = (
+                Collective(kind="all_gather", axis="etp", size=2, payload_bytes=rows * 2048 * 4),
+                Collective(kind="reduce_scatter", axis="etp", size=2, payload_bytes=rows * 2048 * 4),
+            )
+            run.communicate("all_to_all", "ep", rows * 2048, "moe.dispatch" if phase == "forward" else "moe.combine")
+            run.op("all_gather", first, "collective", collective=gathered[0])
+            run.grouped(2, rows * 2, 4096, 2048)
+            run.stream("activation", "moe.experts", rows * 2048 * 3)
+            run.grouped(2, rows * 2, 2048, 2048)
+            run.op("reduce_scatter", second, "collective", collective=gathered[1])
+            run.communicate("all_to_all", "ep", rows * 2048, "moe.combine" if phase == "forward" else "moe.dispatch")
+        return run.part("moe", "none")
+
+    inside, moved = (
+        fused_seconds(table, setting, part_cost(table, setting), SPLIT)
+        for table in (
+            tabulate(part(*names), 4, 4096) for names in (("moe.experts",) * 2, ("moe.dispatch", "moe.combine"))
+        )
+    )
+    kernels = [(kernel, "", suffix) for kernel in KERNELS for suffix in ("", "backward")]
+    for kernel in kernels:
+        assert inside.whole[kernel] == pytest.approx(moved.whole[kernel])
+        assert inside.exposed[kernel] == pytest.approx(moved.exposed[kernel])
+        assert inside.exposed[kernel] > 0
+
+
 @pytest.mark.parametrize(("product", "exchange"), [(1e-3, 1e-4), (1e-3, 1e-3), (1e-4, 1e-3)])
 def test_the_best_split_is_the_best(product: float, exchange: float) -> None:
     """And it grows with the exchange's share."""
@@ -187,7 +230,7 @@ def test_predicted_from_folded_lists(
 def mixed(folder: Path, words: str, layers: Sequence[int]) -> Case:
     """Fused layers among others, under whose exchanges their weight gradients wait."""
     case = Case(folder, words, SPLIT, layers)
-    plan = fused_plan(case.words, SPLIT, layers)
+    plan = load_plan(case.path)
     (stage,) = plan.stages
     moved = {}
     for layer in layers:
@@ -285,7 +328,7 @@ def test_predict_answers_for_mixtral(
     monkeypatch.setattr(predicting, "cached_graphs", by_hand)
     flags = str(Path(__file__).resolve().parents[3] / "examples" / "mixtral-8x7b.args")
     plan = read_job([f"@{flags}"], 64).plan
-    save_plan(fused_plan_of(plan), tmp_path / "plan.json")
+    save_plan(fused_plan(plan, None), tmp_path / "plan.json")
     given = ["--megatron-args", flags, "--gpu", "H100", "--num-gpus", "64"]
     assert main([*given, "--plan", str(tmp_path / "plan.json"), "--json"]) == 0
     fused = json.loads(capsys.readouterr().out)
@@ -295,14 +338,3 @@ def test_predict_answers_for_mixtral(
     assert 0.8 * plain["step_seconds"] < fused["step_seconds"] < plain["step_seconds"]
     assert main([*given, "--plan", str(tmp_path / "plan.json")]) == 0
     assert f"extrapolating: {UNMEASURED}" in capsys.readouterr().out
-
-
-def fused_plan_of(plan: Plan) -> Plan:
-    layers = [tuple(LayerOverlap(layer=number, mechanism="fused") for number in stage.layers) for stage in plan.stages]
-    return dataclasses.replace(
-        plan,
-        stages=tuple(
-            dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=new))
-            for stage, new in zip(plan.stages, layers, strict=True)
-        ),
-    )
