@@ -16,7 +16,9 @@ FIELDS_OF: dict[Mechanism, tuple[str, ...]] = {
     "cross_micro_batch": (),
     "fused": ("kernel_blocks",),
 }
-"""What each mechanism reads, all of it needed."""
+"""What each mechanism reads, all of it needed but OPTIONAL_FIELDS."""
+OPTIONAL_FIELDS = ("kernel_blocks",)
+"""Null: the best is taken."""
 ALL_FIELDS = ("tutel_degree", "partitions", "first_operator", "last_operator", "axis", "kernel_blocks")
 
 
@@ -92,7 +94,7 @@ def _check_layer(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:
         if given and field not in read:
             rule = f"mechanism {layer.mechanism} does not read it"
             raise ConfigError(f"{subject}.{field}", "", rule, "write null")
-        if not given and field in read:
+        if not given and field in read and field not in OPTIONAL_FIELDS:
             raise ConfigError(f"{subject}.{field}", "null", f"mechanism {layer.mechanism} needs it", "give a value")
     if layer.mechanism != "none" and stage.expert * stage.expert_tensor == 1:
         rule = "nothing to overlap: the stage has one expert rank"
@@ -101,8 +103,21 @@ def _check_layer(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:
         raise ConfigError(f"{subject}.tutel_degree", layer.tutel_degree, "must be 1, 2, 4 or 8", "choose one of them")
     if layer.partitions is not None and layer.partitions < 2:
         raise ConfigError(f"{subject}.partitions", layer.partitions, "must be at least 2", "write mechanism none for 1")
+    if layer.mechanism == "fused":
+        _check_fused(layer, subject)
     if layer.kernel_blocks is not None:
         for field in ("dispatch", "combine"):
             blocks = getattr(layer.kernel_blocks, field)
             if blocks < 1:
                 raise ConfigError(f"{subject}.kernel_blocks.{field}", blocks, "must be at least 1", "write 1")
+
+
+def _check_fused(layer: LayerOverlap, subject: str) -> None:
+    """The kernels exchange by themselves, and leave no exchange to compute under."""
+    if layer.dispatcher is not None:
+        rule = "mechanism fused does not read it: its kernels dispatch"
+        raise ConfigError(f"{subject}.dispatcher", layer.dispatcher, rule, "write null")
+    if layer.weight_gradient_slots:
+        rule = "nothing to compute under: the layer's exchanges run inside its fused kernels"
+        fix = "write {} or use slots of other layers"
+        raise ConfigError(f"{subject}.weight_gradient_slots", f"({len(layer.weight_gradient_slots)} slots)", rule, fix)

@@ -15,7 +15,10 @@ from moe_overlap.plan.operators import (
     BACKWARD,
     COMBINE,
     DISPATCH,
+    DISPATCH_FC1,
     EXPERTS,
+    FC2_COMBINE,
+    FUSED_KERNELS,
     GATE,
     HEAD_LOSS,
     MLP,
@@ -31,7 +34,7 @@ SLOT_PARTS = (COMBINE, DISPATCH)
 
 
 def split_weights(part: str, model: ModelDescription) -> tuple[str, ...]:
-    """Weights of an operator whose gradient can be computed apart, in forward order.
+    """Weights of an operator whose gradient can be computed apart, in forward order; named with EXPERTS for a fused kernel.
 
     Norms, biases and the gate of a shared expert are not among them: their gradients cost nothing.
     """
@@ -44,9 +47,16 @@ def split_weights(part: str, model: ModelDescription) -> tuple[str, ...]:
         GATE: ("router",),
         SHARED: ("fc1", "fc2"),
         EXPERTS: ("fc1", "fc2"),
+        DISPATCH_FC1: ("fc1",),
+        FC2_COMBINE: ("fc2",),
         HEAD_LOSS: ("output",),
     }
     return weights.get(part, ())
+
+
+def named_part(part: str) -> str:
+    """The operator that a weight gradient of a part is named with."""
+    return EXPERTS if part in FUSED_KERNELS else part
 
 
 def gradient_name(part: str, weight: str, layer: int | None = None) -> str:

@@ -15,16 +15,27 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, NORM, RECOMPUTE, WEIGHT_GRADIENT, Operator, parse_operator
+from moe_overlap.plan.operators import (
+    BACKWARD,
+    FUSED_KERNELS,
+    NORM,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Operator,
+    parse_operator,
+)
+from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.payload import ACTIVATION_BYTES
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.weight_gradients import gradient_of_saved
 from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.groups import axis_group
 from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.layer import PartCost
 from moe_overlap.tuner.cost.links import collective_seconds, host_seconds
 from moe_overlap.tuner.cost.operator_seconds import Key, held_bytes, operator_seconds
-from moe_overlap.tuner.cost.operators import tabulate
+from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.predict import Machine, Priced, concurrency, cost_of, one_way_seconds
 from moe_overlap.tuner.cost.prepare import layer_variant
 from moe_overlap.tuner.cost.stage import exchange_seconds
@@ -49,6 +60,7 @@ class StagePrices:
     _pieces: Counter[tuple[str, int | None]] = field(default_factory=Counter)
     _named: dict[str, dict[Key, None]] = field(default_factory=lambda: defaultdict(dict))
     _by_size: dict[tuple[int, int], dict[Key, float]] = field(default_factory=dict)
+    _fused: dict[tuple[int, int, KernelBlocks | None], FusedSeconds] = field(default_factory=dict)
     _folded: dict[tuple[str, int], dict[Key, float]] = field(default_factory=dict)
     _held: dict[str, dict[Key, float]] = field(default_factory=dict)
 
@@ -88,6 +100,15 @@ class StagePrices:
         operator = parse_operator(name)
         return self._operators(place_of(operator), pieces)[_key(operator)]
 
+    def exposed_inside(self) -> float:
+        """Seconds of a micro-batch by which exchanges make its fused kernels longer than their products."""
+        kernels = (parse_operator(i.name) for i in self.made if i.micro_batch == 0 and i.kind == "compute")
+        return sum(
+            self._fused_seconds(place_of(kernel), 1).exposed[_key(kernel)]
+            for kernel in kernels
+            if kernel.part in FUSED_KERNELS
+        )
+
     def transfer_seconds(self) -> float:
         """Of one transfer to a neighbouring stage."""
         return one_way_seconds(self.plan, self.priced.family.boundary_bytes, self.machine)
@@ -102,7 +123,7 @@ class StagePrices:
         if words[0] == "saved":
             gradient = gradient_of_saved(name)
             backward = str(replace(parse_operator(gradient), weight="", suffix=BACKWARD))
-            return self.deferred_bytes(gradient) / self._pieces[backward, 0]
+            return self.deferred_bytes(gradient) / max(1, self._pieces[backward, 0])  # fused: whole
         moves = words[0] == "moved"
         what, part = words[moves : moves + 2] if len(words) > 1 else (name, "")
         if what not in ("parameters", "weights", "gradient", "dweights", "state", "activations"):
@@ -182,23 +203,41 @@ class StagePrices:
         """Seconds of a part's operators, each in so many pieces, under the names that the list has."""
         if (place, pieces) not in self._folded:
             named, folded = self._named[place], dict.fromkeys(self._named[place], 0.0)
-            for key, seconds in self._priced(self.row(place), pieces).items():
+            fused = place in self._splits()
+            priced = self._fused_seconds(place, pieces).whole if fused else self._priced(self.row(place), pieces)
+            for key, seconds in priced.items():
                 folded[_folded(key, named)] += seconds
             self._folded[place, pieces] = folded
         return self._folded[place, pieces]
 
     def _priced(self, row: int, pieces: int) -> dict[Key, float]:
         if (row, pieces) not in self._by_size:
-            family, setting = self.priced.family, self.priced.setting
-            table, cost = family.tables[row], self.priced.parts[row]
-            if pieces > 1:
-                samples, length = self.stage.micro_batch_size, self.plan.sequence_length
-                divided = samples % pieces == 0
-                sizes = (samples // pieces, length) if divided else (samples, length // pieces)
-                table = tabulate(table.part, *sizes)
-                cost = cost_of(table, setting)
-            self._by_size[row, pieces] = operator_seconds(table, setting, cost)
+            table, cost = self._sized(row, pieces)
+            self._by_size[row, pieces] = operator_seconds(table, self.priced.setting, cost)
         return self._by_size[row, pieces]
+
+    def _sized(self, row: int, pieces: int) -> tuple[OpTable, PartCost]:
+        """A part in so many pieces."""
+        table, cost = self.priced.family.tables[row], self.priced.parts[row]
+        if pieces > 1:
+            samples, length = self.stage.micro_batch_size, self.plan.sequence_length
+            divided = samples % pieces == 0
+            sizes = (samples // pieces, length) if divided else (samples, length // pieces)
+            table = tabulate(table.part, *sizes)
+            cost = cost_of(table, self.priced.setting)
+        return table, cost
+
+    def _fused_seconds(self, place: str, pieces: int) -> FusedSeconds:
+        """Of a fused layer, what stands around its kernels in so many pieces."""
+        row, split = self.row(place), self._splits()[place]
+        if (row, pieces, split) not in self._fused:
+            table, cost = self._sized(row, pieces)
+            self._fused[row, pieces, split] = fused_seconds(table, self.priced.setting, cost, split)
+        return self._fused[row, pieces, split]
+
+    def _splits(self) -> dict[str, KernelBlocks | None]:
+        """Fused layers and their splits."""
+        return {f"L{one.layer}": one.kernel_blocks for one in self.stage.overlap.layers if one.mechanism == "fused"}
 
 
 def place_of(operator: Operator) -> str:
@@ -226,7 +265,8 @@ def _folded(key: Key, named: Mapping[Key, None]) -> Key:
         deferred = [other for other in named if other[0] == part and other[2] == suffix and not (weight and other[1])]
         if deferred:  # of the whole operator, or of a weight that the capture does not name
             return deferred[0]
-    if suffix in (WEIGHT_GRADIENT, RECOMPUTE) and (part, "", BACKWARD) in named:
-        return part, "", BACKWARD
+    for own in (part, kernel_of(key)):
+        if suffix in (WEIGHT_GRADIENT, RECOMPUTE) and (own, "", BACKWARD) in named:
+            return own, "", BACKWARD
     backward = suffix != ""
     return next(other for other in named if (other[2] != "") == backward)

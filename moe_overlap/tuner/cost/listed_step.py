@@ -19,6 +19,7 @@ from moe_overlap.plan.plan import Plan, PredictedStage
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.folded import Block, Folded, blocks_of, fold, folded_list, run_alone, sample_blocks
+from moe_overlap.tuner.cost.fused_kernels import UNMEASURED
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS
@@ -63,6 +64,7 @@ def with_lists(
         model_tflops_per_gpu=closed.predicted.model_tflops_per_gpu * scale,
         stages=stages,
     )
+    fused = any(stage.overlap.fused_layers for stage in plan.stages)
     early = tuple(
         f"max_deferred_bytes: stage {one.folded.stage} has {one.bytes.deferred:.3g} to hold; what has no room is computed early"
         for one in ones
@@ -73,6 +75,7 @@ def with_lists(
         predicted=predicted,
         breakdown=_breakdown(slowest, plan, played, still),
         mfu=closed.mfu * scale,
+        extrapolating=(*closed.extrapolating, *([UNMEASURED] if fused else [])),
         not_modelled=(*closed.not_modelled, *early),
     )
 
@@ -163,6 +166,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     stable = _micro_batch(folded, plan, is_last=False)
     seconds, last = (sum(b.seconds for b in some) for some in (stable, _micro_batch(folded, plan, is_last=True)))
     inside = {kind: float(here.priced.exposed(kind)[here.column]) for kind in KINDS if kind != "expert"}
+    inside["expert"] = here.exposed_inside()
     bare = replace(stage, overlap=NO_OVERLAP)
     without = replace(plan, stages=(*plan.stages[:index], bare, *plan.stages[index + 1 :]))
     plain = sample_blocks(without, index)
@@ -226,7 +230,7 @@ def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float) -> dict
     found = {
         "compute_seconds": busy - sum(inside.values()),
         "bubble_seconds": 0.0,
-        **{f"exposed_{kind}_seconds": expert if kind == "expert" else inside[kind] for kind in KINDS},
+        **{f"exposed_{kind}_seconds": inside[kind] + (expert if kind == "expert" else 0.0) for kind in KINDS},
         "exposed_data_seconds": data,
         "exposed_transfer_seconds": played - still,
         "optimizer_seconds": update,
