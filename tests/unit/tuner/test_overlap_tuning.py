@@ -15,7 +15,8 @@ from megatron.training.describe import describe_model, known_vocab_size
 from megatron.training.plan_of_run import plan_of_run
 from megatron.training.validation import validate
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.overlap_tuning import PLAIN, WORTH, Candidate, Tuned, choose, tune_overlap
+from moe_overlap.overlap_candidates import DEFERRED, PLAIN, Candidate
+from moe_overlap.overlap_tuning import WORTH, Tuned, choose, tune_overlap
 from moe_overlap.plan.overlap import SearchLimits
 from tools.autotune import main
 
@@ -54,7 +55,7 @@ def test_what_is_no_better_than_predictions_err_is_left() -> None:
 
 def test_one_sample_cannot_be_cut_and_the_reason_is_told() -> None:
     found = tuned(8.0, "--micro-batch-size", "1")
-    (refused,) = [one for one in found.others if one.refused]
+    (refused,) = [one for one in found.others if one.refused and DEFERRED not in one.name]
     assert refused.name == "partitions"
     assert "--moe-overlap-partitions 2: does not divide the micro-batch of 1" in refused.refused
 
@@ -95,6 +96,8 @@ def test_what_is_written_runs(
     monkeypatch.setattr(predicting, "cached_graphs", by_hand)
     assert main([*write_job(tmp_path, "--overlap-param-gather"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
+    assert answer["dropped_flags"] == ["--overlap-param-gather"]
+    assert answer["layer_classes"]["complete"] and len(answer["layer_classes"]["classes"]) == 4
     assert answer["chosen"] != PLAIN and answer["step_seconds"] < answer["plain_step_seconds"]
     config = parse([f"@{tmp_path / 'tuned' / 'megatron_args.txt'}"]).config
     validate(config, 16)
