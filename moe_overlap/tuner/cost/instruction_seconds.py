@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import BACKWARD, NORM, RECOMPUTE, WEIGHT_GRADIENT, Operator, parse_operator
 from moe_overlap.plan.payload import ACTIVATION_BYTES
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.weight_gradients import gradient_of_saved
+from moe_overlap.plan.weight_gradients import backward_of, gradient_of_saved
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.deferral_room import Computed, computed_gradients, is_gathered
 from moe_overlap.tuner.cost.groups import axis_group
@@ -172,7 +172,7 @@ class StagePrices:
 
     def _products(self, gradient: str) -> int:
         """How many products of a micro-batch make a deferred weight gradient: one for each part of its operator."""
-        return self._pieces[str(replace(parse_operator(gradient), weight="", suffix=BACKWARD)), 0]
+        return self._pieces[backward_of(gradient), 0]
 
     def _product_seconds(self, gradient: str) -> float:
         return self.piece_seconds(gradient, self._products(gradient))
