@@ -45,7 +45,7 @@ def predicted_spans(
         return taken + starts[rank].get(i.id, 0.0)
 
     slowed = {rank: prices.slowed if profile is None else NO_INTERFERENCE for rank, prices in step.prices.items()}
-    simulation = simulate(lists, seconds, slowed, links.queue_seconds)
+    simulation = simulate(lists, seconds, slowed, links.queue_seconds, half_duplex=True)
     return {rank: recorded(made, simulation, rank) for rank, made in lists.items()}
 
 

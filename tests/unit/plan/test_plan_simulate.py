@@ -256,6 +256,23 @@ def test_a_receive_is_posted_behind_the_computation_before_it() -> None:
     assert steps == [4.0, 6.0]
 
 
+def test_a_half_duplex_link_takes_one_direction_after_the_other() -> None:
+    """Both ranks could send; who is first goes alone. Full duplex they pass each other."""
+    send = Instruction(
+        id=0, kind="point-to-point", name="send.S0>S1", stage=0, micro_batch=0, channel="pp.S0>S1", peers=(1,)
+    )
+    back = dataclasses.replace(send, id=1, name="receive.S0>S1.backward", channel="pp.S0>S1.backward")
+    lists = {
+        0: [send, back],
+        1: [
+            dataclasses.replace(back, id=0, name="send.S0>S1.backward", peers=(0,)),
+            dataclasses.replace(send, id=1, name="receive.S0>S1", peers=(0,)),
+        ],
+    }
+    steps = [simulate(lists, lambda *_: 2.0, half_duplex=half).step_seconds for half in (False, True)]
+    assert steps == [2.0, 4.0]
+
+
 def test_spans_and_exposed_seconds(tmp_path: Path) -> None:
     lists = {
         0: [
