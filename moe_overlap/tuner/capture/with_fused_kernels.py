@@ -121,7 +121,14 @@ def _latent_rotary(recorder: Recorder) -> dict[str, Any]:
         return LatentQueryRotary.apply(recorder, q_SBHD, cosines, rotated)  # type: ignore[no-any-return]
 
     def keys(
-        kv_SBHD: Tensor, shared: Tensor, cosines: Tensor, _sines: Tensor, _rotated: int, _width: int, values: int, *_: Any
+        kv_SBHD: Tensor,
+        shared: Tensor,
+        cosines: Tensor,
+        _sines: Tensor,
+        _rotated: int,
+        _width: int,
+        values: int,
+        *_: Any,
     ) -> tuple[Tensor, Tensor]:
         return LatentKeyRotary.apply(recorder, kv_SBHD, shared, cosines, values)  # type: ignore[no-any-return]
 

@@ -26,8 +26,10 @@ from moe_overlap.tuner.cost.layer import KINDS
 from moe_overlap.tuner.cost.listed_memory import ListedBytes, listed_bytes
 from moe_overlap.tuner.cost.predict import Machine, Prediction
 from moe_overlap.tuner.cost.simulate import simulate
-from moe_overlap.tuner.cost.simulate_step import price_stages, simulate_step
+from moe_overlap.tuner.cost.simulate_step import issued_in_order, price_stages, simulate_step
 
+SHOWN = 4
+"""Weight gradients that are named."""
 GROUPS = 4
 """Groups of micro-batches, as many as stages in each, behind which every further one takes as long as the one before."""
 
@@ -66,9 +68,11 @@ def with_lists(
     )
     fused = any(stage.overlap.fused_layers for stage in plan.stages)
     early = tuple(
-        f"max_deferred_bytes: stage {one.folded.stage} has {one.bytes.deferred:.3g} to hold; what has no room is computed early"
+        f"stage {one.folded.stage} could hold {one.bytes.deferred:.3g} bytes and may hold "
+        f"{plan.stages[one.folded.stage].overlap.max_deferred_bytes}: {len(one.early)} of {one.deferred} weight gradients "
+        f"({', '.join(one.early[:SHOWN])}{', …' * (len(one.early) > SHOWN)})"
         for one in ones
-        if one.bytes.deferred > plan.stages[one.folded.stage].overlap.max_deferred_bytes
+        if one.early
     )
     return replace(
         closed,
@@ -76,7 +80,7 @@ def with_lists(
         breakdown=_breakdown(slowest, plan, played, still),
         mfu=closed.mfu * scale,
         extrapolating=(*closed.extrapolating, *([UNMEASURED] if fused else [])),
-        not_modelled=(*closed.not_modelled, *early),
+        computed_early=early,
     )
 
 
@@ -139,6 +143,8 @@ class _Alone:
         inside: of them those of KINDS that instructions of computation hold, for they run inside their operators.
         transfer: seconds of one transfer to a neighbour.
         slowed: how what runs at the same time slows down.
+        early: names of the deferred weight gradients that are computed early for lack of room.
+        deferred: how many are deferred.
     """
 
     folded: Folded
@@ -152,6 +158,8 @@ class _Alone:
     slowed: Interference
     bytes: ListedBytes
     fragmentation: float
+    early: tuple[str, ...]
+    deferred: int
 
 
 def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
@@ -159,7 +167,8 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     stage, blocks = plan.stages[index], sample_blocks(plan, index)
     rank, slowed = stage.devices.ranks[0], here.slowed
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
-    here.read(lower(plan, listed.model, rank, saved, blocks=blocks))
+    made = lower(plan, listed.model, rank, saved, blocks=blocks)
+    here.read(issued_in_order(made) if any(other.overlap.is_listed for other in plan.stages) else made)
     alone = run_alone(here.made, rank, here.seconds, slowed)
     folded = fold(index, blocks, here.made, alone)
     whole = blocks_of(folded, plan)
@@ -182,6 +191,8 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
         slowed=slowed,
         bytes=listed_bytes(here, listed.model, alone, lower(without, listed.model, rank, saved, blocks=plain), slowed),
         fragmentation=listed.machine.fragmentation,
+        early=tuple(here.computed.early_names),
+        deferred=len({i.name for i in here.made if i.kind == "weight-gradient"}),
     )
 
 
