@@ -3,6 +3,7 @@
 Every mechanism becomes a plan of its own, whose step is predicted: Tutel's chunks of capacity, ranges in partitions (found by
 `search/layer/plan_ranges.py`), two micro-batches at a time; each as it is, and with weight gradients under backward exchanges
 (`search/layer/weight_gradients.py`). The plan with the shortest step that fits is chosen, and the plain one where none is
+shorter by `WORTH`. Traces of earlier runs refine all prices (`refining.py`); then what was measured stays, unless another is
 shorter by `WORTH`.
 """
 
@@ -12,6 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Unpack
 
 from megatron.training.arguments import expand_files
@@ -21,6 +23,7 @@ from moe_overlap.plan.lower import lower
 from moe_overlap.plan.overlap import TUTEL_DEGREES, SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.predicting import Options, Task, predicted_of, read_job, task_of
+from moe_overlap.refining import Refinement, refine
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.predict import Prediction
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, price_stages, simulate_step
@@ -45,6 +48,7 @@ class Candidate:
         words: the flags it runs with, without `--plan`.
         refused: why it cannot run; then nothing is predicted.
         ranges, schedule: what the searches found.
+        measured_seconds: of its step, where a trace is of its plan.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Candidate:
     refused: str = ""
     ranges: PartitionedPlan | None = None
     schedule: Schedule | None = None
+    measured_seconds: float | None = None
 
     @property
     def decided(self) -> Plan:
@@ -75,6 +80,7 @@ class Tuned:
     Attributes:
         others: what else was looked at: the predicted ones from the fastest on, then the refused ones.
         step: of the chosen plan, simulated with a micro-batch or more for every stage.
+        refinement: what traces changed; None without.
     """
 
     chosen: Candidate
@@ -82,6 +88,7 @@ class Tuned:
     step: SimulatedStep
     plain_seconds: float
     search_seconds: float
+    refinement: Refinement | None = None
 
 
 def tune_overlap(
@@ -89,6 +96,7 @@ def tune_overlap(
     cluster: Cluster,
     limits: SearchLimits,
     solver_seconds: float = 5.0,
+    traces: Sequence[str | Path] = (),
     **options: Unpack[Options],
 ) -> Tuned:
     """Choose the overlap of a run.
@@ -97,8 +105,9 @@ def tune_overlap(
         words: Megatron flags, or `@FILE`, without a plan and without overlap decided by hand.
         cluster: the machines; all of their GPUs run.
         solver_seconds: of the weight-gradient schedules, each.
+        traces: of runs of this job, which refine its prices.
     Raises:
-        ConfigError: as `predict`; or the flags decide an overlap themselves, or the run exchanges no tokens.
+        ConfigError: as `predict` and `refine`; or the flags decide an overlap themselves, or the run exchanges no tokens.
     """
     begun = time.perf_counter()
     check_limits(limits)
@@ -106,14 +115,19 @@ def tune_overlap(
         raise ConfigError("--time-limit", solver_seconds, "must be greater than 0 seconds", "use 5")
     task = task_of(words, cluster, options)
     _require_open(task)
+    refinement = None
+    if traces:
+        task, refinement = refine(task, traces)
     plain = Candidate(name=PLAIN, words=tuple(words), plan=task.job.plan, prediction=predicted_of(task, task.job.plan))
     search = _Search(task, tuple(words), cluster, limits, solver_seconds)
     found = [plain, *search.candidates()]
+    if refinement is not None:
+        found = search.with_measured(found, refinement)
     predicted = sorted((one for one in found if one.prediction is not None), key=lambda one: one.seconds)
-    chosen = choose(plain, predicted)
+    chosen = keep_measured(choose(found[0], predicted), predicted)
     others = [one for one in predicted if one is not chosen] + [one for one in found if one.refused]
     step = simulate_step(_shortened(chosen.decided), task.job.model, task.graphs, task.machine, task.features)
-    return Tuned(chosen, tuple(others), step, plain.seconds, time.perf_counter() - begun)
+    return Tuned(chosen, tuple(others), step, plain.seconds, time.perf_counter() - begun, refinement)
 
 
 def choose(plain: Candidate, predicted: Sequence[Candidate]) -> Candidate:
@@ -126,6 +140,21 @@ def choose(plain: Candidate, predicted: Sequence[Candidate]) -> Candidate:
     if not fitting or (plain in fitting and fitting[0].seconds > plain.seconds * (1.0 - WORTH)):
         return plain
     return fitting[0]
+
+
+def keep_measured(chosen: Candidate, predicted: Sequence[Candidate]) -> Candidate:
+    """The fastest that was measured, where there is one and none that fits is predicted to be faster by WORTH.
+
+    It has to be faster than what was measured, and than what the same prices predict of that: they may miss something of both.
+    """
+    measured = [one for one in predicted if one.measured_seconds is not None]
+    if not measured:
+        return chosen
+    best = min(measured, key=lambda one: one.measured_seconds or 0.0)
+    bar = (1.0 - WORTH) * min(best.measured_seconds or 0.0, best.seconds)
+    fitting = [one for one in predicted if one.prediction is not None and one.prediction.fits]
+    faster = [one for one in fitting if one.measured_seconds is None and one.seconds < bar]
+    return min(faster, key=lambda one: one.seconds, default=best)
 
 
 def _require_open(task: Task) -> None:
@@ -157,6 +186,21 @@ class _Search:
         yield from self._both("partitions", self._cut)
         flags = ("--moe-overlap-micro-batches", "2")
         yield from self._both("two micro-batches", functools.partial(self._by_flags, flags))
+
+    def with_measured(self, found: Sequence[Candidate], refinement: Refinement) -> list[Candidate]:
+        """The candidates with the measured steps of those that ran, and what ran beside them."""
+        result = list(found)
+        for step in refinement.steps:
+            same = next((n for n, one in enumerate(result) if one.plan and _is_same(one.plan, step.plan)), None)
+            if same is None:
+                prediction = self._predicted(step.plan)
+                name = f"the plan of {step.path}"
+                words = self.own if any(stage.overlap.is_listed for stage in step.plan.stages) else self.words
+                result.append(Candidate(name=name, words=words, plan=step.plan, prediction=prediction))
+            one = result[-1 if same is None else same]
+            fastest = min(step.seconds, one.measured_seconds or step.seconds)
+            result[-1 if same is None else same] = dataclasses.replace(one, measured_seconds=fastest)
+        return result
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -226,6 +270,12 @@ class _Search:
             here.read(lower(few, task.job.model, stage.devices.ranks[0]))
             prices[stage.devices.ranks[0]] = here
         return prices
+
+
+def _is_same(plan: Plan, other: Plan) -> bool:
+    """Whether two plans of a layout run alike: limits of a search only describe."""
+    mine, theirs = ([dataclasses.replace(s.overlap, search_limits=None) for s in p.stages] for p in (plan, other))
+    return mine == theirs
 
 
 def free_bytes(prediction: Prediction) -> list[float]:

@@ -32,6 +32,8 @@ from moe_overlap.tuner.cost.listed_step import with_lists
 from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys
 from moe_overlap.tuner.cost.predict import Machine, Prediction, machine_of, price
 from moe_overlap.tuner.cost.prepare import prepare, stage_variants
+from moe_overlap.tuner.cost.refined import NOT_REFINED
+from moe_overlap.tuner.cost.refined_step import with_refined
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
 from moe_overlap.tuner.profile.keys import OperatorKey
 
@@ -151,7 +153,9 @@ def predicted_of(task: Task, plan: Plan) -> Prediction:
     families = prepare(plan, model, task.graphs, task.features, machine.load)
     closed = price(plan, model, families, machine, task.features, task.extrapolating)
     if not plan.transfers and not any(stage.overlap.is_listed for stage in plan.stages):
-        return closed
+        if machine.refined == NOT_REFINED:
+            return closed
+        return with_refined(closed, plan, model, task.graphs, machine, task.features)
     return with_lists(closed, plan, model, task.graphs, machine, task.features)
 
 

@@ -3,7 +3,8 @@
 Operators of a pass take what `operator_seconds.py` says. What a list has no instruction for belongs to another operator of the
 same part: a weight gradient that is not deferred, or what is recomputed inside a backward pass, to that pass. An operator that
 runs in pieces is priced at the size of a piece. What flags hide beside computation that the list does not show (gradients and
-parameters that travel during passes) takes what remains exposed.
+parameters that travel during passes) takes what remains exposed. What was measured of a job (`refined.py`) scales all prices but
+those of transfers and copies.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, NORM, RECOMPUTE, WEIGHT_GRADIENT, Operator, parse_operator
+from moe_overlap.plan.operators import BACKWARD, NORM, RECOMPUTE, WEIGHT_GRADIENT, Operator, kind_of, parse_operator
 from moe_overlap.plan.payload import ACTIVATION_BYTES
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.weight_gradients import gradient_of_saved
@@ -74,14 +75,17 @@ class StagePrices:
             return float(
                 host_seconds(i.bytes, self.priced.setting.groups["dp"].links, self.machine.constants.link_rates)
             )
-        if i.name == NORM:
-            return self.machine.constants.step_seconds
         operator, pieces = parse_operator(i.name), self._pieces[i.name, i.micro_batch]
         if operator.part.startswith("gather."):
             return self._gather(operator.part)
         if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
-            return self._state(i.name)
+            alone = self.machine.constants.step_seconds if i.name == NORM else self._state(i.name)
+            return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         return self.piece_seconds(i.name, pieces)
+
+    def is_cut(self, i: Instruction) -> bool:
+        """Whether an instruction of the list is one of several pieces."""
+        return self._pieces[i.name, i.micro_batch] > 1
 
     def piece_seconds(self, name: str, pieces: int) -> float:
         """Of one of so many pieces of an operator whose name stands in the list."""
@@ -183,7 +187,9 @@ class StagePrices:
         if (place, pieces) not in self._folded:
             named, folded = self._named[place], dict.fromkeys(self._named[place], 0.0)
             for key, seconds in self._priced(self.row(place), pieces).items():
-                folded[_folded(key, named)] += seconds
+                part, _, suffix = key
+                kind = f"{part}.{suffix}" if suffix else part
+                folded[_folded(key, named)] += self.machine.refined.seconds(kind, pieces > 1, seconds)
             self._folded[place, pieces] = folded
         return self._folded[place, pieces]
 
