@@ -137,7 +137,7 @@ def _fields(record: Plan | StagePlan, free: Sequence[str]) -> dict[str, Any]:
 
 
 def _require_same(place: str, measured: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    for name in measured.keys() | asked.keys():
+    for name in (*measured, *(name for name in asked if name not in measured)):
         if measured.get(name) != asked.get(name):
             rule = f"the flags say {asked.get(name)}: the trace is of another job"
             raise ConfigError(f"{place} {name}", measured.get(name, ""), rule, "give a trace of these flags")
@@ -184,6 +184,7 @@ def refinement_json(refinement: Refinement) -> dict[str, Any]:
                 "measured_seconds": one.measured_seconds,
                 "at_most": one.is_bound,
                 "factor": one.factor,
+                "taken_as_measured": one.is_taken,
             }
             for one in refinement.kinds
         ],
@@ -209,17 +210,13 @@ def refinement_lines(refinement: Refinement) -> list[str]:
         most = " (at most: it was hidden)" if one.is_bound else ""
         seconds = f"{one.predicted_seconds * 1e3:>14.2f}{one.measured_seconds * 1e3:>13.2f}"
         lines.append(f"{name:<34}{seconds}{one.factor or 1.0:>10.2f}{most}")
+    lacking = [one for one in refinement.kinds if one not in both]
     for what, kinds in (
-        (
-            "not measured",
-            [one.kind[0] for one in refinement.kinds if not one.measured_seconds and one.predicted_seconds],
-        ),
-        (
-            "not predicted",
-            [one.kind[0] for one in refinement.kinds if one.measured_seconds and not one.predicted_seconds],
-        ),
+        ("not measured, priced as before", [one for one in lacking if one.predicted_seconds]),
+        ("not predicted, taken as measured", [one for one in lacking if one.is_taken]),
+        ("not predicted", [one for one in lacking if one.measured_seconds and not one.is_taken]),
     ):
-        lines += [f"{what}: {', '.join(sorted(set(kinds)))}"] if kinds else []
+        lines += [f"{what}: {', '.join(sorted({one.kind[0] for one in kinds}))}"] if kinds else []
     for step in refinement.steps:
         before, after = (seconds / step.seconds - 1.0 for seconds in (step.before_seconds, step.after_seconds))
         lines.append(

@@ -13,7 +13,11 @@ import pytest
 from megatron.training.arguments import parse
 from megatron.training.describe import describe_model
 from megatron.training.plan_from_flags import plan_from_flags
+from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.lower import lower
+from moe_overlap.plan.operators import NORM
+from moe_overlap.predicting import cpu_graphs, task_of
+from moe_overlap.refining import refine
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import SMALL, SMALL_ARGS, STEPS, Launch, alone
 from tests.spawn import run
@@ -80,6 +84,16 @@ def test_trace_has_the_names_of_the_instruction_list(undisturbed: Undisturbed) -
         measured = {event["name"] for event in events if event["ph"] == "X"}
         planned = {instruction.name for instruction in lower(plan, model, rank)}
         assert measured == planned
+
+
+def test_trace_refines_predictions_of_its_run(undisturbed: Undisturbed) -> None:
+    """Even those of machines that are a thousand times faster."""
+    task = task_of(SMALL, shipped_cluster("H100", 2), {"graphs": cpu_graphs})
+    _, found = refine(task, [undisturbed.folder / "trace.json"])
+    (step,) = found.steps
+    assert step.before_seconds < 0.1 * step.seconds
+    assert step.after_seconds == pytest.approx(step.seconds, rel=0.3)
+    assert all(one.measured_seconds and one.predicted_seconds for one in found.kinds if one.kind[0] != NORM)
 
 
 def test_tensorboard_file_is_whole(undisturbed: Undisturbed) -> None:

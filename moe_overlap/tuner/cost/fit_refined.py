@@ -40,6 +40,7 @@ class KindFit:
         predicted_seconds, measured_seconds: of the steps of all traces; 0 where there are none.
         is_bound: it took at most as long.
         factor: of its price; None where that has none.
+        is_taken: it has no price, and takes what was measured.
     """
 
     kind: Kind
@@ -47,6 +48,7 @@ class KindFit:
     measured_seconds: float
     is_bound: bool
     factor: float | None
+    is_taken: bool
 
 
 def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit]]:
@@ -72,7 +74,14 @@ def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit
             break
     real, predicted, bounds = _sums(observed, first)
     kinds = [
-        KindFit(kind, predicted.get(kind, 0.0), real.get(kind, 0.0), kind in bounds, factors.get(kind))
+        KindFit(
+            kind,
+            predicted.get(kind, 0.0),
+            real.get(kind, 0.0),
+            kind in bounds,
+            factors.get(kind),
+            kind[0] in refined.unpriced,
+        )
         for kind in real.keys() | predicted.keys()
     ]
     return refined, sorted(kinds, key=lambda one: (-max(one.predicted_seconds, one.measured_seconds), one.kind))
