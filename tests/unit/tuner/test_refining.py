@@ -94,8 +94,9 @@ def measure(path: Path, world: Task, truth: Refined, plan: Plan) -> float:
 @pytest.mark.parametrize(("flags", "slower"), [("", 8.0), (PARTS, 40.0)], ids=["plain", "in parts"])
 def test_factors_are_found_again(tmp_path: Path, flags: str, slower: float) -> None:
     """What is computed to a hundredth, beside exchanges too; exchanges that are waited for to a twentieth."""
-    world, truth = task(slower), truth_of(1.5)
-    words = [*ONE_STAGE, *EXECUTED, *flags.split()] if flags else ONE_STAGE
+    many = [*ONE_STAGE, "--global-batch-size", "512"]
+    world, truth = task(slower, many), truth_of(1.5)
+    words = [*many, *EXECUTED, *flags.split()] if flags else many
     plan = read_job([word for word in words if word != "--overlap-grad-reduce"], 16).plan
     measure(tmp_path / "run.json", world, truth, plan)
     after, found = refine(world, [tmp_path / "run.json"])
@@ -157,6 +158,11 @@ def test_ranks_that_wait_for_a_slower_one(tmp_path: Path) -> None:
     assert seen.waiting == pytest.approx(1 / 5)
     assert seen.seconds["attention", False] == pytest.approx(6e-3)
     assert seen.step_seconds == pytest.approx(10e-3) == pytest.approx(sum(seen.seconds.values()))
+    after_each_other = [
+        Span("L0.moe.dispatch", "ep", 0, 0, 0.0, 4e-3),
+        Span("L0.moe.dispatch", "ep", 0, 0, 1e-3, 6e-3),
+    ]
+    assert observe(plan, {0: after_each_other}, ()).seconds["moe.dispatch", False] == pytest.approx(6e-3)
     hidden = [Span("L0.attention", "compute", 0, 0, 0.0, 9e-3), Span("L0.moe.dispatch", "ep", 0, 0, 1e-3, 9.01e-3)]
     assert observe(plan, {0: hidden}, ()).bounds == {("moe.dispatch", False)}
 
