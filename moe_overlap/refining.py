@@ -2,7 +2,8 @@
 
 A trace is that of `pretrain_moe.py --trace`: the last step of a run, which should not be its first one, too. It names its plan
 and model. Both have to be the job's, overlap apart. The seconds of its spans give factors of prices
-(`tuner/cost/observed.py`, `fit_refined.py`); every plan of the job is then predicted with them.
+(`tuner/cost/observed.py`, `fit_refined.py`); every plan of the job is then predicted with them. A cluster that was measured keeps
+them in its database, where every later prediction of the job finds them; of a described one they count for this call.
 """
 
 from __future__ import annotations
@@ -22,15 +23,14 @@ from moe_overlap.plan.spans import COMPUTING, Span
 from moe_overlap.plan.trace import TraceFile, read_traces
 from moe_overlap.plan.validate import validate_plan
 from moe_overlap.predicting import Task, predicted_of
+from moe_overlap.refined_job import job_key, layout_fields, model_fields
 from moe_overlap.tuner.cost.fit_refined import KindFit, Played, fit
 from moe_overlap.tuner.cost.observed import EXCHANGING, observe
-from moe_overlap.tuner.cost.refined import Kind, Refined
+from moe_overlap.tuner.cost.refined import NOT_REFINED, Kind, Refined
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
+from moe_overlap.tuner.profile.database import Database
 from moe_overlap.tuner.search.layer.plan_slots import shortened
 
-FREE_OF_PLAN = ("model", "cluster", "stages", "predicted")
-FREE_OF_STAGE = ("overlap", "zero_level")
-"""What may differ between a measured plan and the job's; what sharding the runtime does is in both the flags'."""
 MICRO_BATCHES = 4
 """That are simulated at least; of all others operators take as long."""
 AGAIN = "write it with pretrain_moe.py --trace"
@@ -62,15 +62,17 @@ class Refinement:
 
 
 def refine(task: Task, traces: Sequence[str | Path]) -> tuple[Task, Refinement]:
-    """The task with prices that traces refine.
+    """The task with prices that traces refine; a measured cluster's database keeps them, in place of what it had of this job.
 
     Raises:
-        ConfigError: a file is no trace, does not name its plan, or is of another job.
+        ConfigError: a file is no trace, does not name its plan, or is of another job; or the database cannot be written.
     """
+    task = with_prices(task, NOT_REFINED)
     runs = [(Path(path), *_read(Path(path), task)) for path in traces]
     observed = [observe(plan, spans, _pieces(_simulated(task, plan))) for _, plan, spans in runs]
     refined, kinds = fit(observed, lambda plan, prices: _played(_simulated(with_prices(task, prices), plan), plan))
     after = with_prices(task, refined)
+    _keep(task, refined)
     steps = tuple(
         MeasuredStep(
             path=path,
@@ -88,6 +90,17 @@ def refine(task: Task, traces: Sequence[str | Path]) -> tuple[Task, Refinement]:
 def with_prices(task: Task, refined: Refined) -> Task:
     """The task at refined prices."""
     return dataclasses.replace(task, machine=dataclasses.replace(task.machine, refined=refined))
+
+
+def _keep(task: Task, refined: Refined) -> None:
+    measured = task.machine.cluster.measured
+    if measured is None:
+        return
+    try:
+        Database.load(Path(measured.database)).add_job(job_key(task.job.model, task.job.plan), refined)
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise ConfigError("database", measured.database, rule, "give a cluster whose database is yours") from None
 
 
 def _read(path: Path, task: Task) -> tuple[Plan, dict[int, list[Span]]]:
@@ -112,28 +125,24 @@ def _read(path: Path, task: Task) -> tuple[Plan, dict[int, list[Span]]]:
 def _plan_of(file: TraceFile, task: Task) -> Plan:
     """Of a trace's run; ConfigError where it is not the task's, overlap apart."""
     source, job = str(file.path), task.job
-    if not {"plan", "model"} <= file.about.keys():
+    if not all(isinstance(file.about.get(name), dict) for name in ("plan", "model")):
         raise ConfigError(source, "", "does not say which plan was measured", AGAIN)
-    model = dataclasses.asdict(job.model) | {"name": None}
-    _require_same(f"{source} model", file.about["model"] | {"name": None}, json.loads(json.dumps(model)))
+    model = {name: value for name, value in file.about["model"].items() if name != "name"}
+    _require_same(f"{source} model", model, model_fields(job.model))
     plan = from_json(json.dumps(file.about["plan"]), source)
     validate_plan(plan, job.model, source)
-    _require_same(f"{source} plan", _fields(plan, FREE_OF_PLAN), _fields(job.plan, FREE_OF_PLAN))
+    _require_same(f"{source} plan", layout_fields(plan), layout_fields(job.plan))
     if len(plan.stages) != len(job.plan.stages):
         raise ConfigError(f"{source} plan stages", len(plan.stages), f"the flags say {len(job.plan.stages)}", AGAIN)
     stages: list[StagePlan] = []
     for index, (mine, asked) in enumerate(zip(plan.stages, job.plan.stages, strict=True)):
-        _require_same(f"{source} stages[{index}]", _fields(mine, FREE_OF_STAGE), _fields(asked, FREE_OF_STAGE))
+        _require_same(f"{source} stages[{index}]", layout_fields(mine), layout_fields(asked))
         for layer in mine.overlap.layers:
             gate = job.config.overlap.moe_gate or "topk"
             if layer.gate != gate:
                 raise ConfigError(f"{source} gate", layer.gate, f"plans of these flags have {gate}", "add --moe-gate")
         stages.append(dataclasses.replace(asked, overlap=mine.overlap))
     return dataclasses.replace(job.plan, stages=tuple(stages))
-
-
-def _fields(record: Plan | StagePlan, free: Sequence[str]) -> dict[str, Any]:
-    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name not in free}
 
 
 def _require_same(place: str, measured: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

@@ -13,18 +13,19 @@ from test_overlap_tuning import JOB, write_job
 
 import moe_overlap.overlap_tuning as overlap_tuning
 import moe_overlap.predicting as predicting
-from moe_overlap.describe.cluster import Cluster, shipped_cluster
+from moe_overlap.describe.cluster import Cluster, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.overlap_tuning import PLAIN, WORTH, Candidate, Tuned, keep_measured, tune_overlap
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.spans import COMPUTING, Span
 from moe_overlap.plan.trace import about_run, write_ranks
-from moe_overlap.predicting import Task, predicted_of, read_job, task_of
+from moe_overlap.predicting import Options, Task, predicted_of, read_job, task_of
 from moe_overlap.refining import Refinement, refine, with_prices
 from moe_overlap.tuner.cost.observed import observe
 from moe_overlap.tuner.cost.refined import NOT_REFINED, Refined
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
+from moe_overlap.tuner.profile.database import Database, Device
 from tools.autotune import main
 
 ONE_STAGE = [*JOB, "--pipeline-model-parallel-size", "1", "--num-layers", "2"]
@@ -140,6 +141,32 @@ def test_the_second_choice_is_that_of_the_true_prices(
     (measured,) = [one for one in (second.chosen, *second.others) if one.measured_seconds is not None]
     assert measured.decided.stages[0].overlap.layers == first.decided.stages[0].overlap.layers
     assert measured.measured_seconds == pytest.approx(before)
+
+
+def test_a_measured_cluster_keeps_what_was_refined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In its database, by job: later predictions of the job find it, those of another do not; a later trace counts."""
+    path, trace = tmp_path / "here.jsonl", tmp_path / "run.json"
+    device = Device("cuda", "another GPU", 1, "2.13.0")
+    Database.open(path, device)
+    here = Measured(database=str(path), device="cuda", latency_seconds=0.0, constants={})
+    cluster = dataclasses.replace(links(1.0), measured=here)
+    given: Options = {"graphs": by_hand, "constants": CONSTANTS}
+    for exchanges in (2.0, 3.0):
+        world = task_of(ONE_STAGE, cluster, given)
+        measure(trace, world, truth_of(exchanges), world.job.plan)
+        after, found = refine(world, [trace])
+        again = task_of([*ONE_STAGE, "--lr", "1"], cluster, given)
+        assert again.machine.refined == after.machine.refined != NOT_REFINED
+        assert again.machine.refined.factor("moe.dispatch", False) == pytest.approx(exchanges, rel=0.05)
+        assert predicted_of(again, world.job.plan).predicted.step_seconds == found.steps[0].after_seconds
+        assert "prices refined by traces of this job" in capsys.readouterr().err
+    assert found.steps[0].before_seconds == predicted_of(task(1.0), world.job.plan).predicted.step_seconds
+    with path.open("a") as file:
+        file.write('{"job": "damaged", "factors": [["attention", false, -1.0]], "unpriced": {}}\n')
+    kept = Database.open(path, device).jobs
+    assert list(kept.values()) == [after.machine.refined] and "damaged" not in path.read_text()
+    assert task_of([*ONE_STAGE, "--hidden-size", "1024"], cluster, given).machine.refined == NOT_REFINED
+    assert "prices refined" not in capsys.readouterr().err
 
 
 def test_ranks_that_wait_for_a_slower_one(tmp_path: Path) -> None:
