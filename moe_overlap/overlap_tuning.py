@@ -124,7 +124,7 @@ def tune_overlap(
     if refinement is not None:
         found = search.with_measured(found, refinement)
     predicted = sorted((one for one in found if one.prediction is not None), key=lambda one: one.seconds)
-    chosen = keep_measured(choose(found[0], predicted), predicted)
+    chosen = keep_measured(found[0], predicted)
     others = [one for one in predicted if one is not chosen] + [one for one in found if one.refused]
     step = simulate_step(_shortened(chosen.decided), task.job.model, task.graphs, task.machine, task.features)
     return Tuned(chosen, tuple(others), step, plain.seconds, time.perf_counter() - begun, refinement)
@@ -142,19 +142,19 @@ def choose(plain: Candidate, predicted: Sequence[Candidate]) -> Candidate:
     return fitting[0]
 
 
-def keep_measured(chosen: Candidate, predicted: Sequence[Candidate]) -> Candidate:
-    """The fastest that was measured, where there is one and none that fits is predicted to be faster by WORTH.
+def keep_measured(plain: Candidate, predicted: Sequence[Candidate]) -> Candidate:
+    """The fastest that was measured, unless others that fit are predicted to be faster by WORTH: then one of them, as `choose` says.
 
-    It has to be faster than what was measured, and than what the same prices predict of that: they may miss something of both.
+    Faster than what was measured and than what the same prices predict of that: they may miss something of both.
     """
     measured = [one for one in predicted if one.measured_seconds is not None]
     if not measured:
-        return chosen
+        return choose(plain, predicted)
     best = min(measured, key=lambda one: one.measured_seconds or 0.0)
     bar = (1.0 - WORTH) * min(best.measured_seconds or 0.0, best.seconds)
     fitting = [one for one in predicted if one.prediction is not None and one.prediction.fits]
     faster = [one for one in fitting if one.measured_seconds is None and one.seconds < bar]
-    return min(faster, key=lambda one: one.seconds, default=best)
+    return choose(plain, faster) if faster else best
 
 
 def _require_open(task: Task) -> None:

@@ -206,8 +206,11 @@ def test_what_was_measured_stays_unless_another_is_faster_than_it_and_than_its_p
 
     for before, other, expected in ((1.0, 0.5, "new"), (0.49, 0.5, "old"), (1.0, 0.995, "old"), (2.0, 1.2, "old")):
         old, new = one("old", before, measured=1.1), one("new", other)
-        assert keep_measured(new, [new, old]).name == expected
-    assert keep_measured(plain, [plain]) is plain
+        assert keep_measured(plain, sorted([new, old], key=lambda one: one.seconds)).name == expected
+    slower, little, much = (one(name, seconds) for name, seconds in (("plain", 0.5), ("little", 0.496), ("much", 0.4)))
+    assert keep_measured(slower, [little, slower, one("old", 1.0, measured=1.1)]) is slower
+    assert keep_measured(slower, [much, slower, one("old", 1.0, measured=1.1)]) is much
+    assert keep_measured(slower, [little, slower]) is slower
 
 
 def test_plans_in_pieces_and_whole_ones_lend_each_other_factors() -> None:
