@@ -143,7 +143,7 @@ def choose(plain: Candidate, predicted: Sequence[Candidate]) -> Candidate:
 
 
 def keep_measured(plain: Candidate, predicted: Sequence[Candidate]) -> Candidate:
-    """The fastest that was measured, unless others that fit are predicted to be faster by WORTH: then one of them, as `choose` says.
+    """The fastest that was measured, unless others that fit are predicted to be faster by WORTH: then what `choose` says of them.
 
     Faster than what was measured and than what the same prices predict of that: they may miss something of both.
     """
