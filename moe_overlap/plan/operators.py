@@ -188,6 +188,16 @@ def parse_operator(name: str, subject: str = "operator") -> Operator:
     return operator
 
 
+def kind_of(name: str) -> str:
+    """An operator's name without its layer, stages, weight and parts; a name that is not in the vocabulary as it is."""
+    try:
+        operator = parse_operator(name)
+    except ConfigError:
+        return name
+    part = operator.part.partition(".S")[0] if operator.part.startswith(("send.", "receive.")) else operator.part
+    return ".".join(piece for piece in (part, operator.suffix) if piece)
+
+
 @cache
 def _parsed(name: str) -> Operator | None:
     """None for what is no name; a list of instructions has few names, each many times."""

@@ -5,7 +5,8 @@ same part: a weight gradient that is not deferred, or what is recomputed inside 
 runs in pieces is priced at the size of a piece, and its deferred weight gradient as so many products of that size. Cutting and
 joining parts counts where it is done (part_copies.py), a weight gradient without room to wait where it is computed
 (deferral_room.py). What flags hide beside computation that the list does not show (gradients and
-parameters that travel during passes) takes what remains exposed.
+parameters that travel during passes) takes what remains exposed. What was measured of a job (`refined.py`) scales all
+prices but those of transfers and copies.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from moe_overlap.plan.operators import (
     RECOMPUTE,
     WEIGHT_GRADIENT,
     Operator,
+    kind_of,
     parse_operator,
 )
 from moe_overlap.plan.overlap import KernelBlocks
@@ -101,19 +103,22 @@ class StagePrices:
             return float(
                 host_seconds(i.bytes, self.priced.setting.groups["dp"].links, self.machine.constants.link_rates)
             )
-        if i.name == NORM:
-            return self.machine.constants.step_seconds
         operator, pieces = parse_operator(i.name), self._pieces[i.name, i.micro_batch]
         if operator.part.startswith("gather."):
             return self._gather(operator.part)
         if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
-            return self._state(i.name)
+            alone = self.machine.constants.step_seconds if i.name == NORM else self._state(i.name)
+            return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         place = place_in_list(i)
         early = sum(map(self._product_seconds, self.computed.early.get(place, ())))
         beside = early + self._copy_seconds(self._copied.get(place, 0.0))
         if i.kind == "weight-gradient":
             return beside + self.computed.late[place] * self._product_seconds(i.name)
         return beside + self.piece_seconds(i.name, pieces)
+
+    def is_cut(self, i: Instruction) -> bool:
+        """Whether an instruction of the list is one of several pieces."""
+        return self._pieces[i.name, i.micro_batch] > 1
 
     def piece_seconds(self, name: str, pieces: int) -> float:
         """Of one of so many pieces of an operator whose name stands in the list."""
@@ -240,7 +245,9 @@ class StagePrices:
             fused = place in self._splits()
             priced = self._fused_seconds(place, pieces).whole if fused else self._priced(self.row(place), pieces)
             for key, seconds in priced.items():
-                folded[_folded(key, named)] += seconds
+                part, _, suffix = key
+                kind = f"{part}.{suffix}" if suffix else part
+                folded[_folded(key, named)] += self.machine.refined.seconds(kind, pieces > 1, seconds)
             self._folded[place, pieces] = folded
         return self._folded[place, pieces]
 

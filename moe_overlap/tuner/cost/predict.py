@@ -29,6 +29,7 @@ from moe_overlap.tuner.cost.memory import PartBytes
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable
 from moe_overlap.tuner.cost.pipeline import step_seconds, transfer_waits
 from moe_overlap.tuner.cost.prepare import Family
+from moe_overlap.tuner.cost.refined import NOT_REFINED, Refined
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
     LayerTerms,
@@ -108,6 +109,7 @@ class Machine:
     Attributes:
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
+        refined: what traces say of the prices of instructions; the closed form does not read it.
     """
 
     cluster: Cluster
@@ -116,6 +118,7 @@ class Machine:
     fragmentation: float = 0.0
     load: float = 1.0
     lookup: Lookup | None = None
+    refined: Refined = NOT_REFINED
 
 
 def machine_of(
