@@ -55,7 +55,8 @@ class LayerOverlap:
     """Null: the dispatcher flag of the run decides."""
     kernel_blocks: KernelBlocks | None = None
     weight_gradient_slots: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Backward collective -> weight-gradient operators that run while it is under way, in order. Not to be changed."""
+    """Backward collective, or a chunk's send of gradients (send_slots.py) -> weight-gradient operators that run while it is under
+    way, in order. Not to be changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
