@@ -1,8 +1,9 @@
 """A plan, lowered: the static instruction list of one rank. What runs is decided here and nowhere else.
 
 A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a pass,
-ranges of operators run in partitions, and weight gradients stand under exchanges or behind the last send; a backward pass is interleaved with the
-forward pass of another micro-batch; gradients that are complete are reduced between exchanges; each where the plan says so.
+ranges of operators run in partitions, and weight gradients stand under exchanges or behind the send at its end; a backward pass
+is interleaved with the forward pass of another micro-batch; gradients that are complete are reduced between exchanges; each
+where the plan says so.
 With ZeRO 2 and 3 and with offloading every part steps by itself, and collectives and copies stand around its passes.
 What it asks for and is not lowered yet is refused by field.
 """
