@@ -8,7 +8,8 @@
    inside operators that run in parts, nor that their products are smaller there, nor what they save behind the sends.
 
 Simulated steps have about a micro-batch for each stage, however many the plan has: more repeat what is steady. In a pipeline,
-where something is saved once a step and something in every micro-batch, steps of a round more tell what the rest takes.
+where something is saved once a step and something in every micro-batch, ways are compared by the predicted step of all
+micro-batches (listed_step.py).
 
 Source: Lancet, section 4.
 """
@@ -25,6 +26,7 @@ from moe_overlap.plan.instructions import COMPUTE
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.listed_step import listed_seconds
 from moe_overlap.tuner.cost.predict import Machine
 from moe_overlap.tuner.cost.simulate import Ran, simulate
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
@@ -78,6 +80,7 @@ class Schedule:
     Attributes:
         chosen: which of the simulated plans it is.
         simulated_seconds: of the step of each, with few micro-batches.
+        whole_seconds: of the step of each, by which it was chosen; in a pipeline that of all micro-batches.
         bubble_seconds: by stage, idle seconds of that step without deferral that no exchange reaches.
         behind_seconds: by stage, seconds of the weight gradients that one micro-batch has behind its sends.
     """
@@ -85,6 +88,7 @@ class Schedule:
     plan: Plan
     chosen: Choice
     simulated_seconds: dict[Choice, float]
+    whole_seconds: dict[Choice, float]
     chunks: tuple[ChunkSchedule, ...]
     bubble_seconds: tuple[float, ...]
     behind_seconds: tuple[float, ...]
@@ -108,17 +112,16 @@ def schedule_weight_gradients(
     """
     _check(limits)
 
-    def step_of(made: Plan, more: int = 0) -> SimulatedStep:
-        return simulate_step(shortened(made, micro_batches + more), model, graphs, machine, features)
+    def step_of(made: Plan) -> SimulatedStep:
+        return simulate_step(shortened(made, micro_batches), model, graphs, machine, features)
 
     def whole_seconds(made: Plan, few: float) -> float:
-        """Of a step of all micro-batches: every round of the stages takes what the second one adds."""
-        rounds = (made.stages[0].gradient_accumulation_steps - micro_batches) / len(stages)
-        if len(stages) == 1 or rounds <= 0:
+        """Of a step of all micro-batches, where ways compare otherwise than in a step of few."""
+        if count <= micro_batches or not sends or made.transfers:
             return few
-        return few + rounds * (step_of(made, len(stages)).simulation.step_seconds - few)
+        return listed_seconds(made, model, graphs, machine, features)
 
-    stages = range(len(plan.stages))
+    stages, count = range(len(plan.stages)), plan.stages[0].gradient_accumulation_steps
     micro_batches = _most_micro_batches(len(plan.stages))
     bare = with_slots(plan, [{} for _ in stages], 0)
     undeferred = step_of(bare)
@@ -126,15 +129,15 @@ def schedule_weight_gradients(
     order = [with_rest_behind(program_order(plan, index, model), plan, index, model) for index in stages]
     if not any(order):
         nothing = (0.0,) * len(stages)
-        return Schedule(bare, "without", seconds, (), _bubbles(undeferred, [[] for _ in stages]), nothing)
+        return Schedule(bare, "without", seconds, seconds, (), _bubbles(undeferred, [[] for _ in stages]), nothing)
     deferred = with_slots(without_pieces(plan), order, limits.max_deferred_bytes)
     step = step_of(deferred)
     problems = _problems(deferred, step, machine, limits.max_deferred_bytes)
     chunks = _solved(problems, limits)
     solutions = {(one.stage, one.chunk): one.solution for one in chunks}
-    count = plan.stages[0].gradient_accumulation_steps
+    sends = _sends(deferred, model, step, problems)
     share = (len(stages) - 1) / (count + len(stages) - 1)
-    filled = choices(problems, _sends(deferred, model, step, problems), solutions, share)
+    filled = choices(problems, sends, solutions, share)
     plans: dict[Choice, Plan] = {"without": bare}
     for choice, one in filled.items():
         slots = [slots_of(one, index) for index in stages]
@@ -144,7 +147,8 @@ def schedule_weight_gradients(
     chosen = min(plans, key=lambda choice: round(whole[choice], DIGITS))
     by_stage = [[one for one in chunks if one.stage == index] for index in stages]
     behind_sends = tuple(seconds_behind(filled.get(chosen, {}), index) for index in stages)
-    return Schedule(plans[chosen], chosen, seconds, tuple(chunks), _bubbles(undeferred, by_stage), behind_sends)
+    bubbles = _bubbles(undeferred, by_stage)
+    return Schedule(plans[chosen], chosen, seconds, whole, tuple(chunks), bubbles, behind_sends)
 
 
 def _most_micro_batches(stages: int) -> int:
