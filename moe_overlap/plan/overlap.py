@@ -71,7 +71,8 @@ class LayerOverlap:
     kernel_blocks: KernelBlocks | None = None
     """Null with mechanism fused: the best split of each kernel."""
     weight_gradient_slots: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Backward collective -> weight-gradient operators that run while it is under way, in order. Not to be changed."""
+    """Backward collective, or a chunk's send of gradients (send_slots.py) -> weight-gradient operators that run while it is under
+    way, in order. Not to be changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

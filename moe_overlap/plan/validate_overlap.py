@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.operators import parse_operator
@@ -23,12 +25,15 @@ OPTIONAL_FIELDS = ("kernel_blocks",)
 ALL_FIELDS = ("tutel_degree", "partitions", "first_operator", "last_operator", "axis", "kernel_blocks")
 
 
-def validate_overlap(stage: StagePlan, model: ModelDescription | None, subject: str, head_apart: bool = False) -> None:
+def validate_overlap(
+    stage: StagePlan, model: ModelDescription | None, subject: str, sends: Sequence[str], head_apart: bool = False
+) -> None:
     """Check the overlap of one stage.
 
     Args:
         model: None checks what needs no model.
         subject: where the overlap stands, as `plan.json stages[0].overlap`.
+        sends: as `sends_of` gives them.
         head_apart: whether the stage ends in a head with a weight of its own, not tied to an embedding of the stage.
     Raises:
         ConfigError: for the first invariant that does not hold.
@@ -54,7 +59,7 @@ def validate_overlap(stage: StagePlan, model: ModelDescription | None, subject: 
         seen.add(layer.layer)
         _check_layer(layer, stage, place)
     validate_ranges(stage, model, subject)
-    validate_slots(stage, model, head_apart, subject)
+    validate_slots(stage, model, head_apart, sends, subject)
     _check_stage_sums(overlap, subject)
 
 

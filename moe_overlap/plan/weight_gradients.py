@@ -92,6 +92,20 @@ def gradient_of_saved(buffer: str) -> str:
     return f"{name[: name.rindex('.m')]}.{WEIGHT_GRADIENT}"
 
 
+def gradients_of_pass(layers: Sequence[int], model: ModelDescription, holds_head: bool) -> tuple[str, ...]:
+    """All weight gradients of a chunk that can be computed apart, in the order of its backward pass.
+
+    Args:
+        layers, holds_head: as in `default_slots`.
+    """
+    shared = model.shared_expert_hidden_size > 0
+    names = [gradient_name(HEAD_LOSS, "output")] if holds_head else []
+    for layer in reversed(layers):
+        for part in operators.backward_parts(model.moe_layers[layer], shared, exchanges=False):
+            names += _names(part, layer, model)
+    return tuple(names)
+
+
 def default_slots(
     layers: Sequence[int], model: ModelDescription, exchanges: bool, holds_head: bool
 ) -> dict[int, dict[str, tuple[str, ...]]]:
@@ -110,8 +124,12 @@ def default_slots(
     for layer in reversed(layers):
         for part in operators.backward_parts(model.moe_layers[layer], shared, exchanges):
             if part not in SLOT_PARTS:
-                waiting += [gradient_name(part, weight, layer) for weight in reversed(split_weights(part, model))]
+                waiting += _names(part, layer, model)
             elif waiting:
                 slots.setdefault(layer, {})[layer_operator(layer, part, BACKWARD)] = tuple(waiting)
                 waiting = []
     return slots
+
+
+def _names(part: str, layer: int, model: ModelDescription) -> list[str]:
+    return [gradient_name(part, weight, layer) for weight in reversed(split_weights(part, model))]

@@ -50,7 +50,7 @@ def with_lists(
         ConfigError: the plan uses a field that is not lowered yet.
     """
     listed = _Lists(plan, model, graphs, machine, features)
-    ones = [_stage_alone(listed, index, here) for index, here in enumerate(listed.prices())]
+    ones = listed.alone()
     if plan.transfers:  # micro-batches of unlike stages do not correspond: nothing is told from fewer of them
         played = still = simulate_step(plan, model, graphs, machine, features).simulation.step_seconds
     else:
@@ -84,6 +84,20 @@ def with_lists(
     )
 
 
+def listed_seconds(
+    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
+) -> float:
+    """Seconds of a step of simulated lists, as `with_lists` says; of equal stages, for which nothing else is looked at.
+
+    Raises:
+        ConfigError: the plan uses a field that is not lowered yet.
+    """
+    assert not plan.transfers
+    listed = _Lists(plan, model, graphs, machine, features)
+    ones = listed.alone()
+    return step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
+
+
 def step_of_many(play: Callable[[int], float], micro_batches: int, stages: int) -> float:
     """Seconds of a step of any number of micro-batches.
 
@@ -111,9 +125,10 @@ class _Lists:
         """Of a step."""
         return self.plan.stages[0].gradient_accumulation_steps
 
-    def prices(self) -> list[StagePrices]:
-        """Of the stages."""
-        return price_stages(self.plan, self.model, self.graphs, self.machine, self.features)
+    def alone(self) -> list[_Alone]:
+        """The stages, each by itself."""
+        prices = price_stages(self.plan, self.model, self.graphs, self.machine, self.features)
+        return [_stage_alone(self, index, here) for index, here in enumerate(prices)]
 
     def of(self, micro_batches: int) -> Plan:
         """The plan with another number of them."""
