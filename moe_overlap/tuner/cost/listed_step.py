@@ -8,7 +8,7 @@ simulated; what they wait for tiles counts as bubble.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moe_overlap.describe.model import ModelDescription
@@ -17,6 +17,7 @@ from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.pipeline_order import pipeline_blocks
 from moe_overlap.plan.plan import Plan, PredictedStage
 from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.alike_stages import likeness, renamed, renames
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.folded import Block, Folded, blocks_of, fold, folded_list, run_alone, sample_blocks
 from moe_overlap.tuner.cost.fused_kernels import UNMEASURED
@@ -126,9 +127,16 @@ class _Lists:
         return self.plan.stages[0].gradient_accumulation_steps
 
     def alone(self) -> list[_Alone]:
-        """The stages, each by itself."""
+        """The stages, each by itself; of those that are alike one."""
         prices = price_stages(self.plan, self.model, self.graphs, self.machine, self.features)
-        return [_stage_alone(self, index, here) for index, here in enumerate(prices)]
+        known: dict[Hashable, _Alone] = {}
+        found = []
+        for index, here in enumerate(prices):
+            key = likeness(self.plan, index, self.model, here)
+            if key not in known:
+                known[key] = _stage_alone(self, index, here)
+            found.append(_as_stage(known[key], self.plan, index))
+        return found
 
     def of(self, micro_batches: int) -> Plan:
         """The plan with another number of them."""
@@ -209,6 +217,14 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
         early=tuple(here.computed.early_names),
         deferred=len({i.name for i in here.made if i.kind == "weight-gradient"}),
     )
+
+
+def _as_stage(one: _Alone, plan: Plan, index: int) -> _Alone:
+    """What a stage takes, as another one that is like it."""
+    if index == one.folded.stage:
+        return one
+    of_other = renames(plan, one.folded.stage, index)
+    return replace(one, folded=renamed(one.folded, plan, index), early=tuple(map(of_other, one.early)))
 
 
 def _micro_batch(folded: Folded, plan: Plan, is_last: bool) -> list[Block]:

@@ -81,8 +81,8 @@ class Schedule:
 
     Attributes:
         chosen: which of the simulated plans it is.
-        simulated_seconds: of the step of each, with few micro-batches.
-        whole_seconds: of the step of each, by which it was chosen; in a pipeline that of all micro-batches.
+        simulated_seconds: of the step of each, by which it was chosen: one of few micro-batches, or where something stands
+            behind sends the whole one.
         bubble_seconds: by stage, idle seconds of that step without deferral that no exchange reaches.
         behind_seconds: by stage, seconds of the weight gradients that one micro-batch has behind its sends.
     """
@@ -90,7 +90,6 @@ class Schedule:
     plan: Plan
     chosen: Choice
     simulated_seconds: dict[Choice, float]
-    whole_seconds: dict[Choice, float]
     chunks: tuple[ChunkSchedule, ...]
     bubble_seconds: tuple[float, ...]
     behind_seconds: tuple[float, ...]
@@ -117,21 +116,21 @@ def schedule_weight_gradients(
     def step_of(made: Plan) -> SimulatedStep:
         return simulate_step(shortened(made, micro_batches), model, graphs, machine, features)
 
-    def whole_seconds(made: Plan, few: float) -> float:
-        """Of a step of all micro-batches, where ways compare otherwise than in a step of few."""
+    def seconds_of(made: Plan) -> float:
+        """Of a step of all micro-batches where ways compare otherwise in it than in a step of few."""
         if count <= micro_batches or not sends or made.transfers:
-            return few
+            return step_of(made).simulation.step_seconds
         return listed_seconds(made, model, graphs, machine, features)
 
     stages, count = range(len(plan.stages)), plan.stages[0].gradient_accumulation_steps
     micro_batches = _most_micro_batches(len(plan.stages))
     bare = with_slots(plan, [{} for _ in stages], 0)
     undeferred = step_of(bare)
-    seconds: dict[Choice, float] = {"without": undeferred.simulation.step_seconds}
     order = [with_rest_behind(program_order(plan, index, model), plan, index, model) for index in stages]
     if not any(order):
         nothing = (0.0,) * len(stages)
-        return Schedule(bare, "without", seconds, seconds, (), _bubbles(undeferred, [[] for _ in stages]), nothing)
+        seconds: dict[Choice, float] = {"without": undeferred.simulation.step_seconds}
+        return Schedule(bare, "without", seconds, (), _bubbles(undeferred, [[] for _ in stages]), nothing)
     deferred = with_slots(without_pieces(plan), order, UNBOUNDED)
     step = step_of(deferred)
     problems = _problems(deferred, step, machine, limits.max_deferred_bytes)
@@ -144,13 +143,12 @@ def schedule_weight_gradients(
     for choice, one in filled.items():
         slots = [slots_of(one, index) for index in stages]
         plans[choice] = with_slots(plan, slots, limits.max_deferred_bytes)
-        seconds[choice] = step_of(plans[choice]).simulation.step_seconds
-    whole = {choice: whole_seconds(made, seconds[choice]) for choice, made in plans.items()}
-    chosen = min(plans, key=lambda choice: round(whole[choice], DIGITS))
+    seconds = {choice: seconds_of(made) for choice, made in plans.items()}
+    chosen = min(plans, key=lambda choice: round(seconds[choice], DIGITS))
     by_stage = [[one for one in chunks if one.stage == index] for index in stages]
     behind_sends = tuple(seconds_behind(filled.get(chosen, {}), index) for index in stages)
     bubbles = _bubbles(undeferred, by_stage)
-    return Schedule(plans[chosen], chosen, seconds, whole, tuple(chunks), bubbles, behind_sends)
+    return Schedule(plans[chosen], chosen, seconds, tuple(chunks), bubbles, behind_sends)
 
 
 def _most_micro_batches(stages: int) -> int:
