@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moe_overlap.describe.cluster import Cluster, load_cluster
@@ -56,14 +56,18 @@ class MeasuredBed:
         self._tell(**order_of(self.database, missing, SECONDS_EACH))
         self.database = Database.load(self.database.path)
 
-    def measure_links(self) -> None:
-        """Exchanges and what starting them takes, collectives of the update, and what exchanges cost products beside them."""
-        for kind, sizes in MEASURED_LINKS.items():
+    def measure_links(self, links: Mapping[str, Sequence[int]] = MEASURED_LINKS) -> None:
+        """Exchanges and what starting them takes, collectives of the update, and what exchanges cost products beside them.
+
+        Args:
+            links: kind of collective -> sizes, in bytes that a rank holds.
+        """
+        for kind, sizes in links.items():
             for size in sizes:
                 key = LinkKey(kind, "network", self._ranks, size)
                 if key in self.database.links:
                     continue
-                self._say(f"measuring {kind} of {size >> 20} MiB")
+                self._say(f"measuring {kind} of {size / (1 << 20):g} MiB")
                 answers = self._tell(do=ORDER_LINKS, kind=kind, held_bytes=size)
                 self.database.add_link(key, max(seconds for seconds, _ in answers))
                 if kind == "all_to_all":

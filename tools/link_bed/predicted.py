@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.plan.instructions import COMPUTE, Instruction
 from moe_overlap.plan.spans import Span
 from moe_overlap.predicting import simulated
 from moe_overlap.tuner.cost.simulate import simulate
+from moe_overlap.tuner.cost.simulate_step import SimulatedStep
 from moe_overlap.tuner.profile.links import Fitted
-from tools.link_bed.profile import apply_profile, is_update
+from tools.link_bed.profile import apply_profile, computation_of, is_update
 from tools.link_bed.recorded import recorded
 
 
@@ -36,6 +38,45 @@ def predicted_spans(
 
     slowed = prices.slowed if profile is None else None
     return recorded(made, simulate({rank: made}, seconds, slowed), rank)
+
+
+@dataclass(frozen=True, slots=True)
+class PricedList:
+    """The passes of a list at the tuner's prices, for operators that sleep just as long.
+
+    Attributes:
+        sleeps: name and seconds of every operator, in the list's order.
+        sent_bytes: of its all-to-alls, that leave the rank.
+        seconds: of the passes, as the tuner simulates them.
+        seconds_with_starts: the same, with the thread that computes starting every exchange.
+    """
+
+    sleeps: list[tuple[str, float]]
+    sent_bytes: int
+    seconds: float
+    seconds_with_starts: float
+
+    @property
+    def computation(self) -> float:
+        """Seconds of all operators."""
+        return sum(seconds for _, seconds in self.sleeps)
+
+
+def priced_list(step: SimulatedStep, starting: Fitted) -> PricedList:
+    """What a simulated step of one stage computes, sends and takes.
+
+    Args:
+        starting: as above.
+    """
+    ((rank, prices),) = step.prices.items()
+    made = [i for i in prices.made if not is_update(i.name)]
+    starts = start_seconds(made, starting)
+    alone = {i.id: prices.seconds(i) for i in made}
+    plain = simulate({rank: made}, lambda _, i: alone[i.id], prices.slowed)
+    started = simulate({rank: made}, lambda _, i: alone[i.id] + starts.get(i.id, 0.0), prices.slowed)
+    sent = sum(i.bytes for i in made if i.channel.startswith("ep"))
+    sleeps = [(i.name, alone[i.id]) for i in computation_of(made)]
+    return PricedList(sleeps, sent, plain.step_seconds, started.step_seconds)
 
 
 def start_seconds(made: Sequence[Instruction], starting: Fitted) -> dict[int, float]:
