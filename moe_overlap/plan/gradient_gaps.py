@@ -21,7 +21,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import payload
 from moe_overlap.plan.instructions import COMPUTE, Instruction
 from moe_overlap.plan.list_builder import Draft, ListBuilder
-from moe_overlap.plan.lower_layers import EXPERT_CHANNEL
+from moe_overlap.plan.lower_layers import COUNT_CHANNEL, EXPERT_CHANNEL
 from moe_overlap.plan.lower_update import DATA_CHANNEL, is_replicated, optimizer_parts
 from moe_overlap.plan.payload import PartSize
 from moe_overlap.plan.plan import Plan, StagePlan
@@ -75,7 +75,8 @@ def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece
             free = len(waiting) if i.id > last_exchange else 1
             travelling += [_reduce(waiting.popleft(), ended, to) for _ in range(min(free, len(waiting)))]
         is_exchange = i.channel == EXPERT_CHANNEL
-        places[i.id] = to.append(Draft.of(i), travelling if is_exchange else ())
+        shares_link = is_exchange or i.channel == COUNT_CHANNEL
+        places[i.id] = to.append(Draft.of(i), travelling if shares_link else ())
         if is_exchange:
             link.pending.append(i.id)
             travelling = []

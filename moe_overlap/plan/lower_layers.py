@@ -16,7 +16,8 @@ from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.ranges import partitions_of
 from moe_overlap.plan.weight_gradients import keeps_gradients, saved_buffer
 
-EXPERT_CHANNEL = "ep"
+EXPERT_CHANNEL, COUNT_CHANNEL = "ep", "ep.counts"
+"""Counts travel in a group of their own, beside the rows of other parts: whoever waits for them waits for no rows."""
 
 
 class LayerLowering:
@@ -79,7 +80,7 @@ class LayerLowering:
         return Draft(
             kind="collective" if operator.is_exchange else "compute",
             name=operator.name,
-            channel=EXPERT_CHANNEL if operator.is_exchange else COMPUTE,
+            channel=_channel(operator),
             chunk=chunk,
             micro_batch=micro_batch,
             partition=part.partition,
@@ -121,6 +122,12 @@ class LayerLowering:
             reads=(*saved, total),
             writes=(total,),
         )
+
+
+def _channel(operator: LayerOperator) -> str:
+    if operator.part == COUNT:
+        return COUNT_CHANNEL
+    return EXPERT_CHANNEL if operator.is_exchange else COMPUTE
 
 
 def _capacity(operator: LayerOperator, part: Part, buffer: str) -> tuple[Iterable[str], Iterable[str]]:

@@ -25,7 +25,7 @@ from moe_overlap.tuner.cost.layer import KINDS
 from moe_overlap.tuner.cost.listed_memory import ListedBytes, listed_bytes
 from moe_overlap.tuner.cost.predict import Machine, Prediction
 from moe_overlap.tuner.cost.simulate import simulate
-from moe_overlap.tuner.cost.simulate_step import price_stages, simulate_step
+from moe_overlap.tuner.cost.simulate_step import issued_in_order, price_stages, simulate_step
 
 GROUPS = 4
 """Groups of micro-batches, as many as stages in each, behind which every further one takes as long as the one before."""
@@ -156,7 +156,8 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     stage, blocks = plan.stages[index], sample_blocks(plan, index)
     rank, slowed = stage.devices.ranks[0], here.slowed
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
-    here.read(lower(plan, listed.model, rank, saved, blocks=blocks))
+    made = lower(plan, listed.model, rank, saved, blocks=blocks)
+    here.read(issued_in_order(made) if any(other.overlap.is_listed for other in plan.stages) else made)
     alone = run_alone(here.made, rank, here.seconds, slowed)
     folded = fold(index, blocks, here.made, alone)
     whole = blocks_of(folded, plan)

@@ -6,8 +6,8 @@ Rules, as instructions.py states them:
 1. A ready head starts when its channel is free and, if it meets others, when they are ready, too.
 2. While it runs it does its work at a rate of 1, or, with an interference model, at 1 / slowdown: the factor of its stream among
    the busy streams of its rank, times the channels that share the stream (two collectives at a time halve each other; what is
-   sent to another stage and what is received from one do not: links carry both ways). What meets goes at the rate of its
-   slowest rank.
+   sent to another stage and what is received from one do not: links carry both ways; counts of an exchange take a latency and
+   leave the link to the others). What meets goes at the rate of its slowest rank.
 3. Everything has run, or nothing can: then the grid of passes is shown with the place.
 
 Lists: of all ranks, or of one rank per stage (at the same place of each), whose collectives inside a stage then stand for all.
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from moe_overlap.plan import operators
 from moe_overlap.plan.instructions import COMPUTE, OPTIMIZER, TO_DEVICE, TO_HOST, Instruction, ScheduleError
+from moe_overlap.plan.lower_layers import COUNT_CHANNEL
 from moe_overlap.plan.pipeline_order import Step, format_grid
 from moe_overlap.plan.spans import Span, communication_seconds
 from moe_overlap.tuner.cost.interference import Interference
@@ -197,9 +198,13 @@ class _Engine:
 
     def _slowdown(self, rank: int, i: Instruction) -> float:
         assert self._interference is not None
+        if i.channel == COUNT_CHANNEL:
+            return 1.0
         stream = _stream(i.channel)
         shares, busy = 0, []
         for channel, task in self._running[rank].items():
+            if channel == COUNT_CHANNEL:
+                continue
             busy.append(_stream(channel))
             shares += busy[-1] == stream and not (i.peers and _is_opposite(i, task, rank))
         return self._interference[rank].factor(stream, busy) * shares

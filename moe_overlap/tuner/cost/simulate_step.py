@@ -3,7 +3,8 @@ stages of unlike shape send tiles to each other.
 
 Beside each other, work is slowed down as the closed form says (`predict.concurrency`). Simulated steps and the closed form
 (`pipeline.py`) agree where nothing overlaps. Lists of megatron-core's 1F1B wait for their transfers, as it does; those of its
-interleaved pipeline, of stages that follow their own lists and of unlike stages have them beside computation.
+interleaved pipeline, of stages that follow their own lists and of unlike stages have them beside computation. Where the executor
+follows lists, computation also waits for what instructions before it wait for.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def simulate_step(
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
         for rank in stage.devices.ranks if plan.transfers else stage.devices.ranks[:1]:
             made = lower(plan, model, rank, saved)
-            lists[rank] = waiting_for_transfers(made) if waits else made
+            lists[rank] = issued_in_order(made) if listed else waiting_for_transfers(made) if waits else made
         here.read(lists[stage.devices.ranks[0]])
     slowed = {rank: of_stage[plan.stage_of(rank)].slowed for rank in lists}
     simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed)
@@ -86,4 +87,21 @@ def waiting_for_transfers(made: Sequence[Instruction]) -> tuple[Instruction, ...
         elif i.channel == COMPUTE:
             before, computed, moved = moved, (i.id,), ()
         waiting.append(replace(i, after=tuple(sorted({*i.after, *before}))) if before else i)
+    return tuple(waiting)
+
+
+def issued_in_order(made: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """A list as the executor goes through it: where starting a communication waits for another, such as a dispatch for its
+    counts, so does the computation behind it.
+    """
+    waiting: list[Instruction] = []
+    moves = {i.id for i in made if i.kind in ("collective", "point-to-point")}
+    waited: set[int] = set()
+    for i in made:
+        if i.channel == COMPUTE:
+            waiting.append(replace(i, after=tuple(sorted({*i.after, *waited}))) if waited else i)
+            waited = set()
+        else:
+            waiting.append(i)
+            waited |= moves.intersection(i.after)
     return tuple(waiting)

@@ -22,6 +22,7 @@ from moe_overlap.plan.trace import write_trace
 from moe_overlap.tuner.cost.interference import NO_INTERFERENCE, SETS, Interference
 from moe_overlap.tuner.cost.live_memory import intervals, live_bytes
 from moe_overlap.tuner.cost.simulate import simulate
+from moe_overlap.tuner.cost.simulate_step import issued_in_order
 
 Lists = dict[int, Sequence[Instruction]]
 STREAMS = {"compute": 0, "optimizer": 0, "h2d": 2, "d2h": 3}
@@ -68,7 +69,11 @@ def twin(lists: Lists, seconds: Callable[[int, Instruction], float], model: Inte
             return 1.0
         rates = []
         for (rank, channel), mine in task["at"].items():
-            there = [(c, i) for other in running for (r, c), i in other["at"].items() if r == rank]
+            if channel == "ep.counts":
+                rates.append(1.0)
+                continue
+            at = [place for other in running for place in other["at"].items()]
+            there = [(c, i) for (r, c), i in at if r == rank and c != "ep.counts"]
             stream = STREAMS.get(channel, 1)
             both_ways = [i for _, i in there if mine.peers and i.peers and i.name[:4] != mine.name[:4]]
             share = sum(STREAMS.get(c, 1) == stream for c, _ in there) - len(both_ways)
@@ -190,7 +195,7 @@ def test_a_step_is_mists_objective_and_waiting_hides_the_first_micro_batch(criti
 
 
 def compute(number: int, channel: str, after: tuple[int, ...] = (), kind: Any = "compute") -> Instruction:
-    names = {"compute": "attention", "ep": "moe.dispatch", "dp": "moe.combine", "h2d": "moe.count"}
+    names = {"compute": "attention", "ep": "moe.dispatch", "dp": "moe.combine", "ep.counts": "moe.count"}
     return Instruction(
         id=number, kind=kind, name=f"L{number}.{names[channel]}", stage=0, micro_batch=0, channel=channel, after=after
     )
@@ -208,6 +213,27 @@ def test_interference_by_hand() -> None:
     assert ends == [(2, 2.0), (1, 3.0)]
     ends = [(one.instruction.id, one.end) for one in simulate(lists, lambda _, i: alone[i.id]).ran]
     assert ends == [(2, 1.0), (1, 2.0)]
+
+
+def test_counts_pass_rows_and_slow_nothing_down() -> None:
+    """Those of part 1 go while the rows of part 0 travel; computation behind a dispatch waits for the counts it waits for."""
+    half = Interference({**NO_INTERFERENCE.factors, "1100": (2.0, 2.0)})
+    listed = [
+        compute(0, "compute"),
+        compute(1, "ep.counts", (0,), "collective"),
+        compute(2, "ep", (1,), "collective"),
+        compute(3, "ep.counts", (0,), "collective"),
+        compute(4, "ep", (3,), "collective"),
+        compute(5, "compute"),
+    ]
+    alone = [1.0, 0.25, 2.0, 0.5, 2.0, 1.0]
+
+    def ends(made: Sequence[Instruction]) -> list[float]:
+        ran = simulate({0: made}, lambda _, i: alone[i.id], half).ran
+        return [one.end for one in sorted(ran, key=lambda one: one.instruction.id)]
+
+    assert ends(listed) == [1.0, 1.25, 4.0, 1.75, 6.0, 2.75]
+    assert ends(issued_in_order(listed)) == [1.0, 1.25, 4.25, 1.75, 6.25, 3.75]
 
 
 def test_spans_and_exposed_seconds(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.plan.instructions import COMPUTE, Instruction
-from moe_overlap.plan.lower_layers import EXPERT_CHANNEL
+from moe_overlap.plan.lower_layers import COUNT_CHANNEL, EXPERT_CHANNEL
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.simulate import Ran
@@ -101,7 +101,7 @@ def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], ma
 
 
 def _is_decided(i: Instruction) -> bool:
-    return i.kind in ("compute", "weight-gradient") or i.channel == EXPERT_CHANNEL
+    return i.kind in ("compute", "weight-gradient") or i.channel in (EXPERT_CHANNEL, COUNT_CHANNEL)
 
 
 def _layers(gradients: Sequence[str], slots: Sequence[str]) -> tuple[LayerSpan, ...]:
