@@ -97,6 +97,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "extrapolating": bool(prediction.extrapolating),
         "extrapolating_because": list(prediction.extrapolating),
         "not_modelled": list(prediction.not_modelled),
+        "computed_early": list(prediction.computed_early),
         "breakdown": prediction.breakdown,
         "provenance": dataclasses.asdict(predicted.provenance),
         "stages": [dataclasses.asdict(stage) for stage in predicted.stages],
@@ -123,6 +124,7 @@ def as_text(prediction: Prediction, cluster: Cluster) -> str:
     lines += [f"does not fit: {text}" for text in prediction.overflow]
     lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
     lines += [f"not modelled: {flag}" for flag in prediction.not_modelled]
+    lines += [f"computed early for lack of room: {text}" for text in prediction.computed_early]
     return "\n".join(lines).rstrip()
 
 

@@ -2,7 +2,9 @@
 
 Operators of a pass take what `operator_seconds.py` says. What a list has no instruction for belongs to another operator of the
 same part: a weight gradient that is not deferred, or what is recomputed inside a backward pass, to that pass. An operator that
-runs in pieces is priced at the size of a piece. What flags hide beside computation that the list does not show (gradients and
+runs in pieces is priced at the size of a piece, and its deferred weight gradient as so many products of that size. Cutting and
+joining parts counts where it is done (part_copies.py), a weight gradient without room to wait where it is computed
+(deferral_room.py). What flags hide beside computation that the list does not show (gradients and
 parameters that travel during passes) takes what remains exposed.
 """
 
@@ -20,11 +22,13 @@ from moe_overlap.plan.payload import ACTIVATION_BYTES
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.weight_gradients import gradient_of_saved
 from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.deferral_room import Computed, computed_gradients, is_gathered
 from moe_overlap.tuner.cost.groups import axis_group
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.links import collective_seconds, host_seconds
 from moe_overlap.tuner.cost.operator_seconds import Key, held_bytes, operator_seconds
 from moe_overlap.tuner.cost.operators import tabulate
+from moe_overlap.tuner.cost.part_copies import Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.predict import Machine, Priced, concurrency, cost_of, one_way_seconds
 from moe_overlap.tuner.cost.prepare import layer_variant
 from moe_overlap.tuner.cost.stage import exchange_seconds
@@ -37,6 +41,7 @@ class StagePrices:
     Attributes:
         column: the stage's place in its family.
         made: the stage's list, once `read`.
+        computed: when its deferred weight gradients are computed.
     """
 
     plan: Plan
@@ -46,6 +51,8 @@ class StagePrices:
     column: int
     machine: Machine
     made: Sequence[Instruction] = ()
+    computed: Computed = field(default_factory=lambda: Computed({}, {}))
+    _copied: dict[Place, float] = field(default_factory=dict)
     _pieces: Counter[tuple[str, int | None]] = field(default_factory=Counter)
     _named: dict[str, dict[Key, None]] = field(default_factory=lambda: defaultdict(dict))
     _by_size: dict[tuple[int, int], dict[Key, float]] = field(default_factory=dict)
@@ -65,6 +72,14 @@ class StagePrices:
             operator = parse_operator(name)
             if place := place_of(operator):
                 self._named[place][_key(operator)] = None
+        hidden = self.priced.family.boundary_bytes
+        self._copied = copied_bytes(made, hidden, hidden * self.priced.setting.topk)
+        self.computed = computed_gradients(
+            made,
+            lambda name: self.deferred_bytes(name) / self._products(name),
+            lambda name: is_gathered(parse_operator(name), self.stage),
+            self.stage.overlap.max_deferred_bytes or None,
+        )
 
     def seconds(self, i: Instruction) -> float:
         """Of one instruction, alone."""
@@ -81,7 +96,12 @@ class StagePrices:
             return self._gather(operator.part)
         if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
             return self._state(i.name)
-        return self.piece_seconds(i.name, pieces)
+        place = place_in_list(i)
+        early = sum(map(self._product_seconds, self.computed.early.get(place, ())))
+        beside = early + self._copy_seconds(self._copied.get(place, 0.0))
+        if i.kind == "weight-gradient":
+            return beside + self.computed.late[place] * self._product_seconds(i.name)
+        return beside + self.piece_seconds(i.name, pieces)
 
     def piece_seconds(self, name: str, pieces: int) -> float:
         """Of one of so many pieces of an operator whose name stands in the list."""
@@ -101,8 +121,7 @@ class StagePrices:
         words = name.split(".")
         if words[0] == "saved":
             gradient = gradient_of_saved(name)
-            backward = str(replace(parse_operator(gradient), weight="", suffix=BACKWARD))
-            return self.deferred_bytes(gradient) / self._pieces[backward, 0]
+            return self.deferred_bytes(gradient) / self._products(gradient)
         moves = words[0] == "moved"
         what, part = words[moves : moves + 2] if len(words) > 1 else (name, "")
         if what not in ("parameters", "weights", "gradient", "dweights", "state", "activations"):
@@ -150,6 +169,21 @@ class StagePrices:
             wanted = (self.graph.layer_kinds[layer], layer_variant(self.stage, layer - first))
         parts = [table.part for table in self.priced.family.tables]
         return next(row for row, one in enumerate(parts) if (one.kind, one.variant) == wanted)
+
+    def _products(self, gradient: str) -> int:
+        """How many products of a micro-batch make a deferred weight gradient: one for each part of its operator."""
+        return self._pieces[str(replace(parse_operator(gradient), weight="", suffix=BACKWARD)), 0]
+
+    def _product_seconds(self, gradient: str) -> float:
+        return self.piece_seconds(gradient, self._products(gradient))
+
+    def _copy_seconds(self, size: float) -> float:
+        """Of bytes that are read and written once."""
+        if not size:
+            return 0.0
+        setting = self.priced.setting
+        rate = setting.gpu.memory_gb_per_s * 1e9 * setting.constants.memory / setting.release.memory
+        return 2.0 * size / rate + setting.constants.kernel_seconds
 
     def _state(self, name: str) -> float:
         """Gradients, parameters and the optimizer: of the whole stage, of a part, or of a piece of it."""

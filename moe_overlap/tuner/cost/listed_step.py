@@ -27,6 +27,8 @@ from moe_overlap.tuner.cost.predict import Machine, Prediction
 from moe_overlap.tuner.cost.simulate import simulate
 from moe_overlap.tuner.cost.simulate_step import issued_in_order, price_stages, simulate_step
 
+SHOWN = 4
+"""Weight gradients that are named."""
 GROUPS = 4
 """Groups of micro-batches, as many as stages in each, behind which every further one takes as long as the one before."""
 
@@ -64,16 +66,18 @@ def with_lists(
         stages=stages,
     )
     early = tuple(
-        f"max_deferred_bytes: stage {one.folded.stage} has {one.bytes.deferred:.3g} to hold; what has no room is computed early"
+        f"stage {one.folded.stage} could hold {one.bytes.deferred:.3g} bytes and may hold "
+        f"{plan.stages[one.folded.stage].overlap.max_deferred_bytes}: {len(one.early)} of {one.deferred} weight gradients "
+        f"({', '.join(one.early[:SHOWN])}{', …' * (len(one.early) > SHOWN)})"
         for one in ones
-        if one.bytes.deferred > plan.stages[one.folded.stage].overlap.max_deferred_bytes
+        if one.early
     )
     return replace(
         closed,
         predicted=predicted,
         breakdown=_breakdown(slowest, plan, played, still),
         mfu=closed.mfu * scale,
-        not_modelled=(*closed.not_modelled, *early),
+        computed_early=early,
     )
 
 
@@ -136,6 +140,8 @@ class _Alone:
         inside: of them those of KINDS that instructions of computation hold, for they run inside their operators.
         transfer: seconds of one transfer to a neighbour.
         slowed: how what runs at the same time slows down.
+        early: names of the deferred weight gradients that are computed early for lack of room.
+        deferred: how many are deferred.
     """
 
     folded: Folded
@@ -149,6 +155,8 @@ class _Alone:
     slowed: Interference
     bytes: ListedBytes
     fragmentation: float
+    early: tuple[str, ...]
+    deferred: int
 
 
 def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
@@ -179,6 +187,8 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
         slowed=slowed,
         bytes=listed_bytes(here, listed.model, alone, lower(without, listed.model, rank, saved, blocks=plain), slowed),
         fragmentation=listed.machine.fragmentation,
+        early=tuple(here.computed.early_names),
+        deferred=len({i.name for i in here.made if i.kind == "weight-gradient"}),
     )
 
 

@@ -55,6 +55,8 @@ class Prediction:
     """Why the figures reach beyond what was measured; empty where they do not."""
     not_modelled: tuple[str, ...]
     """Flags that change seconds or bytes and are not counted."""
+    computed_early: tuple[str, ...] = ()
+    """Deferred weight gradients that find no room to wait, by stage; they are counted where they are computed."""
 
     @property
     def fits(self) -> bool:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import NO_OVERLAP
+from moe_overlap.plan.payload import boundary_bytes
 from moe_overlap.plan.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
@@ -98,7 +99,7 @@ def _family(
         sizes=tuple(sizes),
         counts=counts,
         in_flight=np.array(flying),
-        boundary_bytes=2.0 * size * length / stage.context / stage.tensor * model.hidden_size,
+        boundary_bytes=float(boundary_bytes(plan, stage, model)),
     )
 
 

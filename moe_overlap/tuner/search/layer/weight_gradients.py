@@ -40,6 +40,8 @@ Place = tuple[int, int]
 """Stage, chunk."""
 FEWEST_MICRO_BATCHES = 4
 """Of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines need it."""
+UNBOUNDED = 1 << 62
+"""Bytes to hold while it is found out what may stand where."""
 Choice = Literal["without", "solved", "solved, rest in program order", "program order"]
 
 
@@ -121,7 +123,7 @@ def schedule_weight_gradients(
     order = [program_order(plan, index, model) for index in stages]
     if not any(order):
         return Schedule(bare, "without", seconds, (), _bubbles(undeferred, [[] for _ in stages]))
-    deferred = with_slots(without_pieces(plan), order, limits.max_deferred_bytes)
+    deferred = with_slots(without_pieces(plan), order, UNBOUNDED)
     problems = _problems(deferred, step_of(deferred), machine, limits.max_deferred_bytes)
     chunks = _solved(problems, limits)
     plans: dict[Choice, Plan] = {"without": bare}

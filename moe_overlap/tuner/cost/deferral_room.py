@@ -1,0 +1,109 @@
+"""Which deferred weight gradients are computed early, as there is no room for them: the rule of runtime/weight_grad_queue.py.
+
+Held bytes never exceed the bound. What has no room is computed at once, inside the backward operator that made it, behind those
+of its name that still wait, so that sums keep their order. Gradients whose computation communicates have room by the bytes of
+their own kind alone, which all ranks know; for them the oldest others give way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.operators import ATTENTION, HEAD_LOSS, MLP, SHARED, WEIGHTS, Operator, parse_operator
+from moe_overlap.plan.plan import StagePlan
+from moe_overlap.plan.weight_gradients import gradient_of_saved
+from moe_overlap.tuner.cost.part_copies import Place, place_in_list
+
+GATHERED = {ATTENTION: ("qkv", "q", "q_up", "kv_up"), MLP: ("fc1",), SHARED: ("fc1",), HEAD_LOSS: ("output",)}
+"""Products of a part of the sequence that is gathered again for the weight gradient, where tensor ranks share it."""
+
+
+@dataclass(slots=True)
+class Room:
+    """Gradients that wait, the oldest first: name, bytes, and whether they communicate.
+
+    Args:
+        max_bytes: most bytes that may be held; None is no bound.
+    """
+
+    max_bytes: int | None
+    _waiting: list[tuple[str, float, bool]] = field(default_factory=list)
+
+    def put(self, name: str, size: float, communicates: bool = False) -> list[str]:
+        """Names of what is computed now, in order."""
+        entry = (name, size, communicates)
+        bound = float("inf") if self.max_bytes is None else self.max_bytes
+        if self._held(communicates_only=communicates) + size > bound:
+            early = [other for other in self._waiting if other[0] == name]
+            self._waiting = [other for other in self._waiting if other[0] != name]
+            return [other[0] for other in (*early, entry)]
+        self._waiting.append(entry)
+        early = []
+        while self._held(communicates_only=False) > bound:
+            oldest = next(other for other in self._waiting if not other[2])
+            self._waiting.remove(oldest)
+            early.append(oldest)
+        return [other[0] for other in early]
+
+    def run(self, name: str) -> int:
+        """How many of a name still waited, and are computed now."""
+        before = len(self._waiting)
+        self._waiting = [other for other in self._waiting if other[0] != name]
+        return before - len(self._waiting)
+
+    def _held(self, communicates_only: bool) -> float:
+        return sum(size for _, size, communicates in self._waiting if communicates or not communicates_only)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Weight gradients that the instructions of a list compute.
+
+    Attributes:
+        early: backward instruction -> gradients beside its own work; of an operator in parts once for each part.
+        late: weight-gradient instruction -> how many it still finds.
+    """
+
+    early: dict[Place, tuple[str, ...]]
+    late: dict[Place, int]
+
+    @property
+    def early_names(self) -> Counter[str]:
+        """How often each gradient of the list is computed early."""
+        return Counter(name for names in self.early.values() for name in names)
+
+
+def computed_gradients(
+    made: Sequence[Instruction],
+    size_of: Callable[[str], float],
+    communicates: Callable[[str], bool],
+    max_bytes: int | None,
+) -> Computed:
+    """Follow the deferred weight gradients of a list.
+
+    Args:
+        size_of: bytes that one of the gradients of a name holds.
+    """
+    room = Room(max_bytes)
+    early: dict[Place, list[str]] = defaultdict(list)
+    late: dict[Place, int] = {}
+    for i in made:
+        saved = [gradient_of_saved(name) for name in i.writes if name.startswith("saved.")]
+        for name in sorted(saved, key=_place_in_forward, reverse=True):
+            early[place_in_list(i)] += room.put(name, size_of(name), communicates(name))
+        if i.kind == "weight-gradient":
+            late[place_in_list(i)] = room.run(i.name)
+    return Computed({place: tuple(names) for place, names in early.items() if names}, late)
+
+
+def is_gathered(gradient: Operator, stage: StagePlan) -> bool:
+    """Whether computing a weight gradient communicates."""
+    return stage.tensor > 1 and gradient.weight in GATHERED.get(gradient.part, ())
+
+
+def _place_in_forward(gradient: str) -> int:
+    operator = parse_operator(gradient)
+    return WEIGHTS[operator.part].index(operator.weight)

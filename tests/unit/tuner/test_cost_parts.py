@@ -1,0 +1,153 @@
+"""What parts cost beside their operators: copies, products of weight gradients, and gradients without room to wait."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import re
+
+import pytest
+import torch
+from test_cost_listed_step import BASE, BATCH, DEFERRED, PARTS, predicted
+from test_cost_predict import CONSTANTS, by_hand
+from test_cost_simulate_step import CLUSTER, STAGES
+
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.predicting import simulated
+from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
+from moe_overlap.tuner.cost.deferral_room import Room, computed_gradients
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.part_copies import copied_bytes
+
+CHUNKED = "--moe-overlap-capacity-chunks 2 --moe-expert-capacity-factor 1.0"
+WHOLE_GATE = "--moe-gate batch_prioritized --moe-expert-capacity-factor 1.0 --moe-overlap-range after"
+HIDDEN, ROWS = 4 * 4096 * 2048 * 2, 4 * 4096 * 2048 * 2 * 4
+"""Bytes of a micro-batch of BASE: four sequences of 4096 tokens, 2048 wide; four experts for each token."""
+LAYERS = 16
+
+
+def prices_of(words: str, stage: int = 0) -> StagePrices:
+    step = simulated([*BASE, *words.split()], CLUSTER, graphs=by_hand, constants=CONSTANTS)
+    return list(step.prices.values())[stage]
+
+
+def copies(words: str, stage: int = 0) -> dict[str, float]:
+    """Of one micro-batch, by operator without its layer, all layers and parts added up."""
+    found: dict[str, float] = {}
+    for (name, micro_batch, _), size in copied_bytes(prices_of(words, stage).made, HIDDEN, ROWS).items():
+        if micro_batch == 0:
+            kind = re.sub(r"^L\d+\.", "", name)
+            found[kind] = found.get(kind, 0.0) + size
+    return found
+
+
+def test_parts_are_joined_where_somebody_reads_several() -> None:
+    """All layers in parts without a barrier: the head joins on the way forward, the embedding on the way back."""
+    assert copies(f"{STAGES} 1") == {}
+    assert copies(f"{STAGES} 1 {PARTS}") == {"head.norm": HIDDEN, "embedding.backward": HIDDEN}
+    assert copies(f"{STAGES} 2 {PARTS} {BATCH} 256") == {"moe.merge": HIDDEN, "embedding.backward": HIDDEN}
+    assert copies(f"{STAGES} 2 {PARTS} {BATCH} 256", 1) == {"head.norm": HIDDEN, "attention.backward": HIDDEN}
+
+
+def test_a_whole_gate_copies_what_leaves_it_in_parts() -> None:
+    found = copies(f"{STAGES} 1 {PARTS} {WHOLE_GATE}")
+    assert found["moe.gate"] == (LAYERS + LAYERS - 1) * HIDDEN, "of all but the first layer it joins what attention made"
+    assert found["moe.gate.backward"] == LAYERS * HIDDEN, "gradients are added part by part"
+    assert "moe.dispatch" not in found
+
+
+def test_chunks_of_capacity_pick_and_place_their_rows() -> None:
+    found = copies(f"{STAGES} 1 {CHUNKED}")
+    kinds = ("moe.dispatch", "moe.merge", "moe.combine.backward", "moe.gate.backward")
+    assert found == {kind: pytest.approx(LAYERS * ROWS) for kind in kinds}
+
+
+def test_copies_are_priced_by_the_memory_of_the_device() -> None:
+    cut, whole = prices_of(f"{STAGES} 1 {PARTS}"), prices_of(f"{STAGES} 1")
+    joining, plain = (next(p.seconds(i) for i in p.made if i.name == "head.norm") for p in (cut, whole))
+    constants = CONSTANTS.gpus["H100"]
+    assert joining - plain == pytest.approx(2 * HIDDEN / (3350e9 * constants.memory) + constants.kernel_seconds)
+
+
+def test_a_weight_gradient_of_parts_is_so_many_products() -> None:
+    """Each reads the gradient's weights and starts its kernels: as the parts of the operator itself do."""
+    seconds = []
+    for words in (DEFERRED, f"{DEFERRED} {PARTS}", f"{DEFERRED} {PARTS.replace('2', '4')}"):
+        prices = prices_of(f"{STAGES} 1 {words}")
+        seconds.append(
+            sum(prices.seconds(i) for i in prices.made if re.fullmatch(r"L0\.moe\.experts\.fc.\.dW", i.name))
+        )
+    whole, halves, quarters = seconds
+    assert halves > whole and quarters - halves == pytest.approx(2 * (halves - whole), rel=0.01)
+
+
+def test_room_is_found_by_the_rule_of_the_runtime() -> None:
+    """The same puts and runs, at random, into both; what is computed when."""
+    draw, early_ones = random.Random(3), 0
+    for _ in range(300):
+        bound = draw.choice((None, 0, 40, 100))
+        computed: list[str] = []
+        append = {name: functools.partial(computed.append, name) for name in "abc"}
+        queue, room = WeightGradQueue(bound), Room(bound)
+        for _ in range(draw.randrange(1, 14)):
+            name = draw.choice("abc")
+            computed.clear()
+            if draw.random() < 0.25:
+                queue.run(name)
+                assert room.run(name) == len(computed)
+                continue
+            size, communicates = draw.randrange(1, 60), name == "c"
+            held = (torch.empty(size, dtype=torch.uint8),)
+            queue.put(name, append[name], held, communicates=communicates)
+            early = room.put(name, size, communicates)
+            assert early == computed
+            early_ones += len(early)
+    assert early_ones > 300
+
+
+def test_gradients_are_followed_through_a_list() -> None:
+    """Room for two of three: the third is computed in its backward operator, and its own instruction finds one part less."""
+    made = [
+        backward(0, (0,), "fc1", "fc2"),
+        backward(1, (1,), "fc1", "fc2"),
+        Instruction(
+            id=2, kind="weight-gradient", name="L0.moe.experts.fc2.dW", stage=0, micro_batch=0, partition=(0, 1)
+        ),
+        Instruction(
+            id=3, kind="weight-gradient", name="L0.moe.experts.fc1.dW", stage=0, micro_batch=0, partition=(0, 1)
+        ),
+    ]
+    found = computed_gradients(made, lambda _: 10.0, lambda _: False, 30)
+    assert found.early == {("L0.moe.experts.backward", 0, (1,)): ("L0.moe.experts.fc1.dW",) * 2}
+    assert list(found.late.values()) == [2, 0]
+    assert list(computed_gradients(made, lambda _: 10.0, lambda _: False, 40).late.values()) == [2, 2]
+
+
+def backward(number: int, partition: tuple[int, ...], *weights: str) -> Instruction:
+    saved = tuple(f"saved.L0.moe.experts.{weight}.m0.p{partition[0]}" for weight in weights)
+    name = "L0.moe.experts.backward"
+    return Instruction(id=number, kind="compute", name=name, stage=0, micro_batch=0, partition=partition, writes=saved)
+
+
+def test_without_room_the_backward_pass_takes_what_its_weight_gradients_took() -> None:
+    """Down to a byte nothing is hidden and nothing is lost: the step is that without deferral."""
+    words = f"{STAGES} 1 --expert-model-parallel-size 16"
+    bare, deferred = predicted(words), predicted(f"{words} {DEFERRED}")
+    tight = predicted(f"{words} {DEFERRED} --max-deferred-bytes 1")
+    assert deferred.computed_early == bare.computed_early == ()
+    assert deferred.predicted.step_seconds < 0.99 * bare.predicted.step_seconds
+    assert tight.predicted.step_seconds == pytest.approx(bare.predicted.step_seconds)
+    some = predicted(f"{words} {DEFERRED} --max-deferred-bytes 1000000000")
+    assert deferred.predicted.step_seconds < some.predicted.step_seconds < tight.predicted.step_seconds
+    assert some.computed_early[0].startswith("stage 0 could hold ") and some.not_modelled == ()
+    assert dataclasses.asdict(tight)["computed_early"]
+
+
+def test_hidden_states_cross_a_stage_in_the_precision_of_the_run() -> None:
+    """Four bytes an element in fp32, two in bf16: what one sends is what the list says it sends."""
+    for words, width in ((BASE, 2), ([word for word in BASE if word != "--bf16"], 4)):
+        step = simulated([*words, STAGES, "2"], CLUSTER, graphs=by_hand, constants=CONSTANTS)
+        prices = step.prices[0]
+        (sent, *_) = (i.bytes for i in prices.made if i.name == "send.S0>S1")
+        assert prices.priced.family.boundary_bytes == sent == 4 * 4096 * 2048 * width
