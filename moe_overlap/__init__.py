@@ -5,15 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_overlap.overlap_tuning import tune_overlap as tune
     from moe_overlap.predicting import predict
 
-__all__ = ["predict"]
+__all__ = ["predict", "tune"]
 
 
 def __getattr__(name: str) -> Any:
-    """`from moe_overlap import predict`; what it needs is imported when it is asked for."""
+    """`from moe_overlap import tune, predict`; what they need is imported when they are asked for."""
     if name == "predict":
         from moe_overlap.predicting import predict
 
         return predict
+    if name == "tune":
+        from moe_overlap.overlap_tuning import tune_overlap
+
+        return tune_overlap
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,9 +26,11 @@ if __name__ == "__main__":
 from megatron.training.arguments import expand_files
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.overlap_tuning import PLAIN, Candidate, Tuned, tune_overlap
+from moe_overlap.overlap_candidates import PLAIN, Candidate
+from moe_overlap.overlap_tuning import Tuned, tune_overlap
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.serialize import save_plan
+from tools.class_report import classes_json, classes_text
 from tools.job_arguments import add_job_arguments, cluster_of, words_of
 from tools.predict import as_json, write_trace
 
@@ -107,6 +109,8 @@ def tuned_json(tuned: Tuned) -> dict[str, Any]:
     return as_json(tuned.chosen.prediction) | {
         "chosen": tuned.chosen.name,
         "plain_step_seconds": tuned.plain_seconds,
+        "dropped_flags": list(tuned.chosen.dropped),
+        "layer_classes": classes_json(tuned.mix),
         "runners_up": [_as_json(other) for other in tuned.others],
         "search": {"seconds": tuned.search_seconds},
     }
@@ -125,8 +129,10 @@ def tuned_text(tuned: Tuned, folder: Path) -> str:
     lines = [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
     assert chosen.prediction is not None
     lines += [f"does not fit: {text}" for text in chosen.prediction.overflow]
+    lines += [f"without    {flag}: a list places that communication itself" for flag in chosen.dropped]
     lines += [f"           {line}" for line in _decisions(chosen)]
     lines += [f"not        {other.name}: {_why(other, chosen)}" for other in tuned.others]
+    lines += classes_text(tuned.mix)
     lines += [
         "",
         f"searched   {tuned.search_seconds:.1f} s",

@@ -14,7 +14,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.exits import ends_with_its_reader
 from moe_overlap.plan.instructions import format_list
 from moe_overlap.plan.lower import lower
-from moe_overlap.plan.overlap import LayerOverlap
+from moe_overlap.plan.overlap import LayerOverlap, SearchLimits
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.serialize import load_plan, read_record
 from moe_overlap.plan.validate import validate_plan
@@ -114,9 +114,16 @@ def _stage_column(stage: StagePlan) -> dict[str, str]:
         "recompute": "-" if recompute.granularity == "none" else recomputed,
         "offload": offload or "-",
         "overlap": layers or "-",
+        "fewer parts": _shown_limits(overlap.search_limits),
         "deferred": f"{overlap.max_deferred_bytes / 2**20:g} MiB" if overlap.max_deferred_bytes else "-",
         "gradient chunk": f"{overlap.gradient_chunk_bytes / 2**20:g} MiB" if overlap.gradient_chunk_bytes else "-",
     }
+
+
+def _shown_limits(limits: SearchLimits | None) -> str:
+    """`L3.attention…L6.moe.merge*2`: what memory allows where the search was given more."""
+    lowered = () if limits is None else limits.lowered
+    return " ".join(f"{one.first_operator}…{one.last_operator}*{one.max_partitions}" for one in lowered) or "-"
 
 
 def _shown_layer(layer: LayerOverlap) -> str:

@@ -10,6 +10,18 @@ Mechanism = Literal["none", "tutel", "partitioned", "cross_micro_batch", "fused"
 Axis = Literal["batch", "sequence", "capacity"]
 Dispatcher = Literal["alltoall", "allgather", "flex", "irregular"]
 TUTEL_DEGREES = (1, 2, 4, 8)
+MAY_BE_MISSING = {"may_be_missing": True}
+"""Metadata of a field that older files of the same schema version do not have: missing means its default, and is written so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoweredLimit:
+    """A range for which memory allows fewer partitions than the search was given."""
+
+    first_operator: str
+    last_operator: str
+    max_partitions: int
+    """1: the range stays whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +34,8 @@ class SearchLimits:
     """γ: operators shorter than this, in seconds, are grouped before the search."""
     range_limit: int
     """ι: most groups in a range."""
+    lowered: tuple[LoweredLimit, ...] = field(default=(), metadata=MAY_BE_MISSING)
+    """Ranges of the stage for which ρ was lowered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

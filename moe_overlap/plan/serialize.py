@@ -1,6 +1,7 @@
 """Frozen dataclasses to JSON and back, exactly.
 
-The dataclass is the schema: an unknown or missing key, or a wrong type, is an error.
+The dataclass is the schema: an unknown or missing key, or a wrong type, is an error; a field that may be missing says so in its
+metadata (`MAY_BE_MISSING`).
 A file is written beside its place and renamed, so that it is complete or absent.
 """
 
@@ -81,7 +82,12 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 def as_values(value: Any) -> Any:
     """Dataclasses, tuples and dictionaries as plain JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        given = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {
+            field.name: as_values(part)
+            for field, part in given
+            if not (field.metadata.get("may_be_missing", False) and part == field.default)
+        }
     if isinstance(value, tuple):
         return [as_values(item) for item in value]
     if isinstance(value, dict):
@@ -124,11 +130,11 @@ def read_record(kind: type[Record], values: Any, source: str, path: str = "") ->
     for key in values:
         if key not in fields:
             raise ConfigError(_subject(source, _join(path, key)), "", "unknown key", f"use one of {', '.join(fields)}")
-    for name in fields:
-        if name not in values:
+    for name, field in fields.items():
+        if name not in values and not field.metadata.get("may_be_missing", False):
             raise ConfigError(_subject(source, _join(path, name)), "", "is missing", f"add {name}")
     hints = get_type_hints(kind)
-    return kind(**{name: _read(hints[name], values[name], source, _join(path, name)) for name in fields})
+    return kind(**{name: _read(hints[name], value, source, _join(path, name)) for name, value in values.items()})
 
 
 def _read(hint: Any, value: Any, source: str, path: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import TUTEL_DEGREES, LayerOverlap, Mechanism, StageOverlap
 from moe_overlap.plan.plan import StagePlan
 from moe_overlap.plan.validate_ranges import validate_ranges
@@ -36,7 +37,7 @@ def validate_overlap(stage: StagePlan, model: ModelDescription | None, subject: 
             raise ConfigError(
                 f"{subject}.{field}", getattr(overlap, field), f"must be at least {least}", f"write {least}"
             )
-    _check_limits(overlap, subject)
+    _check_limits(stage, subject)
     seen: set[int] = set()
     for index, layer in enumerate(overlap.layers):
         place = f"{subject}.layers[{index}]"
@@ -55,14 +56,23 @@ def validate_overlap(stage: StagePlan, model: ModelDescription | None, subject: 
     _check_stage_sums(overlap, subject)
 
 
-def _check_limits(overlap: StageOverlap, subject: str) -> None:
-    limits = overlap.search_limits
+def _check_limits(stage: StagePlan, subject: str) -> None:
+    limits = stage.overlap.search_limits
     if limits is None:
         return
     for field, least in (("max_partitions", 1), ("group_seconds", 0), ("range_limit", 1)):
         value = getattr(limits, field)
         if value < least:
             raise ConfigError(f"{subject}.search_limits.{field}", value, f"must be at least {least}", f"write {least}")
+    for index, one in enumerate(limits.lowered):
+        place = f"{subject}.search_limits.lowered[{index}]"
+        for field in ("first_operator", "last_operator"):
+            if parse_operator(getattr(one, field), f"{place}.{field}").layer not in stage.layers:
+                rule = "no operator of a layer of this stage"
+                raise ConfigError(f"{place}.{field}", getattr(one, field), rule, "name one")
+        if not 1 <= one.max_partitions < limits.max_partitions:
+            rule = f"must be at least 1 and below the limit of the search ({limits.max_partitions})"
+            raise ConfigError(f"{place}.max_partitions", one.max_partitions, rule, "write 1 or remove the entry")
 
 
 def _check_stage_sums(overlap: StageOverlap, subject: str) -> None:

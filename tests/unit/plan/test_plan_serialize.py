@@ -12,11 +12,12 @@ import plan_samples
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap, SearchLimits, StageOverlap
+from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap, LoweredLimit, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import AllGather, PeakBytes, Predicted, PredictedStage, Provenance, Tile, Transfer
 from moe_overlap.plan.serialize import format_json, from_json, load_plan, save_plan, to_json
 
 EXAMPLE = plan_samples.GOLDEN / "example_plan.json"
+LIMITS = SearchLimits(max_partitions=8, group_seconds=1e-3, range_limit=4)
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -42,7 +43,8 @@ def full_plan() -> Any:
         kernel_blocks=KernelBlocks(dispatch=8, combine=12),
         weight_gradient_slots={"L0.moe.dispatch.backward": ("L0.attention.qkv.dW",)},
     )
-    limits = SearchLimits(max_partitions=8, group_seconds=1e-3, range_limit=4)
+    lowered = LoweredLimit(first_operator="L0.attention", last_operator="L0.moe.merge", max_partitions=2)
+    limits = dataclasses.replace(LIMITS, lowered=(lowered,))
     overlap = StageOverlap(max_deferred_bytes=1 << 20, search_limits=limits, layers=(layer,))
     tile = Tile(source=0, target=1, batch=(0, 2), sequence=(0, 256))
     return plan_samples.plan(
@@ -63,6 +65,14 @@ def full_plan() -> Any:
 
 def test_example_is_byte_for_byte_stable() -> None:
     assert to_json(load_plan(EXAMPLE)) == EXAMPLE.read_text()
+
+
+def test_what_older_plans_do_not_say_means_nothing_was_lowered() -> None:
+    plan = full_plan()
+    stages = tuple(dataclasses.replace(one, overlap=StageOverlap(search_limits=LIMITS)) for one in plan.stages)
+    older = to_json(dataclasses.replace(plan, stages=stages))
+    assert '"lowered"' not in older
+    assert from_json(older).stages[0].overlap.search_limits == LIMITS and LIMITS.lowered == ()
 
 
 def test_every_part_of_the_schema_round_trips() -> None:

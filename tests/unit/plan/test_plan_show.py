@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import plan_samples
 import pytest
 
 from moe_overlap.plan.instructions import parse_list
+from moe_overlap.plan.overlap import LoweredLimit, SearchLimits, StageOverlap
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_plan.py"
 PLAN = str(plan_samples.GOLDEN / "pp2_ep2.json")
@@ -37,6 +39,15 @@ def test_example_as_text(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -
     assert ["micro-batch", "size", "2", "4"] in table
     assert ["overlap", "L0:partitioned*2", "-"] in table
     assert not any(row[0] == "offload" for row in table)
+
+
+def test_a_range_that_memory_kept_from_more_parts_is_shown(tool: ModuleType) -> None:
+    lowered = LoweredLimit(first_operator="L0.attention", last_operator="L0.moe.merge", max_partitions=2)
+    limits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=4, lowered=(lowered,))
+    for said, expected in ((limits, "L0.attention…L0.moe.merge*2"), (replace(limits, lowered=()), None)):
+        plan = plan_samples.plan(stages=1, stage={"overlap": StageOverlap(search_limits=said)})
+        rows = dict(tool.stage_rows(plan))
+        assert rows.get("fewer parts") == (None if expected is None else [expected])
 
 
 def test_list_of_a_rank(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

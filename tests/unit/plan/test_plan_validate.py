@@ -18,6 +18,14 @@ EXAMPLE = (plan_samples.GOLDEN / "example_plan.json").read_text()
 LAYER = "stages.0.overlap.layers.0"
 SLOT = "L0.moe.dispatch.backward"
 
+
+def lowered(first: str, most: int) -> dict[str, Any]:
+    """Limits of a search on the first stage, one of them lowered for a range."""
+    limit = {"first_operator": first, "last_operator": "L0.moe.merge", "max_partitions": most}
+    limits = {"max_partitions": 8, "group_seconds": 0.0, "range_limit": 1, "lowered": [limit]}
+    return {"stages.0.overlap.search_limits": limits}
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stages": []}, "stages []: a plan has at least one stage; add a stage"),
     ({"sequence_length": 0}, "sequence_length 0: must be at least 1; write a positive number"),
@@ -158,6 +166,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"stages.0.overlap.search_limits": {"max_partitions": 0, "group_seconds": 0.0, "range_limit": 1}},
         "stages[0].overlap.search_limits.max_partitions 0: must be at least 1; write 1",
+    ),
+    (
+        lowered("L0.attention", 8),
+        "stages[0].overlap.search_limits.lowered[0].max_partitions 8: must be at least 1 and below the limit of the search (8); "
+        "write 1 or remove the entry",
+    ),
+    (
+        lowered("L9.attention", 2),
+        "stages[0].overlap.search_limits.lowered[0].first_operator L9.attention: no operator of a layer of this stage; name one",
     ),
     (
         {"stages.0.overlap.max_deferred_bytes": 0},

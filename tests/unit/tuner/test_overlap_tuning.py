@@ -15,7 +15,8 @@ from megatron.training.describe import describe_model, known_vocab_size
 from megatron.training.plan_of_run import plan_of_run
 from megatron.training.validation import validate
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.overlap_tuning import PLAIN, WORTH, Candidate, Tuned, choose, tune_overlap
+from moe_overlap.overlap_candidates import PLAIN, Candidate
+from moe_overlap.overlap_tuning import WORTH, Tuned, choose, tune_overlap
 from moe_overlap.plan.overlap import SearchLimits
 from tools.autotune import main
 

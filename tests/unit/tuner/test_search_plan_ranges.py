@@ -192,9 +192,16 @@ def test_memory_lowers_the_number_of_partitions() -> None:
     assert {(one.most_partitions, one.needed_bytes) for one in few.stages[0].lowered} == {(2, 4 * GIB)}
     names = {(one.first_operator, one.last_operator) for one in few.stages[0].ranges}
     assert names == {(one.first_operator, one.last_operator) for one in few.stages[0].lowered}
+    limits = few.plan.stages[0].overlap.search_limits
+    assert limits is not None and dataclasses.replace(limits, lowered=()) == LIMITS
+    said = {(one.first_operator, one.last_operator, one.max_partitions) for one in limits.lowered}
+    assert said == {(*ends, 2) for ends in names}
+    validate_plan(few.plan, job.model)
     none = job.search(free_bytes=[0.0])
-    assert none.stages[0].ranges == () and none.plan.stages[0].overlap == StageOverlap(search_limits=LIMITS)
+    assert none.stages[0].ranges == () and none.plan.stages[0].overlap.layers == ()
     assert {one.most_partitions for one in none.stages[0].lowered} == {1}
+    limits = none.plan.stages[0].overlap.search_limits
+    assert limits is not None and {one.max_partitions for one in limits.lowered} == {1}
 
 
 def test_groups_of_more_seconds_leave_fewer_ranges() -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.overlap import Gate, LayerOverlap, SearchLimits
+from moe_overlap.plan.overlap import Gate, LayerOverlap, LoweredLimit, SearchLimits
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.tuner.search.layer.found_ranges import StageRanges, with_ranges
+from moe_overlap.tuner.search.layer.found_ranges import LoweredRange, StageRanges, with_ranges
 from moe_overlap.tuner.search.layer.range_prices import Prices, RangePrices
 from moe_overlap.tuner.search.layer.stage_search import HeldBytes, StageSearch
 
@@ -60,7 +60,8 @@ def partition_ranges(
         answer = search.solve()
         answers.append(answer)
         # Gates are written down where something is cut.
-        stages.append(with_ranges(stage if answer.ranges else plan.stages[index], answer.ranges, limits))
+        said = dataclasses.replace(limits, lowered=tuple(map(_limit, answer.lowered)))
+        stages.append(with_ranges(stage if answer.ranges else plan.stages[index], answer.ranges, said))
     return PartitionedPlan(dataclasses.replace(plan, stages=tuple(stages), predicted=None), tuple(answers))
 
 
@@ -71,6 +72,14 @@ def _with_gate(stage: StagePlan, model: ModelDescription, gate: Gate | None) -> 
     found = (entries.get(layer, LayerOverlap(layer=layer)) for layer in experts)
     layers = tuple(dataclasses.replace(one, gate=one.gate or gate) for one in found)
     return dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=layers))
+
+
+def _limit(lowered: LoweredRange) -> LoweredLimit:
+    return LoweredLimit(
+        first_operator=lowered.first_operator,
+        last_operator=lowered.last_operator,
+        max_partitions=lowered.most_partitions,
+    )
 
 
 def check_limits(limits: SearchLimits) -> None:
