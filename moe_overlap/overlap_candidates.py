@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 from megatron.training.arguments import expand_files
 from moe_overlap.describe.cluster import Cluster
@@ -17,6 +18,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.lower import lower
 from moe_overlap.plan.overlap import TUTEL_DEGREES, SearchLimits
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.ranges import RangeWord
 from moe_overlap.predicting import Task, predicted_of, read_job
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.predict import Prediction
@@ -86,8 +88,11 @@ class Candidates:
             flags = ("--moe-overlap-capacity-chunks", str(degree))
             yield from self._both(f"Tutel-style, {degree} chunks", functools.partial(self._by_flags, flags))
         yield from self._both("partitions", self._cut)
-        flags = ("--moe-overlap-micro-batches", "2")
-        yield from self._both("two micro-batches", functools.partial(self._by_flags, flags))
+        together = ("--moe-overlap-micro-batches", "2")
+        yield from self._both("two micro-batches", functools.partial(self._by_flags, together))
+        if cuts := self._equal_cuts():
+            yield from self._both("equal partitions", functools.partial(self._best_of, cuts, ()))
+            yield from self._both("two micro-batches in partitions", functools.partial(self._best_of, cuts, together))
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -129,6 +134,34 @@ class Candidates:
     def _by_flags(self, flags: tuple[str, ...]) -> tuple[Plan, None]:
         """What flags say by hand; their rules hold."""
         return read_job([*self.own, *flags], self.cluster.gpus).plan, None
+
+    def _equal_cuts(self) -> list[tuple[str, ...]]:
+        """Flags that cut every layer alike."""
+        samples, most = self.task.job.plan.stages[0].micro_batch_size, self.limits.max_partitions
+        return [
+            ("--moe-overlap-partitions", str(parts), "--moe-overlap-range", word)
+            for parts in range(2, min(samples, most) + 1)
+            if samples % parts == 0
+            for word in get_args(RangeWord)
+        ]
+
+    def _best_of(self, several: Sequence[tuple[str, ...]], more: tuple[str, ...]) -> tuple[Plan, None]:
+        """Of what these flags say, each with `more`, the plan with the shortest step; one that fits where any does.
+
+        Raises:
+            ConfigError: none of them may run.
+        """
+        found, refused = [], []
+        for flags in several:
+            try:
+                plan, _ = self._by_flags((*flags, *more))
+                prediction = self.predicted(plan)
+                found.append((not prediction.fits, prediction.predicted.step_seconds, plan))
+            except ConfigError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        return min(found, key=lambda one: one[:2])[2], None
 
     def _whole(self) -> tuple[Plan, None]:
         """Gates and dispatchers of our own, nothing cut and nothing deferred."""

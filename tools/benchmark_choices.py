@@ -38,9 +38,12 @@ from moe_overlap.plan.gate_rules import GATE_FACTS
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.predicting import Task, cache_folder, job_operators, read_job, task_of
+from moe_overlap.tuner.cost.measured import COUNTS, QUEUED_COUNTS
 from moe_overlap.tuner.cost.simulate_step import simulate_step
+from moe_overlap.tuner.profile.database import LinkKey
 from moe_overlap.tuner.profile.links import Fitted
 from tools.autotune import write_run
+from tools.link_bed.egress import HANDED_OVER_BYTES
 from tools.link_bed.figures import Spread
 from tools.link_bed.launch import RankFailed, report_failure
 from tools.link_bed.machine import MeasuredBed, Say
@@ -51,11 +54,11 @@ from tools.link_bed.variants import JOB, Variant, deferral, job_flags, plain_fla
 from tools.link_bed.worker import ORDER_ADD, ORDER_STEP
 
 RANKS, MICRO_BATCHES, EXPERTS_PER_RANK = 2, 2, 2
-SMALLER = ("--seq-length", "96", "--moe-ffn-hidden-size", "1536")
-"""Of the job of the other benchmarks: 768 tokens, some 0.6 s of computation a micro-batch; 1.5 MiB leave a rank per exchange."""
-OF_GATE = {"switch": ("--seq-length", "144")}
+SMALLER = ("--seq-length", "80", "--moe-ffn-hidden-size", "1536")
+"""Of the job of the other benchmarks: 640 tokens, about half a second of computation a micro-batch; 1.25 MiB leave a rank per exchange."""
+OF_GATE = {"switch": ("--seq-length", "120")}
 """One expert per token halves the messages; short ones pass a limited link for nothing after a pause."""
-FINALISTS = 4
+FINALISTS = 3
 CELL_LINKS = {
     "all_to_all": tuple(1 << power for power in range(18, 23)),
     "all_gather": (1 << 20, 1 << 21),
@@ -114,6 +117,8 @@ class GateCells:
         self._ranks.set_rate(mbit)
         bed = self._bed(f"ratio-{ratio:g}", self._operators)
         bed.measure_links(CELL_LINKS)
+        for kind, seconds in ((COUNTS, 1e-6), (QUEUED_COUNTS, HANDED_OVER_BYTES * 8e-6 / mbit)):
+            bed.database.add_link(LinkKey(kind, "network", RANKS, 1 << 22), seconds)
         tuned = tune_overlap(self._words, bed.cluster(), LIMITS)
         self._say(f"chosen in {tuned.search_seconds:.1f} s: {tuned.chosen.name}")
         folder = self._arguments.folder / f"{self._gate}-{ratio:g}-chosen"

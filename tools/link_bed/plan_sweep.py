@@ -23,7 +23,7 @@ def baselines(gate: str) -> list[Variant]:
 
 
 def hand_set(gate: str, samples: int) -> list[Variant]:
-    """Mechanism × deferral × one or two micro-batches at a time, without the sequential one.
+    """Mechanism × deferral × one or two micro-batches at a time, without the sequential one and those that a plan may not have.
 
     Args:
         samples: of a micro-batch, which partitions divide.
@@ -40,6 +40,8 @@ def hand_set(gate: str, samples: int) -> list[Variant]:
     found = []
     for together, interleaved in (("", ()), ("two micro-batches", INTERLEAVE)):
         for cut, cut_flags in cuts:
+            if interleaved and CHUNKS in cut_flags:
+                continue  # a plan may not have both
             for deferred, defer_flags in (("", ()), ("deferral", DEFER)):
                 if words := [word for word in (cut, deferred, together) if word]:
                     flags = (*base_flags(gate), *cut_flags, *defer_flags, *interleaved)

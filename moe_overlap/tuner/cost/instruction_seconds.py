@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, NORM, RECOMPUTE, WEIGHT_GRADIENT, Operator, parse_operator
+from moe_overlap.plan.operators import BACKWARD, COUNT, NORM, RECOMPUTE, WEIGHT_GRADIENT, Operator, parse_operator
 from moe_overlap.plan.payload import ACTIVATION_BYTES
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.weight_gradients import gradient_of_saved
@@ -101,7 +101,12 @@ class StagePrices:
         beside = early + self._copy_seconds(self._copied.get(place, 0.0))
         if i.kind == "weight-gradient":
             return beside + self.computed.late[place] * self._product_seconds(i.name)
-        return beside + self.piece_seconds(i.name, pieces)
+        queued = self.machine.queue_seconds if operator.part == COUNT and self._meets_rows(pieces) else 0.0
+        return beside + queued + self.piece_seconds(i.name, pieces)
+
+    def _meets_rows(self, pieces: int) -> bool:
+        """Whether an operator in so many pieces may start while rows of another piece or micro-batch are on their way."""
+        return pieces > 1 or self.stage.overlap.micro_batches_in_flight > 1
 
     def piece_seconds(self, name: str, pieces: int) -> float:
         """Of one of so many pieces of an operator whose name stands in the list."""

@@ -108,6 +108,7 @@ class Machine:
     Attributes:
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
+        queue_seconds: how much longer counts take that start while rows are on their way.
     """
 
     cluster: Cluster
@@ -116,6 +117,7 @@ class Machine:
     fragmentation: float = 0.0
     load: float = 1.0
     lookup: Lookup | None = None
+    queue_seconds: float = 0.0
 
 
 def machine_of(

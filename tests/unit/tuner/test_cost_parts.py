@@ -52,7 +52,9 @@ def test_parts_are_joined_where_somebody_reads_several() -> None:
 
 def test_a_whole_gate_copies_what_leaves_it_in_parts() -> None:
     found = copies(f"{STAGES} 1 {PARTS} {WHOLE_GATE}")
-    assert found["moe.gate"] == (LAYERS + LAYERS - 1) * HIDDEN, "of all but the first layer it joins what attention made"
+    assert found["moe.gate"] == (LAYERS + LAYERS - 1) * HIDDEN, (
+        "of all but the first layer it joins what attention made"
+    )
     assert found["moe.gate.backward"] == LAYERS * HIDDEN, "gradients are added part by part"
     assert "moe.dispatch" not in found
 
