@@ -55,7 +55,7 @@ from tools.link_bed.worker import ORDER_ADD, ORDER_STEP
 
 RANKS, MICRO_BATCHES, EXPERTS_PER_RANK = 2, 2, 2
 SMALLER = ("--seq-length", "80", "--moe-ffn-hidden-size", "1536")
-"""Of the job of the other benchmarks: 640 tokens, about half a second of computation a micro-batch; 1.25 MiB leave a rank per exchange."""
+"""Of the job of the other benchmarks: 640 tokens, half a second of computation a micro-batch, exchanges of 1.25 MiB a rank."""
 OF_GATE = {"switch": ("--seq-length", "120")}
 """One expert per token halves the messages; short ones pass a limited link for nothing after a pause."""
 FINALISTS = 3
