@@ -27,9 +27,10 @@ from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layou
 from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
+from moe_overlap.tuner.cost.exchange_costs import exchange_costs
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.listed_step import with_lists
-from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys, queue_seconds
+from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys
 from moe_overlap.tuner.cost.predict import Machine, Prediction, machine_of, price
 from moe_overlap.tuner.cost.prepare import prepare, stage_variants
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
@@ -172,9 +173,8 @@ def task_of(words: Sequence[str], cluster: Cluster, options: Options) -> Task:
     machine, extrapolating = machine_of(
         cluster, constants or shipped_constants(), options.get("software"), load, lookup
     )
-    return Task(
-        job, captured, features, dataclasses.replace(machine, queue_seconds=queue_seconds(cluster)), extrapolating
-    )
+    machine = dataclasses.replace(machine, exchanges=exchange_costs(cluster))
+    return Task(job, captured, features, machine, extrapolating)
 
 
 def job_operators(words: Sequence[str], ranks: int, device: str) -> list[OperatorKey]:

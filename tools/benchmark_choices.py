@@ -9,8 +9,7 @@ on hosts of their own, with two micro-batches a step. For each gate they measure
 link_bed/plan_sweep.py run in turn, and the fastest of them, the chosen one and megatron-core's list once more, `repeats` times.
 
 Timer compute: every operator sleeps for what the cost model says of it, so that the tuner sees the seconds that pass; passes
-only, without the update. Links are real. What starting an exchange costs the processor is not among the tuner's prices; the
-prediction that knows it stands beside the tuner's.
+only, without the update. Links are real.
 
 --real          then megatron-core's list, the sequential one and the chosen plans with real computation, in turn
 """
@@ -38,12 +37,8 @@ from moe_overlap.plan.gate_rules import GATE_FACTS
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.predicting import Task, cache_folder, job_operators, read_job, task_of
-from moe_overlap.tuner.cost.measured import COUNTS, QUEUED_COUNTS
 from moe_overlap.tuner.cost.simulate_step import simulate_step
-from moe_overlap.tuner.profile.database import LinkKey
-from moe_overlap.tuner.profile.links import Fitted
 from tools.autotune import write_run
-from tools.link_bed.egress import HANDED_OVER_BYTES
 from tools.link_bed.figures import Spread
 from tools.link_bed.launch import RankFailed, report_failure
 from tools.link_bed.machine import MeasuredBed, Say
@@ -66,7 +61,6 @@ CELL_LINKS = {
 }
 ANY_MBIT, WARMING_MBIT = 300.0, 5000.0
 """While operators are measured; while plans are run for the first time."""
-FREE_STARTS = Fitted(0.0, math.inf, 0.0)
 LIMITS = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
 """The defaults of tools/autotune.py."""
 NO_SLOWDOWN = 1e-6
@@ -89,7 +83,6 @@ class Cell:
     tuned: Tuned
     chosen: Variant
     judged: Judged
-    with_starts: dict[str, float]
     real: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
 
@@ -111,29 +104,26 @@ class GateCells:
     def cell(self, ratio: float) -> Cell:
         """Choose, predict and measure."""
         task = task_of(self._words, self._operators.cluster(), {})
-        whole = priced(task, task.job.plan, FREE_STARTS)
+        whole = priced(task, task.job.plan)
         mbit = whole.sent_bytes * 8e-6 / (ratio * whole.computation)
         self._say(f"{self._gate}, ratio {ratio:g}: {mbit:.0f} Mbit/s, computation {whole.computation:.3f} s")
         self._ranks.set_rate(mbit)
         bed = self._bed(f"ratio-{ratio:g}", self._operators)
         bed.measure_links(CELL_LINKS)
-        for kind, seconds in ((COUNTS, 1e-6), (QUEUED_COUNTS, HANDED_OVER_BYTES * 8e-6 / mbit)):
-            bed.database.add_link(LinkKey(kind, "network", RANKS, 1 << 22), seconds)
         tuned = tune_overlap(self._words, bed.cluster(), LIMITS)
         self._say(f"chosen in {tuned.search_seconds:.1f} s: {tuned.chosen.name}")
         folder = self._arguments.folder / f"{self._gate}-{ratio:g}-chosen"
         write_run(folder, tuned.chosen)
         words = (f"@{(folder / 'megatron_args.txt').resolve()}",)
         chosen = Variant(CHOSEN, words, plain=tuned.chosen.name == NOTHING)
-        task, starting = task_of(self._words, bed.cluster(), {}), bed.starting()
+        task = task_of(self._words, bed.cluster(), {})
         swept = hand_set(self._gate, task.job.plan.stages[0].micro_batch_size)
-        expected = {CHOSEN: priced(task, tuned.chosen.decided, starting)}
+        expected = {CHOSEN: priced(task, tuned.chosen.decided)}
         for variant in (*baselines(self._gate), *swept):
             plan = read_job([*self._job, *variant.flags], RANKS).plan
-            expected[variant.name] = priced(task, plan, starting)
+            expected[variant.name] = priced(task, plan)
         judged = self._measure(swept, chosen, expected, mbit)
-        with_starts = {name: one.seconds_with_starts for name, one in expected.items()}
-        return Cell(self._gate, ratio, mbit, tuned, chosen, judged, with_starts)
+        return Cell(self._gate, ratio, mbit, tuned, chosen, judged)
 
     def _measure(
         self, swept: Sequence[Variant], chosen: Variant, expected: dict[str, PricedList], mbit: float
@@ -163,13 +153,13 @@ class GateCells:
         path = self._arguments.folder / f"{links_name(self._arguments)}-{self._gate}-{name}.json"
         if like is not None:
             shutil.copy(like.database.path, path.with_suffix(".measured.jsonl"))
-        return MeasuredBed(path, RANKS, self._ranks.tell, self._say)
+        return MeasuredBed(path, RANKS, 1, self._ranks.tell, self._say)
 
 
-def priced(task: Task, plan: Plan, starting: Fitted) -> PricedList:
+def priced(task: Task, plan: Plan) -> PricedList:
     """A plan of the task's layout at the tuner's prices."""
     step = simulate_step(plan, task.job.model, task.graphs, task.machine, task.features)
-    return priced_list(step, starting)
+    return priced_list(step)
 
 
 def measure_really(arguments: argparse.Namespace, job: list[str], cells: Sequence[Cell], say: Say) -> list[Cell]:
@@ -269,7 +259,6 @@ def as_json(cell: Cell) -> dict[str, Any]:
         "finals": {name: {"steps": steps} | dataclasses.asdict(Spread.of(steps)) for name, steps in one.finals.items()},
         "swept": one.swept,
         "predicted": one.predicted,
-        "predicted_with_starts": cell.with_starts,
         "real": cell.real,
     }
 

@@ -3,7 +3,9 @@
     tools/benchmark_predictions.py [--namespaces | --emulator] [--timer-compute] [--mbit 300] [--repeats 5]
                                    [--plans irregular "both 2 around" …] [--folder DIR] [--json] [flags of pretrain_moe.py]
 
-Two ranks stand on hosts of their own, joined by links of the given rate. They measure operators, links and the host's time once
+Two ranks stand on hosts of their own, joined by links of the given rate; for plans named `pipeline …` four, as two stages of two
+ranks that share their experts, with several micro-batches (timer compute on namespaces alone: four ranks that compute need as
+many cores, and no link between stages is emulated). They measure operators, links and the host's time once
 for each rate (--folder keeps it); then every plan is predicted from the model's captured graph, as tools/predict.py does, and
 simulated; then all plans run in turn and leave traces, which are compared as tools/compare_trace.py does. Spans of an exchange
 last from its start to the moment at which its rank has waited for it, in both.
@@ -41,9 +43,29 @@ from tools.link_bed.ranks_on_bed import add_link_options, links_name, ranks_on_b
 from tools.link_bed.variants import JOB, Variant, deferral, job_flags, variants
 from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
 
-RANKS, GATE, RANGE = 2, "topk", "around"
+GATE, RANGE = "topk", "around"
 PLANS = ("irregular", "tutel 2", "deferral", "partitions 2 around", "both 2 around", "both 4 around")
+PIPELINE = "pipeline "
+PIPELINED = (f"{PIPELINE}both 2 around",)
 PROFILE_STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """How the ranks of a bed share the job."""
+
+    ranks: int
+    stages: int
+    micro_batches: int
+
+    @property
+    def flags(self) -> list[str]:
+        """Of the job."""
+        stages = ["--pipeline-model-parallel-size", str(self.stages)]
+        return [*job_flags(self.ranks // self.stages, self.micro_batches, 2), *(stages if self.stages > 1 else [])]
+
+
+FLAT, STAGES = Shape(2, 1, 1), Shape(4, 2, 4)
 
 
 def choose(names: Sequence[str]) -> list[Variant]:
@@ -52,10 +74,12 @@ def choose(names: Sequence[str]) -> list[Variant]:
     Raises:
         ConfigError: an unknown one.
     """
-    known = {v.name: v for v in variants(GATE, (2, 4), (RANGE,), (2, 4)) if not v.plain}
+    flat = {v.name: v for v in variants(GATE, (2, 4), (RANGE,), (2, 4)) if not v.plain}
+    known = flat | {PIPELINE + name: dataclasses.replace(v, name=PIPELINE + name) for name, v in flat.items()}
     for name in names:
         if name not in known:
-            raise ConfigError("--plans", name, "unknown here", f"choose among {', '.join(known)}")
+            fix = f"choose among {', '.join(flat)}, with or without `{PIPELINE}` before it"
+            raise ConfigError("--plans", name, "unknown here", fix)
     return [variant for name, variant in known.items() if name in names]
 
 
@@ -132,17 +156,29 @@ def _line(name: str, predicted: float, measured: float, error: float | None) -> 
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Judged]:
-    """Measure the bed, predict, run and compare."""
-    job = [*job_flags(RANKS, 1, 2), *JOB, *rest]
-    chosen, real = choose(arguments.plans), not arguments.timer_compute
+    """Measure the beds, predict, run and compare."""
+    chosen = choose(arguments.plans)
+    of_stages = [variant for variant in chosen if variant.name.startswith(PIPELINE)]
+    flat = [variant for variant in chosen if variant not in of_stages]
+    shapes = ((FLAT, flat), (STAGES, of_stages))
+    return [one for shape, some in shapes if some for one in run_on(shape, some, arguments, rest, say)]
+
+
+def run_on(
+    shape: Shape, chosen: Sequence[Variant], arguments: argparse.Namespace, rest: Sequence[str], say: Say
+) -> list[Judged]:
+    """The same for plans of one shape."""
+    job = [*shape.flags, *JOB, *rest]
+    real = not arguments.timer_compute
     arguments.folder.mkdir(parents=True, exist_ok=True)
     words = {variant.name: [*job, *variant.flags] for variant in chosen}
-    calibrations = calibrating(RANKS) if real else []
-    keys = {key for several in words.values() for key in job_operators(several, RANKS, "cpu")}
+    calibrations = calibrating(shape.ranks) if real else []
+    keys = {key for several in words.values() for key in job_operators(several, shape.ranks, "cpu")}
+    name = f"{links_name(arguments)}-{arguments.mbit:g}mbit" + (f"-{shape.stages}stages" if shape.stages > 1 else "")
     where = {"timer": not real, "namespaces": arguments.namespaces, "mbit": arguments.mbit}
-    with ranks_on_bed(RANKS, job, [[*chosen, *calibrations]], deferral(GATE), **where) as ranks:
+    with ranks_on_bed(shape.ranks, job, [[*chosen, *calibrations]], deferral(GATE), **where) as ranks:
         tell = ranks.tell
-        bed = MeasuredBed(arguments.folder / f"{links_name(arguments)}-{arguments.mbit:g}mbit.json", RANKS, tell, say)
+        bed = MeasuredBed(arguments.folder / f"{name}.json", shape.ranks, shape.stages, tell, say)
         bed.measure_operators(sorted(keys))
         bed.measure_links()
         if real:
@@ -154,7 +190,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Ju
         cluster, predicted = bed.cluster(), {}
         for variant in chosen:
             path = arguments.folder / f"{variant.name}.predicted.json"
-            write_ranks(path, {0: predicted_spans(words[variant.name], cluster, bed.starting(), profile)})
+            write_ranks(path, predicted_spans(words[variant.name], cluster, bed.links(), profile))
             predicted[variant.name] = read_trace(path)
         measured = run_in_turn(chosen, arguments, tell, say)
     return [judge(variant.name, predicted[variant.name], measured[variant.name]) for variant in chosen]
@@ -189,7 +225,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--timer-compute", action="store_true")
     parser.add_argument("--mbit", type=float, default=300.0, help="rate of the links")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--plans", nargs="+", default=PLANS, help=f"default: {', '.join(PLANS)}")
+    default = f"{', '.join(PLANS)}; with timer compute on namespaces also {', '.join(PIPELINED)}"
+    parser.add_argument("--plans", nargs="+", help=f"default: {default}")
     kept = cache_folder().parent / "beds"
     parser.add_argument("--folder", type=Path, default=kept, help=f"of measurements and traces; default {kept}")
     parser.add_argument("--json", action="store_true", help="print nothing but JSON")
@@ -198,8 +235,14 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         raise ConfigError("--mbit", arguments.mbit, "must be positive", "use 100 to 500")
     if arguments.repeats < 1:
         raise ConfigError("--repeats", arguments.repeats, "must be positive", "use at least 3")
-    choose(arguments.plans)
     settle_links(arguments)
+    has_stages = arguments.timer_compute and arguments.namespaces
+    if arguments.plans is None:
+        arguments.plans = (*PLANS, *(PIPELINED if has_stages else ()))
+    for variant in choose(arguments.plans):
+        if variant.name.startswith(PIPELINE) and not has_stages:
+            rule = "four ranks in two stages run with timer compute on namespaces alone"
+            raise ConfigError("--plans", variant.name, rule, "add --timer-compute, without --emulator")
     return arguments, rest
 
 
@@ -221,7 +264,7 @@ def main(argv: Sequence[str]) -> int:
         "links": links_name(arguments),
         "compute": "timer" if arguments.timer_compute else "real",
         "link_mbit": arguments.mbit,
-        "ranks": RANKS,
+        "ranks": sorted({(STAGES if name.startswith(PIPELINE) else FLAT).ranks for name in arguments.plans}),
     }
     print(json.dumps(setting | report(judged), indent=1))
     return 0

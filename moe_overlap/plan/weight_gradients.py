@@ -7,6 +7,7 @@ its weights, which only the optimizer needs and which may run while tokens trave
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators
@@ -23,6 +24,7 @@ from moe_overlap.plan.operators import (
     WEIGHT_GRADIENT,
     Operator,
     layer_operator,
+    parse_operator,
     weight_gradient,
 )
 
@@ -67,6 +69,11 @@ def keeps_gradients(part: str, deferred: Sequence[str], model: ModelDescription)
 def saved_buffer(name: str) -> str:
     """What a backward instruction leaves for the weight gradient of this name."""
     return f"saved.{name.removesuffix('.' + WEIGHT_GRADIENT)}"
+
+
+def backward_of(gradient: str) -> str:
+    """The backward instruction that leaves what a weight gradient is computed from."""
+    return str(replace(parse_operator(gradient), weight="", suffix=BACKWARD))
 
 
 def gradient_of_saved(buffer: str) -> str:

@@ -6,9 +6,11 @@ through the run's own wire, so that receives stand before sends and an emulated 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +23,42 @@ from moe_overlap.tuner.profile.keys import OperatorKey
 from moe_overlap.tuner.profile.measure.links import collective_seconds
 from moe_overlap.tuner.profile.measure.measuring import measure_operators
 from moe_overlap.tuner.profile.measure.rates import measure_rates
-from tools.link_bed.orders import ORDER_LINKS, ORDER_OPERATORS
+from tools.link_bed.orders import ORDER_COUNTS, ORDER_LINKS, ORDER_OPERATORS, TRANSFERS
 
 IN_A_ROW = 4
 """Exchanges behind one another: what a limited link carries for nothing after a pause does not count."""
 REPEATS = 5
+FILLING_SECONDS = 0.01
+"""After which an exchange fills the link's queue."""
 PRODUCT = 256
 """Rows and columns of the products beside an exchange."""
 
 
-def answer(order: dict[str, Any], exchange: Exchange) -> Any:
+@dataclass(frozen=True, slots=True)
+class RankWires:
+    """What a rank's messages travel over.
+
+    Attributes:
+        rows, counts: of its experts.
+        stages: the ranks of equal place in all stages.
+    """
+
+    rows: Exchange
+    counts: Exchange
+    stages: Exchange
+
+
+def answer(order: dict[str, Any], wires: RankWires) -> Any:
     """Measure what an order asks for; all ranks get the same one."""
     if order["do"] == ORDER_OPERATORS:
         return measure_into(order["path"], order["device"], order["operators"], order["seconds_each"])
     if order["do"] == ORDER_LINKS:
-        return link_seconds(order["kind"], order["held_bytes"], exchange)
-    return overlap_slowdown(order["held_bytes"], exchange)
+        if order["kind"] == TRANSFERS:
+            return transfer_seconds(order["held_bytes"], wires.stages), 0.0
+        return link_seconds(order["kind"], order["held_bytes"], wires.rows)
+    if order["do"] == ORDER_COUNTS:
+        return count_seconds(order["held_bytes"], wires)
+    return overlap_slowdown(order["held_bytes"], wires.rows)
 
 
 def measure_into(path: str, device: dict[str, Any], operators: list[list[Any]], seconds_each: float) -> None:
@@ -72,6 +94,45 @@ def link_seconds(kind: str, held_bytes: int, exchange: Exchange) -> tuple[float,
     once()
     taken = [once() for _ in range(IN_A_ROW * REPEATS)]
     return statistics.median(whole for whole, _ in taken), statistics.median(start for _, start in taken)
+
+
+def transfer_seconds(held_bytes: int, stages: Exchange) -> float:
+    """Seconds between the arrivals of transfers that a stage sends to the next one; 0 on a rank that receives none."""
+    sends, receives = [0] * stages.size, [0] * stages.size
+    if stages.rank + 1 < stages.size:
+        sends[stages.rank + 1] = 1
+    if stages.rank > 0:
+        receives[stages.rank - 1] = 1
+    rows = torch.zeros(sum(sends), held_bytes, dtype=torch.uint8)
+    dist.barrier()
+    ends = []
+    for _ in range(IN_A_ROW * REPEATS):
+        stages.start(rows, sends, receives, tag=stages.take_tags(1), name="transfer").wait()
+        ends.append(time.perf_counter())
+    return statistics.median(b - a for a, b in itertools.pairwise(ends)) if sum(receives) else 0.0
+
+
+def count_seconds(held_bytes: int, wires: RankWires) -> tuple[float, float]:
+    """Seconds of an exchange of counts: with the link to itself, and behind rows of this many bytes that fill its queue."""
+    numbers, ones = torch.zeros(wires.counts.size, 1, dtype=torch.int64), [1] * wires.counts.size
+    rows = torch.zeros(wires.rows.size, held_bytes // wires.rows.size, dtype=torch.uint8)
+    each = [1] * wires.rows.size
+
+    def count() -> float:
+        before = time.perf_counter()
+        wires.counts.start(numbers, ones, ones, tag=wires.counts.take_tags(1), name="counts").wait()
+        return time.perf_counter() - before
+
+    alone, behind = [], []
+    for _ in range(REPEATS):
+        dist.barrier()
+        count()  # the ranks leave the barrier one after the other
+        alone.append(count())
+        pending = wires.rows.start(rows, each, each, tag=wires.rows.take_tags(1), name="all-to-all")
+        time.sleep(FILLING_SECONDS)
+        behind.append(count())
+        pending.wait()
+    return statistics.median(alone), statistics.median(behind)
 
 
 def overlap_slowdown(held_bytes: int, exchange: Exchange) -> float:

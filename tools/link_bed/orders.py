@@ -9,8 +9,10 @@ from typing import Any
 from moe_overlap.tuner.profile.database import Database
 from moe_overlap.tuner.profile.keys import OperatorKey
 
-ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN = "operators", "links", "slowdown"
-ORDERS = (ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN)
+ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN, ORDER_COUNTS = "operators", "links", "slowdown", "counts"
+ORDERS = (ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN, ORDER_COUNTS)
+TRANSFERS = "point_to_point"
+"""Kind of link that leads to the next stage."""
 
 
 def order_of(database: Database, keys: Sequence[OperatorKey], seconds_each: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a plan is expected to do on a bed: its list at the prices of the cost model, or of a profile over timer compute."""
+"""What a plan is expected to do on a bed: its lists at the prices of the cost model, or of a profile over timer compute."""
 
 from __future__ import annotations
 
@@ -6,38 +6,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lower_layers import COUNT_CHANNEL
 from moe_overlap.plan.spans import Span
 from moe_overlap.predicting import simulated
+from moe_overlap.tuner.cost.exchange_costs import start_seconds
+from moe_overlap.tuner.cost.interference import NO_INTERFERENCE
 from moe_overlap.tuner.cost.simulate import simulate
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep
-from moe_overlap.tuner.profile.links import Fitted
+from tools.link_bed.machine import BedLinks
 from tools.link_bed.profile import apply_profile, computation_of, is_update
 from tools.link_bed.recorded import recorded
 
 
 def predicted_spans(
-    words: Sequence[str], cluster: Cluster, starting: Fitted, profile: Mapping[str, float] | None
-) -> list[Span]:
-    """A step of one rank, as its recorder would write it.
+    words: Sequence[str], cluster: Cluster, links: BedLinks, profile: Mapping[str, float] | None
+) -> dict[int, list[Span]]:
+    """A step of the first rank of every stage, as its recorder would write it.
 
     Args:
         words: flags of the job and the plan.
-        starting: an exchange is started by the thread that computes: seconds by the bytes that leave.
+        links: an exchange is started by the thread that computes; counts and transfers take what was measured.
         profile: seconds of operators that sleep, whose steps have no update; None: real computation.
     """
     step = simulated(words, cluster)
-    ((rank, prices),) = step.prices.items()
-    made = [i for i in prices.made if profile is None or not is_update(i.name)]
-    starts = start_seconds(made, starting)
-    slept = None if profile is None else apply_profile(profile, made)
+    lists = {
+        rank: [i for i in prices.made if profile is None or not is_update(i.name)]
+        for rank, prices in step.prices.items()
+    }
+    starts = {rank: start_seconds(made, links.starting) for rank, made in lists.items()}
+    slept = {rank: apply_profile(profile, made) for rank, made in lists.items()} if profile is not None else None
 
-    def seconds(_: int, i: Instruction) -> float:
+    def seconds(rank: int, i: Instruction) -> float:
+        if i.channel == COUNT_CHANNEL:
+            return links.count_seconds
+        if i.kind == "point-to-point" and links.transfers is not None:
+            return links.transfers.latency_seconds + i.bytes / links.transfers.bytes_per_second
         computes = i.kind in ("compute", "weight-gradient")
-        return (slept.of(i) if slept is not None and computes else prices.seconds(i)) + starts.get(i.id, 0.0)
+        if slept is None or not computes:
+            return step.prices[rank].seconds(i)
+        return slept[rank].of(i) + starts[rank].get(i.id, 0.0)
 
-    slowed = prices.slowed if profile is None else None
-    return recorded(made, simulate({rank: made}, seconds, slowed), rank)
+    slowed = {rank: prices.slowed if profile is None else NO_INTERFERENCE for rank, prices in step.prices.items()}
+    simulation = simulate(lists, seconds, slowed, links.queue_seconds, half_duplex=True)
+    return {rank: recorded(made, simulation, rank) for rank, made in lists.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +60,11 @@ class PricedList:
         sleeps: name and seconds of every operator, in the list's order.
         sent_bytes: of its all-to-alls, that leave the rank.
         seconds: of the passes, as the tuner simulates them.
-        seconds_with_starts: the same, with the thread that computes starting every exchange.
     """
 
     sleeps: list[tuple[str, float]]
     sent_bytes: int
     seconds: float
-    seconds_with_starts: float
 
     @property
     def computation(self) -> float:
@@ -62,31 +72,11 @@ class PricedList:
         return sum(seconds for _, seconds in self.sleeps)
 
 
-def priced_list(step: SimulatedStep, starting: Fitted) -> PricedList:
-    """What a simulated step of one stage computes, sends and takes.
-
-    Args:
-        starting: as above.
-    """
+def priced_list(step: SimulatedStep) -> PricedList:
+    """What a simulated step of one stage computes, sends and takes. Starting exchanges is left to the run."""
     ((rank, prices),) = step.prices.items()
     made = [i for i in prices.made if not is_update(i.name)]
-    starts = start_seconds(made, starting)
-    alone = {i.id: prices.seconds(i) for i in made}
-    plain = simulate({rank: made}, lambda _, i: alone[i.id], prices.slowed)
-    started = simulate({rank: made}, lambda _, i: alone[i.id] + starts.get(i.id, 0.0), prices.slowed)
+    simulation = simulate({rank: made}, lambda _, i: prices.seconds(i), prices.slowed, prices.machine.queue_seconds)
     sent = sum(i.bytes for i in made if i.channel.startswith("ep"))
-    sleeps = [(i.name, alone[i.id]) for i in computation_of(made)]
-    return PricedList(sleeps, sent, plain.step_seconds, started.step_seconds)
-
-
-def start_seconds(made: Sequence[Instruction], starting: Fitted) -> dict[int, float]:
-    """What starting exchanges adds to the computation before them, by its instruction."""
-    added: dict[int, float] = {}
-    before = None
-    for i in made:
-        if i.channel == COMPUTE:
-            before = i.id
-        elif before is not None and i.channel.startswith("ep"):
-            taken = starting.latency_seconds + i.bytes / starting.bytes_per_second
-            added[before] = added.get(before, 0.0) + taken
-    return added
+    sleeps = [(i.name, prices.seconds(i) - prices.starts.get(i.id, 0.0)) for i in computation_of(made)]
+    return PricedList(sleeps, sent, simulation.step_seconds)

@@ -58,8 +58,9 @@ def median_seconds(steps: Iterable[Sequence[Any]]) -> dict[str, float]:
 
 
 def mean_of_ranks(profiles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One profile for all ranks."""
-    return {name: statistics.fmean(profile[name] for profile in profiles) for name in profiles[0]}
+    """One profile for all ranks; each operator counts on the ranks that have it."""
+    names = dict.fromkeys(name for profile in profiles for name in profile)
+    return {name: statistics.fmean(profile[name] for profile in profiles if name in profile) for name in names}
 
 
 def step_seconds(seconds: Mapping[str, float], micro_batches: int) -> float:

@@ -19,10 +19,12 @@ from torch import Tensor
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, parse_operator
 from moe_overlap.runtime.bind import StepState, handle_of, travelling
+from moe_overlap.runtime.buffers import Buffers
 from moe_overlap.runtime.dispatch.exchange import Exchange, Pending
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.dispatch.packing import extra_columns
 from moe_overlap.runtime.execute import PIECES, PlanExecutor, is_update
+from moe_overlap.runtime.stage_transfers import StageTransfers
 from moe_overlap.runtime.step import Batch, StepResult
 from tools.link_bed.profile import GivenSeconds, ListSeconds, apply_profile
 
@@ -121,6 +123,24 @@ class ZeroPieces:
         return lambda: _drop(pending.wait())
 
 
+class ZeroTransfers(StageTransfers):
+    """In the place of `StageTransfers`: sends as many zeros, and keeps nothing of what arrives."""
+
+    @classmethod
+    def like(cls, transfers: StageTransfers) -> ZeroTransfers:
+        """With the sizes and the group of another one."""
+        made = cls.__new__(cls)
+        made.__dict__.update(transfers.__dict__)
+        return made
+
+    def start(self, i: Instruction, buffers: Buffers) -> Callable[[], None]:
+        """Start one transfer; the answer waits for it."""
+        empty = Buffers(lambda _: 1)
+        hidden = dataclasses.replace(i, reads=("h.m0",), writes=("h.m0",))
+        empty.write(hidden, "h", torch.zeros(self._shape, dtype=self._dtype))
+        return super().start(hidden, empty)
+
+
 class TimedExecutor(PlanExecutor):
     """The executor over `TimerOperators`: forward and backward of a list, without the update.
 
@@ -145,6 +165,7 @@ class TimedExecutor(PlanExecutor):
         made.__dict__.update(executor.__dict__)
         made._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
         made._pieces = ZeroPieces(replicas)  # type: ignore[assignment]
+        made._transfers = ZeroTransfers.like(executor._transfers)
         made.profile = {}
         return made
 

@@ -70,11 +70,11 @@ class Rank:
         if order["do"] in ORDERS:
             from tools.link_bed import measuring  # imports overlap code, which not every process may have
 
-            return measuring.answer(order, self.wire())
+            return measuring.answer(order, self.wires())
         raise ValueError(f"unknown order {order}")
 
-    def wire(self) -> Any:
-        """What tokens are exchanged over."""
+    def wires(self) -> Any:
+        """What messages travel over, as `measuring.RankWires`."""
         raise NotImplementedError
 
     def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
@@ -127,6 +127,7 @@ class RealRank(Rank):
     def __init__(self, job: Sequence[str], emulator: bool) -> None:
         super().__init__(job, emulator)
         self._wires: dict[str, list[Any]] = {}
+        self._stages: dict[str, Any] = {}
 
     def add(self, variant: Variant) -> None:
         """Assemble a variant."""
@@ -134,6 +135,8 @@ class RealRank(Rank):
         if variant.waits:
             job.runner.waits = True
         self._wires[variant.name] = [] if variant.plain else wires_of(job)
+        if not variant.plain:
+            self._stages[variant.name] = job.runner._update._groups.collection.pp
         if self.clock is not None and not variant.plain:
             from tools.link_bed.emulator import emulate
 
@@ -141,9 +144,10 @@ class RealRank(Rank):
                 emulate(wires, self.clock)
         self.runs[variant.name] = Run(variant, job.runner, job.instructions, job.batches("train", 0))
 
-    def wire(self) -> Any:
-        """Of the first variant that has one."""
-        return next(wires[0].rows for wires in self._wires.values() if wires)
+    def wires(self) -> Any:
+        """Of the first variant that has any."""
+        name = next(name for name, wires in self._wires.items() if wires)
+        return _rank_wires(self._wires[name][0], self._stages[name])
 
     def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
         """One step, megatron-core's all-to-all replaced where the variant says so; its bytes are not counted."""
@@ -211,9 +215,9 @@ class TimerRank(Rank):
             return None
         return super().answer(order)
 
-    def wire(self) -> Any:
-        """The one that all variants share."""
-        return self._point_to_point
+    def wires(self) -> Any:
+        """Those that all variants share."""
+        return _rank_wires(self._wires, self._real._update._groups.collection.pp)
 
     def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
         """One step of sleeps."""
@@ -263,6 +267,13 @@ class TimerRank(Rank):
         dtype = torch.float32 if ACTIVATION_BYTES[plan.precision] == 4 else torch.bfloat16
         tokens = tokens_of_rank(plan, plan.stages[0])
         return Sizes(tokens, model.num_experts, model.router_topk, model.hidden_size, dtype)
+
+
+def _rank_wires(wires: Any, stages: Any) -> Any:
+    from moe_overlap.runtime.dispatch.exchange import Exchange
+    from tools.link_bed.measuring import RankWires
+
+    return RankWires(wires.rows, wires.counts.exchange, Exchange(stages))
 
 
 def wires_of(job: Any) -> list[Any]:

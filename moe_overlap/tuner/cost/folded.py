@@ -36,11 +36,13 @@ class Contact:
     Attributes:
         number: of the pass it belongs to.
         at: seconds after the beginning of the block when it is needed, or can be sent.
+        posted: the same when a receive is posted; negative: before the block.
     """
 
     transfer: Instruction
     number: int
     at: float
+    posted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,17 @@ def sample_blocks(plan: Plan, stage: int) -> Blocks:
 
 
 def run_alone(
-    made: Sequence[Instruction], rank: int, seconds: Callable[[Instruction], float], model: Interference
+    made: Sequence[Instruction],
+    rank: int,
+    seconds: Callable[[Instruction], float],
+    model: Interference,
+    queue_seconds: float = 0.0,
 ) -> Simulation:
-    """Simulate one rank's list as if its transfers took nothing."""
+    """Simulate one rank's list as if its transfers took nothing; arguments as `simulate` takes them."""
     alone = [replace(i, kind="copy", peers=()) if i.kind == "point-to-point" else i for i in made]
-    return simulate({rank: alone}, lambda _, i: 0.0 if i.channel.startswith("pp.") else seconds(i), model)
+    return simulate(
+        {rank: alone}, lambda _, i: 0.0 if i.channel.startswith("pp.") else seconds(i), model, queue_seconds
+    )
 
 
 def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulation) -> Folded:
@@ -123,7 +131,12 @@ def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulat
         computed = [ran[i.id] for step in block for i in of_pass[step] if i.channel == COMPUTE]
         end = max(one.end for one in computed)
         contacts = [
-            Contact(i, number, (needs.get(i.id, start) if i.name.startswith("receive.") else ran[i.id].start) - start)
+            Contact(
+                i,
+                number,
+                at=(needs.get(i.id, start) if i.name.startswith("receive.") else ran[i.id].start) - start,
+                posted=ran[i.id].start - start,
+            )
             for number, step in enumerate(block)
             for i in of_pass[step]
             if i.kind == "point-to-point"
@@ -164,13 +177,16 @@ class _Writer:
         self.made: list[Instruction] = []
         self.seconds: dict[int, float] = {}
         self._stage = stage
-        self._computed = 0
+        self._computed = -1
 
     def block(self, steps: Sequence[Step], block: Block) -> None:
         """Receives, then the pieces between contacts, each followed by what it lets go."""
-        incoming = [(c.at, self._transfer(c, steps)) for c in block.contacts if c.transfer.name.startswith("receive.")]
+        received = [c for c in block.contacts if c.transfer.name.startswith("receive.")]
+        incoming = [(c.at, self._transfer(c, steps, self._before(c))) for c in received if c.posted <= 0.0]
+        later = sorted((c for c in received if c.posted > 0.0), key=lambda c: c.posted)
         outgoing = sorted((c for c in block.contacts if c.transfer.name.startswith("send.")), key=lambda c: c.at)
-        ends = sorted({c.at for c in block.contacts if 0.0 < c.at < block.seconds} | {block.seconds})
+        cuts = {c.at for c in block.contacts} | {c.posted for c in later}
+        ends = sorted({at for at in cuts if 0.0 < at < block.seconds} | {block.seconds})
         begin = 0.0
         for end in ends:
             after = tuple(number for at, number in incoming if at <= begin)
@@ -185,9 +201,16 @@ class _Writer:
                 after=after,
             )
             self._computed = self._append(piece, end - begin)
+            while later and (later[0].posted <= end or end == block.seconds):
+                one = later.pop(0)
+                incoming.append((one.at, self._transfer(one, steps, (self._computed,))))
             while outgoing and (outgoing[0].at <= end or end == block.seconds):
                 self._transfer(outgoing.pop(0), steps, (self._computed,))
             begin = end
+
+    def _before(self, contact: Contact) -> tuple[int, ...]:
+        """What a receive at the beginning of a block waits for: the block before, if it is posted no earlier."""
+        return (self._computed,) if contact.posted == 0.0 and self._computed >= 0 else ()
 
     def end(self, folded: Folded) -> None:
         """What stands behind the passes: gradients, the norm, where all ranks meet, and the update."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import BACKWARD, COUNT, NORM, RECOMPUTE, WEIGHT_GRADIENT, Operator, parse_operator
 from moe_overlap.plan.payload import ACTIVATION_BYTES
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.weight_gradients import gradient_of_saved
+from moe_overlap.plan.weight_gradients import backward_of, gradient_of_saved
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.deferral_room import Computed, computed_gradients, is_gathered
+from moe_overlap.tuner.cost.exchange_costs import start_seconds
 from moe_overlap.tuner.cost.groups import axis_group
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.links import collective_seconds, host_seconds
@@ -42,6 +43,7 @@ class StagePrices:
         column: the stage's place in its family.
         made: the stage's list, once `read`.
         computed: when its deferred weight gradients are computed.
+        starts: what computation takes longer that starts exchanges, by its instruction.
     """
 
     plan: Plan
@@ -52,6 +54,7 @@ class StagePrices:
     machine: Machine
     made: Sequence[Instruction] = ()
     computed: Computed = field(default_factory=lambda: Computed({}, {}))
+    starts: Mapping[int, float] = field(default_factory=dict)
     _copied: dict[Place, float] = field(default_factory=dict)
     _pieces: Counter[tuple[str, int | None]] = field(default_factory=Counter)
     _named: dict[str, dict[Key, None]] = field(default_factory=lambda: defaultdict(dict))
@@ -67,6 +70,8 @@ class StagePrices:
     def read(self, made: Sequence[Instruction]) -> None:
         """Take the list whose instructions are priced: the names in it, and how often an operator is cut."""
         self.made = made
+        if self.machine.exchanges is not None:
+            self.starts = start_seconds(made, self.machine.exchanges.starting)
         self._pieces.update((i.name, i.micro_batch) for i in made)
         for name in dict.fromkeys(i.name for i in made):
             operator = parse_operator(name)
@@ -92,21 +97,18 @@ class StagePrices:
         if i.name == NORM:
             return self.machine.constants.step_seconds
         operator, pieces = parse_operator(i.name), self._pieces[i.name, i.micro_batch]
+        if operator.part == COUNT and self.machine.exchanges is not None:
+            return self.machine.exchanges.count_seconds
         if operator.part.startswith("gather."):
             return self._gather(operator.part)
         if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
             return self._state(i.name)
         place = place_in_list(i)
         early = sum(map(self._product_seconds, self.computed.early.get(place, ())))
-        beside = early + self._copy_seconds(self._copied.get(place, 0.0))
+        beside = self.starts.get(i.id, 0.0) + early + self._copy_seconds(self._copied.get(place, 0.0))
         if i.kind == "weight-gradient":
             return beside + self.computed.late[place] * self._product_seconds(i.name)
-        queued = self.machine.queue_seconds if operator.part == COUNT and self._meets_rows(pieces) else 0.0
-        return beside + queued + self.piece_seconds(i.name, pieces)
-
-    def _meets_rows(self, pieces: int) -> bool:
-        """Whether an operator in so many pieces may start while rows of another piece or micro-batch are on their way."""
-        return pieces > 1 or self.stage.overlap.micro_batches_in_flight > 1
+        return beside + self.piece_seconds(i.name, pieces)
 
     def piece_seconds(self, name: str, pieces: int) -> float:
         """Of one of so many pieces of an operator whose name stands in the list."""
@@ -177,7 +179,7 @@ class StagePrices:
 
     def _products(self, gradient: str) -> int:
         """How many products of a micro-batch make a deferred weight gradient: one for each part of its operator."""
-        return self._pieces[str(replace(parse_operator(gradient), weight="", suffix=BACKWARD)), 0]
+        return self._pieces[backward_of(gradient), 0]
 
     def _product_seconds(self, gradient: str) -> float:
         return self.piece_seconds(gradient, self._products(gradient))

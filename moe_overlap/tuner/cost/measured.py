@@ -22,8 +22,6 @@ from moe_overlap.tuner.profile.fill import fill
 from moe_overlap.tuner.profile.keys import OperatorKey, distinct, key_of
 from moe_overlap.tuner.profile.lookup import MeasuredOperators
 
-COUNTS, QUEUED_COUNTS = "counts", "counts_behind_rows"
-"""Kinds of links whose seconds are those of an exchange of counts, with a link to itself and behind rows."""
 RELEASE = "0.0"
 """Of a measured machine: what was measured is what runs, so its scales are 1."""
 
@@ -76,21 +74,6 @@ def operator_keys(
         for table in family.tables
         for index, op in enumerate(table.ops)
     )
-
-
-def queue_seconds(cluster: Cluster) -> float:
-    """How much longer an exchange of counts takes behind rows than with a link to itself; 0 where that was not measured.
-
-    Raises:
-        ConfigError: the database cannot be read.
-    """
-    if cluster.measured is None:
-        return 0.0
-    links = Database.load(Path(cluster.measured.database)).links
-    alone, queued = (
-        [seconds for key, seconds in links.items() if key.kind == kind] for kind in (COUNTS, QUEUED_COUNTS)
-    )
-    return max(0.0, max(queued) - max(alone)) if alone and queued else 0.0
 
 
 def lookup_of(cluster: Cluster, keys: list[OperatorKey]) -> Lookup | None:

@@ -19,6 +19,7 @@ from moe_overlap.describe.flops import training_flops_per_token
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants
+from moe_overlap.tuner.cost.exchange_costs import ExchangeCosts
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.groups import Group, boundary_group, stage_groups
 from moe_overlap.tuner.cost.interference import Concurrent, Interference, partly_concurrent, slowed_down
@@ -108,7 +109,7 @@ class Machine:
     Attributes:
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
-        queue_seconds: how much longer counts take that start while rows are on their way.
+        exchanges: what exchanges cost beside their rows; None where that was not measured.
     """
 
     cluster: Cluster
@@ -117,7 +118,12 @@ class Machine:
     fragmentation: float = 0.0
     load: float = 1.0
     lookup: Lookup | None = None
-    queue_seconds: float = 0.0
+    exchanges: ExchangeCosts | None = None
+
+    @property
+    def queue_seconds(self) -> float:
+        """How much longer counts take that start while rows are on their way."""
+        return self.exchanges.queue_seconds if self.exchanges is not None else 0.0
 
 
 def machine_of(

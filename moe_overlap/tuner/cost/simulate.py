@@ -7,7 +7,7 @@ Rules, as instructions.py states them:
 2. While it runs it does its work at a rate of 1, or, with an interference model, at 1 / slowdown: the factor of its stream among
    the busy streams of its rank, times the channels that share the stream (two collectives at a time halve each other; what is
    sent to another stage and what is received from one do not: links carry both ways; counts of an exchange take a latency and
-   leave the link to the others). What meets goes at the rate of its slowest rank.
+   leave the link to the others, but may queue behind rows on their way). What meets goes at the rate of its slowest rank.
 3. Everything has run, or nothing can: then the grid of passes is shown with the place.
 
 Lists: of all ranks, or of one rank per stage (at the same place of each), whose collectives inside a stage then stand for all.
@@ -75,18 +75,24 @@ class Simulation:
 
 
 def simulate(
-    lists: Lists, seconds: Seconds, interference: Interference | Mapping[int, Interference] | None = None
+    lists: Lists,
+    seconds: Seconds,
+    interference: Interference | Mapping[int, Interference] | None = None,
+    queue_seconds: float = 0.0,
+    half_duplex: bool = False,
 ) -> Simulation:
     """Run the lists of a step together.
 
     Args:
         interference: how what runs at the same time on a rank slows down, on all ranks or by rank; None: not at all.
+        queue_seconds: how much longer counts take that start while their rank sends something else: what a link has queued.
+        half_duplex: as gloo's connections are where a send stands before a receive: permission to send queues behind the data.
     Raises:
         ScheduleError: the lists wait for each other for ever, or a peer's list is not there.
     """
     if isinstance(interference, Interference):
         interference = dict.fromkeys(lists, interference)
-    return _Engine(lists, seconds, interference).run()
+    return _Engine(lists, seconds, interference, queue_seconds, half_duplex).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -106,8 +112,16 @@ class _Task:
 class _Engine:
     """State of a run."""
 
-    def __init__(self, lists: Lists, seconds: Seconds, interference: Mapping[int, Interference] | None) -> None:
+    def __init__(
+        self,
+        lists: Lists,
+        seconds: Seconds,
+        interference: Mapping[int, Interference] | None,
+        queue_seconds: float,
+        half_duplex: bool,
+    ) -> None:
         self._lists, self._seconds, self._interference = lists, seconds, interference
+        self._queue_seconds, self._half_duplex = queue_seconds, half_duplex
         self._queues: dict[tuple[int, str], list[Instruction]] = defaultdict(list)
         self._waits: dict[tuple[int, int], int] = {}
         self._wakes: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
@@ -147,7 +161,11 @@ class _Engine:
             if theirs is None or not _meets(head, theirs, rank):
                 return
             ends.append((other, theirs))
+        if self._half_duplex and any(self._sends_to_sender(place, i) for place, i in ends):
+            return
         alone = max(self._seconds(place, i) for place, i in ends)
+        if channel == COUNT_CHANNEL and any(_stream(other) == BETWEEN_DEVICES for other in self._running[rank]):
+            alone += self._queue_seconds
         task = _Task(tuple(ends), alone, now, now)
         for place, _ in ends:
             self._running[place][channel] = task
@@ -170,6 +188,14 @@ class _Engine:
                 raise ScheduleError(f"rank {rank}: the list of its peer {peer} is not there\n> {i}")
         return i.peers
 
+    def _sends_to_sender(self, rank: int, i: Instruction) -> bool:
+        """Whether the rank that would receive something has data on their way to who sends it."""
+        return i.name.startswith("receive.") and any(
+            place == rank and other.name.startswith("send.") and other.peers == i.peers
+            for task in self._running[rank].values()
+            for place, other in task.ends
+        )
+
     def _finish(self, task: _Task, now: float) -> None:
         """Everything that may start now starts."""
         channels: list[tuple[int, str]] = []
@@ -182,6 +208,8 @@ class _Engine:
                 self._waits[rank, later.id] -= 1
                 channels.append((rank, later.channel))
         self._rates([rank for rank, _ in task.ends], now)
+        if self._half_duplex:
+            channels += [place for place in self._queues if place[0] in {rank for rank, _ in task.ends}]
         for rank, channel in dict.fromkeys(channels):
             self._try(rank, channel, now)
 

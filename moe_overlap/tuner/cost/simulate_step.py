@@ -4,7 +4,7 @@ stages of unlike shape send tiles to each other.
 Beside each other, work is slowed down as the closed form says (`predict.concurrency`). Simulated steps and the closed form
 (`pipeline.py`) agree where nothing overlaps. Lists of megatron-core's 1F1B wait for their transfers, as it does; those of its
 interleaved pipeline, of stages that follow their own lists and of unlike stages have them beside computation. Where the executor
-follows lists, computation also waits for what instructions before it wait for.
+follows lists, it starts one instruction after the other (`issued_in_order`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from moe_overlap.tuner.cost.live_memory import live_bytes
 from moe_overlap.tuner.cost.predict import Machine, Priced, price_family
 from moe_overlap.tuner.cost.prepare import prepare
 from moe_overlap.tuner.cost.simulate import Simulation, simulate
+
+MOVES = ("collective", "point-to-point")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def simulate_step(
             lists[rank] = issued_in_order(made) if listed else waiting_for_transfers(made) if waits else made
         here.read(lists[stage.devices.ranks[0]])
     slowed = {rank: of_stage[plan.stage_of(rank)].slowed for rank in lists}
-    simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed)
+    simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed, machine.queue_seconds)
     return SimulatedStep(simulation, {here.stage.devices.ranks[0]: here for here in of_stage})
 
 
@@ -91,17 +93,20 @@ def waiting_for_transfers(made: Sequence[Instruction]) -> tuple[Instruction, ...
 
 
 def issued_in_order(made: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """A list as the executor goes through it: where starting a communication waits for another, such as a dispatch for its
-    counts, so does the computation behind it.
+    """A list as the executor goes through it. A communication begins behind the computation before it: a receive is not posted
+    earlier, and nothing is sent to a stage that has not posted it. Where starting one waits for another, such as a dispatch for
+    its counts, so does the computation behind it.
     """
     waiting: list[Instruction] = []
-    moves = {i.id for i in made if i.kind in ("collective", "point-to-point")}
+    moves = {i.id for i in made if i.kind in MOVES}
+    computed: tuple[int, ...] = ()
     waited: set[int] = set()
     for i in made:
+        before: set[int] = set()
         if i.channel == COMPUTE:
-            waiting.append(replace(i, after=tuple(sorted({*i.after, *waited}))) if waited else i)
-            waited = set()
-        else:
-            waiting.append(i)
+            before, waited, computed = waited, set(), (i.id,)
+        elif i.kind in MOVES:
+            before = set(computed)
             waited |= moves.intersection(i.after)
+        waiting.append(replace(i, after=tuple(sorted({*i.after, *before}))) if before else i)
     return tuple(waiting)

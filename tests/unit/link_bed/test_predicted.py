@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.tuner.cost.exchange_costs import start_seconds
 from moe_overlap.tuner.cost.simulate import simulate
 from moe_overlap.tuner.profile.links import Fitted
-from tools.benchmark_predictions import PLANS, choose, judge, parse_arguments, report, table
+from tools.benchmark_predictions import PIPELINED, PLANS, STAGES, choose, judge, parse_arguments, report, table
 from tools.compare_trace import Trace
 from tools.link_bed.host_time import Calibration, computing, host_time
-from tools.link_bed.predicted import start_seconds
+from tools.link_bed.machine import BedLinks
+from tools.link_bed.predicted import predicted_spans
 from tools.link_bed.recorded import recorded
 
 COMPUTE = Instruction(id=0, kind="compute", name="L0.attention", stage=0, chunk=0, micro_batch=0)
@@ -77,12 +81,50 @@ def test_errors_are_those_of_medians() -> None:
     assert "-20.0%   1000 … 4000" in table([one, better])
 
 
+def test_a_pipeline_has_as_many_samples_and_experts_for_each_rank_of_a_stage() -> None:
+    assert (STAGES.ranks, STAGES.stages) == (4, 2)
+    flags = dict(zip(STAGES.flags[::2], STAGES.flags[1::2], strict=True))
+    assert flags["--pipeline-model-parallel-size"] == flags["--expert-model-parallel-size"] == "2"
+    assert flags["--num-experts"] == "4" and flags["--global-batch-size"] == "64"
+
+
+def test_counts_and_transfers_take_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages: the second starts when what the first sends has arrived; counts behind rows wait in their queue."""
+    counts = dataclasses.replace(exchanges(1, 0), name="L0.moe.count", channel="ep.counts")
+    send = Instruction(
+        id=3,
+        kind="point-to-point",
+        name="send.S0>S1",
+        stage=0,
+        micro_batch=0,
+        channel="pp",
+        bytes=50,
+        peers=(1,),
+        after=(2,),
+    )
+    receive = dataclasses.replace(send, id=0, name="receive.S0>S1", stage=1, peers=(0,), after=())
+    lists = {0: [computes(0), counts, computes(2, 1), send], 1: [receive, computes(1, 0)]}
+    prices = {rank: SimpleNamespace(made=made, slowed=None) for rank, made in lists.items()}
+    monkeypatch.setattr("tools.link_bed.predicted.simulated", lambda *_: SimpleNamespace(prices=prices))
+    links = BedLinks(Fitted(0.0, 1e30, 0.0), Fitted(1.0, 100.0, 0.0), 0.25, 0.5)
+    spans = predicted_spans([], cast(Any, None), links, {"L0.attention": 2.0})
+    assert [(s.channel, s.start, s.end) for s in spans[0]] == [
+        ("compute", 0.0, 2.0),
+        ("ep", 2.0, 2.25),
+        ("compute", 2.25, 4.25),
+        ("pp", 4.25, 5.75),
+    ]
+    assert [(s.channel, s.start, s.end) for s in spans[1]] == [("pp", 0.0, 5.75), ("compute", 5.75, 7.75)]
+
+
 def test_bad_command_lines() -> None:
-    assert [variant.name for variant in choose(PLANS)] == list(PLANS)
+    assert [variant.name for variant in choose((*PIPELINED, *PLANS))] == [*PLANS, *PIPELINED]
     for words, subject in (
         (["--plans", "both 3"], "--plans"),
         (["--mbit", "0"], "--mbit"),
         (["--repeats", "0"], "--repeats"),
+        (["--plans", *PIPELINED], "--timer-compute"),
+        (["--plans", *PIPELINED, "--timer-compute", "--emulator"], "without --emulator"),
     ):
         with pytest.raises(ConfigError, match=subject):
             parse_arguments(words)

@@ -50,4 +50,6 @@ def test_medians_of_spans() -> None:
 
     medians = median_seconds([[*step(1.0, 4.0), Span("optimizer.L0", "compute", 0, 0, 0.0, 9.0)], step(2.0, 5.0)])
     assert medians == {"a": 3.5}, "pieces of a micro-batch are summed; communication and update are left out"
-    assert mean_of_ranks([{"a": 1.0}, {"a": 2.0}]) == {"a": 1.5}
+    assert mean_of_ranks([{"a": 1.0}, {"a": 2.0, "b": 4.0}]) == {"a": 1.5, "b": 4.0}, (
+        "another stage has other operators"
+    )

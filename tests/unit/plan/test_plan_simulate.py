@@ -234,6 +234,43 @@ def test_counts_pass_rows_and_slow_nothing_down() -> None:
 
     assert ends(listed) == [1.0, 1.25, 4.0, 1.75, 6.0, 2.75]
     assert ends(issued_in_order(listed)) == [1.0, 1.25, 4.25, 1.75, 6.25, 3.75]
+    late = [*listed[:3], compute(3, "compute"), compute(4, "ep.counts", (3,), "collective")]
+    queued = simulate({0: late}, lambda _, i: alone[i.id], queue_seconds=0.125).ran
+    taken = [one.end - one.start for one in queued if one.instruction.channel == "ep.counts"]
+    assert taken == [0.25, 2.125], "the first meets no rows"
+
+
+def test_a_receive_is_posted_behind_the_computation_before_it() -> None:
+    """Nothing of it has arrived by then; what reads it waits for all of it."""
+    computing = compute(0, "compute")
+    receive = dataclasses.replace(
+        computing, id=1, kind="point-to-point", name="receive.S0>S1", channel="pp.S0>S1", peers=(1,)
+    )
+    send = dataclasses.replace(receive, id=0, name="send.S0>S1", peers=(0,))
+    lists = {0: [computing, receive, compute(2, "compute", (1,))], 1: [send]}
+    alone = {"L0.attention": 3.0, "L2.attention": 1.0}
+    steps = [
+        simulate({0: made, 1: lists[1]}, lambda _, i: alone.get(i.name, 2.0)).step_seconds
+        for made in (lists[0], issued_in_order(lists[0]))
+    ]
+    assert steps == [4.0, 6.0]
+
+
+def test_a_half_duplex_link_takes_one_direction_after_the_other() -> None:
+    """Both ranks could send; who is first goes alone. Full duplex they pass each other."""
+    send = Instruction(
+        id=0, kind="point-to-point", name="send.S0>S1", stage=0, micro_batch=0, channel="pp.S0>S1", peers=(1,)
+    )
+    back = dataclasses.replace(send, id=1, name="receive.S0>S1.backward", channel="pp.S0>S1.backward")
+    lists = {
+        0: [send, back],
+        1: [
+            dataclasses.replace(back, id=0, name="send.S0>S1.backward", peers=(0,)),
+            dataclasses.replace(send, id=1, name="receive.S0>S1", peers=(0,)),
+        ],
+    }
+    steps = [simulate(lists, lambda *_: 2.0, half_duplex=half).step_seconds for half in (False, True)]
+    assert steps == [2.0, 4.0]
 
 
 def test_spans_and_exposed_seconds(tmp_path: Path) -> None:

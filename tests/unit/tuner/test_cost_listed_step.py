@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_cost_predict import CONSTANTS, JOB, by_hand
 from test_cost_simulate_step import CHUNKS, CLUSTER, STAGES
 
+import moe_overlap.tuner.cost.predict as cost_predict
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.plan import Tile, Transfer
 from moe_overlap.plan.serialize import save_plan
@@ -53,6 +55,18 @@ def test_the_step_is_that_of_the_whole_lists(name: str) -> None:
     assert all(seconds >= -1e-9 for seconds in found.breakdown.values())
     tokens = found.predicted.tokens_per_second_per_gpu * found.predicted.step_seconds * CLUSTER.gpus
     assert tokens == pytest.approx(read_job([*BASE, *words.split()], 32).plan.global_batch_size * 4096)
+
+
+@pytest.mark.parametrize("name", ["2 stages", "pairs over 4 stages"])
+def test_slow_transfers_are_waited_for_as_in_the_whole_lists(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receive is posted where it stands in the list: behind the block before, whatever the link could have carried by then."""
+    words, _ = JOBS[name]
+    fast = predicted(words).predicted.step_seconds
+    monkeypatch.setattr(cost_predict, "point_to_point_seconds", lambda *_: np.array(0.02))
+    whole = simulated([*BASE, *words.split()], CLUSTER, graphs=by_hand, constants=CONSTANTS).simulation
+    slow = predicted(words)
+    assert slow.predicted.step_seconds == pytest.approx(whole.step_seconds, rel=1e-2)
+    assert slow.predicted.step_seconds > 1.05 * fast
 
 
 def test_overlap_is_in_the_predicted_step() -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import payload
 from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.weight_gradients import backward_of
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.predict import Machine
 from moe_overlap.tuner.cost.simulate import BETWEEN_DEVICES, COMPUTING
@@ -72,9 +73,15 @@ class RangePrices:
         return self._gaps[priced]
 
     def _price(self, pipeline: Pipeline, parts: int) -> Priced:
-        pieces = (1 if step.whole else parts for step in pipeline.steps)
-        seconds = (self.operator_seconds(name, n) for name, n in zip(pipeline.names, pieces, strict=True))
-        return pipeline.steps, tuple(seconds), parts
+        named = tuple(zip(pipeline.names, pipeline.steps, strict=True))
+        cut = {name for name, step in named if not step.whole}
+
+        def seconds(name: str, whole: bool) -> float:
+            if whole and backward_of(name) in cut:  # a weight gradient runs whole, but as a product for each part
+                return parts * self.operator_seconds(name, parts)
+            return self.operator_seconds(name, 1 if whole else parts)
+
+        return pipeline.steps, tuple(seconds(name, step.whole) for name, step in named), parts
 
     def _simulate(self, priced: Priced) -> float:
         if priced not in self._simulated:
