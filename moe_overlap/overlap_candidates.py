@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import get_args
+
+import numpy as np
 
 from megatron.training.arguments import expand_files
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.lower import lower
+from moe_overlap.plan.operators import WEIGHT_GRADIENT
 from moe_overlap.plan.overlap import TUTEL_DEGREES, SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.ranges import RangeWord
 from moe_overlap.predicting import Task, predicted_of, read_job
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
-from moe_overlap.tuner.cost.predict import Prediction
+from moe_overlap.tuner.cost.operator_seconds import operator_seconds
+from moe_overlap.tuner.cost.predict import Prediction, price_family
+from moe_overlap.tuner.cost.prepare import prepare
 from moe_overlap.tuner.cost.simulate_step import price_stages
+from moe_overlap.tuner.search.layer.layer_classes import entries_of, with_entries
 from moe_overlap.tuner.search.layer.mix_mechanisms import Mix
 from moe_overlap.tuner.search.layer.plan_ranges import PartitionedPlan, partition_ranges
 from moe_overlap.tuner.search.layer.plan_slots import shortened, with_slots
@@ -32,6 +38,8 @@ PLAIN, WHOLE = "plain megatron-core", "whole micro-batches"
 LEFT_OUT = ("--overlap-param-gather",)
 """Flags that only place communication, which a list places itself."""
 DEFERRED = "weight gradients under exchanges"
+IN_PIECES = 1.25
+"""At most so many times as long take weight gradients that stay in operators that run in parts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,17 +90,38 @@ class Candidates:
     solver_seconds: float
 
     def uniform(self) -> Iterator[Candidate]:
-        """One mechanism on all layers."""
-        yield from self._both(WHOLE, self._whole)
+        """One mechanism on all layers: each by itself, then with weight gradients deferred where that may be the fastest."""
+        alone = list(self._alone())
+        yield from alone
+        fitting = [one for one in alone if one.prediction is not None and one.prediction.fits]
+        best = min((one.seconds for one in fitting), default=0.0)
+        for first in sorted(fitting, key=lambda one: one.seconds):
+            least = self._least_seconds(first)
+            if least > best:
+                reason = f"at least {least:.4f} s a step, whatever the schedule"
+                yield Candidate(name=f"{first.name}, {DEFERRED}", words=self.own, refused=reason)
+                continue
+            for one in self.deferred(first):
+                best = min(best, one.seconds)
+                yield one
+
+    def _alone(self) -> Iterator[Candidate]:
+        """Every mechanism, or why it cannot run."""
+        yield self._made(WHOLE, self._whole)
         for degree in TUTEL_DEGREES[1:]:
             flags = ("--moe-overlap-capacity-chunks", str(degree))
-            yield from self._both(f"Tutel-style, {degree} chunks", functools.partial(self._by_flags, flags))
-        yield from self._both("partitions", self._cut)
-        together = ("--moe-overlap-micro-batches", "2")
-        yield from self._both("two micro-batches", functools.partial(self._by_flags, together))
-        if cuts := self._equal_cuts():
-            yield from self._both("equal partitions", functools.partial(self._best_of, cuts, ()))
-            yield from self._both("two micro-batches in partitions", functools.partial(self._best_of, cuts, together))
+            yield self._made(f"Tutel-style, {degree} chunks", functools.partial(self._by_flags, flags))
+        yield (cut := self._made("partitions", self._cut))
+        flags = ("--moe-overlap-micro-batches", "2")
+        yield (pairs := self._made("two micro-batches", functools.partial(self._by_flags, flags)))
+        if cut.ranges is not None and not pairs.refused:
+            both = _in_pairs(cut.ranges.plan), cut.ranges
+            yield self._made("two micro-batches in partitions", lambda: both)
+        for parts in self._numbers_of_parts():
+            yield self._made(f"{parts} equal partitions", functools.partial(self._cut_alike, parts, ()))
+            if not pairs.refused:
+                name = f"two micro-batches in {parts} equal partitions"
+                yield self._made(name, functools.partial(self._cut_alike, parts, flags))
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -108,24 +137,35 @@ class Candidates:
         return Candidate(name=name, words=self.own, plan=plan, prediction=prediction, mechanism=plan, dropped=dropped)
 
     def deferred(self, first: Candidate) -> Iterator[Candidate]:
-        """The same with weight gradients deferred, where it fits and that is shorter."""
+        """The same with weight gradients deferred, where it fits and that is shorter; or why it cannot run."""
         if first.prediction is None or not first.prediction.fits:
             return
-        schedule = self._schedule(first.decided, first.prediction)
-        if schedule.chosen != "without":
-            filled, name = schedule.plan, f"{first.name}, {DEFERRED}"
-            prediction = self.predicted(filled)
-            yield dataclasses.replace(first, name=name, plan=filled, prediction=prediction, schedule=schedule)
-
-    def _both(self, name: str, make: Callable[[], tuple[Plan, PartitionedPlan | None]]) -> Iterator[Candidate]:
-        """A mechanism by itself, and with weight gradients deferred."""
+        name = f"{first.name}, {DEFERRED}"
         try:
-            plan, ranges = make()
-            first = dataclasses.replace(self.one(name, plan), ranges=ranges)
-            yield first
-            yield from self.deferred(first)
+            schedule = self._schedule(first.decided, first.prediction)
+            if schedule.chosen != "without":
+                filled = schedule.plan
+                prediction = self.predicted(filled)
+                yield dataclasses.replace(first, name=name, plan=filled, prediction=prediction, schedule=schedule)
         except ConfigError as error:
             yield Candidate(name=name, words=self.own, refused=str(error))
+
+    def _least_seconds(self, first: Candidate) -> float:
+        """What a step takes at least with weight gradients deferred: they save their own time, and no more than is idle."""
+        assert first.prediction is not None
+        parts, plan = first.prediction.breakdown, first.decided
+        idle = first.seconds - parts["compute_seconds"] - parts["optimizer_seconds"]
+        passes = plan.stages[0].gradient_accumulation_steps + len(plan.stages) - 1
+        own = IN_PIECES * passes * weight_gradient_seconds(self.task, plan)
+        return first.seconds - min(idle, own)
+
+    def _made(self, name: str, make: Callable[[], tuple[Plan, PartitionedPlan | None]]) -> Candidate:
+        """A mechanism by itself."""
+        try:
+            plan, ranges = make()
+            return dataclasses.replace(self.one(name, plan), ranges=ranges)
+        except ConfigError as error:
+            return Candidate(name=name, words=self.own, refused=str(error))
 
     def predicted(self, plan: Plan) -> Prediction:
         """Of a plan of this run."""
@@ -135,33 +175,28 @@ class Candidates:
         """What flags say by hand; their rules hold."""
         return read_job([*self.own, *flags], self.cluster.gpus).plan, None
 
-    def _equal_cuts(self) -> list[tuple[str, ...]]:
-        """Flags that cut every layer alike."""
-        samples, most = self.task.job.plan.stages[0].micro_batch_size, self.limits.max_partitions
-        return [
-            ("--moe-overlap-partitions", str(parts), "--moe-overlap-range", word)
-            for parts in range(2, min(samples, most) + 1)
-            if samples % parts == 0
-            for word in get_args(RangeWord)
-        ]
+    def _numbers_of_parts(self) -> list[int]:
+        """Those that divide the samples of a micro-batch."""
+        samples = self.task.job.plan.stages[0].micro_batch_size
+        return [parts for parts in range(2, min(samples, self.limits.max_partitions) + 1) if samples % parts == 0]
 
-    def _best_of(self, several: Sequence[tuple[str, ...]], more: tuple[str, ...]) -> tuple[Plan, None]:
-        """Of what these flags say, each with `more`, the plan with the shortest step; one that fits where any does.
+    def _cut_alike(self, parts: int, more: tuple[str, ...]) -> tuple[Plan, None]:
+        """Of the ranges that flags say, each with `more`, the one with the shortest step.
 
         Raises:
             ConfigError: none of them may run.
         """
         found, refused = [], []
-        for flags in several:
+        for word in get_args(RangeWord):
             try:
-                plan, _ = self._by_flags((*flags, *more))
-                prediction = self.predicted(plan)
-                found.append((not prediction.fits, prediction.predicted.step_seconds, plan))
+                cut = ("--moe-overlap-partitions", str(parts), "--moe-overlap-range", word)
+                plan, _ = self._by_flags((*cut, *more))
+                found.append((self.predicted(plan).predicted.step_seconds, plan))
             except ConfigError as error:
                 refused.append(error)
         if not found:
             raise refused[0]
-        return min(found, key=lambda one: one[:2])[2], None
+        return min(found, key=lambda one: one[0])[1], None
 
     def _whole(self) -> tuple[Plan, None]:
         """Gates and dispatchers of our own, nothing cut and nothing deferred."""
@@ -198,6 +233,36 @@ class Candidates:
             here.read(lower(few, task.job.model, stage.devices.ranks[0]))
             prices[stage.devices.ranks[0]] = here
         return prices
+
+
+def _in_pairs(plan: Plan) -> Plan:
+    """Two micro-batches at a time; layers that are not cut run whole among them."""
+    crossing = {
+        layer: dataclasses.replace(one, mechanism="cross_micro_batch") if one.mechanism == "none" else one
+        for layer, one in entries_of(plan).items()
+    }
+    stages = []
+    for stage in plan.stages:
+        overlap = dataclasses.replace(stage.overlap, micro_batches_in_flight=2)
+        stages.append(dataclasses.replace(stage, overlap=overlap))
+    return with_entries(dataclasses.replace(plan, stages=tuple(stages)), crossing)
+
+
+def weight_gradient_seconds(task: Task, plan: Plan) -> float:
+    """Of one micro-batch on the stage where they take longest, alone and whole."""
+    longest, model, machine = 0.0, task.job.model, task.machine
+    for family in prepare(plan, model, task.graphs, task.features, machine.load):
+        priced = price_family(plan, model, family, machine, task.features)
+        of_parts = [
+            sum(
+                seconds
+                for (_, _, suffix), seconds in operator_seconds(table, priced.setting, cost).items()
+                if suffix == WEIGHT_GRADIENT
+            )
+            for table, cost in zip(family.tables, priced.parts, strict=True)
+        ]
+        longest = max(longest, float((np.array(of_parts) @ family.counts).max()))
+    return longest
 
 
 def free_bytes(prediction: Prediction) -> list[float]:

@@ -52,7 +52,7 @@ def _mix(search: Candidates, start: Candidate, others: Sequence[Plan]) -> Mix:
     def judge(made: Plan) -> float:
         prediction = search.predicted(made)
         if not prediction.fits:
-            raise ConfigError("memory", "", f"does not fit: {prediction.overflow[0]}", "choose another mechanism")
+            raise ConfigError("step", made.model.name, f"does not fit: {prediction.overflow[0]}", "cut less")
         return prediction.predicted.step_seconds
 
     classes = layer_classes(plan, model, layer_kinds(model))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from moe_overlap.describe.errors import ConfigError
 
@@ -62,6 +63,8 @@ _BOUNDARY = re.compile(r"(send|receive|gather)\.S(0|[1-9]\d*)>S(0|[1-9]\d*)(\.ba
 _STATE = re.compile(rf"({'|'.join(STATE_PREFIXES)})\.(L\d+|mtp\d+|embedding|head)")
 _COPY = re.compile(rf"({'|'.join(COPY_PREFIXES)})\.(L\d+|mtp\d+|embedding|head)\.({'|'.join(COPIED)})")
 
+_OF_STATES = frozenset((*STATE_PREFIXES, *(f"{prefix}.{copied}" for prefix in COPY_PREFIXES for copied in COPIED)))
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:
@@ -83,7 +86,7 @@ class Operator:
 
     def __str__(self) -> str:
         place = f"L{self.layer}." if self.layer is not None else f"mtp{self.mtp}." if self.mtp is not None else ""
-        if self.part in STATE_PREFIXES + tuple(f"{p}.{c}" for p in COPY_PREFIXES for c in COPIED):
+        if self.part in _OF_STATES:
             head, _, tail = self.part.partition(".")
             return ".".join(piece for piece in (head, place.rstrip("."), tail) if piece)
         return ".".join(piece for piece in (place + self.part, self.weight, self.suffix) if piece)
@@ -166,8 +169,8 @@ def parse_operator(name: str, subject: str = "operator") -> Operator:
     Raises:
         ConfigError: the name is not in the vocabulary.
     """
-    operator = _state_or_boundary(name) or _model_operator(name)
-    if operator is None or str(operator) != name:
+    operator = _parsed(name)
+    if operator is None:
         raise ConfigError(
             subject,
             name,
@@ -175,6 +178,13 @@ def parse_operator(name: str, subject: str = "operator") -> Operator:
             "use a name such as L0.attention, L3.moe.dispatch.backward or head.loss",
         )
     return operator
+
+
+@cache
+def _parsed(name: str) -> Operator | None:
+    """None for what is no name; a list of instructions has few names, each many times."""
+    operator = _state_or_boundary(name) or _model_operator(name)
+    return operator if operator is not None and str(operator) == name else None
 
 
 def _state_or_boundary(name: str) -> Operator | None:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.operators import ATTENTION, MERGE, layer_operator
+from moe_overlap.plan.operators import ATTENTION, GATE, MERGE, layer_operator
 from moe_overlap.plan.overlap import LayerOverlap
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.ranges import range_ends
+from moe_overlap.plan.ranges import order_of, part_order, range_ends
 from moe_overlap.tuner.cost.prepare import layer_variant
 
 Kind = tuple[str, ...]
@@ -86,9 +86,8 @@ def _entries_of(stage: StagePlan) -> dict[int, LayerOverlap]:
     for owner in stage.overlap.layers:
         if owner.mechanism != "partitioned" or owner.axis != "batch":
             continue
-        end = range_ends(owner)[1]
-        assert end.layer is not None
-        held = [n for n in sorted(entries) if owner.layer < n < end.layer or (n == end.layer and end.part != ATTENTION)]
+        end = order_of(range_ends(owner)[1])
+        held = [layer for layer in sorted(entries) if owner.layer < layer and (layer, part_order(GATE)) <= end]
         first = owner.first_operator
         for place, layer in enumerate([owner.layer, *held]):
             is_last = place == len(held)

@@ -136,7 +136,7 @@ class _Descent:
                 self._judged += 1
                 self._known[moved] = Tried(self.judge(plan))
             except ConfigError as error:
-                self._known[moved] = Tried(None, str(error))
+                self._known[moved] = Tried(None, f"{error.subject.rpartition('.')[2]} {error.value}: {error.rule}")
         return self._known[moved]
 
     def _plan(self, options: tuple[int, ...]) -> Plan:
