@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def slow_links(slower: float) -> Cluster:
     return dataclasses.replace(cluster, groups=(slow,))
 
 
+@functools.cache
 def tuned(slower: float, *words: str) -> Tuned:
     """Over links so much slower than an H100's."""
     return tune_overlap([*JOB, *words], slow_links(slower), LIMITS, graphs=by_hand, constants=CONSTANTS)
