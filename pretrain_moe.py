@@ -221,7 +221,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         batches=source,
         measure=communication_seconds,
         covered=run.recorder.covered,
-        write_trace=lambda measured: trace.write_trace(trace_path, measured, rank),
+        write_trace=lambda measured: trace.write_trace(trace_path, measured, rank, trace.about_run(plan, model)),
         parameter_norm=run.layerwise.parameter_norm,
         deferred=run.deferred,
         reports=Reports(config.logging, log, phase_seconds, counted),

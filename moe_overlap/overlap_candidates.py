@@ -53,6 +53,7 @@ class Candidate:
         dropped: flags of the user that it runs without.
         mechanism: the plan before weight gradients are deferred; None for the plain run.
         ranges, mix, schedule: what the searches found.
+        measured_seconds: of its step, where a trace is of its plan.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Candidate:
     ranges: PartitionedPlan | None = None
     mix: Mix | None = None
     schedule: Schedule | None = None
+    measured_seconds: float | None = None
 
     @property
     def decided(self) -> Plan:

@@ -21,6 +21,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.validate import validate_plan
+from moe_overlap.refined_job import job_key
 from moe_overlap.speed_flags import features_of, grouped, without_newer, zero_level
 from moe_overlap.tuner.capture.cache import CaptureError, cached_captures
 from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout
@@ -30,9 +31,11 @@ from moe_overlap.tuner.cost.constants import Constants, shipped_constants
 from moe_overlap.tuner.cost.exchange_costs import exchange_costs
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.listed_step import with_lists
-from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys
+from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys, refined_of
 from moe_overlap.tuner.cost.predict import Machine, Prediction, machine_of, price
 from moe_overlap.tuner.cost.prepare import prepare, stage_variants
+from moe_overlap.tuner.cost.refined import NOT_REFINED
+from moe_overlap.tuner.cost.refined_step import with_refined
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
 from moe_overlap.tuner.profile.keys import OperatorKey
 
@@ -152,7 +155,9 @@ def predicted_of(task: Task, plan: Plan) -> Prediction:
     families = prepare(plan, model, task.graphs, task.features, machine.load)
     closed = price(plan, model, families, machine, task.features, task.extrapolating)
     if not plan.transfers and not any(stage.overlap.is_listed for stage in plan.stages):
-        return closed
+        if machine.refined == NOT_REFINED:
+            return closed
+        return with_refined(closed, plan, model, task.graphs, machine, task.features)
     return with_lists(closed, plan, model, task.graphs, machine, task.features)
 
 
@@ -173,7 +178,8 @@ def task_of(words: Sequence[str], cluster: Cluster, options: Options) -> Task:
     machine, extrapolating = machine_of(
         cluster, constants or shipped_constants(), options.get("software"), load, lookup
     )
-    machine = dataclasses.replace(machine, exchanges=exchange_costs(cluster))
+    refined = refined_of(cluster, job_key(job.model, job.plan))
+    machine = dataclasses.replace(machine, refined=refined, exchanges=exchange_costs(cluster))
     return Task(job, captured, features, machine, extrapolating)
 
 

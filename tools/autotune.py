@@ -6,6 +6,12 @@
 For the parallel layout of the flags, ways to hide all-to-all are searched and their steps predicted. Written to --output:
 plan.json (where something is overlapped), megatron_args.txt (the flags that run it), trace.json (the predicted step with few
 micro-batches, for ui.perfetto.dev). Printed: what was chosen, and why the others were not.
+
+    torchrun ... pretrain_moe.py @tuned/megatron_args.txt --trace measured.json
+    python tools/autotune.py --overlap-only ... --refine measured.json --output tuned2
+
+With traces of runs of the same job, whatever they overlap, its prices are refined by what was measured (moe_overlap/refining.py);
+the plan that was measured stays where nothing is predicted to be faster. A trace is of a run's last step: let it make a few.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from moe_overlap.overlap_candidates import PLAIN, Candidate
 from moe_overlap.overlap_tuning import Tuned, tune_overlap
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.serialize import save_plan
+from moe_overlap.refining import refinement_json, refinement_lines
 from tools.class_report import classes_json, classes_text
 from tools.job_arguments import add_job_arguments, cluster_of, words_of
 from tools.predict import as_json, write_trace
@@ -49,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             range_limit=arguments.overlap_range_limit,
         )
         given = {"software": arguments.software, "expert_load": arguments.expert_load}
-        tuned = tune_overlap(words_of(arguments), cluster, limits, arguments.time_limit, **given)
+        tuned = tune_overlap(words_of(arguments), cluster, limits, arguments.time_limit, arguments.refine, **given)
         folder = Path(arguments.output)
         write_run(folder, tuned.chosen)
         write_trace(folder / "trace.json", tuned.step)
@@ -73,6 +80,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", metavar="S", type=float, default=5.0, help="of each weight-gradient schedule")
     parser.add_argument("--software", metavar="RELEASE", help="efficiencies of a release, as 26.04; default the newest")
     parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    parser.add_argument(
+        "--refine",
+        metavar="TRACE",
+        nargs="+",
+        default=(),
+        help="of --trace of pretrain_moe.py: what runs of this job took",
+    )
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     return parser
 
@@ -106,7 +120,8 @@ def _lines(words: Sequence[str]) -> str:
 def tuned_json(tuned: Tuned) -> dict[str, Any]:
     """The answer for programs: the chosen plan as tools/predict.py prints it, and the others."""
     assert tuned.chosen.prediction is not None
-    return as_json(tuned.chosen.prediction) | {
+    refined = {} if tuned.refinement is None else {"refinement": refinement_json(tuned.refinement)}
+    decided = {
         "chosen": tuned.chosen.name,
         "plain_step_seconds": tuned.plain_seconds,
         "dropped_flags": list(tuned.chosen.dropped),
@@ -114,19 +129,22 @@ def tuned_json(tuned: Tuned) -> dict[str, Any]:
         "runners_up": [_as_json(other) for other in tuned.others],
         "search": {"seconds": tuned.search_seconds},
     }
+    return as_json(tuned.chosen.prediction) | refined | decided
 
 
 def _as_json(one: Candidate) -> dict[str, Any]:
     if one.prediction is None:
         return {"name": one.name, "refused": one.refused}
-    return {"name": one.name, "step_seconds": one.seconds, "fits": one.prediction.fits}
+    measured = {} if one.measured_seconds is None else {"measured_step_seconds": one.measured_seconds}
+    return {"name": one.name, "step_seconds": one.seconds, "fits": one.prediction.fits, **measured}
 
 
 def tuned_text(tuned: Tuned, folder: Path) -> str:
     """The answer for a reader."""
     chosen = tuned.chosen
     gained = tuned.plain_seconds / chosen.seconds
-    lines = [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
+    lines = [] if tuned.refinement is None else [*refinement_lines(tuned.refinement), ""]
+    lines += [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
     assert chosen.prediction is not None
     lines += [f"does not fit: {text}" for text in chosen.prediction.overflow]
     lines += [f"without    {flag}: a list places that communication itself" for flag in chosen.dropped]
@@ -146,7 +164,8 @@ def _figures(one: Candidate) -> str:
     assert one.prediction is not None
     predicted = one.prediction.predicted
     peak = max(stage.peak_bytes for stage in predicted.stages) / GIB
-    return f"{one.seconds:.4f} s a step, peak {peak:.1f} GiB"
+    measured = "" if one.measured_seconds is None else f" (measured {one.measured_seconds:.4f} s)"
+    return f"{one.seconds:.4f} s a step{measured}, peak {peak:.1f} GiB"
 
 
 def _why(other: Candidate, chosen: Candidate) -> str:
@@ -177,6 +196,11 @@ def _decisions(chosen: Candidate) -> list[str]:
                 f"weight gradients of stage {chunk.stage}, chunk {chunk.chunk}: {solution.value * 1e3:.3f} ms under exchanges, "
                 f"greedy {solution.greedy_value * 1e3:.3f}, at most {solution.bound * 1e3:.3f} (gap {solution.gap:.1%})"
             )
+        for index, seconds in enumerate(chosen.schedule.behind_seconds):
+            if seconds > 0:
+                lines.append(
+                    f"weight gradients of stage {index}: {seconds * 1e3:.3f} ms behind its sends to the stage before"
+                )
     return lines
 
 

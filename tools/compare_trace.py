@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.operators import parse_operator
+from moe_overlap.plan.operators import kind_of
+from moe_overlap.plan.trace import read_traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,52 +42,14 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ConfigError: a file cannot be read, or has no spans.
     """
-    ranks = [rank for one in (path, *sorted(path.parent.glob(f"{path.name}.rank*"))) for rank in _ranks(one)]
+    ranks = [spans for one in read_traces(path) for spans in one.spans.values()]
     sums: dict[tuple[str, str], float] = {}
     for spans in ranks:
-        for name, channel, start, end in spans:
-            kind = (kind_of(name), channel)
-            sums[kind] = sums.get(kind, 0.0) + (end - start) / len(ranks)
-    steps = [max(span[3] for span in spans) - min(span[2] for span in spans) for spans in ranks]
+        for span in spans:
+            kind = (kind_of(span.name), span.channel)
+            sums[kind] = sums.get(kind, 0.0) + (span.end - span.start) / len(ranks)
+    steps = [max(span.end for span in spans) - min(span.start for span in spans) for spans in ranks]
     return Trace(sums, max(steps))
-
-
-Spans = list[tuple[str, str, float, float]]
-"""Name, channel, start and end in seconds."""
-
-
-def _ranks(path: Path) -> list[Spans]:
-    try:
-        events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        tracks = {
-            (event["pid"], event["tid"]): str(event["args"]["name"])
-            for event in events
-            if event["ph"] == "M" and event["name"] == "thread_name"
-        }
-        spans: dict[int, Spans] = {}
-        for event in events:
-            if event["ph"] == "X":
-                start = float(event["ts"]) / 1e6
-                channel = tracks.get((event["pid"], event["tid"]), "")
-                span = (str(event["name"]), channel, start, start + float(event["dur"]) / 1e6)
-                spans.setdefault(event["pid"], []).append(span)
-    except OSError as error:
-        raise ConfigError(str(path), "", f"cannot be read: {error.strerror}", "give a file of --trace") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(str(path), "", f"is no trace ({error!r})", "give a file of --trace") from None
-    if not spans:
-        raise ConfigError(str(path), "", "has no spans", "give a file of --trace")
-    return list(spans.values())
-
-
-def kind_of(name: str) -> str:
-    """An operator's name without its layer, stages and parts."""
-    try:
-        operator = parse_operator(name)
-    except ConfigError:
-        return name
-    part = operator.part.partition(".S")[0] if operator.part.startswith(("send.", "receive.")) else operator.part
-    return ".".join(piece for piece in (part, operator.suffix) if piece)
 
 
 def rows_of(predicted: Trace, measured: Trace) -> list[dict[str, Any]]:

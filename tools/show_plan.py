@@ -127,9 +127,10 @@ def _shown_limits(limits: SearchLimits | None) -> str:
 
 
 def _shown_layer(layer: LayerOverlap) -> str:
-    """`L3:partitioned*2`: the mechanism and, where it cuts, into how many."""
-    pieces = layer.partitions or layer.tutel_degree
-    return f"L{layer.layer}:{layer.mechanism}" + (f"*{pieces}" if pieces else "")
+    """`L3:partitioned*2`: the mechanism and, where it cuts, into how many; `L3:fused(20/26)`: the blocks that communicate."""
+    pieces, blocks = layer.partitions or layer.tutel_degree, layer.kernel_blocks
+    split = "" if blocks is None else f"({blocks.dispatch}/{blocks.combine})"
+    return f"L{layer.layer}:{layer.mechanism}" + (f"*{pieces}" if pieces else split)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -35,6 +35,8 @@ class Gpu:
     fp4_tflops: float | None
     memory_gib: float
     memory_gb_per_s: float
+    multiprocessors: int | None = None
+    """Each runs one thread block of a fused kernel; None where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +201,8 @@ _GPU_FIELDS = {
 def _group(row: Any, subject: str) -> NodeGroup:
     _require_fields(row, _GROUP_FIELDS, subject)
     if isinstance(row["gpu"], dict):
-        _require_fields(row["gpu"], _GPU_FIELDS, f"{subject}.gpu")
+        known_blocks: dict[str, Any] = {"multiprocessors": int} if "multiprocessors" in row["gpu"] else {}
+        _require_fields(row["gpu"], _GPU_FIELDS | known_blocks, f"{subject}.gpu")
         gpu = Gpu(**row["gpu"])
     else:
         known = _known(row["gpu"], f"{subject}.gpu")

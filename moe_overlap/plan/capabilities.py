@@ -48,15 +48,7 @@ LOWERED = Limits(
     stage=(
         Limit("overlap.micro_batches_in_flight", _only(1, 2), "two micro-batches are interleaved at most", "write 2"),
     ),
-    layer=(
-        Limit(
-            "mechanism",
-            _only("none", "partitioned", "tutel", "cross_micro_batch"),
-            "not lowered",
-            "use none, partitioned, tutel or cross_micro_batch",
-        ),
-        Limit("axis", _only(None, "batch"), "only the batch is cut", "write batch"),
-    ),
+    layer=(Limit("axis", _only(None, "batch"), "only the batch is cut", "write batch"),),
 )
 """What `lower` knows."""
 EXECUTED = Limits(
@@ -72,7 +64,15 @@ EXECUTED = Limits(
         Limit("offload.activations", _only(0), "offloading is not executed", "write 0.0"),
         Limit("zero_level", _only(1), "the distributed optimizer (ZeRO-1) is always on", "write 1"),
     ),
-    layer=(Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),),
+    layer=(
+        Limit(
+            "mechanism",
+            _only("none", "partitioned", "tutel", "cross_micro_batch"),
+            "not executed",
+            "use none, partitioned, tutel or cross_micro_batch",
+        ),
+        Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),
+    ),
 )
 """What the runtime executes of that."""
 NOTHING_OVERLAPPED = (

@@ -2,7 +2,8 @@
 
 Terms. A part of the optimizer (`embedding`, `L3`, `head`) is complete behind the last instruction of the step that writes its
 gradient, deferred weight gradients included. An exchange is pending from its instruction to the first that waits for it, or for
-a later exchange: their channel runs in order. A gap is what runs from there, with nothing pending, to the next exchange.
+a later exchange: their channel runs in order. A fused kernel is an exchange that computes, too: it needs the link for itself.
+A gap is what runs from there, with nothing pending, to the next exchange.
 
 1. The pieces of complete parts wait in a queue, in order of completion; that order is the same on every rank of the stage.
 2. Each gap takes one piece at its beginning, so that the piece travels while the gap computes.
@@ -64,17 +65,17 @@ def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece
         pieces: part -> its pieces; every part is written by the passes.
     """
     completes = _completions(passes, pieces)
-    last_exchange = max((i.id for i in passes if i.channel == EXPERT_CHANNEL), default=-1)
+    last_exchange = max((i.id for i in passes if _is_exchange(i)), default=-1)
     waiting: deque[Piece] = deque()
     link = _Link()
     travelling: list[int] = []
     places: dict[int, int] = {}
     for i in passes:
         ended = [places[number] for number in link.ended_by(i)]
-        if ended and not link.pending and i.channel == COMPUTE:
+        is_exchange = _is_exchange(i)
+        if ended and not link.pending and i.channel == COMPUTE and not is_exchange:
             free = len(waiting) if i.id > last_exchange else 1
             travelling += [_reduce(waiting.popleft(), ended, to) for _ in range(min(free, len(waiting)))]
-        is_exchange = i.channel == EXPERT_CHANNEL
         shares_link = is_exchange or i.channel == COUNT_CHANNEL
         places[i.id] = to.append(Draft.of(i), travelling if shares_link else ())
         if is_exchange:
@@ -92,9 +93,10 @@ def gaps(passes: Sequence[Instruction]) -> list[list[Instruction]]:
     found: list[list[Instruction]] = []
     link = _Link()
     for i in passes:
-        if link.ended_by(i) and not link.pending and i.channel == COMPUTE:
+        is_exchange = _is_exchange(i)
+        if link.ended_by(i) and not link.pending and i.channel == COMPUTE and not is_exchange:
             found.append([])
-        if i.channel == EXPERT_CHANNEL:
+        if is_exchange:
             link.pending.append(i.id)
         elif found and not link.pending and i.channel == COMPUTE:
             found[-1].append(i)
@@ -113,6 +115,11 @@ class _Link:
         ended = [number for number in self.pending if number <= waited_for]
         self.pending = [number for number in self.pending if number > waited_for]
         return ended
+
+
+def _is_exchange(i: Instruction) -> bool:
+    """Whether tokens travel while it runs."""
+    return i.channel == EXPERT_CHANNEL or (i.channel == COMPUTE and i.bytes > 0)
 
 
 def _completions(passes: Sequence[Instruction], parts: Iterable[str]) -> dict[int, list[str]]:

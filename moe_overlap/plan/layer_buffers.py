@@ -6,6 +6,10 @@ attention, `rows` are permuted for sending, `counts` and `splits` say how many, 
 next partition, `received` and `computed` stand at the experts, `returned` is back, `shared` is the shared expert's
 output. Gradients carry a `d` in front. `gradient.Ln` sums weight gradients over micro-batches; `saved.Ln.part.weight`
 is what a deferred one is computed from.
+
+Fused kernels (COMET, section 3.1) hand over nothing but `inner`, the activated output of the first product, and `dinner`, its
+gradient. The whole matrix between product and exchange, which COMET calls the shared tensor, is there while its kernel runs
+(`computed`, `dcomputed`, `dreceived`); `received` is kept with what else a forward pass saves.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ from moe_overlap.plan.operators import (
     COMBINE,
     COUNT,
     DISPATCH,
+    DISPATCH_FC1,
     EXPERTS,
+    FC2_COMBINE,
     GATE,
     MERGE,
     MLP,
@@ -41,6 +47,8 @@ def forward_buffers(n: str, after: str, has_shared: bool, sent: bool) -> dict[st
         SHARED: f"a.{n} -> {shared}",
         EXPERTS: f"{'received' if sent else 'rows'}.{n} -> computed.{n}",
         COMBINE: f"computed.{n} -> returned.{n}",
+        DISPATCH_FC1: f"rows.{n} splits.{n} -> received.{n} inner.{n}",
+        FC2_COMBINE: f"inner.{n} -> computed.{n} returned.{n}",
         MERGE: f"{'returned' if sent else 'computed'}.{n} a.{n} {shared} -> h.{after}",
     }
 
@@ -58,6 +66,8 @@ def backward_buffers(n: str, after: str, has_shared: bool, sent: bool, total: st
         EXPERTS: f"dcomputed.{n} {total} -> {'dreceived' if sent else 'drows'}.{n} {total}",
         SHARED: f"dshared.{n} da.{n} {total} -> da.{n} {total}",
         DISPATCH: f"dreceived.{n} -> drows.{n}",
+        FC2_COMBINE: f"dreturned.{n} {total} -> dcomputed.{n} dinner.{n} {total}",
+        DISPATCH_FC1: f"dinner.{n} {total} -> dreceived.{n} drows.{n} {total}",
         GATE: f"drows.{n} da.{n} {total} -> da.{n} {total}",
         MLP: f"dh.{after} {total} -> da.{n} {total}",
         ATTENTION: f"da.{n} {total} -> dh.{n} {total}",

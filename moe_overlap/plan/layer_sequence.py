@@ -69,7 +69,9 @@ class LayerSequence:
 
     def parts(self, layer: int) -> tuple[str, ...]:
         """Operators of a layer in forward order."""
-        return operators.layer_parts(self.model.moe_layers[layer], self.has_shared, self.exchanges)
+        return operators.layer_parts(
+            self.model.moe_layers[layer], self.has_shared, self.exchanges, self._is_fused(layer)
+        )
 
     def forward(self, layers: Sequence[int], suffix: str = "") -> Iterator[LayerOperator]:
         """Layers forward; suffix `recompute` where the backward pass runs them a second time."""
@@ -107,11 +109,14 @@ class LayerSequence:
     def _backward_parts(self, layer: int) -> tuple[str, ...]:
         """In partitions the shared expert runs before the experts backward as it does forward: under an exchange."""
         moe = self.model.moe_layers[layer]
-        parts = list(operators.backward_parts(moe, self.has_shared, self.exchanges))
+        parts = list(operators.backward_parts(moe, self.has_shared, self.exchanges, self._is_fused(layer)))
         if SHARED in parts and self.is_cut(layer):
             parts.remove(SHARED)
             parts.insert(parts.index(EXPERTS), SHARED)
         return tuple(parts)
+
+    def _is_fused(self, layer: int) -> bool:
+        return layer in self.stage.overlap.fused_layers
 
 
 @dataclass(frozen=True, slots=True)

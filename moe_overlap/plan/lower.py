@@ -1,8 +1,9 @@
 """A plan, lowered: the static instruction list of one rank. What runs is decided here and nowhere else.
 
 A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a pass,
-ranges of operators run in partitions, and weight gradients stand under exchanges; a backward pass is interleaved with the
-forward pass of another micro-batch; gradients that are complete are reduced between exchanges; each where the plan says so.
+ranges of operators run in partitions, and weight gradients stand under exchanges or behind the send at its end; a backward pass
+is interleaved with the forward pass of another micro-batch; gradients that are complete are reduced between exchanges; each
+where the plan says so.
 With ZeRO 2 and 3 and with offloading every part steps by itself, and collectives and copies stand around its passes.
 What it asks for and is not lowered yet is refused by field.
 """
@@ -134,6 +135,7 @@ class _PassLowering:
             yield self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
         else:
             yield from self.transfers.write("send", -1, place, f"dh.L{first}", backward=True)
+            yield from self.layers.behind_send(range(first, last), chunk, micro_batch)
 
     def _prediction(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
         """Embedding of the tokens further on beside what came before, layer, loss."""

@@ -10,11 +10,12 @@ from moe_overlap.plan.instructions import COMPUTE
 from moe_overlap.plan.layer_buffers import backward_buffers, forward_buffers, placed
 from moe_overlap.plan.layer_sequence import LayerOperator, LayerSequence
 from moe_overlap.plan.list_builder import Draft
-from moe_overlap.plan.operators import BACKWARD, COUNT, EXPERTS, GATE, Operator, parse_operator
+from moe_overlap.plan.operators import BACKWARD, COUNT, EXPERTS, FUSED_KERNELS, GATE, Operator, parse_operator
 from moe_overlap.plan.partition_order import CutBuffers, Part, stage_major
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.ranges import partitions_of
-from moe_overlap.plan.weight_gradients import keeps_gradients, saved_buffer
+from moe_overlap.plan.send_slots import behind_send
+from moe_overlap.plan.weight_gradients import keeps_gradients, named_part, saved_buffer, split_weights
 
 EXPERT_CHANNEL, COUNT_CHANNEL = "ep", "ep.counts"
 """Counts travel in a group of their own, beside the rows of other parts: whoever waits for them waits for no rows."""
@@ -55,14 +56,20 @@ class LayerLowering:
         """The same backward, with what it recomputes first."""
         return self._write(list(self._sequence.prediction_backward(depth)), chunk, micro_batch, last_first=True)
 
+    def behind_send(self, layers: Sequence[int], chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """Weight gradients that wait until a chunk has sent its input's gradient."""
+        for name in behind_send(self.stage.overlap, layers):
+            yield self._weight_gradient(parse_operator(name), chunk, micro_batch)
+
     def deferred(self, part: str, layer: int | None = None) -> list[Operator]:
         """Weight gradients of an operator that are instructions of their own."""
-        return self._deferred.get((part, layer), [])
+        mine = self._deferred.get((named_part(part), layer), [])
+        return [one for one in mine if one.weight in split_weights(part, self._model)]
 
     def _write(self, sequence: list[LayerOperator], chunk: int, micro_batch: int, last_first: bool) -> Iterator[Draft]:
         for operator, part in stage_major(sequence, self._count, lambda operator: operator.is_exchange, last_first):
             yield self._operator(operator, part, chunk, micro_batch)
-            # Slots are backward exchanges: partition 0 is the last to start.
+            # Slots of layers are backward exchanges: partition 0 is the last to start.
             if operator.name in self._slots and part.index == 0:
                 for name in self._slots[operator.name]:
                     yield self._weight_gradient(parse_operator(name), chunk, micro_batch)
@@ -76,7 +83,7 @@ class LayerLowering:
             sent_bytes = payload.count_bytes(self.stage, self._model)
         else:
             whole = payload.exchange_bytes(self._plan, self.stage, self._model, part.count)
-            sent_bytes = whole if operator.is_exchange else 0
+            sent_bytes = whole if operator.is_exchange or operator.part in FUSED_KERNELS else 0
         return Draft(
             kind="collective" if operator.is_exchange else "compute",
             name=operator.name,

@@ -1,7 +1,7 @@
 """The backward pass of one micro-batch and the forward pass of another, interleaved: each computes while the other communicates.
 
 Terms. A turn of a pass is a run of computation with the exchanges that follow it (the stage of partition_order.py); the weight
-gradients that stand behind an exchange are its filling.
+gradients that stand behind an exchange or a transfer are its filling.
 Order. The backward pass takes a turn, then the forward pass, then the filling of the former, and so on: behind a backward
 exchange there is the forward turn and the filling, behind a forward exchange the filling and the next backward turn. Where one
 pass has more turns, they are spread evenly over those of the other. What the forward pass receives from the stage before is
@@ -31,12 +31,17 @@ class Turn:
         """Whether the next computation begins another turn."""
         return bool(self.work) and self.work[-1].kind == "collective"
 
+    @property
+    def communicates(self) -> bool:
+        """Whether it ends in an exchange or a transfer."""
+        return self.has_exchanged or (bool(self.work) and self.work[-1].kind == "point-to-point")
+
 
 def turns_of(drafts: Sequence[Draft]) -> list[Turn]:
     """Cut a pass where computation follows an exchange."""
     turns = [Turn()]
     for draft in drafts:
-        if draft.kind == "weight-gradient" and turns[-1].has_exchanged:
+        if draft.kind == "weight-gradient" and turns[-1].communicates:
             turns[-1].filling.append(draft)
             continue
         if draft.kind == "compute" and turns[-1].has_exchanged:

@@ -1,6 +1,7 @@
 """The one vocabulary of operator names: capture, plans, instructions, spans and the range words of the flags use it.
 
     embedding   head.norm   head.loss   L3.attention   L3.mlp   L3.moe.gate   …   mtp0.attention   …
+    L3.moe.dispatch_fc1   L3.moe.fc2_combine
     send.S0>S1   receive.S0>S1   gather.S0>S1   gradients[.L3]   parameters[.L3]   optimizer.L3   optimizer.norm
     offload.L3.weights   prefetch.L3.weights
 
@@ -21,12 +22,18 @@ MLP = "mlp"
 GATE = "moe.gate"
 """Norm, gate, permutation."""
 COUNT, DISPATCH, SHARED, EXPERTS, COMBINE = "moe.count", "moe.dispatch", "moe.shared", "moe.experts", "moe.combine"
+DISPATCH_FC1, FC2_COMBINE = "moe.dispatch_fc1", "moe.fc2_combine"
+"""Fused kernels, in place of dispatch, experts and combine. The activation between them runs behind the first of a pass; a
+weight gradient that is not deferred is computed in the backward of its product's kernel, as a kernel of its own."""
 MERGE = "moe.merge"
 """Unpermutation, sum with the residual."""
 
 DENSE_PARTS = (ATTENTION, MLP)
 MOE_PARTS = (ATTENTION, GATE, COUNT, DISPATCH, SHARED, EXPERTS, COMBINE, MERGE)
 """Forward order. The shared expert stands behind the dispatch, under which it can run."""
+FUSED_KERNELS = (DISPATCH_FC1, FC2_COMBINE)
+FUSED_PARTS = (ATTENTION, GATE, COUNT, SHARED, *FUSED_KERNELS, MERGE)
+"""Forward order of a fused layer. The shared expert runs under the exchange of counts, for which the kernel waits."""
 EXCHANGE_PARTS = (COUNT, DISPATCH, COMBINE)
 """Collectives over the ranks that share the experts."""
 NO_BACKWARD_PARTS = (COUNT,)
@@ -141,23 +148,24 @@ def boundary_operator(action: str, source: int, target: int, backward: bool = Fa
     return f"{action}.S{source}>S{target}" + (".backward" if backward else "")
 
 
-def layer_parts(moe: bool, shared_expert: bool, exchanges: bool) -> tuple[str, ...]:
+def layer_parts(moe: bool, shared_expert: bool, exchanges: bool, fused: bool = False) -> tuple[str, ...]:
     """Forward order of one layer.
 
     Args:
         moe: whether the MLP is a mixture of experts.
         shared_expert: whether it has shared experts.
         exchanges: whether tokens leave the rank.
+        fused: whether fused kernels do that.
     """
     if not moe:
         return DENSE_PARTS
     left_out = (() if shared_expert else (SHARED,)) + (() if exchanges else EXCHANGE_PARTS)
-    return tuple(part for part in MOE_PARTS if part not in left_out)
+    return tuple(part for part in (FUSED_PARTS if fused else MOE_PARTS) if part not in left_out)
 
 
-def backward_parts(moe: bool, shared_expert: bool, exchanges: bool) -> tuple[str, ...]:
+def backward_parts(moe: bool, shared_expert: bool, exchanges: bool, fused: bool = False) -> tuple[str, ...]:
     """Backward order of one layer: the mirror, without the exchange of counts."""
-    parts = layer_parts(moe, shared_expert, exchanges)
+    parts = layer_parts(moe, shared_expert, exchanges, fused)
     return tuple(part for part in reversed(parts) if part not in NO_BACKWARD_PARTS)
 
 
@@ -178,6 +186,16 @@ def parse_operator(name: str, subject: str = "operator") -> Operator:
             "use a name such as L0.attention, L3.moe.dispatch.backward or head.loss",
         )
     return operator
+
+
+def kind_of(name: str) -> str:
+    """An operator's name without its layer, stages, weight and parts; a name that is not in the vocabulary as it is."""
+    try:
+        operator = parse_operator(name)
+    except ConfigError:
+        return name
+    part = operator.part.partition(".S")[0] if operator.part.startswith(("send.", "receive.")) else operator.part
+    return ".".join(piece for piece in (part, operator.suffix) if piece)
 
 
 @cache
@@ -206,11 +224,12 @@ def _state_or_boundary(name: str) -> Operator | None:
 def _model_operator(name: str) -> Operator | None:
     """Operators of the model, forward, backward, recomputed, and their weight gradients."""
     layer = mtp = None
-    rest, allowed = name, (EMBEDDING, HEAD_NORM, HEAD_LOSS)
+    rest = name
+    allowed: tuple[str, ...] = (EMBEDDING, HEAD_NORM, HEAD_LOSS)
     if found := _LAYER.fullmatch(name):
         kind, number, rest = found.groups()
         layer, mtp = (int(number), None) if kind == "L" else (None, int(number))
-        allowed = (*MOE_PARTS, MLP, *(() if kind == "L" else MTP_PARTS))
+        allowed = (*MOE_PARTS, MLP, *(FUSED_KERNELS if kind == "L" else MTP_PARTS))
     suffix = next((known for known in SUFFIXES if rest.endswith("." + known)), "")
     rest = rest.removesuffix("." + suffix) if suffix else rest
     if rest in allowed:

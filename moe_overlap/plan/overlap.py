@@ -43,9 +43,10 @@ class KernelBlocks:
     """Thread blocks of the fused kernels that communicate; the others compute (COMET, section 3.2)."""
 
     dispatch: int
-    """Of the kernel that joins dispatch and first expert GEMM."""
+    """Of the kernel that joins dispatch and first expert GEMM; backward it fetches the gradients of the experts' output and
+    runs the second GEMM's input gradient."""
     combine: int
-    """Of the kernel that joins second expert GEMM and combine."""
+    """Of the kernel that joins second expert GEMM and combine; backward it runs the first GEMM's input gradient and sends it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +69,10 @@ class LayerOverlap:
     dispatcher: Dispatcher | None = None
     """Null: the dispatcher flag of the run decides."""
     kernel_blocks: KernelBlocks | None = None
+    """Null with mechanism fused: the best split of each kernel."""
     weight_gradient_slots: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Backward collective -> weight-gradient operators that run while it is under way, in order. Not to be changed."""
+    """Backward collective, or a chunk's send of gradients (send_slots.py) -> weight-gradient operators that run while it is under
+    way, in order. Not to be changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +93,11 @@ class StageOverlap:
     def is_listed(self) -> bool:
         """Whether the order of a step is the instruction list's own, and not that of megatron-core's schedule."""
         return bool(self.layers) or self.micro_batches_in_flight > 1
+
+    @property
+    def fused_layers(self) -> frozenset[int]:
+        """Layers whose exchanges run inside fused kernels."""
+        return frozenset(layer.layer for layer in self.layers if layer.mechanism == "fused")
 
 
 NO_OVERLAP = StageOverlap()

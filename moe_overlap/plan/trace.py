@@ -1,11 +1,22 @@
-"""Spans, measured or simulated, as a Perfetto trace (Chrome's JSON format): one process per rank, one track per channel."""
+"""Spans, measured or simulated, as a Perfetto trace (Chrome's JSON format): one process per rank, one track per channel.
+
+A run writes a file for each rank: FILE, FILE.rank1, … (`--trace` of pretrain_moe.py). Beside its spans a file says,
+under `otherData`, what ran: plan and model, so that what was measured can be laid against prices (`moe_overlap/refining.py`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import as_values
 from moe_overlap.plan.spans import Span
 
 Event = dict[str, object]
@@ -14,20 +25,46 @@ Curve = Sequence[tuple[float, float]]
 MEMORY_TRACK = "kept bytes"
 
 
-def write_trace(path: Path, spans: Sequence[Span], rank: int) -> None:
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """What a file holds.
+
+    Attributes:
+        spans: by rank.
+        about: what ran, as `about_run` writes it; empty in files of predictions.
+    """
+
+    path: Path
+    spans: dict[int, list[Span]]
+    about: dict[str, Any]
+
+
+def about_run(plan: Plan, model: ModelDescription) -> dict[str, Any]:
+    """What a measured trace says of its run."""
+    return {"plan": as_values(plan), "model": dataclasses.asdict(model)}
+
+
+def write_trace(path: Path, spans: Sequence[Span], rank: int, about: Mapping[str, Any] | None = None) -> None:
     """Write one rank's spans.
 
     Args:
         path: file to replace; open it in ui.perfetto.dev.
+        about: what ran.
     """
-    write_ranks(path, {rank: spans})
+    write_ranks(path, {rank: spans}, about=about)
 
 
-def write_ranks(path: Path, spans: Mapping[int, Sequence[Span]], memory: Mapping[int, Curve] | None = None) -> None:
+def write_ranks(
+    path: Path,
+    spans: Mapping[int, Sequence[Span]],
+    memory: Mapping[int, Curve] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> None:
     """Write the spans of several ranks to one file.
 
     Args:
         memory: what ranks keep over the step, drawn as one more track of each.
+        about: what ran.
     """
     events = [event for rank, ran in spans.items() for event in _span_events(ran, rank)]
     for rank, curve in (memory or {}).items():
@@ -36,7 +73,44 @@ def write_ranks(path: Path, spans: Mapping[int, Sequence[Span]], memory: Mapping
             for time, kept in curve
         ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    further = {"otherData": about} if about else {}
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", **further}))
+
+
+def read_traces(path: Path) -> list[TraceFile]:
+    """A trace file and those of the further ranks beside it.
+
+    Raises:
+        ConfigError: a file cannot be read, or has no spans.
+    """
+    return [_read(one) for one in (path, *sorted(path.parent.glob(f"{path.name}.rank*")))]
+
+
+def _read(path: Path) -> TraceFile:
+    spans: dict[int, list[Span]] = {}
+    try:
+        written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        events: list[dict[str, Any]] = written["traceEvents"]
+        tracks = {
+            (event["pid"], event["tid"]): str(event["args"]["name"])
+            for event in events
+            if event["ph"] == "M" and event["name"] == "thread_name"
+        }
+        for event in events:
+            if event["ph"] == "X":
+                start, placed = float(event["ts"]) / 1e6, event.get("args", {})
+                channel = tracks.get((event["pid"], event["tid"]), "")
+                place = (int(placed.get("chunk", 0)), int(placed.get("micro_batch", 0)))
+                span = Span(str(event["name"]), channel, *place, start, start + float(event["dur"]) / 1e6)
+                spans.setdefault(event["pid"], []).append(span)
+        about = dict(written.get("otherData", {}))
+    except OSError as error:
+        raise ConfigError(str(path), "", f"cannot be read: {error.strerror}", "give a file of --trace") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(str(path), "", f"is no trace ({error!r})", "give a file of --trace") from None
+    if not spans:
+        raise ConfigError(str(path), "", "has no spans", "give a file of --trace")
+    return TraceFile(path, spans, about)
 
 
 def _span_events(spans: Sequence[Span], rank: int) -> list[Event]:

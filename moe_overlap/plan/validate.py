@@ -8,6 +8,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.pipeline_order import check_interleaving
 from moe_overlap.plan.plan import Plan, Recompute, StagePlan
+from moe_overlap.plan.send_slots import sends_of
 from moe_overlap.plan.validate_overlap import validate_overlap
 from moe_overlap.plan.validate_transfers import validate_transfers
 
@@ -43,7 +44,7 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
             _check_model(plan, stage, model, subject)
         tied = model is not None and model.tied_embeddings and plan.embedding_stage == index
         head_apart = plan.loss_stage == index and not tied
-        validate_overlap(stage, model, f"{subject}.overlap", head_apart)
+        validate_overlap(stage, model, f"{subject}.overlap", sends_of(plan, index), head_apart)
     _check_chunks(plan, model, source)
     if model is not None and (plan.mtp_stage is None) != (model.mtp_layers == 0):
         shown = "null" if plan.mtp_stage is None else plan.mtp_stage

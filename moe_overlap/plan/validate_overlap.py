@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.operators import parse_operator
@@ -17,16 +19,21 @@ FIELDS_OF: dict[Mechanism, tuple[str, ...]] = {
     "cross_micro_batch": (),
     "fused": ("kernel_blocks",),
 }
-"""What each mechanism reads, all of it needed."""
+"""What each mechanism reads, all of it needed but OPTIONAL_FIELDS."""
+OPTIONAL_FIELDS = ("kernel_blocks",)
+"""Null: the best is taken."""
 ALL_FIELDS = ("tutel_degree", "partitions", "first_operator", "last_operator", "axis", "kernel_blocks")
 
 
-def validate_overlap(stage: StagePlan, model: ModelDescription | None, subject: str, head_apart: bool = False) -> None:
+def validate_overlap(
+    stage: StagePlan, model: ModelDescription | None, subject: str, sends: Sequence[str], head_apart: bool = False
+) -> None:
     """Check the overlap of one stage.
 
     Args:
         model: None checks what needs no model.
         subject: where the overlap stands, as `plan.json stages[0].overlap`.
+        sends: as `sends_of` gives them.
         head_apart: whether the stage ends in a head with a weight of its own, not tied to an embedding of the stage.
     Raises:
         ConfigError: for the first invariant that does not hold.
@@ -52,7 +59,7 @@ def validate_overlap(stage: StagePlan, model: ModelDescription | None, subject: 
         seen.add(layer.layer)
         _check_layer(layer, stage, place)
     validate_ranges(stage, model, subject)
-    validate_slots(stage, model, head_apart, subject)
+    validate_slots(stage, model, head_apart, sends, subject)
     _check_stage_sums(overlap, subject)
 
 
@@ -102,7 +109,7 @@ def _check_layer(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:
         if given and field not in read:
             rule = f"mechanism {layer.mechanism} does not read it"
             raise ConfigError(f"{subject}.{field}", "", rule, "write null")
-        if not given and field in read:
+        if not given and field in read and field not in OPTIONAL_FIELDS:
             raise ConfigError(f"{subject}.{field}", "null", f"mechanism {layer.mechanism} needs it", "give a value")
     if layer.mechanism != "none" and stage.expert * stage.expert_tensor == 1:
         rule = "nothing to overlap: the stage has one expert rank"
@@ -111,8 +118,21 @@ def _check_layer(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:
         raise ConfigError(f"{subject}.tutel_degree", layer.tutel_degree, "must be 1, 2, 4 or 8", "choose one of them")
     if layer.partitions is not None and layer.partitions < 2:
         raise ConfigError(f"{subject}.partitions", layer.partitions, "must be at least 2", "write mechanism none for 1")
+    if layer.mechanism == "fused":
+        _check_fused(layer, subject)
     if layer.kernel_blocks is not None:
         for field in ("dispatch", "combine"):
             blocks = getattr(layer.kernel_blocks, field)
             if blocks < 1:
                 raise ConfigError(f"{subject}.kernel_blocks.{field}", blocks, "must be at least 1", "write 1")
+
+
+def _check_fused(layer: LayerOverlap, subject: str) -> None:
+    """The kernels exchange by themselves, and leave no exchange to compute under."""
+    if layer.dispatcher is not None:
+        rule = "mechanism fused does not read it: its kernels dispatch"
+        raise ConfigError(f"{subject}.dispatcher", layer.dispatcher, rule, "write null")
+    if layer.weight_gradient_slots:
+        rule = "nothing to compute under: the layer's exchanges run inside its fused kernels"
+        fix = "write {} or use slots of other layers"
+        raise ConfigError(f"{subject}.weight_gradient_slots", f"({len(layer.weight_gradient_slots)} slots)", rule, fix)

@@ -16,7 +16,10 @@ from moe_overlap.plan.operators import (
     BACKWARD,
     COMBINE,
     DISPATCH,
+    DISPATCH_FC1,
     EXPERTS,
+    FC2_COMBINE,
+    FUSED_KERNELS,
     GATE,
     HEAD_LOSS,
     MLP,
@@ -33,7 +36,7 @@ SLOT_PARTS = (COMBINE, DISPATCH)
 
 
 def split_weights(part: str, model: ModelDescription) -> tuple[str, ...]:
-    """Weights of an operator whose gradient can be computed apart, in forward order.
+    """Weights of an operator whose gradient can be computed apart, in forward order; named with EXPERTS for a fused kernel.
 
     Norms, biases and the gate of a shared expert are not among them: their gradients cost nothing.
     """
@@ -46,9 +49,16 @@ def split_weights(part: str, model: ModelDescription) -> tuple[str, ...]:
         GATE: ("router",),
         SHARED: ("fc1", "fc2"),
         EXPERTS: ("fc1", "fc2"),
+        DISPATCH_FC1: ("fc1",),
+        FC2_COMBINE: ("fc2",),
         HEAD_LOSS: ("output",),
     }
     return weights.get(part, ())
+
+
+def named_part(part: str) -> str:
+    """The operator that a weight gradient of a part is named with."""
+    return EXPERTS if part in FUSED_KERNELS else part
 
 
 def gradient_name(part: str, weight: str, layer: int | None = None) -> str:
@@ -82,6 +92,20 @@ def gradient_of_saved(buffer: str) -> str:
     return f"{name[: name.rindex('.m')]}.{WEIGHT_GRADIENT}"
 
 
+def gradients_of_pass(layers: Sequence[int], model: ModelDescription, holds_head: bool) -> tuple[str, ...]:
+    """All weight gradients of a chunk that can be computed apart, in the order of its backward pass.
+
+    Args:
+        layers, holds_head: as in `default_slots`.
+    """
+    shared = model.shared_expert_hidden_size > 0
+    names = [gradient_name(HEAD_LOSS, "output")] if holds_head else []
+    for layer in reversed(layers):
+        for part in operators.backward_parts(model.moe_layers[layer], shared, exchanges=False):
+            names += _names(part, layer, model)
+    return tuple(names)
+
+
 def default_slots(
     layers: Sequence[int], model: ModelDescription, exchanges: bool, holds_head: bool
 ) -> dict[int, dict[str, tuple[str, ...]]]:
@@ -100,8 +124,12 @@ def default_slots(
     for layer in reversed(layers):
         for part in operators.backward_parts(model.moe_layers[layer], shared, exchanges):
             if part not in SLOT_PARTS:
-                waiting += [gradient_name(part, weight, layer) for weight in reversed(split_weights(part, model))]
+                waiting += _names(part, layer, model)
             elif waiting:
                 slots.setdefault(layer, {})[layer_operator(layer, part, BACKWARD)] = tuple(waiting)
                 waiting = []
     return slots
+
+
+def _names(part: str, layer: int, model: ModelDescription) -> list[str]:
+    return [gradient_name(part, weight, layer) for weight in reversed(split_weights(part, model))]

@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 
 from megatron.training.arguments import parse
+from megatron.training.config import Config
 from megatron.training.describe import describe_model
 from megatron.training.plan_from_flags import plan_from_flags
+from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lower import lower
+from moe_overlap.plan.plan import Plan
+from moe_overlap.predicting import Flags, task_of
+from moe_overlap.refining import refine
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import SMALL, SMALL_ARGS, STEPS, Launch, alone
 from tests.spawn import run
+from tests.unit.tuner.hand_made import captured_by_hand
 from tools import compare_losses
 
 FIELDS = {
@@ -80,6 +88,20 @@ def test_trace_has_the_names_of_the_instruction_list(undisturbed: Undisturbed) -
         measured = {event["name"] for event in events if event["ph"] == "X"}
         planned = {instruction.name for instruction in lower(plan, model, rank)}
         assert measured == planned
+
+
+def test_trace_refines_predictions_of_its_run(undisturbed: Undisturbed) -> None:
+    """Even those of machines that are faster, from graphs that know the model roughly."""
+
+    def graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, CapturedModel]:
+        return {0: captured_by_hand(model, Layout(tensor=1, context=1, expert=2, expert_tensor=1))}
+
+    task = task_of(SMALL, shipped_cluster("H100", 2), {"graphs": graphs})
+    _, found = refine(task, [undisturbed.folder / "trace.json"])
+    (step,) = found.steps
+    assert step.before_seconds < 0.7 * step.seconds
+    assert step.after_seconds == pytest.approx(step.seconds, rel=0.3)
+    assert all(one.measured_seconds for one in found.kinds)
 
 
 def test_tensorboard_file_is_whole(undisturbed: Undisturbed) -> None:

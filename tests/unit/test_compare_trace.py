@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.spans import Span
 from moe_overlap.plan.trace import write_trace
-from tools.compare_trace import kind_of, main, read_trace, rows_of
+from tools.compare_trace import main, read_trace, rows_of
 
 
 def spans(scale: float, *further: Span) -> list[Span]:

@@ -49,6 +49,8 @@ PROVIDERS = {
     "gpt_oss_provider.py": "--softmax-type learnable --quick-geglu --activation-func-clamp-value 7.0 --glu-linear-offset 1.0"
 }
 """What the provider of a model switches on that models.json does not say, by the end of the entry's source."""
+UPSTREAM_DEFAULTS = "mcore-test:gpt3_7b_"
+"""Models whose argument list (tests/golden/argument_lists.json) leaves dropout, biases and positions as upstream has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +136,16 @@ def _model_flags(row: Row) -> list[str]:
     facts = _facts(row)
     ffn = facts.get("ffn", facts.get("ffn_dense"))
     gpt = not facts["gated"] and facts.get("activation", "gelu") == "gelu"
+    as_upstream = row["model"].startswith(UPSTREAM_DEFAULTS)
     words = f"""--num-layers {facts["layers"]} --hidden-size {facts["hidden"]} --ffn-hidden-size {ffn}
         --num-attention-heads {facts["heads"]} --vocab-size {facts["vocab"]} --seq-length {row["seq_len"]}
         --max-position-embeddings {row["seq_len"]} --train-iters 10 --lr 1e-4""".split()
     words += ["--kv-channels", str(facts["head_dim"])] if "head_dim" in facts else []
     if facts.get("kv_groups", facts["heads"]) != facts["heads"]:
         words += ["--group-query-attention", "--num-query-groups", str(facts["kv_groups"])]
-    if not (gpt and not row.habits.flash):
+    if not as_upstream and not (gpt and not row.habits.flash):
         words += "--attention-dropout 0.0 --hidden-dropout 0.0".split()
-    if not gpt or "mcore-test" in row["model"]:
+    if not gpt or ("mcore-test" in row["model"] and not as_upstream):
         words += ["--position-embedding-type", "rope"]
         words += [] if facts.get("attention_bias") and facts.get("experts") else ["--disable-bias-linear"]
     if not gpt:

@@ -264,6 +264,59 @@ def _like_first(x: Tensor, *_: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype)
 
 
+class LatentQueryRotary(torch.autograd.Function):
+    """Rotary positions of latent attention's queries, turned in place: keeps the table only."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, q_SBHD: Tensor, table: Tensor, width: int) -> Tensor:
+        """Rotate the last `width` columns of every head."""
+        ctx.recorder, ctx.width = recorder, width
+        ctx.save_for_backward(table)
+        return _turned(recorder, q_SBHD, table, width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Rotate back."""
+        (table,) = ctx.saved_tensors
+        return None, _turned(ctx.recorder, gradients[0], table, ctx.width), None, None
+
+
+def _turned(recorder: Recorder, x_SBHD: Tensor, table: Tensor, width: int) -> Tensor:
+    columns = x_SBHD.detach()[..., -width:]
+    recorder.kernel("latent.rotary_queries", _nothing, columns, table, written=(columns,))
+    return x_SBHD
+
+
+class LatentKeyRotary(torch.autograd.Function):
+    """Keys and values of latent attention from one product, and the rotated columns that all heads' keys share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recorder: Recorder, kv_SBHD: Tensor, shared_SB1D: Tensor, table: Tensor, value_width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values, each in one piece."""
+        ctx.recorder, ctx.shapes = recorder, (kv_SBHD.shape, shared_SB1D.shape)
+        ctx.save_for_backward(table)
+        *heads, width = kv_SBHD.shape
+
+        def split(kv: Tensor, shared: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            return kv.new_empty(*heads, width - value_width + shared.shape[-1]), kv.new_empty(*heads, value_width)
+
+        return recorder.kernel("latent.rotary_keys", split, kv_SBHD, shared_SB1D, table)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Gradients of the product and of the shared columns."""
+        (table,) = ctx.saved_tensors
+        shapes = ctx.shapes
+
+        def join(dk: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+            return tuple(dk.new_empty(shape) for shape in shapes)
+
+        joined = ctx.recorder.kernel("latent.rotary_keys", join, *gradients, table)
+        return None, *joined, None, None
+
+
 class MoveRows(torch.autograd.Function):
     """Rows, and a score each, moved by a map of rows: permutation, its reverse, or sorting by expert. Keeps the map only."""
 

@@ -108,6 +108,8 @@ KERNELS: dict[str, Kernel] = {
     "te.attention": Kernel(cost_class="attention", saves="query, key, value, output, log-sums in fp32"),
     "te.attention_backward": Kernel(cost_class="attention", products=(3, 2)),
     "te.rotary": Kernel(cost_class="memory", saves="the table"),
+    "latent.rotary_queries": Kernel(cost_class="memory", saves="the table"),
+    "latent.rotary_keys": Kernel(cost_class="memory", saves="the table"),
     "te.move_rows": Kernel(cost_class="memory", saves="the map of rows"),
     "te.row_map": Kernel(cost_class="memory"),
     "te.general_gemm": Kernel(cost_class="gemm"),

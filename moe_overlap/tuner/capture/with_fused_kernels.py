@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention
@@ -23,7 +24,7 @@ from torch import Tensor
 import megatron.training.model as model_builder
 from megatron.training.layers.without_te import repair_imports, transformer_engine_is_installed
 from moe_overlap.tuner.capture.fused_exchange import Multihot, flex_functions
-from moe_overlap.tuner.capture.fused_functions import MoveRows, Rotary
+from moe_overlap.tuner.capture.fused_functions import LatentKeyRotary, LatentQueryRotary, MoveRows, Rotary
 from moe_overlap.tuner.capture.fused_modules import FusedSpecs
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.stand_ins import replaced
@@ -51,7 +52,10 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
         (model_builder, "transformer_config", lambda *args: with_fusions(stock_config(*args))),
         (model_builder, "_moe_fields", lambda *args: stock_moe(*args) | {"moe_grouped_gemm": True}),
         (layers, "fused_weight_gradient_mlp_cuda", _weight_gradients(recorder)),
+        (torch.nn.functional, "dropout", _dropout),
         (rope_utils, "fused_apply_rotary_pos_emb", _rotary(recorder)),
+        (YarnRotaryEmbedding, "get_cached_cos_sin", _angles),
+        *((multi_latent_attention, name, value) for name, value in _latent_rotary(recorder).items()),
         *((moe_utils, name, value) for name, value in _moe_functions(recorder).items()),
         *((token_dispatcher, name, value) for name, value in flex_functions(recorder).items()),
         (token_dispatcher._DeepepManager, "_indices_to_multihot", _multihot(recorder)),
@@ -72,7 +76,7 @@ def with_fusions(tc: Any) -> Any:
     gelu = tc.activation_func is torch.nn.functional.gelu and not tc.num_moe_experts
     tc.bias_activation_fusion = gated_silu or gated_quick or (gelu and (tc.gated_linear_unit or tc.add_bias_linear))
     tc.bias_dropout_fusion = not (tc.num_moe_experts and tc.add_bias_linear)
-    tc.apply_rope_fusion = not tc.multi_latent_attention
+    tc.apply_rope_fusion = not tc.multi_latent_attention or tc.rope_type == "yarn"
     tc.moe_permute_fusion = True
     return tc
 
@@ -91,11 +95,44 @@ def _weight_gradients(recorder: Recorder) -> Any:
     return SimpleNamespace(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
 
 
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """A GPU's kernel keeps a mask of a byte per element; a CPU's keeps one in the format of the input."""
+    assert not inplace, "megatron-core drops in place nowhere"
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
+
+
 def _rotary(recorder: Recorder) -> Callable[..., Tensor]:
     def rotate(x_SBHD: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
         return Rotary.apply(recorder, x_SBHD, table)  # type: ignore[no-any-return]
 
     return rotate
+
+
+def _angles(rotary: YarnRotaryEmbedding, tokens: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """For both tables: of one size, and nobody reads them here."""
+    table, _scale = rotary.forward(tokens)
+    return table, table
+
+
+def _latent_rotary(recorder: Recorder) -> dict[str, Any]:
+    """megatron-core's own kernels for latent attention with YaRN positions, under the names by which it knows them."""
+
+    def queries(q_SBHD: Tensor, cosines: Tensor, _sines: Tensor, _width: int, rotated: int, *_: Any) -> Tensor:
+        return LatentQueryRotary.apply(recorder, q_SBHD, cosines, rotated)  # type: ignore[no-any-return]
+
+    def keys(
+        kv_SBHD: Tensor,
+        shared: Tensor,
+        cosines: Tensor,
+        _sines: Tensor,
+        _rotated: int,
+        _width: int,
+        values: int,
+        *_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        return LatentKeyRotary.apply(recorder, kv_SBHD, shared, cosines, values)  # type: ignore[no-any-return]
+
+    return {"fused_apply_mla_rope_for_q": queries, "fused_apply_mla_rope_for_kv": keys}
 
 
 def _multihot(recorder: Recorder) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -5,7 +5,8 @@ same part: a weight gradient that is not deferred, or what is recomputed inside 
 runs in pieces is priced at the size of a piece, and its deferred weight gradient as so many products of that size. Cutting and
 joining parts counts where it is done (part_copies.py), a weight gradient without room to wait where it is computed
 (deferral_room.py). What flags hide beside computation that the list does not show (gradients and
-parameters that travel during passes) takes what remains exposed.
+parameters that travel during passes) takes what remains exposed. What was measured of a job (`refined.py`) scales all
+prices but those of transfers and copies.
 """
 
 from __future__ import annotations
@@ -17,18 +18,31 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, COUNT, NORM, RECOMPUTE, WEIGHT_GRADIENT, Operator, parse_operator
+from moe_overlap.plan.operators import (
+    BACKWARD,
+    COUNT,
+    FUSED_KERNELS,
+    NORM,
+    RECOMPUTE,
+    WEIGHT_GRADIENT,
+    Operator,
+    kind_of,
+    parse_operator,
+)
+from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.payload import ACTIVATION_BYTES
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.weight_gradients import backward_of, gradient_of_saved
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.deferral_room import Computed, computed_gradients, is_gathered
 from moe_overlap.tuner.cost.exchange_costs import start_seconds
+from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.groups import axis_group
 from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.layer import PartCost
 from moe_overlap.tuner.cost.links import collective_seconds, host_seconds
 from moe_overlap.tuner.cost.operator_seconds import Key, held_bytes, operator_seconds
-from moe_overlap.tuner.cost.operators import tabulate
+from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.part_copies import Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.predict import Machine, Priced, concurrency, cost_of, one_way_seconds
 from moe_overlap.tuner.cost.prepare import layer_variant
@@ -59,6 +73,7 @@ class StagePrices:
     _pieces: Counter[tuple[str, int | None]] = field(default_factory=Counter)
     _named: dict[str, dict[Key, None]] = field(default_factory=lambda: defaultdict(dict))
     _by_size: dict[tuple[int, int], dict[Key, float]] = field(default_factory=dict)
+    _fused: dict[tuple[int, int, KernelBlocks | None], FusedSeconds] = field(default_factory=dict)
     _folded: dict[tuple[str, int], dict[Key, float]] = field(default_factory=dict)
     _held: dict[str, dict[Key, float]] = field(default_factory=dict)
 
@@ -94,15 +109,15 @@ class StagePrices:
             return float(
                 host_seconds(i.bytes, self.priced.setting.groups["dp"].links, self.machine.constants.link_rates)
             )
-        if i.name == NORM:
-            return self.machine.constants.step_seconds
         operator, pieces = parse_operator(i.name), self._pieces[i.name, i.micro_batch]
         if operator.part == COUNT and self.machine.exchanges is not None:
-            return self.machine.exchanges.count_seconds
+            alone = self.machine.exchanges.count_seconds
+            return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         if operator.part.startswith("gather."):
             return self._gather(operator.part)
         if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
-            return self._state(i.name)
+            alone = self.machine.constants.step_seconds if i.name == NORM else self._state(i.name)
+            return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         place = place_in_list(i)
         early = sum(map(self._product_seconds, self.computed.early.get(place, ())))
         beside = self.starts.get(i.id, 0.0) + early + self._copy_seconds(self._copied.get(place, 0.0))
@@ -110,10 +125,23 @@ class StagePrices:
             return beside + self.computed.late[place] * self._product_seconds(i.name)
         return beside + self.piece_seconds(i.name, pieces)
 
+    def is_cut(self, i: Instruction) -> bool:
+        """Whether an instruction of the list is one of several pieces."""
+        return self._pieces[i.name, i.micro_batch] > 1
+
     def piece_seconds(self, name: str, pieces: int) -> float:
         """Of one of so many pieces of an operator whose name stands in the list."""
         operator = parse_operator(name)
         return self._operators(place_of(operator), pieces)[_key(operator)]
+
+    def exposed_inside(self) -> float:
+        """Seconds of a micro-batch by which exchanges make its fused kernels longer than their products."""
+        kernels = (parse_operator(i.name) for i in self.made if i.micro_batch == 0 and i.kind == "compute")
+        return sum(
+            self._fused_seconds(place_of(kernel), 1).exposed[_key(kernel)]
+            for kernel in kernels
+            if kernel.part in FUSED_KERNELS
+        )
 
     def transfer_seconds(self) -> float:
         """Of one transfer to a neighbouring stage."""
@@ -178,8 +206,8 @@ class StagePrices:
         return next(row for row, one in enumerate(parts) if (one.kind, one.variant) == wanted)
 
     def _products(self, gradient: str) -> int:
-        """How many products of a micro-batch make a deferred weight gradient: one for each part of its operator."""
-        return self._pieces[backward_of(gradient), 0]
+        """How many products of a micro-batch make a deferred weight gradient: one for each part of its operator, one if fused."""
+        return max(1, self._pieces[backward_of(gradient), 0])
 
     def _product_seconds(self, gradient: str) -> float:
         return self.piece_seconds(gradient, self._products(gradient))
@@ -223,23 +251,43 @@ class StagePrices:
         """Seconds of a part's operators, each in so many pieces, under the names that the list has."""
         if (place, pieces) not in self._folded:
             named, folded = self._named[place], dict.fromkeys(self._named[place], 0.0)
-            for key, seconds in self._priced(self.row(place), pieces).items():
-                folded[_folded(key, named)] += seconds
+            fused = place in self._splits()
+            priced = self._fused_seconds(place, pieces).whole if fused else self._priced(self.row(place), pieces)
+            for key, seconds in priced.items():
+                part, _, suffix = key
+                kind = f"{part}.{suffix}" if suffix else part
+                folded[_folded(key, named)] += self.machine.refined.seconds(kind, pieces > 1, seconds)
             self._folded[place, pieces] = folded
         return self._folded[place, pieces]
 
     def _priced(self, row: int, pieces: int) -> dict[Key, float]:
         if (row, pieces) not in self._by_size:
-            family, setting = self.priced.family, self.priced.setting
-            table, cost = family.tables[row], self.priced.parts[row]
-            if pieces > 1:
-                samples, length = self.stage.micro_batch_size, self.plan.sequence_length
-                divided = samples % pieces == 0
-                sizes = (samples // pieces, length) if divided else (samples, length // pieces)
-                table = tabulate(table.part, *sizes)
-                cost = cost_of(table, setting)
-            self._by_size[row, pieces] = operator_seconds(table, setting, cost)
+            table, cost = self._sized(row, pieces)
+            self._by_size[row, pieces] = operator_seconds(table, self.priced.setting, cost)
         return self._by_size[row, pieces]
+
+    def _sized(self, row: int, pieces: int) -> tuple[OpTable, PartCost]:
+        """A part in so many pieces."""
+        table, cost = self.priced.family.tables[row], self.priced.parts[row]
+        if pieces > 1:
+            samples, length = self.stage.micro_batch_size, self.plan.sequence_length
+            divided = samples % pieces == 0
+            sizes = (samples // pieces, length) if divided else (samples, length // pieces)
+            table = tabulate(table.part, *sizes)
+            cost = cost_of(table, self.priced.setting)
+        return table, cost
+
+    def _fused_seconds(self, place: str, pieces: int) -> FusedSeconds:
+        """Of a fused layer, what stands around its kernels in so many pieces."""
+        row, split = self.row(place), self._splits()[place]
+        if (row, pieces, split) not in self._fused:
+            table, cost = self._sized(row, pieces)
+            self._fused[row, pieces, split] = fused_seconds(table, self.priced.setting, cost, split)
+        return self._fused[row, pieces, split]
+
+    def _splits(self) -> dict[str, KernelBlocks | None]:
+        """Fused layers and their splits."""
+        return {f"L{one.layer}": one.kernel_blocks for one in self.stage.overlap.layers if one.mechanism == "fused"}
 
 
 def place_of(operator: Operator) -> str:
@@ -267,7 +315,8 @@ def _folded(key: Key, named: Mapping[Key, None]) -> Key:
         deferred = [other for other in named if other[0] == part and other[2] == suffix and not (weight and other[1])]
         if deferred:  # of the whole operator, or of a weight that the capture does not name
             return deferred[0]
-    if suffix in (WEIGHT_GRADIENT, RECOMPUTE) and (part, "", BACKWARD) in named:
-        return part, "", BACKWARD
+    for own in (part, kernel_of(key)):
+        if suffix in (WEIGHT_GRADIENT, RECOMPUTE) and (own, "", BACKWARD) in named:
+            return own, "", BACKWARD
     backward = suffix != ""
     return next(other for other in named if (other[2] != "") == backward)

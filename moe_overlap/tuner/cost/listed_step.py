@@ -19,6 +19,7 @@ from moe_overlap.plan.plan import Plan, PredictedStage
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.folded import Block, Folded, blocks_of, fold, folded_list, run_alone, sample_blocks
+from moe_overlap.tuner.cost.fused_kernels import UNMEASURED
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS
@@ -49,7 +50,7 @@ def with_lists(
         ConfigError: the plan uses a field that is not lowered yet.
     """
     listed = _Lists(plan, model, graphs, machine, features)
-    ones = [_stage_alone(listed, index, here) for index, here in enumerate(listed.prices())]
+    ones = listed.alone()
     if plan.transfers:  # micro-batches of unlike stages do not correspond: nothing is told from fewer of them
         played = still = simulate_step(plan, model, graphs, machine, features).simulation.step_seconds
     else:
@@ -65,6 +66,7 @@ def with_lists(
         model_tflops_per_gpu=closed.predicted.model_tflops_per_gpu * scale,
         stages=stages,
     )
+    fused = any(stage.overlap.fused_layers for stage in plan.stages)
     early = tuple(
         f"stage {one.folded.stage} could hold {one.bytes.deferred:.3g} bytes and may hold "
         f"{plan.stages[one.folded.stage].overlap.max_deferred_bytes}: {len(one.early)} of {one.deferred} weight gradients "
@@ -77,8 +79,23 @@ def with_lists(
         predicted=predicted,
         breakdown=_breakdown(slowest, plan, played, still),
         mfu=closed.mfu * scale,
+        extrapolating=(*closed.extrapolating, *([UNMEASURED] if fused else [])),
         computed_early=early,
     )
+
+
+def listed_seconds(
+    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
+) -> float:
+    """Seconds of a step of simulated lists, as `with_lists` says; of equal stages, for which nothing else is looked at.
+
+    Raises:
+        ConfigError: the plan uses a field that is not lowered yet.
+    """
+    assert not plan.transfers
+    listed = _Lists(plan, model, graphs, machine, features)
+    ones = listed.alone()
+    return step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
 
 
 def step_of_many(play: Callable[[int], float], micro_batches: int, stages: int) -> float:
@@ -108,9 +125,10 @@ class _Lists:
         """Of a step."""
         return self.plan.stages[0].gradient_accumulation_steps
 
-    def prices(self) -> list[StagePrices]:
-        """Of the stages."""
-        return price_stages(self.plan, self.model, self.graphs, self.machine, self.features)
+    def alone(self) -> list[_Alone]:
+        """The stages, each by itself."""
+        prices = price_stages(self.plan, self.model, self.graphs, self.machine, self.features)
+        return [_stage_alone(self, index, here) for index, here in enumerate(prices)]
 
     def of(self, micro_batches: int) -> Plan:
         """The plan with another number of them."""
@@ -172,6 +190,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     stable = _micro_batch(folded, plan, is_last=False)
     seconds, last = (sum(b.seconds for b in some) for some in (stable, _micro_batch(folded, plan, is_last=True)))
     inside = {kind: float(here.priced.exposed(kind)[here.column]) for kind in KINDS if kind != "expert"}
+    inside["expert"] = here.exposed_inside()
     bare = replace(stage, overlap=NO_OVERLAP)
     without = replace(plan, stages=(*plan.stages[:index], bare, *plan.stages[index + 1 :]))
     plain = sample_blocks(without, index)
@@ -237,7 +256,7 @@ def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float) -> dict
     found = {
         "compute_seconds": busy - sum(inside.values()),
         "bubble_seconds": 0.0,
-        **{f"exposed_{kind}_seconds": expert if kind == "expert" else inside[kind] for kind in KINDS},
+        **{f"exposed_{kind}_seconds": inside[kind] + (expert if kind == "expert" else 0.0) for kind in KINDS},
         "exposed_data_seconds": data,
         "exposed_transfer_seconds": played - still,
         "optimizer_seconds": update,

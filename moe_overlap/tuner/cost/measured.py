@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.links import LinkRates
 from moe_overlap.tuner.cost.operators import Lookup
 from moe_overlap.tuner.cost.prepare import prepare
+from moe_overlap.tuner.cost.refined import NOT_REFINED, Refined
 from moe_overlap.tuner.profile.database import Database
 from moe_overlap.tuner.profile.fill import fill
 from moe_overlap.tuner.profile.keys import OperatorKey, distinct, key_of
@@ -86,3 +88,20 @@ def lookup_of(cluster: Cluster, keys: list[OperatorKey]) -> Lookup | None:
         return None
     ranks = cluster.group_of(0).gpus_per_node
     return MeasuredOperators(fill(Database.load(Path(cluster.measured.database)), keys, ranks))
+
+
+def refined_of(cluster: Cluster, key: str) -> Refined:
+    """What the database of a measured cluster has from traces of a job.
+
+    Args:
+        key: of the job (`moe_overlap/refined_job.py`).
+    Raises:
+        ConfigError: the database cannot be read.
+    """
+    if cluster.measured is None:
+        return NOT_REFINED
+    path = Path(cluster.measured.database)
+    refined = Database.load(path).jobs.get(key, NOT_REFINED)
+    if refined is not NOT_REFINED:
+        print(f"prices refined by traces of this job, as {path} has them", file=sys.stderr)
+    return refined

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
+
 from moe_overlap.plan.operators import (
     BACKWARD,
     COMBINE,
@@ -22,7 +24,7 @@ from moe_overlap.plan.operators import (
     WEIGHTS,
 )
 from moe_overlap.tuner.capture.graph import Op, Part
-from moe_overlap.tuner.cost.layer import PartCost, PassCost, Setting, alone_seconds, kernel_seconds, kind_of
+from moe_overlap.tuner.cost.layer import Floats, PartCost, PassCost, Setting, alone_seconds, kernel_seconds, kind_of
 from moe_overlap.tuner.cost.operators import OpTable
 
 Key = tuple[str, str, str]
@@ -37,24 +39,32 @@ def operator_seconds(table: OpTable, setting: Setting, cost: PartCost) -> dict[K
     Args:
         cost: of the part in this setting.
     """
-    seconds, _ = kernel_seconds(table, setting)
+    seconds = computing_seconds(table, setting, cost)
     found: dict[Key, float] = defaultdict(float)
     for is_backward, one in ((False, cost.forward), (True, cost.backward)):
         here = table.backward == is_backward
-        on_device = float(seconds[here].sum())
-        stretched = one.compute_seconds / on_device if on_device else 0.0
         for op in table.ops:
             if here[op.id]:
-                found[_key(table.part, op)] += stretched * float(seconds[op.id])
+                found[_key(table.part, op)] += float(seconds[op.id])
         taken = [
             (table.ops[index], kind_of(collective), alone_seconds(table, setting, index, collective, payload))
             for index, collective, payload in table.collectives
             if here[index]
         ]
         for op, kind, alone in taken:
-            key = (op.operator, "", _suffix(op)) if op.operator in EXCHANGE_PARTS else _key(table.part, op)
+            key = (op.operator, "", suffix_of(op)) if op.operator in EXCHANGE_PARTS else _key(table.part, op)
             found[key] += alone * _exposed_share(one, kind, (a for _, k, a in taken if k == kind))
     return dict(found)
+
+
+def computing_seconds(table: OpTable, setting: Setting, cost: PartCost) -> Floats:
+    """[ops] seconds of what a part computes, stretched to the pace of the host; 0 for collectives."""
+    seconds, _ = kernel_seconds(table, setting)
+    for is_backward, one in ((False, cost.forward), (True, cost.backward)):
+        here = table.backward == is_backward
+        on_device = float(seconds[here].sum())
+        seconds = np.where(here, seconds * (one.compute_seconds / on_device if on_device else 0.0), seconds)
+    return seconds
 
 
 def held_bytes(table: OpTable, element_bytes: int, load: float) -> dict[Key, float]:
@@ -81,10 +91,11 @@ def _key(part: Part, op: Op) -> Key:
     operator = BESIDE.get(op.operator, op.operator)
     if op.is_weight_gradient:
         return operator, weight_of(part, op), WEIGHT_GRADIENT
-    return operator, "", _suffix(op)
+    return operator, "", suffix_of(op)
 
 
-def _suffix(op: Op) -> str:
+def suffix_of(op: Op) -> str:
+    """The pass that an operator runs in, as instructions name it."""
     if op.phase == "forward":
         return ""
     return RECOMPUTE if op.is_recomputed else BACKWARD

@@ -30,6 +30,7 @@ from moe_overlap.tuner.cost.memory import PartBytes
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable
 from moe_overlap.tuner.cost.pipeline import step_seconds, transfer_waits
 from moe_overlap.tuner.cost.prepare import Family
+from moe_overlap.tuner.cost.refined import NOT_REFINED, Refined
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
     LayerTerms,
@@ -110,6 +111,7 @@ class Machine:
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
         exchanges: what exchanges cost beside their rows; None where that was not measured.
+        refined: what traces say of the prices of instructions; the closed form does not read it.
     """
 
     cluster: Cluster
@@ -119,6 +121,7 @@ class Machine:
     load: float = 1.0
     lookup: Lookup | None = None
     exchanges: ExchangeCosts | None = None
+    refined: Refined = NOT_REFINED
 
     @property
     def queue_seconds(self) -> float:

@@ -18,6 +18,7 @@ from moe_overlap.plan.lower import lower
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.fused_kernels import refuse_unpriced
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.live_memory import live_bytes
 from moe_overlap.tuner.cost.predict import Machine, Priced, price_family
@@ -69,7 +70,12 @@ def simulate_step(
 def price_stages(
     plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
 ) -> list[StagePrices]:
-    """Prices of the instructions of every stage, whose lists they have not read yet."""
+    """Prices of the instructions of every stage, whose lists they have not read yet.
+
+    Raises:
+        ConfigError: a fused layer has no block left to compute, or its GPU's number of blocks is not known.
+    """
+    refuse_unpriced(plan, machine.cluster)
     place: dict[int, tuple[Priced, int]] = {}
     for family in prepare(plan, model, graphs, features, machine.load):
         priced = price_family(plan, model, family, machine, features)

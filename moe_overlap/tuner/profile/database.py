@@ -1,4 +1,5 @@
-"""Measurements of one device as a file: JSON lines, one measurement each, the device in the first line.
+"""Measurements of one device as a file: JSON lines, one measurement each, the device in the first line. Some are of whole jobs:
+the factors of prices that traces say, a line each time a job was refined, of which the last counts.
 
 A line is appended in one write, so a measuring run that is killed loses at most the line it was writing. Lines that cannot be
 read are dropped with a warning, and what is left is written anew. Several processes may append to one file.
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.tuner.cost.refined import Refined
 from moe_overlap.tuner.profile.keys import OperatorKey
 
 FORMAT = 1
@@ -64,6 +66,7 @@ class Database:
     Attributes:
         operators, links: seconds by key.
         rates: single figures by name: `product_flops`, `copy_bytes_per_second`, …
+        jobs: refined prices by job (`moe_overlap/refined_job.py`).
     """
 
     def __init__(self, path: Path, device: Device) -> None:
@@ -71,6 +74,7 @@ class Database:
         self.operators: dict[OperatorKey, float] = {}
         self.links: dict[LinkKey, float] = {}
         self.rates: dict[str, float] = {}
+        self.jobs: dict[str, Refined] = {}
 
     @staticmethod
     def open(path: Path, device: Device) -> Database:
@@ -88,6 +92,7 @@ class Database:
                 found, damaged = _read(path)
                 if found is not None and found.device == device:
                     database.operators, database.links, database.rates = found.operators, found.links, found.rates
+                    database.jobs = found.jobs
                 elif found is not None:
                     print(
                         f"warning: {path} was measured on {found.device}; this is {device}: measured anew",
@@ -133,6 +138,11 @@ class Database:
         self.rates[name] = value
         self._append({"rate": name, "value": value})
 
+    def add_job(self, key: str, refined: Refined) -> None:
+        """Keep what traces say of a job, in place of what was kept."""
+        self.jobs[key] = refined
+        self._append(_job_row(key, refined))
+
     def _append(self, row: dict[str, Any]) -> None:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         try:
@@ -152,6 +162,7 @@ class Database:
         for link, seconds in self.links.items():
             rows.append({"link": [link.kind, link.tier, link.ranks, link.held_bytes], "seconds": seconds})
         rows += [{"rate": name, "value": value} for name, value in self.rates.items()]
+        rows += [_job_row(key, refined) for key, refined in self.jobs.items()]
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         temporary.replace(self.path)
@@ -179,8 +190,17 @@ def _read(path: Path) -> tuple[Database | None, int]:
     return database, damaged
 
 
+def _job_row(key: str, refined: Refined) -> dict[str, Any]:
+    factors = [[kind, is_cut, factor] for (kind, is_cut), factor in refined.factors.items()]
+    return {"job": key, "factors": factors, "unpriced": dict(refined.unpriced)}
+
+
 def _take(database: Database, row: dict[str, Any]) -> None:
-    if "rate" in row:
+    if "job" in row:
+        factors = {(str(kind), bool(is_cut)): _positive(factor) for kind, is_cut, factor in row["factors"]}
+        unpriced = {str(kind): _positive(seconds) for kind, seconds in row["unpriced"].items()}
+        database.jobs[str(row["job"])] = Refined(factors, unpriced)
+    elif "rate" in row:
         database.rates[str(row["rate"])] = _positive(row["value"])
     elif "link" in row:
         kind, tier, ranks, held = row["link"]

@@ -65,7 +65,7 @@ def test_what_flags_say_is_executed(recompute: Recompute) -> None:
         (
             {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="fused"),))},
             {},
-            "stages[0].overlap.layers[0].mechanism fused: not lowered; use none, partitioned, tutel or cross_micro_batch",
+            "stages[0].overlap.layers[0].mechanism fused: not executed; use none, partitioned, tutel or cross_micro_batch",
         ),
         (
             {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, dispatcher="flex"),))},

@@ -276,8 +276,8 @@ def test_recompute_groups() -> None:
     ("stage", "field"),
     [
         (
-            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="fused"),))},
-            "stages[0].overlap.layers[0].mechanism fused",
+            {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, axis="sequence"),))},
+            "stages[0].overlap.layers[0].axis sequence",
         ),
     ],
 )

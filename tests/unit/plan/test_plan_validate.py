@@ -245,7 +245,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {f"{LAYER}.weight_gradient_slots": {"L0.moe.experts.backward": []}},
         'stages[0].overlap.layers[0].weight_gradient_slots["L0.moe.experts.backward"]: a slot is a backward '
         "exchange such as "
-        "L0.moe.dispatch.backward; name one",
+        "L0.moe.dispatch.backward, or the chunk's send of gradients; name one",
     ),
     (
         {f"{LAYER}.weight_gradient_slots": {"L1.moe.combine.backward": []}},

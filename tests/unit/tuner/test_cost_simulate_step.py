@@ -14,13 +14,14 @@ import moe_overlap.predicting as predicting
 import moe_overlap.tuner.cost.predict as cost_predict
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.predicting import predict, simulated
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
 from moe_overlap.tuner.cost.operator_seconds import weight_of
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep
 from tools import predict as predict_tool
-from tools.compare_trace import kind_of, read_trace
+from tools.compare_trace import read_trace
 
 CLUSTER = shipped_cluster("H100", 32)
 STAGES = "--pipeline-model-parallel-size"

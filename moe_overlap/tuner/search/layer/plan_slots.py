@@ -14,18 +14,23 @@ from moe_overlap.tuner.search.layer.assignment import Assignment
 from moe_overlap.tuner.search.layer.slot_times import ChunkProblem
 
 Slots = Mapping[int, Mapping[str, tuple[str, ...]]]
-"""Layer -> backward exchange -> weight gradients."""
+"""Layer -> backward exchange, or send of a chunk -> weight gradients."""
 
 
 def program_order(plan: Plan, index: int, model: ModelDescription) -> Slots:
     """Every weight gradient of a stage under the next exchange."""
     stage = plan.stages[index]
-    head_apart = index == plan.loss_stage and not (model.tied_embeddings and index == plan.embedding_stage)
     found: dict[int, dict[str, tuple[str, ...]]] = {}
     for chunk in stage.chunks:
-        holds_head = head_apart and chunk == stage.chunks[-1]
-        found |= default_slots(range(*chunk), model, stage.expert * stage.expert_tensor > 1, holds_head)
+        exchanges = stage.expert * stage.expert_tensor > 1
+        found |= default_slots(range(*chunk), model, exchanges, holds_head(plan, index, model, chunk))
     return found
+
+
+def holds_head(plan: Plan, index: int, model: ModelDescription, chunk: tuple[int, int]) -> bool:
+    """Whether a chunk of a stage ends in a head with a weight of its own."""
+    is_tied = model.tied_embeddings and index == plan.embedding_stage
+    return index == plan.loss_stage and not is_tied and chunk == plan.stages[index].chunks[-1]
 
 
 def without_pieces(plan: Plan) -> Plan:

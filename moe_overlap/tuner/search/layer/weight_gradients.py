@@ -1,16 +1,15 @@
-"""The weight-gradient schedule: which weight gradients of a plan run under which backward exchange.
+"""The weight-gradient schedule: which weight gradients of a plan run under which backward exchange, and which behind sends.
 
 1. Lower and price the plan with every weight gradient deferred in program order; find its slots and what may run in them
    (slot_times.py, labels.py).
-2. Assign weight gradients to slots, chunk by chunk (solve_assignment.py); problems that are equal are solved once.
-3. Simulate the plan without deferral, in program order, as solved, and as solved with the rest in program order, each where it
-   keeps the bytes; the fastest is returned. The problem counts what slots hide; it does not see what weight gradients hide that
-   stay inside operators that run in parts, nor that their products are smaller there.
+2. Assign weight gradients to exchanges, chunk by chunk (solve_assignment.py); problems that are equal are solved once.
+3. Simulate the plan without deferral and with the slots filled in the ways of schedule_choices.py, each where it keeps the
+   bytes; the fastest is returned. The problem counts what exchanges hide; it does not see what weight gradients hide that stay
+   inside operators that run in parts, nor that their products are smaller there, nor what they save behind the sends.
 
-Simulated steps have about a micro-batch for each stage, however many the plan has: more repeat what is steady.
-
-Idle time outside slots, such as the bubble of a pipeline, takes weight gradients in the assignment problem, but no plan can say
-so: a slot of a plan is a backward exchange, and what it holds runs in the same pass. The report says how much there is.
+Simulated steps have about a micro-batch for each stage, however many the plan has: more repeat what is steady. In a pipeline,
+where something is saved once a step and something in every micro-batch, ways are compared by the predicted step of all
+micro-batches (listed_step.py).
 
 Source: Lancet, section 4.
 """
@@ -20,7 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -28,21 +26,21 @@ from moe_overlap.plan.instructions import COMPUTE
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.listed_step import listed_seconds
 from moe_overlap.tuner.cost.predict import Machine
 from moe_overlap.tuner.cost.simulate import Ran, simulate
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
-from moe_overlap.tuner.search.layer.assignment import Assignment, Problem
-from moe_overlap.tuner.search.layer.plan_slots import named_slots, program_order, shortened, with_slots, without_pieces
+from moe_overlap.tuner.search.layer.assignment import Problem
+from moe_overlap.tuner.search.layer.behind_sends import SendSlot, send_slots, with_rest_behind
+from moe_overlap.tuner.search.layer.plan_slots import program_order, shortened, with_slots, without_pieces
+from moe_overlap.tuner.search.layer.schedule_choices import Choice, Place, choices, seconds_behind, slots_of
 from moe_overlap.tuner.search.layer.slot_times import DIGITS, ChunkProblem, chunk_problem, idle_seconds
 from moe_overlap.tuner.search.layer.solve_assignment import Solution, solve
 
-Place = tuple[int, int]
-"""Stage, chunk."""
 FEWEST_MICRO_BATCHES = 4
 """Of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines need it."""
 UNBOUNDED = 1 << 62
 """Bytes to hold while it is found out what may stand where."""
-Choice = Literal["without", "solved", "solved, rest in program order", "program order"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,14 +82,18 @@ class Schedule:
     Attributes:
         chosen: which of the simulated plans it is.
         simulated_seconds: of the step of each, with few micro-batches.
-        bubble_seconds: by stage, idle seconds of that step without deferral that no slot reaches.
+        whole_seconds: of the step of each, by which it was chosen; in a pipeline that of all micro-batches.
+        bubble_seconds: by stage, idle seconds of that step without deferral that no exchange reaches.
+        behind_seconds: by stage, seconds of the weight gradients that one micro-batch has behind its sends.
     """
 
     plan: Plan
     chosen: Choice
     simulated_seconds: dict[Choice, float]
+    whole_seconds: dict[Choice, float]
     chunks: tuple[ChunkSchedule, ...]
     bubble_seconds: tuple[float, ...]
+    behind_seconds: tuple[float, ...]
 
 
 def schedule_weight_gradients(
@@ -115,29 +117,40 @@ def schedule_weight_gradients(
     def step_of(made: Plan) -> SimulatedStep:
         return simulate_step(shortened(made, micro_batches), model, graphs, machine, features)
 
-    stages = range(len(plan.stages))
+    def whole_seconds(made: Plan, few: float) -> float:
+        """Of a step of all micro-batches, where ways compare otherwise than in a step of few."""
+        if count <= micro_batches or not sends or made.transfers:
+            return few
+        return listed_seconds(made, model, graphs, machine, features)
+
+    stages, count = range(len(plan.stages)), plan.stages[0].gradient_accumulation_steps
     micro_batches = _most_micro_batches(len(plan.stages))
     bare = with_slots(plan, [{} for _ in stages], 0)
     undeferred = step_of(bare)
     seconds: dict[Choice, float] = {"without": undeferred.simulation.step_seconds}
-    order = [program_order(plan, index, model) for index in stages]
+    order = [with_rest_behind(program_order(plan, index, model), plan, index, model) for index in stages]
     if not any(order):
-        return Schedule(bare, "without", seconds, (), _bubbles(undeferred, [[] for _ in stages]))
+        nothing = (0.0,) * len(stages)
+        return Schedule(bare, "without", seconds, seconds, (), _bubbles(undeferred, [[] for _ in stages]), nothing)
     deferred = with_slots(without_pieces(plan), order, UNBOUNDED)
-    problems = _problems(deferred, step_of(deferred), machine, limits.max_deferred_bytes)
+    step = step_of(deferred)
+    problems = _problems(deferred, step, machine, limits.max_deferred_bytes)
     chunks = _solved(problems, limits)
+    solutions = {(one.stage, one.chunk): one.solution for one in chunks}
+    sends = _sends(deferred, model, step, problems)
+    share = (len(stages) - 1) / (count + len(stages) - 1)
+    filled = choices(problems, sends, solutions, share)
     plans: dict[Choice, Plan] = {"without": bare}
-    for choice, assignments in _choices(problems, chunks).items():
-        if all(one.problem.is_feasible(assignments[place]) for place, one in problems.items()):
-            slots = [
-                named_slots((one, assignments[place]) for place, one in problems.items() if place[0] == index)
-                for index in stages
-            ]
-            plans[choice] = with_slots(plan, slots, limits.max_deferred_bytes)
-            seconds[choice] = step_of(plans[choice]).simulation.step_seconds
-    chosen = min(plans, key=lambda choice: round(seconds[choice], DIGITS))
+    for choice, one in filled.items():
+        slots = [slots_of(one, index) for index in stages]
+        plans[choice] = with_slots(plan, slots, limits.max_deferred_bytes)
+        seconds[choice] = step_of(plans[choice]).simulation.step_seconds
+    whole = {choice: whole_seconds(made, seconds[choice]) for choice, made in plans.items()}
+    chosen = min(plans, key=lambda choice: round(whole[choice], DIGITS))
     by_stage = [[one for one in chunks if one.stage == index] for index in stages]
-    return Schedule(plans[chosen], chosen, seconds, tuple(chunks), _bubbles(undeferred, by_stage))
+    behind_sends = tuple(seconds_behind(filled.get(chosen, {}), index) for index in stages)
+    bubbles = _bubbles(undeferred, by_stage)
+    return Schedule(plans[chosen], chosen, seconds, whole, tuple(chunks), bubbles, behind_sends)
 
 
 def _most_micro_batches(stages: int) -> int:
@@ -152,21 +165,16 @@ def _check(limits: DeferralLimits) -> None:
             raise ConfigError(field, value, f"must be at least {least}", f"give {least} or more")
 
 
-def _choices(
-    problems: Mapping[Place, ChunkProblem], chunks: Sequence[ChunkSchedule]
-) -> dict[Choice, dict[Place, Assignment]]:
-    """What is simulated beside the plan without deferral; of equal ones the first counts."""
-    solved = {(one.stage, one.chunk): one.solution.assignment for one in chunks}
-    in_order: dict[Place, Assignment] = {
-        place: tuple(gradient.first for gradient in one.problem.gradients) for place, one in problems.items()
-    }
-    completed: dict[Place, Assignment] = {
-        place: tuple(
-            first if slot is None else slot for slot, first in zip(solved[place], in_order[place], strict=True)
-        )
-        for place in problems
-    }
-    return {"solved": solved, "solved, rest in program order": completed, "program order": in_order}
+def _sends(
+    deferred: Plan, model: ModelDescription, step: SimulatedStep, problems: Mapping[Place, ChunkProblem]
+) -> dict[Place, SendSlot]:
+    """The slots behind the sends of all chunks; the arguments as `_problems` has them and finds them."""
+    found = {}
+    for index, prices in enumerate(step.prices.values()):
+        of_stage = {chunk: one for (stage, chunk), one in problems.items() if stage == index}
+        slots = send_slots(deferred, index, model, prices, of_stage)
+        found.update({(index, chunk): slot for chunk, slot in slots.items()})
+    return found
 
 
 def _problems(deferred: Plan, step: SimulatedStep, machine: Machine, max_bytes: int) -> dict[Place, ChunkProblem]:
