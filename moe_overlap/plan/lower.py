@@ -39,6 +39,7 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.part_drafts import PartDrafts
 from moe_overlap.plan.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.send_slots import receives_first
 from moe_overlap.plan.weight_gradients import saved_buffer
 
 
@@ -69,6 +70,7 @@ def lower(
     for steps in pipeline_blocks(plan, index) if blocks is None else blocks:
         written = [list(passes.write(step)) for step in steps]
         drafts += interleave(*written) if len(written) == 2 else written[0]
+    drafts = list(receives_first(drafts))
     to = ListBuilder(index)
     if plan.stages[index].is_decoupled:
         DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to, while_waiting).write(drafts)

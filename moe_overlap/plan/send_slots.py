@@ -12,8 +12,9 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2 (whose sche
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from moe_overlap.plan.list_builder import Draft
 from moe_overlap.plan.operators import BACKWARD, Operator, boundary_operator, parse_operator
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
@@ -46,3 +47,19 @@ def behind_send(overlap: StageOverlap, layers: Sequence[int]) -> tuple[str, ...]
         if is_send(parse_operator(slot))
         for name in names
     )
+
+
+def receives_first(drafts: Iterable[Draft]) -> Iterator[Draft]:
+    """A list in which what the next pass receives is asked for before what waits behind a send, not after it."""
+    waiting: list[Draft] = []
+    is_behind_send = False
+    for draft in drafts:
+        if draft.kind == "weight-gradient" and is_behind_send:
+            waiting.append(draft)
+            continue
+        if draft.kind != "point-to-point" or not draft.name.startswith("receive."):
+            yield from waiting
+            waiting = []
+        is_behind_send = draft.kind == "point-to-point"
+        yield draft
+    yield from waiting

@@ -24,6 +24,7 @@ from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.simulate import Ran, Simulation, pass_of, simulate
 
+LEAST_SECONDS = 1e-9
 Key = tuple[tuple[str, int, bool], ...]
 """Kind of a block: direction, chunk, and whether gradients are complete behind it, of each of its passes."""
 Blocks = Sequence[Sequence[Step]]
@@ -52,12 +53,14 @@ class Block:
     Attributes:
         name: of its first operator.
         busy: seconds of `seconds` in which it computes.
+        tail: the last of `seconds`: weight gradients behind its sends, before which the next block's receives are posted.
     """
 
     name: str
     seconds: float
     busy: float
     contacts: tuple[Contact, ...]
+    tail: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,9 @@ def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulat
             if i.kind == "point-to-point"
         ]
         busy = sum(one.end - one.start for one in computed)
-        folded[_key(block, last)] = Block(computed[0].instruction.name, end - start, busy, tuple(contacts))
+        behind = _behind_sends([i for step in block for i in of_pass[step]])
+        tail = sum(_seconds(ran[i.id]) for i in behind)
+        folded[_key(block, last)] = Block(computed[0].instruction.name, end - start, busy, tuple(contacts), tail)
     norm = next(one for one in alone.ran if one.instruction.name == NORM)
     return Folded(
         rank=norm.rank,
@@ -153,6 +158,14 @@ def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulat
         after_norm=alone.step_seconds - norm.end,
         optimizer=sum(_seconds(one) for one in alone.ran if one.instruction.kind == "optimizer"),
     )
+
+
+def _behind_sends(block: Sequence[Instruction]) -> list[Instruction]:
+    """The weight gradients behind the last send of a block."""
+    ordered = sorted(block, key=lambda i: i.id)
+    last = max((n for n, i in enumerate(ordered) if i.name.startswith("send.")), default=len(ordered))
+    behind = ordered[last + 1 :]
+    return behind if all(i.kind == "weight-gradient" for i in behind) else []
 
 
 def blocks_of(folded: Folded, plan: Plan) -> list[Block]:
@@ -178,6 +191,7 @@ class _Writer:
         self.seconds: dict[int, float] = {}
         self._stage = stage
         self._computed = -1
+        self._open, self._tail = -1, 0.0
 
     def block(self, steps: Sequence[Step], block: Block) -> None:
         """Receives, then the pieces between contacts, each followed by what it lets go."""
@@ -185,7 +199,8 @@ class _Writer:
         incoming = [(c.at, self._transfer(c, steps, self._before(c))) for c in received if c.posted <= 0.0]
         later = sorted((c for c in received if c.posted > 0.0), key=lambda c: c.posted)
         outgoing = sorted((c for c in block.contacts if c.transfer.name.startswith("send.")), key=lambda c: c.at)
-        cuts = {c.at for c in block.contacts} | {c.posted for c in later}
+        opens = block.seconds - block.tail
+        cuts = {c.at for c in block.contacts} | {c.posted for c in later} | {opens}
         ends = sorted({at for at in cuts if 0.0 < at < block.seconds} | {block.seconds})
         begin = 0.0
         for end in ends:
@@ -201,16 +216,19 @@ class _Writer:
                 after=after,
             )
             self._computed = self._append(piece, end - begin)
+            if begin < opens:
+                self._open = self._computed
             while later and (later[0].posted <= end or end == block.seconds):
                 one = later.pop(0)
                 incoming.append((one.at, self._transfer(one, steps, (self._computed,))))
             while outgoing and (outgoing[0].at <= end or end == block.seconds):
                 self._transfer(outgoing.pop(0), steps, (self._computed,))
             begin = end
+        self._tail = block.tail
 
     def _before(self, contact: Contact) -> tuple[int, ...]:
-        """What a receive at the beginning of a block waits for: the block before, if it is posted no earlier."""
-        return (self._computed,) if contact.posted == 0.0 and self._computed >= 0 else ()
+        """What a receive at the beginning of a block waits for: the block before but its tail, if it is posted no earlier."""
+        return (self._open,) if contact.posted >= -self._tail - LEAST_SECONDS and self._open >= 0 else ()
 
     def end(self, folded: Folded) -> None:
         """What stands behind the passes: gradients, the norm, where all ranks meet, and the update."""

@@ -27,14 +27,14 @@ BY_HAND = """
  0 compute    embedding                    S0 c0 m0 p- compute tokens.m0 -> h.L0.m0 0B @- after -
  1 compute    L0.attention                 S0 c0 m0 p- compute h.L0.m0 -> a.L0.m0 0B @- after 0
  2 compute    L0.moe.gate                  S0 c0 m0 p- compute a.L0.m0 -> rows.L0.m0,counts.L0.m0 0B @- after 1
- 3 collective L0.moe.count                 S0 c0 m0 p- ep      counts.L0.m0 -> splits.L0.m0 64B @- after 2
+ 3 collective L0.moe.count                 S0 c0 m0 p- ep.counts counts.L0.m0 -> splits.L0.m0 64B @- after 2
  4 collective L0.moe.dispatch              S0 c0 m0 p- ep      rows.L0.m0,splits.L0.m0 -> received.L0.m0 262144B @- after 3
  5 compute    L0.moe.experts               S0 c0 m0 p- compute received.L0.m0 -> computed.L0.m0 0B @- after 4
  6 collective L0.moe.combine               S0 c0 m0 p- ep      computed.L0.m0 -> returned.L0.m0 262144B @- after 5
  7 compute    L0.moe.merge                 S0 c0 m0 p- compute returned.L0.m0,a.L0.m0 -> h.L1.m0 0B @- after 6
  8 compute    L1.attention                 S0 c0 m0 p- compute h.L1.m0 -> a.L1.m0 0B @- after 7
  9 compute    L1.moe.gate                  S0 c0 m0 p- compute a.L1.m0 -> rows.L1.m0,counts.L1.m0 0B @- after 8
-10 collective L1.moe.count                 S0 c0 m0 p- ep      counts.L1.m0 -> splits.L1.m0 64B @- after 9
+10 collective L1.moe.count                 S0 c0 m0 p- ep.counts counts.L1.m0 -> splits.L1.m0 64B @- after 9
 11 compute    L1.moe.dispatch_fc1          S0 c0 m0 p- compute rows.L1.m0,splits.L1.m0 -> received.L1.m0,inner.L1.m0 262144B @- after 10
 12 compute    L1.moe.fc2_combine           S0 c0 m0 p- compute inner.L1.m0 -> computed.L1.m0,returned.L1.m0 262144B @- after 11
 13 compute    L1.moe.merge                 S0 c0 m0 p- compute returned.L1.m0,a.L1.m0 -> h.L2.m0 0B @- after 12
@@ -122,7 +122,7 @@ def test_gradient_pieces_leave_the_link_to_the_kernels() -> None:
     fused = [dataclasses.replace(FUSED, layer=number) for number in range(4)]
     made = made_of(plan_of(*fused, count=4, gradient_chunk_bytes=100_000))
     spans = simulate({0: made}, lambda _, i: 1.0).ran
-    exchanges = [one for one in spans if one.instruction.channel == "ep" or "_" in one.instruction.name]
+    exchanges = [one for one in spans if one.instruction.channel.startswith("ep") or "_" in one.instruction.name]
     pieces = [one for one in spans if one.instruction.name.startswith("gradients.")]
     assert len(exchanges) == 4 * 5 and len(pieces) > 8
     last = max(one.end for one in exchanges)

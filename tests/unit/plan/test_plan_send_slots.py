@@ -32,9 +32,9 @@ STAGE_1 = """
 receive.S0>S1 m0            L1.attention m0             L1.moe.gate m0              L1.moe.experts m0
 L1.moe.merge m0             head.norm m0                head.loss m0
 head.loss.backward m0       head.norm.backward m0       L1.moe.merge.backward m0    L1.moe.experts.backward m0
-L1.moe.gate.backward m0     L1.attention.backward m0    send.S0>S1.backward m0
+L1.moe.gate.backward m0     L1.attention.backward m0    send.S0>S1.backward m0      receive.S0>S1 m1
 head.loss.output.dW m0      L1.moe.experts.fc1.dW m0    L1.attention.qkv.dW m0
-receive.S0>S1 m1            L1.attention m1             L1.moe.gate m1              L1.moe.experts m1
+L1.attention m1             L1.moe.gate m1              L1.moe.experts m1
 L1.moe.merge m1             head.norm m1                head.loss m1
 head.loss.backward m1       head.norm.backward m1       L1.moe.merge.backward m1    L1.moe.experts.backward m1
 L1.moe.gate.backward m1     L1.attention.backward m1    send.S0>S1.backward m1
@@ -148,7 +148,8 @@ def test_a_pair_ends_with_what_stands_behind_both_sends() -> None:
     before, model = with_words(words, "mmm", stages=3, micro_batches=8, stage=EP2)
     made = [f"{i.name} {i.micro_batch}" for i in lower(filled(before, model), model, 2)]
     backward, forward = made.index("send.S0>S1.backward 0"), made.index("send.S1>S2 3")
-    assert backward < forward < made.index("L1.moe.experts.fc2.dW 0") < made.index("receive.S0>S1 4")
+    assert backward < forward < made.index("receive.S0>S1 4") < made.index("L1.moe.experts.fc2.dW 0")
+    assert made.index("L1.moe.experts.fc2.dW 0") < made.index("L1.attention 4")
 
 
 @pytest.mark.parametrize("partitions", [1, 2])

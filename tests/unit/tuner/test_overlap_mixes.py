@@ -202,7 +202,7 @@ def test_what_the_runtime_does_not_execute_is_passed_over_with_its_reason() -> N
     classes = layer_classes(plan, model, layer_kinds(model))
     mix = mix_mechanisms(with_mechanism(plan), 2.0, [fused], classes, refuse, lambda _: 1.0, 9)
     assert not mix.changed and mix.predictions == 0
-    assert {tried.refused for one in mix.classes for _, tried in one.others} == {"mechanism fused: not lowered"}
+    assert {tried.refused for one in mix.classes for _, tried in one.others} == {"mechanism fused: not executed"}
 
 
 def test_layers_that_are_alike_are_decided_once() -> None:
