@@ -1,5 +1,5 @@
 """Ways to overlap a run: every mechanism as a plan of its own, predicted; each by itself, and with weight gradients under
-backward exchanges.
+backward exchanges. Where flags can cut all layers alike, the best range of each number of parts is a mechanism, too.
 
 A mechanism that the runtime does not execute is not among them: one that joins (fused kernels) is another line of `uniform`, and
 mixes by class of layers (overlap_mixes.py) take it from there.
