@@ -1,5 +1,5 @@
 """Ways to overlap a run: every mechanism as a plan of its own, predicted; each by itself, and with weight gradients under
-backward exchanges.
+backward exchanges. Where flags can cut all layers alike, the best range of each number of parts is a mechanism, too.
 
 A mechanism that the runtime does not execute is not among them: one that joins (fused kernels) is another line of `uniform`, and
 mixes by class of layers (overlap_mixes.py) take it from there.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from moe_overlap.plan.lower import lower
 from moe_overlap.plan.operators import WEIGHT_GRADIENT
 from moe_overlap.plan.overlap import TUTEL_DEGREES, SearchLimits
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.ranges import RangeWord
 from moe_overlap.predicting import Task, predicted_of, read_job
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.operator_seconds import operator_seconds
@@ -117,6 +119,11 @@ class Candidates:
         if cut.ranges is not None and not pairs.refused:
             both = _in_pairs(cut.ranges.plan), cut.ranges
             yield self._made("two micro-batches in partitions", lambda: both)
+        for parts in self._numbers_of_parts():
+            yield self._made(f"{parts} equal partitions", functools.partial(self._cut_alike, parts, ()))
+            if not pairs.refused:
+                name = f"two micro-batches in {parts} equal partitions"
+                yield self._made(name, functools.partial(self._cut_alike, parts, flags))
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -169,6 +176,29 @@ class Candidates:
     def _by_flags(self, flags: tuple[str, ...]) -> tuple[Plan, None]:
         """What flags say by hand; their rules hold."""
         return read_job([*self.own, *flags], self.cluster.gpus).plan, None
+
+    def _numbers_of_parts(self) -> list[int]:
+        """Those that divide the samples of a micro-batch."""
+        samples = self.task.job.plan.stages[0].micro_batch_size
+        return [parts for parts in range(2, min(samples, self.limits.max_partitions) + 1) if samples % parts == 0]
+
+    def _cut_alike(self, parts: int, more: tuple[str, ...]) -> tuple[Plan, None]:
+        """Of the ranges that flags say, each with `more`, the one with the shortest step.
+
+        Raises:
+            ConfigError: none of them may run.
+        """
+        found, refused = [], []
+        for word in get_args(RangeWord):
+            try:
+                cut = ("--moe-overlap-partitions", str(parts), "--moe-overlap-range", word)
+                plan, _ = self._by_flags((*cut, *more))
+                found.append((self.predicted(plan).predicted.step_seconds, plan))
+            except ConfigError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        return min(found, key=lambda one: one[0])[1], None
 
     def _whole(self) -> tuple[Plan, None]:
         """Gates and dispatchers of our own, nothing cut and nothing deferred."""

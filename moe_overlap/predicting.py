@@ -28,6 +28,7 @@ from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layou
 from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
 from moe_overlap.tuner.cost.constants import Constants, shipped_constants
+from moe_overlap.tuner.cost.exchange_costs import exchange_costs
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.listed_step import with_lists
 from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys, refined_of
@@ -177,7 +178,8 @@ def task_of(words: Sequence[str], cluster: Cluster, options: Options) -> Task:
     machine, extrapolating = machine_of(
         cluster, constants or shipped_constants(), options.get("software"), load, lookup
     )
-    machine = dataclasses.replace(machine, refined=refined_of(cluster, job_key(job.model, job.plan)))
+    refined = refined_of(cluster, job_key(job.model, job.plan))
+    machine = dataclasses.replace(machine, refined=refined, exchanges=exchange_costs(cluster))
     return Task(job, captured, features, machine, extrapolating)
 
 

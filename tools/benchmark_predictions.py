@@ -18,12 +18,11 @@ last from its start to the moment at which its rank has waited for it, in both.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +34,15 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.trace import write_ranks
 from moe_overlap.predicting import cache_folder, job_operators
 from tools.compare_trace import Trace, read_trace, rows_of
-from tools.link_bed.bed import Bed, require_namespaces
-from tools.link_bed.cpu_group import CpuGroup
 from tools.link_bed.host_time import calibrating
-from tools.link_bed.launch import RankFailed, Ranks, Tell, report_failure
+from tools.link_bed.launch import RankFailed, Tell, report_failure
 from tools.link_bed.machine import MeasuredBed, Say
 from tools.link_bed.predicted import predicted_spans
 from tools.link_bed.profile import mean_of_ranks
+from tools.link_bed.ranks_on_bed import add_link_options, links_name, ranks_on_bed, settle_links
 from tools.link_bed.variants import JOB, Variant, deferral, job_flags, variants
-from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE, command_of
+from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
 
-ROOT = Path(__file__).resolve().parents[1]
 GATE, RANGE = "topk", "around"
 PLANS = ("irregular", "tutel 2", "deferral", "partitions 2 around", "both 2 around", "both 4 around")
 PIPELINE = "pipeline "
@@ -158,26 +155,6 @@ def _line(name: str, predicted: float, measured: float, error: float | None) -> 
     return f"{name:<34}{predicted * 1e3:>14.1f}{measured * 1e3:>13.1f}{share:>9}"
 
 
-@contextlib.contextmanager
-def ranks_on_bed(
-    arguments: argparse.Namespace, shape: Shape, job: Sequence[str], chosen: Sequence[Variant]
-) -> Iterator[Tell]:
-    """Hosts, links and processes; gone when the block is left."""
-    with contextlib.ExitStack() as stack:
-        bed = stack.enter_context(Bed(shape.ranks, arguments.mbit)) if arguments.namespaces else None
-        priority = stack.enter_context(CpuGroup())
-        timer, profiled = arguments.timer_compute, deferral(GATE)
-        command = command_of(job, chosen, timer=timer, emulator=bed is None, profiled=profiled)
-        processes = stack.enter_context(Ranks(command, shape.ranks, bed, priority, folder=ROOT))
-        processes.answers()
-        rate = arguments.mbit * 1e6 / 8
-
-        def tell(**order: Any) -> list[Any]:
-            return processes.tell(bytes_per_second=rate, **order)
-
-        yield tell
-
-
 def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Judged]:
     """Measure the beds, predict, run and compare."""
     chosen = choose(arguments.plans)
@@ -194,12 +171,13 @@ def run_on(
     job = [*shape.flags, *JOB, *rest]
     real = not arguments.timer_compute
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    links = "namespaces" if arguments.namespaces else "emulator"
     words = {variant.name: [*job, *variant.flags] for variant in chosen}
     calibrations = calibrating(shape.ranks) if real else []
     keys = {key for several in words.values() for key in job_operators(several, shape.ranks, "cpu")}
-    name = f"{links}-{arguments.mbit:g}mbit" + (f"-{shape.stages}stages" if shape.stages > 1 else "")
-    with ranks_on_bed(arguments, shape, job, [*chosen, *calibrations]) as tell:
+    name = f"{links_name(arguments)}-{arguments.mbit:g}mbit" + (f"-{shape.stages}stages" if shape.stages > 1 else "")
+    where = {"timer": not real, "namespaces": arguments.namespaces, "mbit": arguments.mbit}
+    with ranks_on_bed(shape.ranks, job, [[*chosen, *calibrations]], deferral(GATE), **where) as ranks:
+        tell = ranks.tell
         bed = MeasuredBed(arguments.folder / f"{name}.json", shape.ranks, shape.stages, tell, say)
         bed.measure_operators(sorted(keys))
         bed.measure_links()
@@ -243,9 +221,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    links = parser.add_mutually_exclusive_group()
-    links.add_argument("--namespaces", action="store_true", default=None, help="default where they can be made")
-    links.add_argument("--emulator", dest="namespaces", action="store_false", help="links inside the processes")
+    add_link_options(parser)
     parser.add_argument("--timer-compute", action="store_true")
     parser.add_argument("--mbit", type=float, default=300.0, help="rate of the links")
     parser.add_argument("--repeats", type=int, default=5)
@@ -259,12 +235,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         raise ConfigError("--mbit", arguments.mbit, "must be positive", "use 100 to 500")
     if arguments.repeats < 1:
         raise ConfigError("--repeats", arguments.repeats, "must be positive", "use at least 3")
-    if arguments.namespaces is None:
-        with contextlib.suppress(ConfigError):
-            require_namespaces()
-            arguments.namespaces = True
-    elif arguments.namespaces:
-        require_namespaces()
+    settle_links(arguments)
     has_stages = arguments.timer_compute and arguments.namespaces
     if arguments.plans is None:
         arguments.plans = (*PLANS, *(PIPELINED if has_stages else ()))
@@ -290,7 +261,7 @@ def main(argv: Sequence[str]) -> int:
         print(table(judged))
         return 0
     setting = {
-        "links": "namespaces" if arguments.namespaces else "emulator",
+        "links": links_name(arguments),
         "compute": "timer" if arguments.timer_compute else "real",
         "link_mbit": arguments.mbit,
         "ranks": sorted({(STAGES if name.startswith(PIPELINE) else FLAT).ranks for name in arguments.plans}),

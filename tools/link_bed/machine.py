@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from moe_overlap.describe.cluster import Cluster, load_cluster
+from moe_overlap.tuner.cost.exchange_costs import COUNTS, QUEUED_COUNTS, STARTS, costs_of
 from moe_overlap.tuner.profile.cluster_file import measured_cluster
 from moe_overlap.tuner.profile.database import Database, LinkKey
 from moe_overlap.tuner.profile.device import this_device
 from moe_overlap.tuner.profile.keys import OperatorKey
-from moe_overlap.tuner.profile.links import Fitted, fit_line, fit_links
+from moe_overlap.tuner.profile.links import Fitted, fit_links
 from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP
 from moe_overlap.tuner.profile.vocabulary import can_be_measured
 from tools.link_bed.host_time import measure_host_time
@@ -24,10 +25,6 @@ EXCHANGE_BYTES = tuple(1 << power for power in range(20, 24))
 GATHER_BYTES = (1 << 23, 1 << 24)
 """As large as the gradients of the job: gloo's larger gathers are half duplex, its smaller ones now and then."""
 MEASURED_LINKS = {"all_to_all": EXCHANGE_BYTES, "all_gather": GATHER_BYTES, "reduce_scatter": GATHER_BYTES}
-STARTS = "start_all_to_all"
-"""Kind of link whose seconds are those that starting an exchange keeps the processor."""
-COUNTS, QUEUED_COUNTS = "counts", "counts_behind_rows"
-"""Kinds of links whose seconds are those of an exchange of counts, with a link to itself and behind rows of that many bytes."""
 SLOWDOWN_BYTES = QUEUE_BYTES = 1 << 22
 SECONDS_EACH = 0.02
 
@@ -36,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BedLinks:
-    """Of a bed, beside what the cost model knows.
+    """Of a bed, beside the rates of its links.
 
     Attributes:
         starting: seconds of the processor to start an exchange, by the bytes that leave.
@@ -76,17 +73,20 @@ class MeasuredBed:
         self._tell(**order_of(self.database, missing, SECONDS_EACH))
         self.database = Database.load(self.database.path)
 
-    def measure_links(self) -> None:
+    def measure_links(self, links: Mapping[str, Sequence[int]] = MEASURED_LINKS) -> None:
         """Exchanges and what starting them takes, collectives of the update, transfers between stages, counts, and what
         exchanges cost products beside them.
+
+        Args:
+            links: kind of collective -> sizes, in bytes that a rank holds.
         """
-        kinds = MEASURED_LINKS | ({TRANSFERS: EXCHANGE_BYTES} if self._stages > 1 else {})
+        kinds = {**links, **({TRANSFERS: EXCHANGE_BYTES} if self._stages > 1 else {})}
         for kind, sizes in kinds.items():
             for size in sizes:
                 key = LinkKey(kind, "network", self._size_of(kind), size)
                 if key in self.database.links:
                     continue
-                self._say(f"measuring {kind} of {size >> 20} MiB")
+                self._say(f"measuring {kind} of {size / (1 << 20):g} MiB")
                 answers = self._tell(do=ORDER_LINKS, kind=kind, held_bytes=size)
                 self.database.add_link(key, max(seconds for seconds, _ in answers))
                 if kind == "all_to_all":
@@ -117,19 +117,11 @@ class MeasuredBed:
         return load_cluster(self._path)
 
     def links(self) -> BedLinks:
-        """What the cost model has no price for."""
-        links = self.database.links
-        alone, queued = (
-            next(seconds for key, seconds in links.items() if key.kind == kind) for kind in (COUNTS, QUEUED_COUNTS)
-        )
-        taken = {key: seconds for key, seconds in links.items() if key.kind == STARTS}
-        sent = [key.held_bytes * (key.ranks - 1) / key.ranks for key in taken]
-        return BedLinks(
-            fit_line(sent, list(taken.values())),
-            fit_links(links, (TRANSFERS,), "network"),
-            alone,
-            max(0.0, queued - alone),
-        )
+        """As measured."""
+        costs = costs_of(self.database.links)
+        assert costs is not None, "measure_links has measured all kinds"
+        transfers = fit_links(self.database.links, (TRANSFERS,), "network")
+        return BedLinks(costs.starting, transfers, costs.count_seconds, costs.queue_seconds)
 
     def _size_of(self, kind: str) -> int:
         """Ranks of the group that a kind of communication joins."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lower_layers import COUNT_CHANNEL
 from moe_overlap.plan.spans import Span
 from moe_overlap.predicting import simulated
+from moe_overlap.tuner.cost.exchange_costs import start_seconds
 from moe_overlap.tuner.cost.interference import NO_INTERFERENCE
 from moe_overlap.tuner.cost.simulate import simulate
-from moe_overlap.tuner.profile.links import Fitted
+from moe_overlap.tuner.cost.simulate_step import SimulatedStep
 from tools.link_bed.machine import BedLinks
-from tools.link_bed.profile import apply_profile, is_update
+from tools.link_bed.profile import apply_profile, computation_of, is_update
 from tools.link_bed.recorded import recorded
 
 
@@ -41,22 +43,40 @@ def predicted_spans(
         if i.kind == "point-to-point" and links.transfers is not None:
             return links.transfers.latency_seconds + i.bytes / links.transfers.bytes_per_second
         computes = i.kind in ("compute", "weight-gradient")
-        taken = slept[rank].of(i) if slept is not None and computes else step.prices[rank].seconds(i)
-        return taken + starts[rank].get(i.id, 0.0)
+        if slept is None or not computes:
+            return step.prices[rank].seconds(i)
+        return slept[rank].of(i) + starts[rank].get(i.id, 0.0)
 
     slowed = {rank: prices.slowed if profile is None else NO_INTERFERENCE for rank, prices in step.prices.items()}
     simulation = simulate(lists, seconds, slowed, links.queue_seconds, half_duplex=True)
     return {rank: recorded(made, simulation, rank) for rank, made in lists.items()}
 
 
-def start_seconds(made: Sequence[Instruction], starting: Fitted) -> dict[int, float]:
-    """What starting exchanges adds to the computation before them, by its instruction."""
-    added: dict[int, float] = {}
-    before = None
-    for i in made:
-        if i.channel == COMPUTE:
-            before = i.id
-        elif before is not None and i.channel.startswith("ep"):
-            taken = starting.latency_seconds + i.bytes / starting.bytes_per_second
-            added[before] = added.get(before, 0.0) + taken
-    return added
+@dataclass(frozen=True, slots=True)
+class PricedList:
+    """The passes of a list at the tuner's prices, for operators that sleep just as long.
+
+    Attributes:
+        sleeps: name and seconds of every operator, in the list's order.
+        sent_bytes: of its all-to-alls, that leave the rank.
+        seconds: of the passes, as the tuner simulates them.
+    """
+
+    sleeps: list[tuple[str, float]]
+    sent_bytes: int
+    seconds: float
+
+    @property
+    def computation(self) -> float:
+        """Seconds of all operators."""
+        return sum(seconds for _, seconds in self.sleeps)
+
+
+def priced_list(step: SimulatedStep) -> PricedList:
+    """What a simulated step of one stage computes, sends and takes. Starting exchanges is left to the run."""
+    ((rank, prices),) = step.prices.items()
+    made = [i for i in prices.made if not is_update(i.name)]
+    simulation = simulate({rank: made}, lambda _, i: prices.seconds(i), prices.slowed, prices.machine.queue_seconds)
+    sent = sum(i.bytes for i in made if i.channel.startswith("ep"))
+    sleeps = [(i.name, prices.seconds(i) - prices.starts.get(i.id, 0.0)) for i in computation_of(made)]
+    return PricedList(sleeps, sent, simulation.step_seconds)

@@ -17,6 +17,7 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, WEIGHT_GRADIENT, parse_operator
 
 UPDATE_PARTS = ("gradients", "parameters", "optimizer")
+COMPUTING_KINDS = ("compute", "weight-gradient")
 
 
 def is_update(name: str) -> bool:
@@ -85,13 +86,43 @@ class ListSeconds:
         return self.whole[i.name] * share
 
 
+@dataclass(frozen=True, slots=True)
+class GivenSeconds:
+    """Seconds of every instruction of one list, by its number."""
+
+    by_id: Mapping[int, float]
+
+    def of(self, i: Instruction) -> float:
+        """Seconds of one instruction."""
+        return self.by_id[i.id]
+
+
+def given_seconds(sleeps: Sequence[tuple[str, float]], instructions: Sequence[Instruction]) -> GivenSeconds:
+    """Seconds that were given for the computation of a list, in its order.
+
+    Args:
+        sleeps: name and seconds of every operator of the passes.
+    Raises:
+        ValueError: they are those of another list.
+    """
+    computed = computation_of(instructions)
+    if [name for name, _ in sleeps] != [i.name for i in computed]:
+        raise ValueError(f"seconds of {len(sleeps)} operators for another list of {len(computed)}")
+    return GivenSeconds({i.id: seconds for i, (_, seconds) in zip(computed, sleeps, strict=True)})
+
+
+def computation_of(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """What computes in the passes of a list, the update left out."""
+    return [i for i in instructions if i.kind in COMPUTING_KINDS and i.micro_batch is not None]
+
+
 def apply_profile(profile: Mapping[str, float], instructions: Sequence[Instruction]) -> ListSeconds:
     """Spread a profile over a list.
 
     Raises:
         KeyError: the list has an operator that was not measured.
     """
-    computed = [i for i in instructions if i.kind in ("compute", "weight-gradient") and i.micro_batch is not None]
+    computed = computation_of(instructions)
     listed = {i.name for i in computed}
     parts: dict[str, int] = {}
     for i in computed:

@@ -78,7 +78,7 @@ def variants(
         micro_batches: of a step; where there are several, the backward pass of one and the forward pass of another are
             interleaved, too.
     """
-    plain, base = (*ALLTOALL, *GATE_FLAGS.get(gate, TOP_2)), _base(gate)
+    plain, base = plain_flags(gate), base_flags(gate)
     found = [
         Variant(PLAIN, plain, plain=True),
         Variant(RECEIVE_FIRST, plain, plain=True, receive_first=True),
@@ -107,10 +107,16 @@ def variants(
 
 def deferral(gate: str) -> Variant:
     """Weight gradients deferred and nothing else: what profiles are measured on."""
-    return Variant("deferral", (*_base(gate), *DEFER))
+    return Variant("deferral", (*base_flags(gate), *DEFER))
 
 
-def _base(gate: str) -> tuple[str, ...]:
+def plain_flags(gate: str) -> tuple[str, ...]:
+    """megatron-core's own dispatcher and router, as near to a gate as they come."""
+    return (*ALLTOALL, *GATE_FLAGS.get(gate, TOP_2))
+
+
+def base_flags(gate: str) -> tuple[str, ...]:
+    """A gate of our own over the irregular dispatcher, nothing overlapped."""
     return (*IRREGULAR, *GATE_FLAGS.get(gate, TOP_2), "--moe-gate", gate)
 
 

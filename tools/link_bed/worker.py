@@ -4,6 +4,7 @@ Orders come as JSON lines, each gets one answer:
 
     {"do": "profile", "steps": N}                      real steps; processor seconds of every operator
     {"do": "use", "profile": {…}, "scale": X}          timer compute sleeps that long from now on
+    {"do": "add", "variant": {…}, "sleeps": [[name, seconds], …]}    one more variant over timer compute; what it sleeps
     {"do": "step", "variant": …, "bytes_per_second": …, "scale": …, "trace": FILE or null}
     {"do": "operators", …}                             see measuring.py: what a rank computes,
     {"do": "links", "kind": …, "held_bytes": …}        seconds of a collective,
@@ -29,12 +30,12 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.exits import end_process
 from tools.link_bed.egress import EgressClock
 from tools.link_bed.orders import ORDERS
-from tools.link_bed.profile import ProcessorClock, is_update, median_seconds
+from tools.link_bed.profile import GivenSeconds, ProcessorClock, given_seconds, is_update, median_seconds
 from tools.link_bed.variants import Variant
 
 OVERLAP_CODE = ("moe_overlap.runtime.execute", "moe_overlap.runtime.bind", "moe_overlap.runtime.dispatch")
 """What processes of megatron-core's own variants must not import."""
-ORDER_STEP, ORDER_PROFILE, ORDER_USE = "step", "profile", "use"
+ORDER_STEP, ORDER_PROFILE, ORDER_USE, ORDER_ADD = "step", "profile", "use", "add"
 
 
 @dataclass(slots=True)
@@ -187,6 +188,7 @@ class TimerRank(Rank):
         self._point_to_point = self._wires.rows
         self._gloo = GlooAllToAll(self._wires.rows.group)
         self._executor = TimedExecutor.over(self._real, self._sizes(profiled), over_replicas)
+        self._given: dict[str, GivenSeconds] = {}
 
     def add(self, variant: Variant) -> None:
         """Lower a variant's plan."""
@@ -200,11 +202,16 @@ class TimerRank(Rank):
         self.runs[variant.name] = Run(variant, self._executor, instructions, itertools.repeat({}))
 
     def answer(self, order: dict[str, Any]) -> Any:
-        """Also measure operators, and take over their times."""
+        """Also measure operators, take over their times, and take over variants with times of their own."""
         if order["do"] == ORDER_PROFILE:
             return self._profile(order["steps"])
         if order["do"] == ORDER_USE:
             self._executor.profile = order["profile"]
+            return None
+        if order["do"] == ORDER_ADD:
+            variant = _variant(order["variant"])
+            self.add(variant)
+            self._given[variant.name] = given_seconds(order["sleeps"], self.runs[variant.name].instructions)
             return None
         return super().answer(order)
 
@@ -215,6 +222,7 @@ class TimerRank(Rank):
     def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
         """One step of sleeps."""
         self._wires.rows = self._gloo if run.variant.plain else self._point_to_point
+        self._executor.given = self._given.get(run.variant.name)
         self._executor.scale, self._executor.waits = scale, run.variant.waits or run.variant.plain
         before = self._wires.sent_bytes
         figures = super().step(run, scale, trace)

@@ -96,11 +96,17 @@ def sample_blocks(plan: Plan, stage: int) -> Blocks:
 
 
 def run_alone(
-    made: Sequence[Instruction], rank: int, seconds: Callable[[Instruction], float], model: Interference
+    made: Sequence[Instruction],
+    rank: int,
+    seconds: Callable[[Instruction], float],
+    model: Interference,
+    queue_seconds: float = 0.0,
 ) -> Simulation:
-    """Simulate one rank's list as if its transfers took nothing."""
+    """Simulate one rank's list as if its transfers took nothing; arguments as `simulate` takes them."""
     alone = [replace(i, kind="copy", peers=()) if i.kind == "point-to-point" else i for i in made]
-    return simulate({rank: alone}, lambda _, i: 0.0 if i.channel.startswith("pp.") else seconds(i), model)
+    return simulate(
+        {rank: alone}, lambda _, i: 0.0 if i.channel.startswith("pp.") else seconds(i), model, queue_seconds
+    )
 
 
 def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulation) -> Folded:

@@ -20,6 +20,7 @@ import numpy as np
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import (
     BACKWARD,
+    COUNT,
     FUSED_KERNELS,
     NORM,
     RECOMPUTE,
@@ -34,6 +35,7 @@ from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.weight_gradients import backward_of, gradient_of_saved
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.deferral_room import Computed, computed_gradients, is_gathered
+from moe_overlap.tuner.cost.exchange_costs import start_seconds
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.groups import axis_group
 from moe_overlap.tuner.cost.interference import Interference
@@ -55,6 +57,7 @@ class StagePrices:
         column: the stage's place in its family.
         made: the stage's list, once `read`.
         computed: when its deferred weight gradients are computed.
+        starts: what computation takes longer that starts exchanges, by its instruction.
     """
 
     plan: Plan
@@ -65,6 +68,7 @@ class StagePrices:
     machine: Machine
     made: Sequence[Instruction] = ()
     computed: Computed = field(default_factory=lambda: Computed({}, {}))
+    starts: Mapping[int, float] = field(default_factory=dict)
     _copied: dict[Place, float] = field(default_factory=dict)
     _pieces: Counter[tuple[str, int | None]] = field(default_factory=Counter)
     _named: dict[str, dict[Key, None]] = field(default_factory=lambda: defaultdict(dict))
@@ -81,6 +85,8 @@ class StagePrices:
     def read(self, made: Sequence[Instruction]) -> None:
         """Take the list whose instructions are priced: the names in it, and how often an operator is cut."""
         self.made = made
+        if self.machine.exchanges is not None:
+            self.starts = start_seconds(made, self.machine.exchanges.starting)
         self._pieces.update((i.name, i.micro_batch) for i in made)
         for name in dict.fromkeys(i.name for i in made):
             operator = parse_operator(name)
@@ -104,6 +110,9 @@ class StagePrices:
                 host_seconds(i.bytes, self.priced.setting.groups["dp"].links, self.machine.constants.link_rates)
             )
         operator, pieces = parse_operator(i.name), self._pieces[i.name, i.micro_batch]
+        if operator.part == COUNT and self.machine.exchanges is not None:
+            alone = self.machine.exchanges.count_seconds
+            return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         if operator.part.startswith("gather."):
             return self._gather(operator.part)
         if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
@@ -111,7 +120,7 @@ class StagePrices:
             return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         place = place_in_list(i)
         early = sum(map(self._product_seconds, self.computed.early.get(place, ())))
-        beside = early + self._copy_seconds(self._copied.get(place, 0.0))
+        beside = self.starts.get(i.id, 0.0) + early + self._copy_seconds(self._copied.get(place, 0.0))
         if i.kind == "weight-gradient":
             return beside + self.computed.late[place] * self._product_seconds(i.name)
         return beside + self.piece_seconds(i.name, pieces)

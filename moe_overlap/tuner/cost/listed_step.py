@@ -192,7 +192,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
     made = lower(plan, listed.model, rank, saved, blocks=blocks)
     here.read(issued_in_order(made) if any(other.overlap.is_listed for other in plan.stages) else made)
-    alone = run_alone(here.made, rank, here.seconds, slowed)
+    alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds)
     folded = fold(index, blocks, here.made, alone)
     whole = blocks_of(folded, plan)
     stable = _micro_batch(folded, plan, is_last=False)

@@ -19,6 +19,7 @@ from moe_overlap.describe.flops import training_flops_per_token
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants
+from moe_overlap.tuner.cost.exchange_costs import ExchangeCosts
 from moe_overlap.tuner.cost.features import Features
 from moe_overlap.tuner.cost.groups import Group, boundary_group, stage_groups
 from moe_overlap.tuner.cost.interference import Concurrent, Interference, partly_concurrent, slowed_down
@@ -109,6 +110,7 @@ class Machine:
     Attributes:
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
+        exchanges: what exchanges cost beside their rows; None where that was not measured.
         refined: what traces say of the prices of instructions; the closed form does not read it.
     """
 
@@ -118,7 +120,13 @@ class Machine:
     fragmentation: float = 0.0
     load: float = 1.0
     lookup: Lookup | None = None
+    exchanges: ExchangeCosts | None = None
     refined: Refined = NOT_REFINED
+
+    @property
+    def queue_seconds(self) -> float:
+        """How much longer counts take that start while rows are on their way."""
+        return self.exchanges.queue_seconds if self.exchanges is not None else 0.0
 
 
 def machine_of(

@@ -63,7 +63,7 @@ def simulate_step(
             lists[rank] = issued_in_order(made) if listed else waiting_for_transfers(made) if waits else made
         here.read(lists[stage.devices.ranks[0]])
     slowed = {rank: of_stage[plan.stage_of(rank)].slowed for rank in lists}
-    simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed)
+    simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed, machine.queue_seconds)
     return SimulatedStep(simulation, {here.stage.devices.ranks[0]: here for here in of_stage})
 
 

@@ -10,13 +10,14 @@ import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.tuner.cost.exchange_costs import start_seconds
 from moe_overlap.tuner.cost.simulate import simulate
 from moe_overlap.tuner.profile.links import Fitted
 from tools.benchmark_predictions import PIPELINED, PLANS, STAGES, choose, judge, parse_arguments, report, table
 from tools.compare_trace import Trace
 from tools.link_bed.host_time import Calibration, computing, host_time
 from tools.link_bed.machine import BedLinks
-from tools.link_bed.predicted import predicted_spans, start_seconds
+from tools.link_bed.predicted import predicted_spans
 from tools.link_bed.recorded import recorded
 
 COMPUTE = Instruction(id=0, kind="compute", name="L0.attention", stage=0, chunk=0, micro_batch=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from megatron.training.arguments import parse
 from megatron.training.describe import describe_model, known_vocab_size
 from megatron.training.plan_of_run import plan_of_run
 from megatron.training.validation import validate
-from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.overlap_candidates import DEFERRED, PLAIN, Candidate
 from moe_overlap.overlap_tuning import WORTH, Tuned, choose, tune_overlap
 from moe_overlap.plan.overlap import SearchLimits
+from moe_overlap.predicting import predicted_of, read_job, task_of
 from tools.autotune import main
 
 JOB = """--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
@@ -29,13 +31,18 @@ JOB = """--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length
 LIMITS = SearchLimits(max_partitions=4, group_seconds=0.0, range_limit=12)
 
 
-def tuned(slower: float, *words: str) -> Tuned:
-    """Over links so much slower than an H100's."""
+def slow_links(slower: float) -> Cluster:
+    """So much slower than an H100's."""
     cluster = shipped_cluster("H100", 16)
     group = cluster.groups[0]
     slow = dataclasses.replace(group, domain_gb_per_s=group.domain_gb_per_s / slower)
-    cluster = dataclasses.replace(cluster, groups=(slow,))
-    return tune_overlap([*JOB, *words], cluster, LIMITS, graphs=by_hand, constants=CONSTANTS)
+    return dataclasses.replace(cluster, groups=(slow,))
+
+
+@functools.cache
+def tuned(slower: float, *words: str) -> Tuned:
+    """Over links so much slower than an H100's."""
+    return tune_overlap([*JOB, *words], slow_links(slower), LIMITS, graphs=by_hand, constants=CONSTANTS)
 
 
 def test_slow_links_are_worth_hiding_and_the_fastest_is_chosen() -> None:
@@ -51,6 +58,24 @@ def test_what_is_no_better_than_predictions_err_is_left() -> None:
     found = tuned(0.01, "--pipeline-model-parallel-size", "1")
     fastest = min(one.seconds for one in (found.chosen, *found.others) if one.prediction is not None)
     assert found.chosen.name == PLAIN and fastest > found.plain_seconds * (1 - WORTH)
+
+
+def test_layers_are_cut_alike_and_beside_another_micro_batch_too() -> None:
+    found = tuned(8.0)
+    named = {one.name: one for one in (found.chosen, *found.others) if one.prediction is not None}
+    task = task_of(JOB, slow_links(8.0), {"graphs": by_hand, "constants": CONSTANTS})
+    own = [*JOB, "--moe-gate", "topk", "--moe-token-dispatcher-type", "irregular"]
+    for parts in (2, 4):
+        alike, paired = named[f"{parts} equal partitions"], named[f"two micro-batches in {parts} equal partitions"]
+        for plan, several in ((alike.decided, 1), (paired.decided, 2)):
+            assert {stage.overlap.micro_batches_in_flight for stage in plan.stages} == {several}
+            assert {layer.partitions for stage in plan.stages for layer in stage.overlap.layers} == {parts}
+        words = [
+            [*own, "--moe-overlap-partitions", str(parts), "--moe-overlap-range", word]
+            for word in ("experts", "after", "around")
+        ]
+        steps = [predicted_of(task, read_job(said, 16).plan).predicted.step_seconds for said in words]
+        assert alike.seconds == pytest.approx(min(steps)) and min(steps) < max(steps)
 
 
 def test_one_sample_cannot_be_cut_and_the_reason_is_told() -> None:

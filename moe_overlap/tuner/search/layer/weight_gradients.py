@@ -185,6 +185,7 @@ def _problems(deferred: Plan, step: SimulatedStep, machine: Machine, max_bytes: 
         {rank: prices.made for rank, prices in step.prices.items()},
         lambda rank, i: 0.0 if i.kind == "weight-gradient" else step.prices[rank].seconds(i),
         {rank: prices.slowed for rank, prices in step.prices.items()},
+        machine.queue_seconds,
     )
     problems: dict[Place, ChunkProblem] = {}
     for index, (rank, prices) in enumerate(step.prices.items()):
