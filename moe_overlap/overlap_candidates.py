@@ -93,7 +93,11 @@ class Candidates:
 
     def uniform(self) -> Iterator[Candidate]:
         """One mechanism on all layers: each by itself, then with weight gradients deferred where that may be the fastest."""
-        alone = list(self._alone())
+        alone: list[Candidate] = []
+        for one in self._alone():
+            # Searches may end at one plan: to the last bit it takes as long and holds as much.
+            if one.prediction is None or all(not _predicted_alike(one.prediction, other.prediction) for other in alone):
+                alone.append(one)
         yield from alone
         fitting = [one for one in alone if one.prediction is not None and one.prediction.fits]
         best = min((one.seconds for one in fitting), default=0.0)
@@ -265,6 +269,16 @@ def weight_gradient_seconds(task: Task, plan: Plan) -> float:
         ]
         longest = max(longest, float((np.array(of_parts) @ family.counts).max()))
     return longest
+
+
+def _predicted_alike(one: Prediction, other: Prediction | None) -> bool:
+    return other is not None and one.predicted == other.predicted
+
+
+def run_alike(plan: Plan, other: Plan) -> bool:
+    """Whether two plans of a layout run alike: limits of a search only describe."""
+    mine, theirs = ([dataclasses.replace(s.overlap, search_limits=None) for s in p.stages] for p in (plan, other))
+    return mine == theirs
 
 
 def free_bytes(prediction: Prediction) -> list[float]:

@@ -17,10 +17,9 @@ from typing import Unpack
 
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.overlap_candidates import PLAIN, WHOLE, Candidate, Candidates, few_micro_batches
+from moe_overlap.overlap_candidates import PLAIN, WHOLE, Candidate, Candidates, few_micro_batches, run_alike
 from moe_overlap.overlap_mixes import mixed
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan.plan import Plan
 from moe_overlap.predicting import Options, Task, predicted_of, task_of
 from moe_overlap.refining import Refinement, refine
 from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
@@ -133,7 +132,7 @@ def with_measured(search: Candidates, found: Sequence[Candidate], refinement: Re
     """The candidates with the measured steps of those that ran, and what ran beside them."""
     result = list(found)
     for step in refinement.steps:
-        same = next((n for n, one in enumerate(result) if one.plan and _is_same(one.plan, step.plan)), None)
+        same = next((n for n, one in enumerate(result) if one.plan and run_alike(one.plan, step.plan)), None)
         if same is None:
             listed = any(stage.overlap.is_listed for stage in step.plan.stages)
             one = search.one(f"the plan of {step.path}", step.plan)
@@ -142,9 +141,3 @@ def with_measured(search: Candidates, found: Sequence[Candidate], refinement: Re
         fastest = min(step.seconds, result[at].measured_seconds or step.seconds)
         result[at] = dataclasses.replace(result[at], measured_seconds=fastest)
     return result
-
-
-def _is_same(plan: Plan, other: Plan) -> bool:
-    """Whether two plans of a layout run alike: limits of a search only describe."""
-    mine, theirs = ([dataclasses.replace(s.overlap, search_limits=None) for s in p.stages] for p in (plan, other))
-    return mine == theirs

@@ -138,10 +138,6 @@ def test_equal_chunks_are_solved_once() -> None:
         assert chunk.solution is origin.solution
 
 
-def test_a_pipeline_has_idle_time_that_no_slot_reaches() -> None:
-    assert scheduled("")[0].bubble_seconds[0] < scheduled(VARIANTS["two stages"])[0].bubble_seconds[0]
-
-
 def test_slots_that_were_there_do_not_count() -> None:
     there = scheduled("--defer-weight-gradients")
     before, again, found = map(slots, (there.step.prices[0].plan, there.found.plan, scheduled("").found.plan))

@@ -22,14 +22,16 @@ from dataclasses import dataclass
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.instructions import COMPUTE
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lower import lower
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.folded import run_alone, sample_blocks
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.listed_step import listed_seconds
 from moe_overlap.tuner.cost.predict import Machine
-from moe_overlap.tuner.cost.simulate import Ran, simulate
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
+from moe_overlap.tuner.cost.simulate_step import SimulatedStep, issued_in_order, price_stages, simulate_step
 from moe_overlap.tuner.search.layer.assignment import Problem
 from moe_overlap.tuner.search.layer.behind_sends import SendSlot, send_slots, with_rest_behind
 from moe_overlap.tuner.search.layer.plan_slots import program_order, shortened, with_slots, without_pieces
@@ -83,7 +85,6 @@ class Schedule:
         chosen: which of the simulated plans it is.
         simulated_seconds: of the step of each, by which it was chosen: one of few micro-batches, or where something stands
             behind sends the whole one.
-        bubble_seconds: by stage, idle seconds of that step without deferral that no exchange reaches.
         behind_seconds: by stage, seconds of the weight gradients that one micro-batch has behind its sends.
     """
 
@@ -91,7 +92,6 @@ class Schedule:
     chosen: Choice
     simulated_seconds: dict[Choice, float]
     chunks: tuple[ChunkSchedule, ...]
-    bubble_seconds: tuple[float, ...]
     behind_seconds: tuple[float, ...]
 
 
@@ -125,18 +125,16 @@ def schedule_weight_gradients(
     stages, count = range(len(plan.stages)), plan.stages[0].gradient_accumulation_steps
     micro_batches = _most_micro_batches(len(plan.stages))
     bare = with_slots(plan, [{} for _ in stages], 0)
-    undeferred = step_of(bare)
     order = [with_rest_behind(program_order(plan, index, model), plan, index, model) for index in stages]
     if not any(order):
         nothing = (0.0,) * len(stages)
-        seconds: dict[Choice, float] = {"without": undeferred.simulation.step_seconds}
-        return Schedule(bare, "without", seconds, (), _bubbles(undeferred, [[] for _ in stages]), nothing)
+        return Schedule(bare, "without", {"without": step_of(bare).simulation.step_seconds}, (), nothing)
     deferred = with_slots(without_pieces(plan), order, UNBOUNDED)
-    step = step_of(deferred)
-    problems = _problems(deferred, step, machine, limits.max_deferred_bytes)
+    prices = _stage_prices(deferred, model, graphs, machine, features)
+    problems = _problems(deferred, prices, limits.max_deferred_bytes)
     chunks = _solved(problems, limits)
     solutions = {(one.stage, one.chunk): one.solution for one in chunks}
-    sends = _sends(deferred, model, step, problems)
+    sends = _sends(deferred, model, prices, problems)
     share = (len(stages) - 1) / (count + len(stages) - 1)
     filled = choices(problems, sends, solutions, share)
     plans: dict[Choice, Plan] = {"without": bare}
@@ -145,10 +143,8 @@ def schedule_weight_gradients(
         plans[choice] = with_slots(plan, slots, limits.max_deferred_bytes)
     seconds = {choice: seconds_of(made) for choice, made in plans.items()}
     chosen = min(plans, key=lambda choice: round(seconds[choice], DIGITS))
-    by_stage = [[one for one in chunks if one.stage == index] for index in stages]
     behind_sends = tuple(seconds_behind(filled.get(chosen, {}), index) for index in stages)
-    bubbles = _bubbles(undeferred, by_stage)
-    return Schedule(plans[chosen], chosen, seconds, tuple(chunks), bubbles, behind_sends)
+    return Schedule(plans[chosen], chosen, seconds, tuple(chunks), behind_sends)
 
 
 def _most_micro_batches(stages: int) -> int:
@@ -164,38 +160,49 @@ def _check(limits: DeferralLimits) -> None:
 
 
 def _sends(
-    deferred: Plan, model: ModelDescription, step: SimulatedStep, problems: Mapping[Place, ChunkProblem]
+    deferred: Plan, model: ModelDescription, prices: Sequence[StagePrices], problems: Mapping[Place, ChunkProblem]
 ) -> dict[Place, SendSlot]:
     """The slots behind the sends of all chunks; the arguments as `_problems` has them and finds them."""
     found = {}
-    for index, prices in enumerate(step.prices.values()):
+    for index, here in enumerate(prices):
         of_stage = {chunk: one for (stage, chunk), one in problems.items() if stage == index}
-        slots = send_slots(deferred, index, model, prices, of_stage)
+        slots = send_slots(deferred, index, model, here, of_stage)
         found.update({(index, chunk): slot for chunk, slot in slots.items()})
     return found
 
 
-def _problems(deferred: Plan, step: SimulatedStep, machine: Machine, max_bytes: int) -> dict[Place, ChunkProblem]:
-    """Step 1.
+def _stage_prices(
+    deferred: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
+) -> list[StagePrices]:
+    """Prices of every stage, which have read a list of a few passes; the arguments as `simulate_step` takes them."""
+    prices = price_stages(deferred, model, graphs, machine, features)
+    for index, here in enumerate(prices):
+        rank = here.stage.devices.ranks[0]
+        saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in here.stage.layers}
+        here.read(issued_in_order(lower(deferred, model, rank, saved, blocks=sample_blocks(deferred, index))))
+    return prices
+
+
+def _problems(deferred: Plan, prices: Sequence[StagePrices], max_bytes: int) -> dict[Place, ChunkProblem]:
+    """Step 1: how long exchanges keep a stage waiting that waits for no other.
 
     Args:
-        deferred: with every weight gradient in program order; `step` is its own.
+        deferred: with every weight gradient in program order; `prices` are its own.
     """
-    free = simulate(
-        {rank: prices.made for rank, prices in step.prices.items()},
-        lambda rank, i: 0.0 if i.kind == "weight-gradient" else step.prices[rank].seconds(i),
-        {rank: prices.slowed for rank, prices in step.prices.items()},
-        machine.queue_seconds,
-    )
     problems: dict[Place, ChunkProblem] = {}
-    for index, (rank, prices) in enumerate(step.prices.items()):
-        layers = deferred.stages[index].overlap.layers
+    for index, here in enumerate(prices):
+
+        def seconds(i: Instruction, here: StagePrices = here) -> float:
+            return 0.0 if i.kind == "weight-gradient" else here.seconds(i)
+
+        free = run_alone(here.made, here.stage.devices.ranks[0], seconds, here.slowed, here.machine.queue_seconds)
+        layers = here.stage.overlap.layers
         slot_of = {
             name: slot for layer in layers for slot, names in layer.weight_gradient_slots.items() for name in names
         }
-        idle = idle_seconds([one for one in free.ran if one.rank == rank], slot_of)
-        for chunk in range(len(deferred.stages[index].chunks)):
-            problems[index, chunk] = chunk_problem(prices, chunk, idle, max_bytes)
+        idle = idle_seconds(free.ran, slot_of)
+        for chunk in range(len(here.stage.chunks)):
+            problems[index, chunk] = chunk_problem(here, chunk, idle, max_bytes)
     return problems
 
 
@@ -212,18 +219,3 @@ def _solved(problems: Mapping[Place, ChunkProblem], limits: DeferralLimits) -> l
         slot_seconds = dict(zip(one.slots, one.problem.slots, strict=True))
         chunks.append(ChunkSchedule(*place, slot_seconds, *known[one.problem]))
     return chunks
-
-
-def _bubbles(step: SimulatedStep, by_stage: Sequence[Sequence[ChunkSchedule]]) -> tuple[float, ...]:
-    """By stage, what is idle in a step and in no slot."""
-    found = []
-    for (rank, prices), chunks in zip(step.prices.items(), by_stage, strict=True):
-        busy = sum(_busy(one) for one in step.simulation.ran if one.rank == rank)
-        passes = prices.stage.gradient_accumulation_steps
-        reached = passes * sum(sum(chunk.slot_seconds.values()) for chunk in chunks)
-        found.append(max(0.0, step.simulation.step_seconds - busy - reached))
-    return tuple(found)
-
-
-def _busy(one: Ran) -> float:
-    return one.end - one.start if one.instruction.channel == COMPUTE else 0.0
