@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from test_cost_predict import CONSTANTS, JOB, by_hand
 from test_cost_simulate_step import CHUNKS, CLUSTER, STAGES
 
+import moe_overlap.tuner.cost.listed_step as listed_step
 import moe_overlap.tuner.cost.predict as cost_predict
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.plan import Tile, Transfer
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.predicting import predict, read_job, simulated
+from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.listed_step import GROUPS, step_of_many
 from moe_overlap.tuner.cost.predict import Prediction
 
@@ -67,6 +72,41 @@ def test_slow_transfers_are_waited_for_as_in_the_whole_lists(name: str, monkeypa
     slow = predicted(words)
     assert slow.predicted.step_seconds == pytest.approx(whole.step_seconds, rel=1e-2)
     assert slow.predicted.step_seconds > 1.05 * fast
+
+
+@pytest.mark.parametrize("is_alike", [True, False], ids=["alike", "one defers nothing"])
+@pytest.mark.parametrize("name", ["4 stages", "pairs over 4 stages", "interleaved"])
+def test_stages_that_are_alike_are_looked_at_once(
+    name: str, is_alike: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"{JOBS[name][0]} {DEFERRED}"
+    plan = read_job([*BASE, *words.split()], 32).plan
+    if not is_alike:
+        layers = tuple(dataclasses.replace(one, weight_gradient_slots={}) for one in plan.stages[2].overlap.layers)
+        overlap = dataclasses.replace(plan.stages[2].overlap, layers=layers, max_deferred_bytes=0)
+        changed = dataclasses.replace(plan.stages[2], overlap=overlap)
+        plan = dataclasses.replace(plan, stages=(*plan.stages[:2], changed, plan.stages[3]))
+    save_plan(plan, tmp_path / "plan.json")
+    looked_at: list[int] = []
+
+    def count(listed: listed_step._Lists, index: int, here: StagePrices) -> listed_step._Alone:
+        looked_at.append(index)
+        return one_alone(listed, index, here)
+
+    def of_one_graph(*asked: Any) -> Mapping[int, CapturedModel]:
+        graphs = by_hand(*asked)
+        return dict.fromkeys(graphs, graphs[0])
+
+    def answer() -> Prediction:
+        given = {"plan": str(tmp_path / "plan.json"), "graphs": of_one_graph, "constants": CONSTANTS}
+        return predict([*BASE, *words.split()], CLUSTER, **given)  # type: ignore[arg-type]
+
+    one_alone = listed_step._stage_alone
+    monkeypatch.setattr(listed_step, "_stage_alone", count)
+    once = answer()
+    assert looked_at == ([0, 1, 3] if is_alike else [0, 1, 2, 3])
+    monkeypatch.setattr(listed_step, "likeness", lambda _plan, index, *_: index)
+    assert answer() == once and len(looked_at) > 4
 
 
 def test_overlap_is_in_the_predicted_step() -> None:
