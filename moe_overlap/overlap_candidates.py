@@ -37,7 +37,7 @@ from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Sche
 PLAIN, WHOLE = "plain megatron-core", "whole micro-batches"
 LEFT_OUT = ("--overlap-param-gather",)
 """Flags that only place communication, which a list places itself."""
-DEFERRED = "weight gradients under exchanges"
+DEFERRED = "deferred weight gradients"
 IN_PIECES = 1.25
 """At most so many times as long take weight gradients that stay in operators that run in parts."""
 
