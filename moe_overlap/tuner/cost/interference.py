@@ -65,10 +65,14 @@ class Interference:
             busy = [stream for stream in range(4) if word[stream] == "1"]
             self._table[busy, int(word, 2)] = values
         self._tables: dict[tuple[int, ...], Floats] = {}
+        self._factors: list[list[float]] = self._table.tolist()
 
     def factor(self, stream: int, busy: Collection[int]) -> float:
         """Slowdown of one stream while the streams `busy`, itself among them, are."""
-        return float(self._table[stream, sum(8 >> other for other in set(busy))])
+        mask = 0
+        for other in busy:
+            mask |= 8 >> other
+        return self._factors[stream][mask]
 
     def seconds(self, compute: Floats, device: Floats, to_device: Floats, to_host: Floats) -> Floats:
         """Seconds until everything has ended that began at the same time.

@@ -226,11 +226,12 @@ class _Engine:
 
     def _slowdown(self, rank: int, i: Instruction) -> float:
         assert self._interference is not None
-        if i.channel == COUNT_CHANNEL:
+        running = self._running[rank]
+        if len(running) == 1 or i.channel == COUNT_CHANNEL:
             return 1.0
         stream = _stream(i.channel)
         shares, busy = 0, []
-        for channel, task in self._running[rank].items():
+        for channel, task in running.items():
             if channel == COUNT_CHANNEL:
                 continue
             busy.append(_stream(channel))
