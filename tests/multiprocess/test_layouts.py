@@ -143,7 +143,7 @@ def check(layouts: tuple[Layout, ...], steps: int, folder: Path) -> None:
 
 def test_layouts(tmp_path: Path) -> None:
     """Those of two ranks; the larger ones are below."""
-    check(tuple(layout for layout in LAYOUTS if layout.world_size <= 2), 5, tmp_path)
+    check(tuple(layout for layout in LAYOUTS if layout.world_size <= 2), 3, tmp_path)
 
 
 @pytest.mark.slow
