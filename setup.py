@@ -1,15 +1,37 @@
 """Installs `moe_overlap` and our portion of the `megatron` namespace, beside the pinned megatron-core wheel."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
 
 setup(
     name="megatron-moe-overlap",
-    version="0.1.0",
+    version=re.search(r'__version__ = "(.+)"', (Path(__file__).parent / "moe_overlap/__init__.py").read_text()).group(
+        1
+    ),
     description="A Megatron-LM fork for Mixture-of-Experts training with overlapped communication and an auto-tuner",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megatron.training*", "moe_overlap*"]),
-    package_data={"moe_overlap.describe": ["*.json"], "moe_overlap.tuner.cost": ["*.json"]},
+    package_data={
+        "moe_overlap.describe": ["*.json"],
+        "moe_overlap.describe.readers": ["*.json"],
+        "moe_overlap.tuner.cost": ["*.json"],
+    },
+    entry_points={
+        "console_scripts": [
+            "moe-train = moe_overlap.commands.train:run",
+            "moe-predict = moe_overlap.commands.predict:main",
+            "moe-tune = moe_overlap.commands.autotune:run",
+            "moe-profile = moe_overlap.commands.profile_cluster:main",
+            "moe-preprocess-data = moe_overlap.commands.preprocess_data:main",
+            "moe-import-flags = moe_overlap.commands.import_flags:main",
+            "moe-show-plan = moe_overlap.commands.show_plan:main",
+            "moe-compare-losses = moe_overlap.commands.compare_losses:main",
+            "moe-compare-trace = moe_overlap.commands.compare_trace:main",
+        ]
+    },
     install_requires=[
         # Later wheels ship a megatron.training of their own, which would shadow ours.
         "megatron-core==0.16.1",

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from moe_overlap.predicting import predict
 
 __all__ = ["predict", "tune"]
+__version__ = "0.1.0"
+VERSION_LINE = f"megatron-moe-overlap {__version__}"
+"""What `--version` prints."""
 
 
 def __getattr__(name: str) -> Any:

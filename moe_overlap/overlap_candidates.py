@@ -14,24 +14,21 @@ from typing import get_args
 
 import numpy as np
 
-from megatron.training.arguments import expand_files
+from megatron.training.cli.arguments import expand_files
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.operators import WEIGHT_GRADIENT
-from moe_overlap.plan.overlap import TUTEL_DEGREES, SearchLimits
+from moe_overlap.plan.overlap import TUTEL_DEGREES, RangeWord, SearchLimits
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.ranges import RangeWord
 from moe_overlap.predicting import Task, predicted_of, read_job
+from moe_overlap.tuner.cost.analytic import Prediction, prepare, price_family
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
-from moe_overlap.tuner.cost.operator_seconds import operator_seconds
-from moe_overlap.tuner.cost.predict import Prediction, price_family
-from moe_overlap.tuner.cost.prepare import prepare
-from moe_overlap.tuner.cost.simulate_step import price_stages
-from moe_overlap.tuner.search.layer.layer_classes import entries_of, with_entries
-from moe_overlap.tuner.search.layer.mix_mechanisms import Mix
-from moe_overlap.tuner.search.layer.plan_ranges import PartitionedPlan, partition_ranges
-from moe_overlap.tuner.search.layer.plan_slots import shortened, with_slots
+from moe_overlap.tuner.cost.layer import operator_seconds
+from moe_overlap.tuner.cost.simulate.step import price_stages
+from moe_overlap.tuner.search.layer.mechanisms import Mix, entries_of, with_entries
+from moe_overlap.tuner.search.layer.partition_ranges import PartitionedPlan, partition_ranges
+from moe_overlap.tuner.search.layer.slots import shortened, with_slots
 from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Schedule, schedule_weight_gradients
 
 PLAIN, WHOLE = "plain megatron-core", "whole micro-batches"

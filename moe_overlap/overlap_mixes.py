@@ -1,5 +1,5 @@
 """Another mechanism for each class of layers: mixes of what the uniform plans of a run decide
-(tuner/search/layer/mix_mechanisms.py).
+(tuner/search/layer/mechanisms.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from moe_overlap.overlap_candidates import Candidate, Candidates
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.validate import validate_plan
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds
-from moe_overlap.tuner.search.layer.layer_classes import layer_classes
-from moe_overlap.tuner.search.layer.mix_mechanisms import Mix, mix_mechanisms
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.tuner.capture.request import layer_kinds
+from moe_overlap.tuner.search.layer.mechanisms import Mix, layer_classes, mix_mechanisms
 
 MIXED = "mixed by class of layers"
 MOST_PREDICTIONS = 24

@@ -22,9 +22,9 @@ from moe_overlap.overlap_mixes import mixed
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.predicting import Options, Task, predicted_of, task_of
 from moe_overlap.refining import Refinement, refine
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
-from moe_overlap.tuner.search.layer.mix_mechanisms import Mix
-from moe_overlap.tuner.search.layer.plan_ranges import check_limits
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.search.layer.mechanisms import Mix
+from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 
 WORTH = 0.01
 """Share of the plain step by which another must be shorter: predictions are no better."""

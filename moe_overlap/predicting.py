@@ -8,36 +8,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from megatron.training.arguments import expand_files, parse
-from megatron.training.config import Config
-from megatron.training.describe import describe_model, known_vocab_size
-from megatron.training.flags.config_gpu import DeviceConfig, PrecisionConfig
-from megatron.training.plan_from_flags import plan_from_flags
-from megatron.training.validation import validate
+from megatron.training.cli.arguments import expand_files, parse
+from megatron.training.cli.config import Config
+from megatron.training.cli.config_fields import DeviceConfig, PrecisionConfig
+from megatron.training.cli.sizes import describe_model, known_vocab_size
+from megatron.training.cli.validation import validate
+from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import read_expert_loads, shares_by_layer
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan, Precision
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan
-from moe_overlap.plan.validate import validate_plan
 from moe_overlap.refined_job import job_key
 from moe_overlap.speed_flags import features_of, grouped, without_newer, zero_level
 from moe_overlap.tuner.capture.cache import CaptureError, cached_captures
 from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
-from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
-from moe_overlap.tuner.cost.constants import Constants, shipped_constants
+from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds
+from moe_overlap.tuner.cost.analytic import Machine, Prediction, machine_of, prepare, price, stage_variants
 from moe_overlap.tuner.cost.exchange_costs import exchange_costs
-from moe_overlap.tuner.cost.features import Features
-from moe_overlap.tuner.cost.listed_step import with_lists
+from moe_overlap.tuner.cost.hardware import NOT_REFINED, Constants, Features, shipped_constants
 from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys, refined_of
-from moe_overlap.tuner.cost.predict import Machine, Prediction, machine_of, price
-from moe_overlap.tuner.cost.prepare import prepare, stage_variants
-from moe_overlap.tuner.cost.refined import NOT_REFINED
-from moe_overlap.tuner.cost.refined_step import with_refined
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
-from moe_overlap.tuner.profile.keys import OperatorKey
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step, with_lists, with_refined
+from moe_overlap.tuner.profile.database import OperatorKey
 
 Flags = Mapping[str, tuple[str, ...]]
 """The words of a command line, grouped by flag."""

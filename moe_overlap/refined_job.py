@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.training.plan_from_flags import content_sha256
+from megatron.training.plan_flags import content_sha256
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.serialize import as_values

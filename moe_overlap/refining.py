@@ -2,7 +2,7 @@
 
 A trace is that of `pretrain_moe.py --trace`: the last step of a run, which should not be its first one, too. It names its plan
 and model. Both have to be the job's, overlap apart. The seconds of its spans give factors of prices
-(`tuner/cost/observed.py`, `fit_refined.py`); every plan of the job is then predicted with them. A cluster that was measured keeps
+(`tuner/calibrate/observe.py`, `observe.py`); every plan of the job is then predicted with them. A cluster that was measured keeps
 them in its database, where every later prediction of the job finds them; of a described one they count for this call.
 """
 
@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.instructions import COMPUTING, Span
 from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import from_json
-from moe_overlap.plan.spans import COMPUTING, Span
 from moe_overlap.plan.trace import TraceFile, read_traces
-from moe_overlap.plan.validate import validate_plan
 from moe_overlap.predicting import Task, predicted_of
 from moe_overlap.refined_job import job_key, layout_fields, model_fields
-from moe_overlap.tuner.cost.fit_refined import KindFit, Played, fit
-from moe_overlap.tuner.cost.observed import EXCHANGING, observe
-from moe_overlap.tuner.cost.refined import NOT_REFINED, Kind, Refined
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
+from moe_overlap.tuner.calibrate.observe import EXCHANGING, KindFit, Played, fit, observe
+from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.profile.database import Database
-from moe_overlap.tuner.search.layer.plan_slots import shortened
+from moe_overlap.tuner.search.layer.slots import shortened
 
 MICRO_BATCHES = 4
 """That are simulated at least; of all others operators take as long."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from megatron.training.config import Config
+from megatron.training.cli.config import Config
 from moe_overlap.plan.plan import Precision
-from moe_overlap.tuner.cost.features import Dispatcher, Features, Graphs
+from moe_overlap.tuner.cost.hardware import Dispatcher, Features, Graphs
 
 NEWER = (
     "--use-megatron-fsdp",

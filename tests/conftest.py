@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.training import cpu_backend
-from megatron.training.quiet import quiet_libraries
+from megatron.training.cli.start import quiet_libraries
 
 quiet_libraries()
 if cpu_backend.is_needed():

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 
 from moe_overlap.describe.errors import ConfigError
-from tools.link_bed.bed import NETNS_FOLDER, Bed, require_namespaces
-from tools.link_bed.cpu_group import PLACES
-from tools.link_bed.temporary import found_in
+from tools.bench.bed import NETNS_FOLDER, PLACES, Bed, found_in, require_namespaces
 
 
 @functools.cache

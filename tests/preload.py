@@ -9,7 +9,7 @@ import importlib
 import os
 
 from megatron.training import cpu_backend
-from megatron.training.quiet import quiet_libraries
+from megatron.training.cli.start import quiet_libraries
 
 MODULES = (
     "torch.distributed.checkpoint",

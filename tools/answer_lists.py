@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.training.arguments import parse
-from megatron.training.dry_run import dry_run
-from megatron.training.rules.start import Machine, obstacles
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.dry_run import dry_run
+from megatron.training.cli.start import Machine, obstacles
 from moe_overlap.describe.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -30,23 +30,22 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_overlap.commands.autotune import write_run
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.overlap_tuning import PLAIN as NOTHING
 from moe_overlap.overlap_tuning import Tuned, tune_overlap
-from moe_overlap.plan.gate_rules import GATE_FACTS
+from moe_overlap.plan.gates import GATE_FACTS
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.predicting import Task, cache_folder, job_operators, read_job, task_of
-from moe_overlap.tuner.cost.simulate_step import simulate_step
-from tools.autotune import write_run
-from tools.link_bed.figures import Spread
-from tools.link_bed.launch import RankFailed, report_failure
-from tools.link_bed.machine import MeasuredBed, Say
-from tools.link_bed.plan_sweep import BASELINES, CHOSEN, Judged, baselines, fastest, hand_set
-from tools.link_bed.predicted import PricedList, priced_list
-from tools.link_bed.ranks_on_bed import RanksOnBed, add_link_options, links_name, ranks_on_bed, settle_links
-from tools.link_bed.variants import JOB, Variant, deferral, job_flags, plain_flags
-from tools.link_bed.worker import ORDER_ADD, ORDER_STEP
+from moe_overlap.tuner.cost.simulate.step import simulate_step
+from tools.bench.figures import BASELINES, CHOSEN, Judged, Spread, baselines, fastest, hand_set
+from tools.bench.launch import RankFailed, report_failure
+from tools.bench.machine import MeasuredBed, Say
+from tools.bench.predicted import PricedList, priced_list
+from tools.bench.ranks_on_bed import RanksOnBed, add_link_options, links_name, ranks_on_bed, settle_links
+from tools.bench.variants import JOB, Variant, deferral, job_flags, plain_flags
+from tools.bench.worker import ORDER_ADD, ORDER_STEP
 
 RANKS, MICRO_BATCHES, EXPERTS_PER_RANK = 2, 2, 2
 SMALLER = ("--seq-length", "80", "--moe-ffn-hidden-size", "1536")

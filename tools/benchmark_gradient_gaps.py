@@ -24,22 +24,20 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.training.arguments import parse
-from megatron.training.describe import describe_model, known_vocab_size
-from megatron.training.plan_from_flags import plan_from_flags
-from megatron.training.validation import validate
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model, known_vocab_size
+from megatron.training.cli.validation import validate
+from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.gradient_gaps import gaps
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.gradient_buckets import gaps
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.operators import BACKWARD, WEIGHT_GRADIENT, parse_operator
-from moe_overlap.plan.payload import GRADIENT_BYTES
-from tools.link_bed.bed import Bed, require_namespaces
-from tools.link_bed.cpu_group import CpuGroup
-from tools.link_bed.launch import RankFailed, Ranks, report_failure
-from tools.link_bed.reduction_lists import HEAD, Reduction
-from tools.link_bed.variants import MODEL, Variant, deferral, job_flags
-from tools.link_bed.worker import ORDER_STEP, ORDER_USE
+from moe_overlap.plan.sizes import GRADIENT_BYTES
+from tools.bench.bed import Bed, CpuGroup, require_namespaces
+from tools.bench.launch import RankFailed, Ranks, report_failure
+from tools.bench.variants import HEAD, MODEL, Reduction, Variant, deferral, job_flags
+from tools.bench.worker import ORDER_STEP, ORDER_USE
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -116,7 +114,7 @@ def measure(arguments: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             "emulator": bed is None,
             "profiled": dataclasses.asdict(deferral(GATE)),
         }
-        command = [sys.executable, "-m", "tools.link_bed.worker", "--start", json.dumps(start)]
+        command = [sys.executable, "-m", "tools.bench.worker", "--start", json.dumps(start)]
         ranks = stack.enter_context(Ranks(command, RANKS, bed, priority, folder=ROOT))
         ranks.answers()
         ranks.tell(do=ORDER_USE, profile=profile)

@@ -24,7 +24,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_overlap.exits import end_process
+from moe_overlap.commands.exits import end_process
 
 DEFAULT_JOB = ["@examples/tiny-mixtral-8x7b.args"]
 
@@ -36,7 +36,7 @@ def make_bare_step(parsed: Any, plan: Any, model: Any, groups: Any, feed: Any) -
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron.training.initialize import seed_everything
-    from megatron.training.model import build_model
+    from megatron.training.model.build import build_model
     from megatron.training.optimizer import make_optimizer, wrap_chunks
 
     config = parsed.config
@@ -79,19 +79,19 @@ def make_bare_step(parsed: Any, plan: Any, model: Any, groups: Any, feed: Any) -
 def measure(words: Sequence[str], pairs: int) -> dict[str, list[float]]:
     """What each process does. Returns the ratios ours / bare and bare / bare pair by pair, between barriers."""
     from megatron.training import cpu_backend
-    from megatron.training.quiet import quiet_libraries
+    from megatron.training.cli.start import quiet_libraries
 
     quiet_libraries()
     if cpu_backend.is_needed():
         cpu_backend.install()
     import torch.distributed as dist
 
-    import pretrain_moe
-    from megatron.training.arguments import parse
-    from megatron.training.describe import describe_model
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.sizes import describe_model
+    from megatron.training.data.sources import tokenizer_of_run
     from megatron.training.initialize import start_process
-    from megatron.training.plan_of_run import plan_of_run
-    from megatron.training.text.tokenizer_of_run import tokenizer_of_run
+    from megatron.training.plan_flags import plan_of_run
+    from moe_overlap.commands import train as pretrain_moe
     from moe_overlap.runtime.groups import build_groups
 
     steps = str(4 * pairs + 8)

@@ -37,14 +37,13 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.gate_rules import GATE_FACTS, require_partitionable
-from tools.link_bed.bed import Bed, require_namespaces
-from tools.link_bed.cpu_group import CpuGroup
-from tools.link_bed.figures import Figures, Measured, Totals, Turn, table
-from tools.link_bed.launch import FIRST_PORT, RankFailed, Ranks, report_failure
-from tools.link_bed.profile import mean_of_ranks, step_seconds
-from tools.link_bed.variants import MODEL, PLAIN, SEQUENTIAL, Variant, default_ranges, deferral, job_flags, variants
-from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
+from moe_overlap.plan.gates import GATE_FACTS, require_partitionable
+from tools.bench.bed import Bed, CpuGroup, require_namespaces
+from tools.bench.figures import Figures, Measured, Totals, Turn, table
+from tools.bench.launch import FIRST_PORT, RankFailed, Ranks, report_failure
+from tools.bench.profile import mean_of_ranks, step_seconds
+from tools.bench.variants import MODEL, PLAIN, SEQUENTIAL, Variant, default_ranges, deferral, job_flags, variants
+from tools.bench.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
 
 ROOT = Path(__file__).resolve().parents[1]
 RELIABLE_MBIT = 500.0
@@ -129,7 +128,7 @@ def benchmark(
                 "emulator": bed is None,
                 "profiled": dataclasses.asdict(deferral(gate)),
             }
-            command = [sys.executable, "-m", "tools.link_bed.worker", "--start", json.dumps(start)]
+            command = [sys.executable, "-m", "tools.bench.worker", "--start", json.dumps(start)]
             port = FIRST_PORT + number
             processes = Ranks(command, ranks, bed, priority, folder=ROOT, port=port, timeout_seconds=arguments.timeout)
             stack.enter_context(processes)

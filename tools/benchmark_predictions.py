@@ -30,18 +30,17 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_overlap.commands.compare_trace import Trace, read_trace, rows_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.trace import write_ranks
 from moe_overlap.predicting import cache_folder, job_operators
-from tools.compare_trace import Trace, read_trace, rows_of
-from tools.link_bed.host_time import calibrating
-from tools.link_bed.launch import RankFailed, Tell, report_failure
-from tools.link_bed.machine import MeasuredBed, Say
-from tools.link_bed.predicted import predicted_spans
-from tools.link_bed.profile import mean_of_ranks
-from tools.link_bed.ranks_on_bed import add_link_options, links_name, ranks_on_bed, settle_links
-from tools.link_bed.variants import JOB, Variant, deferral, job_flags, variants
-from tools.link_bed.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
+from tools.bench.launch import RankFailed, Tell, report_failure
+from tools.bench.machine import MeasuredBed, Say, calibrating
+from tools.bench.predicted import predicted_spans
+from tools.bench.profile import mean_of_ranks
+from tools.bench.ranks_on_bed import add_link_options, links_name, ranks_on_bed, settle_links
+from tools.bench.variants import JOB, Variant, deferral, job_flags, variants
+from tools.bench.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
 
 GATE, RANGE = "topk", "around"
 PLANS = ("irregular", "tutel 2", "deferral", "partitions 2 around", "both 2 around", "both 4 around")

@@ -14,16 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moe_overlap.tuner.cost.interference import Concurrent
-from moe_overlap.tuner.cost.interference_hosts import interference_of
-from moe_overlap.tuner.cost.stage import (
-    KindTerms,
-    StateRates,
-    Strategy,
-    layer_terms,
-    paired_totals,
-    stage_totals,
-)
+from moe_overlap.tuner.cost.interference import Concurrent, interference_of
+from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy, layer_terms, paired_totals, stage_totals
 
 KINDS = 2
 """A layer as it is, and recomputed."""

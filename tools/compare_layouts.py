@@ -23,8 +23,8 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` and pretrain_moe.py are one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_overlap.exits import end_process
-from tools.compare_losses import read_losses, relative_differences
+from moe_overlap.commands.compare_losses import read_losses, relative_differences
+from moe_overlap.commands.exits import end_process
 
 LIMIT = 1e-5
 SPREAD_FACTOR = 3.0
@@ -171,17 +171,17 @@ def write_between_marks(path: Path, mark: str, text: str) -> None:
 def train_here(names: Sequence[str], steps: int, folder: Path) -> None:
     """What each process of a launch does: its layouts, one after the other."""
     from megatron.training import cpu_backend
-    from megatron.training.quiet import quiet_libraries
+    from megatron.training.cli.start import quiet_libraries
 
     quiet_libraries()
     if cpu_backend.is_needed():
         cpu_backend.install()
     import torch.distributed as dist
 
-    import pretrain_moe
-    from megatron.training.arguments import parse
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.validation import validate
     from megatron.training.initialize import start_process
-    from megatron.training.validation import validate
+    from moe_overlap.commands import train as pretrain_moe
 
     chosen = {layout.name: layout for layout in LAYOUTS}
     process = None

@@ -1,65 +1,11 @@
-"""Take the flags of a Megatron-LM shell script: `python tools/import_flags.py train.sh --output train.args [--set NAME=VALUE]`.
+"""`python tools/import_flags.py`: the program is moe_overlap/commands/import_flags.py."""
 
-Read are assignments (`A=1`, `A="--b 1"`, `ARGS=( --a b )`, `ARGS+=( ... )`), `${A}`, `${A[@]}`, `${A:-4}`, `$((A*8))`, continued
-lines and comments. Nothing is executed. The flags are those of the command that starts a Python program
-(`torchrun ... pretrain_gpt.py FLAGS`), as `@train.args` takes them.
-"""
-
-from __future__ import annotations
-
-import argparse
-import shlex
 import sys
 from pathlib import Path
 
-from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.shell_script import script_flags
-from moe_overlap.exits import ends_with_its_reader
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-@ends_with_its_reader()
-def main() -> int:
-    """Run the command; exit status 0, or 2 for a script that holds no flags."""
-    parser = argparse.ArgumentParser(description="Flags of a Megatron-LM shell script as an argument file.")
-    parser.add_argument("script", type=Path, help="the shell script")
-    parser.add_argument("--output", type=Path, help="the argument file; default standard output")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the environment"
-    )
-    words = parser.parse_args()
-    try:
-        text = words.script.read_text(encoding="utf-8")
-        flags = script_flags(text, dict(pair.split("=", 1) for pair in words.set if "=" in pair), str(words.script))
-    except OSError as error:
-        print(f"error: {words.script}: cannot be read: {error.strerror}; correct the path", file=sys.stderr)
-        return 2
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    lines = [f"# the flags of {words.script.name}, taken by tools/import_flags.py"]
-    for name in flags.unresolved:
-        lines.append(f"# ${{{name}}} has no value in the script: give it by --set {name}=VALUE, or write it below")
-    lines += argument_lines(flags.words)
-    if words.output is None:
-        print("\n".join(lines))
-    else:
-        words.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        print(f"{words.output}: {sum(line.startswith('-') for line in lines)} flags")
-    for name in flags.unresolved:
-        print(f"unresolved: ${{{name}}}", file=sys.stderr)
-    return 0
-
-
-def argument_lines(words: tuple[str, ...]) -> list[str]:
-    """One flag a line, values quoted as a shell needs it."""
-    lines: list[str] = []
-    for word in words:
-        if word.startswith("--") or not lines:
-            lines.append(shlex.quote(word))
-        else:
-            lines[-1] += " " + shlex.quote(word)
-    return lines
-
+from moe_overlap.commands.import_flags import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

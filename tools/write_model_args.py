@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.model_file import flag_words
+from moe_overlap.describe.readers.model_file import flag_words
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -101,7 +101,7 @@ def _answer_torch_cuda() -> None:
     cuda.current_stream = lambda device=None: HostStream()
     cuda.default_stream = lambda device=None: HostStream()
     cuda.stream = lambda stream: contextlib.nullcontext()
-    # p2p_communication.py, timers.py, dist_checkpointing/strategies/filesystem_async.py
+    # p2p_communication.py, reports.py, dist_checkpointing/strategies/filesystem_async.py
     cuda.synchronize = lambda device=None: None
     # tensor_parallel/random.py seeds and reads the generator of the current device
     cuda.manual_seed = torch.manual_seed
@@ -144,7 +144,6 @@ def _import_without_compilation() -> None:
     compile_function = torch.compile
     torch.compile = _mark_compiled  # type: ignore[assignment]
     try:
-        import megatron.core.distributed
         import megatron.core.models.gpt
         import megatron.core.optimizer
         import megatron.core.pipeline_parallel

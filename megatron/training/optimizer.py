@@ -13,9 +13,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron.training.config import Config
-from megatron.training.config import OptimizerConfig as OptimizerFlags
-from megatron.training.model import weight_type
+from megatron.training.cli.config import Config
+from megatron.training.cli.config import OptimizerConfig as OptimizerFlags
+from megatron.training.model.build import weight_type
 
 
 def wrap_chunks(

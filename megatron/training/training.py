@@ -13,13 +13,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.training.batch_sizes import BatchSizes
-from megatron.training.checkpointing import Progress
-from megatron.training.config import Config
-from megatron.training.metrics import MetricsLog, StepMetrics
-from megatron.training.report.memory import StorageTracker, held_tensors, resident_bytes
-from megatron.training.report.reports import Reports
-from megatron.training.text.batch_source import BatchSource
+from megatron.training.checkpoint.checkpointing import Progress
+from megatron.training.cli.config import Config
+from megatron.training.cli.sizes import BatchSizes
+from megatron.training.data.datasets import BatchSource
+from megatron.training.report.metrics import MetricsLog, StepMetrics
+from megatron.training.report.reports import Reports, StorageTracker, held_tensors, resident_bytes
 
 Batches = Iterator[dict[str, Any]]
 

@@ -1,1 +1,1 @@
-"""What exists: models, clusters, flags, units. Standard library only."""
+"""What exists: models, clusters, expert loads. Standard library only."""

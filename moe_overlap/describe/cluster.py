@@ -70,7 +70,7 @@ class Measured:
     latency_seconds: float
     """Of one collective inside a node."""
     constants: Mapping[str, float]
-    """Of the time model, by their names in tuner/cost/constants.py."""
+    """Of the time model, by their names in tuner/cost/hardware.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# What a micro-batch holds besides tokens, labels, loss_mask, position_ids and attention_mask.
+
+TOKEN_COUNT = "token_count"
+"""Where several ranks share the sequences: tokens of the whole sequences that count in the loss, a scalar."""
+
+
 ParallelBlock = Literal["one-norm", "two-norms"]
 """Layers x + attention(norm(x)) + mlp(norm(x)), with a norm for both or one each."""
 
@@ -62,3 +68,209 @@ class ModelDescription:
     mtp_layers: int = 0
     """Multi-token-prediction layers behind the decoder; each has a layer of the form of the last one."""
     parallel_block: ParallelBlock | None = None
+
+
+# How many parameters a model holds, in closed form: in all, per token, on a rank. Equal to what megatron-core builds.
+#
+# Legend: H hidden, L width that routed experts read and write, F width of an MLP, G 2 with a gated activation and 1 without, D
+# head width, N heads, K query groups. The expert bias of a router is a buffer, no parameter, and is not counted.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterCount:
+    """Numbers of parameters."""
+
+    total: int
+    active: int
+    """That one token passes: top-k routed experts of each MoE layer instead of all."""
+    embedding: int
+    """Word and position embeddings and the output layer; part of both other numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What a rank holds: its layers, and by how many ranks each matrix is split."""
+
+    chunks: tuple[tuple[int, int], ...]
+    """Layer ranges, [first, last)."""
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    first_stage: bool = True
+    """Holds the embedding."""
+    last_stage: bool = True
+    """Holds the last norm and the output layer."""
+    split_latents: bool = True
+    """Down projections of latent attention are split over TP: so without Transformer Engine, not so with it."""
+
+
+def model_parameters(model: ModelDescription) -> ParameterCount:
+    """Parameters of the whole model; tied embeddings count once."""
+    return rank_parameters(model, Share(chunks=((0, model.num_layers),)))
+
+
+def rank_parameters(model: ModelDescription, share: Share) -> ParameterCount:
+    """Parameters a rank holds.
+
+    `active` counts, of the routed experts on this rank, the balanced share of a token's top-k: top-k / EP experts.
+    Where two stages need the embedding (tied to the output layer, or read by prediction layers), each holds a copy.
+    """
+    layers = [layer for first, last in share.chunks for layer in range(first, last)]
+    both = sum(layer_parameters(model, layer, share) for layer in layers)
+    if share.last_stage:
+        both += model.mtp_layers * prediction_parameters(model, share)
+        layers += [model.num_layers - 1] * model.mtp_layers
+    idle = sum(_idle_expert_parameters(model, share) for layer in layers if model.moe_layers[layer])
+    embedding = embedding_parameters(model, share)
+    total = both + embedding + (norm_parameters(model, model.hidden_size) if share.last_stage else 0)
+    return ParameterCount(total=total, active=total - idle, embedding=embedding)
+
+
+def embedding_parameters(model: ModelDescription, share: Share) -> int:
+    """Word embedding [V/TP, H], learned positions [S, H], output layer [V/TP, H] unless it is the embedding itself.
+
+    Prediction layers stand on the last stage and read a copy of the word embedding there.
+    """
+    words = model.vocab_size // share.tensor * model.hidden_size
+    positions = model.max_position_embeddings * model.hidden_size if model.learned_positions else 0
+    total = words + positions if share.first_stage else 0
+    if share.last_stage:
+        copied = model.mtp_layers > 0 and not share.first_stage
+        total += words * (copied + (not model.tied_embeddings or not (share.first_stage or copied)))
+    return total
+
+
+def layer_parameters(model: ModelDescription, layer: int, share: Share) -> int:
+    """Parameters of one layer on a rank: norms, attention, MLP or mixture of experts."""
+    norms = (1 if model.parallel_block == "one-norm" else 2) * norm_parameters(model, model.hidden_size)
+    attention = attention_parameters(model, share.tensor, share.split_latents)
+    if model.moe_layers[layer]:
+        return norms + attention + moe_parameters(model, share)
+    return norms + attention + mlp_parameters(model, model.ffn_hidden_size, share.tensor)
+
+
+def prediction_parameters(model: ModelDescription, share: Share) -> int:
+    """Parameters of one multi-token-prediction layer on a rank: a layer like the last one behind a projection [H/TP, 2H].
+
+    Two norms stand before the projection and one behind the layer; embedding and output layer are the model's own.
+    """
+    projection = 2 * model.hidden_size * model.hidden_size // share.tensor
+    norms = 3 * norm_parameters(model, model.hidden_size)
+    return norms + projection + layer_parameters(model, model.num_layers - 1, share)
+
+
+def norm_parameters(model: ModelDescription, width: int) -> int:
+    """RMSNorm has a weight, LayerNorm also a bias."""
+    return width if model.rms_norm else 2 * width
+
+
+def attention_parameters(model: ModelDescription, tensor: int, split_latents: bool = True) -> int:
+    """QKV [(N + 2K)·D/TP, H], output [H, N·D/TP] with an unsplit bias, and norms of width D on queries and keys."""
+    if model.latent_attention is not None:
+        return _latent_attention_parameters(model, model.latent_attention, tensor, tensor if split_latents else 1)
+    hidden, queries = model.hidden_size, model.num_attention_heads * model.kv_channels
+    qkv = queries + 2 * model.num_query_groups * model.kv_channels
+    sinks = model.num_attention_heads if model.attention_sinks else 0
+    count = (qkv * hidden + queries * hidden + sinks) // tensor
+    count += qkv // tensor if model.qkv_bias else 0
+    count += hidden if model.linear_bias else 0
+    return count + (2 * norm_parameters(model, model.kv_channels) if model.qk_layernorm else 0)
+
+
+def _latent_attention_parameters(model: ModelDescription, latent: LatentAttention, tensor: int, down: int) -> int:
+    """DeepSeek-V2, section 2.1.2. Up projections and output are split over TP, down projections by `down`.
+
+    Only the output has a bias. With qk_layernorm the latents are normed: of keys and values, and of queries where they
+    have one.
+    """
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    query_width = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
+    if latent.q_lora_rank is None:
+        count = hidden * query_width // tensor
+    else:
+        count = hidden * latent.q_lora_rank // down + latent.q_lora_rank * query_width // tensor
+    count += hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim) // down
+    count += latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim) // tensor
+    count += heads * latent.v_head_dim * hidden // tensor
+    count += heads // tensor if model.attention_sinks else 0
+    count += hidden if model.linear_bias else 0
+    if model.qk_layernorm:
+        count += norm_parameters(model, latent.q_lora_rank) if latent.q_lora_rank is not None else 0
+        count += norm_parameters(model, latent.kv_lora_rank)
+    return count
+
+
+def mlp_parameters(model: ModelDescription, width: int, split: int, hidden: int | None = None) -> int:
+    """First linear [G·F/split, H], second [H, F/split]; the first's bias is split, the second's is not.
+
+    Args:
+        hidden: H, where that is not the model's.
+    """
+    first, hidden = width * (2 if model.gated else 1), hidden or model.hidden_size
+    count = (first + width) * hidden // split
+    return count + (first // split + hidden if model.linear_bias else 0)
+
+
+def expert_parameters(model: ModelDescription, split: int) -> int:
+    """One routed expert on one of the ranks that share it."""
+    return mlp_parameters(model, model.moe_ffn_hidden_size, split, model.moe_latent_size or None)
+
+
+def moe_parameters(model: ModelDescription, share: Share) -> int:
+    """Router [E, H] and its bias, E/EP experts split over ETP, shared experts split over TP, and their gate [1, H].
+
+    Where experts are narrower than the model: projections [L, H] and [H, L] on every rank, with biases where linears have them.
+    """
+    router = model.num_experts * (model.hidden_size + (1 if model.linear_bias else 0))
+    experts = model.num_experts // share.expert * expert_parameters(model, share.expert_tensor)
+    latent = model.moe_latent_size
+    if latent:
+        router += 2 * latent * model.hidden_size + (latent + model.hidden_size if model.linear_bias else 0)
+    shared = 0
+    if model.shared_expert_hidden_size:
+        shared = mlp_parameters(model, model.shared_expert_hidden_size, share.tensor)
+    return router + experts + shared + (model.hidden_size if model.shared_expert_gate else 0)
+
+
+def _idle_expert_parameters(model: ModelDescription, share: Share) -> int:
+    """Parameters of the experts on this rank that a token does not pass, under balanced routing."""
+    idle = model.num_experts - model.router_topk
+    return idle * expert_parameters(model, share.expert_tensor) // share.expert
+
+
+# Floating-point operations of a model, as throughput is counted in the field: matrix products only, causal half of attention.
+
+
+def training_flops_per_token(model: ModelDescription, sequence_length: int) -> float:
+    """Operations of forward and backward per token; recomputation does not count.
+
+    6 per active matrix parameter (the embedding's lookup is none, the output layer is one, also where tied), and for attention
+    scores and weighted values 6 · keys · (query width + value width) per layer, where a query has S/2 keys on average, with a
+    window of W keys W - W² / 2S. Prediction layers are layers too, and each passes the output layer once more.
+    """
+    words = model.vocab_size * model.hidden_size
+    lookups = words if not model.tied_embeddings else 0
+    if model.learned_positions:
+        lookups += model.max_position_embeddings * model.hidden_size
+    matrices = model_parameters(model).active - lookups + model.mtp_layers * words
+    latent = model.latent_attention
+    if latent is None:
+        widths = 2 * model.num_attention_heads * model.kv_channels
+    else:
+        widths = model.num_attention_heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim + latent.v_head_dim)
+    seen = (min(window or sequence_length, sequence_length) for window in model.windows)
+    keys = sum(window - window**2 / (2 * sequence_length) for window in seen)
+    return 6.0 * matrices + 6.0 * keys * widths
+
+
+# How many copies of a token travel: to each of its experts, or once to each place where it has some.
+
+
+def expected_places(choices: int, places: int) -> float:
+    """Expected number of different places that hold the experts of a token.
+
+    Args:
+        choices: experts of a token, spread evenly over the places, each drawn apart from the others.
+        places: ranks or nodes that hold experts.
+    """
+    return places * (1.0 - (1.0 - 1.0 / places) ** choices)

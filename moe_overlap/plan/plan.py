@@ -90,7 +90,7 @@ class StagePlan:
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether every part steps by itself, in front of its first forward pass (lower_decoupled.py)."""
+        """Whether every part steps by itself, in front of its first forward pass (optimizer_state.py)."""
         return self.zero_level > 1 or self.offload != Offload()
 
     @property

@@ -15,9 +15,9 @@ from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.instructions import Span
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import as_values
-from moe_overlap.plan.spans import Span
 
 Event = dict[str, object]
 Curve = Sequence[tuple[float, float]]

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.spans import Span
+from moe_overlap.plan.instructions import Instruction, Span
 
 Batch = dict[str, Any]
 

@@ -13,15 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from moe_overlap.commands import train as pretrain_moe
 
-import pretrain_moe
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def lose_at(number: int, how: signal.Signals) -> None:
     """Have this process lost at a dispatch."""
     from megatron.training import cpu_backend
-    from megatron.training.quiet import quiet_libraries
+    from megatron.training.cli.start import quiet_libraries
 
     quiet_libraries()
     cpu_backend.install()

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments import parse
-from megatron.training.text.indexed import indexed_dataset
-from megatron.training.text.tokenizers import ByteTokenizer
-from megatron.training.validation import validate
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.validation import validate
+from megatron.training.data.indexed import indexed_dataset
+from megatron.training.data.tokenizers import ByteTokenizer
 from tests.end_to_end.program import ROOT
 from tests.spawn import run
 
@@ -95,7 +95,7 @@ def train_lists(folder: str) -> dict[str, list[float]]:
     """On each rank: name of the list -> losses."""
     import torch.distributed as dist
 
-    import pretrain_moe
+    from moe_overlap.commands import train as pretrain_moe
 
     losses = {}
     for name, overrides in OVERRIDES.items():

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments import parse
-from megatron.training.describe import describe_model
-from megatron.training.plan_from_flags import plan_from_flags
-from megatron.training.text.indexed import indexed_dataset
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model
+from megatron.training.data.indexed import indexed_dataset
+from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.plan.serialize import save_plan
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import PROGRAM, SMALL, Ended, alone, environment, torchrun

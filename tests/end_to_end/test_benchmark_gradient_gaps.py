@@ -10,7 +10,7 @@ import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from tests.end_to_end.program import ROOT
-from tools.link_bed.bed import require_namespaces
+from tools.bench.bed import require_namespaces
 
 PROGRAM = ROOT / "tools" / "benchmark_gradient_gaps.py"
 

@@ -27,7 +27,7 @@ class NoGpuPackages:
 
 sys.meta_path.insert(0, NoGpuPackages())
 import megatron.training, moe_overlap
-from moe_overlap.describe.upstream_flags import load_upstream_flags
+from moe_overlap.describe.readers.upstream_flags import load_upstream_flags
 from megatron.training import cpu_backend
 
 flags = len(load_upstream_flags())

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_overlap.commands.compare_losses import main as compare_losses
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import SMALL, STEPS, Launch, line_count
-from tools.compare_losses import main as compare_losses
 
 
 def train_under_fire(words: Sequence[str], folder: Path, kills: int, seed: int) -> Path:

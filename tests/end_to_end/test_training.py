@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments import parse
-from megatron.training.config import Config
-from megatron.training.describe import describe_model
-from megatron.training.plan_from_flags import plan_from_flags
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.config import Config
+from megatron.training.cli.sizes import describe_model
+from megatron.training.plan_flags import plan_from_flags
+from moe_overlap.commands import compare_losses
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Plan
 from moe_overlap.predicting import Flags, task_of
 from moe_overlap.refining import refine
@@ -25,7 +26,6 @@ from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import SMALL, SMALL_ARGS, STEPS, Launch, alone
 from tests.spawn import run
 from tests.unit.tuner.hand_made import captured_by_hand
-from tools import compare_losses
 
 FIELDS = {
     *(
@@ -157,7 +157,7 @@ def train_variants(folder: str) -> dict[str, tuple[str | None, list[dict[str, An
     """On each rank, in the same processes: name of a variant -> why it stopped early, its JSON lines."""
     import torch.distributed as dist
 
-    import pretrain_moe
+    from moe_overlap.commands import train as pretrain_moe
 
     rank, results = dist.get_rank(), {}
     without_dropout = [SMALL_ARGS, "--attention-dropout", "0", "--hidden-dropout", "0", "--log-interval", "100"]

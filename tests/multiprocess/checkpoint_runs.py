@@ -34,9 +34,9 @@ def train(folder: Path, name: str, flags: str, model: str = MODEL) -> Steps:
     """Train as the flags say, in the group of this process; every rank gets the steps this run made."""
     import torch.distributed as dist
 
-    import pretrain_moe
-    from megatron.training.arguments import parse
-    from megatron.training.validation import validate
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.validation import validate
+    from moe_overlap.commands import train as pretrain_moe
 
     log = folder / f"{name}.jsonl"
     tensor = 2 if "--tensor-model-parallel-size 2" in flags else 1

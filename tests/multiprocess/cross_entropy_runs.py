@@ -12,7 +12,7 @@ def losses_and_gradients() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megatron.training.layers.cross_entropy import cross_entropy
+    from megatron.training.model.layers.output import cross_entropy
 
     rank = dist.get_rank()
     alone = [dist.new_group([member]) for member in range(2)][rank]

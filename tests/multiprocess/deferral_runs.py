@@ -47,7 +47,7 @@ def train_deferred(flags: str, max_bytes: int | None = None, break_queue: Any = 
     Args:
         break_queue: is called with the queue before the first step.
     """
-    from moe_overlap.runtime.weight_grad_queue import WeightGradQueue, drain_after_backward
+    from moe_overlap.runtime.weight_grad.queue import WeightGradQueue, drain_after_backward
 
     queue = WeightGradQueue(max_bytes)
     with _deferring(queue) as names:
@@ -70,9 +70,9 @@ def train_deferred(flags: str, max_bytes: int | None = None, break_queue: Any = 
 def _assemble(flags: str) -> Any:
     import torch.distributed as dist
 
-    import pretrain_moe
-    from megatron.training.arguments import parse
-    from megatron.training.validation import validate
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.validation import validate
+    from moe_overlap.commands import train as pretrain_moe
 
     tensor = 2 if "--tensor-model-parallel-size 2" in flags else 1
     parsed = parse(f"{SIZES} --make-vocab-size-divisible-by {512 // tensor} {flags}".split())
@@ -84,8 +84,9 @@ def _assemble(flags: str) -> Any:
 def _deferring(queue: Any) -> Iterator[list[str]]:
     """Models built inside put their weight gradients into the queue; yields their names."""
 
-    from megatron.training import model, optimizer
-    from moe_overlap.runtime.split_backward import defer_weight_gradients
+    from megatron.training import optimizer
+    from megatron.training.model import build as model
+    from moe_overlap.runtime.weight_grad.split_linear import defer_weight_gradients
 
     build, names = model.build_model, []
 

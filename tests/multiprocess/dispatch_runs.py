@@ -308,8 +308,8 @@ def lose_a_peer(case: Case, how: str, seconds: float) -> tuple[str, float]:
     """The last rank dies or stays away after the counts; the others return the error's text and when it came."""
     import torch.distributed as dist
 
-    from moe_overlap.runtime.dispatch.exchange import ExchangeError
     from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
+    from moe_overlap.runtime.dispatch.wire import ExchangeError
 
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     dispatcher = IrregularDispatcher(Wires(make_groups(case.expert_ranks, case.tensor_ranks, seconds)))

@@ -25,9 +25,9 @@ def train(folder: Path, feature: str, name: str, flags: str, first: bool) -> Los
     """Train in the group of this process. A feature's first run saves its weights before the first step, the others load them."""
     import torch.distributed as dist
 
-    import pretrain_moe
-    from megatron.training.arguments import parse
-    from megatron.training.validation import validate
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.validation import validate
+    from moe_overlap.commands import train as pretrain_moe
 
     log = folder / f"{feature}-{name}.jsonl"
     vocabulary = f"--make-vocab-size-divisible-by {256 if '--tensor-model-parallel-size 2' in flags else 512}"

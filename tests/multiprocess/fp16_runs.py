@@ -60,8 +60,8 @@ def hurt(folder: Path) -> Rows:
     """
     import torch.distributed as dist
 
-    import pretrain_moe
-    from megatron.training.arguments import parse
+    from megatron.training.cli.arguments import parse
+    from moe_overlap.commands import train as pretrain_moe
 
     words = f"{MODEL} {TRAINING} {EP2} {FP16} --hysteresis 1 --log-json {folder}/hurt.jsonl"
     loop = pretrain_moe.assemble(parse(words.split()), dist.get_rank())

@@ -15,8 +15,7 @@ def exchanges() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from tools.link_bed.egress import EgressClock
-    from tools.link_bed.emulator import EmulatedExchange
+    from tools.bench.emulator import EgressClock, EmulatedExchange
 
     me = dist.get_rank()
     clock = EgressClock(RATE, LATENCY, now=lambda: NOW)
@@ -43,9 +42,7 @@ def whole_exchange() -> list[bool]:
     import torch.distributed as dist
     from megatron.core.tensor_parallel.mappings import all_to_all
 
-    from tools.link_bed.egress import EgressClock
-    from tools.link_bed.gloo_wire import GlooAllToAll
-    from tools.link_bed.whole_exchange import replaced
+    from tools.bench.emulator import EgressClock, GlooAllToAll, replaced
 
     me = dist.get_rank()
     sent, received = list(ROWS[me]), [rows[me] for rows in ROWS]

@@ -14,9 +14,9 @@ def loads(variants: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Loads of every variant, with its flags added to BASE, evaluated in between, which must not count. Collective."""
     import torch.distributed as dist
 
-    import pretrain_moe
-    from megatron.training.arguments import parse
-    from megatron.training.validation import validate
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.validation import validate
+    from moe_overlap.commands import train as pretrain_moe
     from moe_overlap.describe.expert_load import read_expert_loads
 
     found = {}

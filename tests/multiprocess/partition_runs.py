@@ -56,7 +56,7 @@ def curves(
 
 def peak_bytes(variants: dict[str, str]) -> dict[str, int]:
     """Most bytes that one step of every variant holds on this rank beside parameters, gradients and optimizer state."""
-    from megatron.training.report.memory import StorageTracker, held_tensors
+    from megatron.training.report.reports import StorageTracker, held_tensors
 
     found = {}
     for name, flags in variants.items():
@@ -90,16 +90,16 @@ def spans_of_a_step(flags: str) -> list[tuple[str, str, float, float]]:
 def assembled(flags: str, base: str = BASE) -> tuple[Any, Any]:
     """The run of these flags added to a base, and its samples. Collective."""
     from megatron.training import cpu_backend
-    from megatron.training.quiet import quiet_libraries
+    from megatron.training.cli.start import quiet_libraries
 
     quiet_libraries()
     if cpu_backend.is_needed():
         cpu_backend.install()
     import torch.distributed as dist
 
-    import pretrain_moe
-    from megatron.training.arguments import parse
-    from megatron.training.validation import validate
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.validation import validate
+    from moe_overlap.commands import train as pretrain_moe
 
     parsed = parse([*base.split(), *flags.split()])
     validate(parsed.config, dist.get_world_size())
@@ -142,9 +142,9 @@ def write_plan(path: Path, flags: str, layers: dict[int, dict[str, Any]]) -> str
     """The plan of flags for two ranks, with some fields of some layers replaced; returns its name."""
     import dataclasses
 
-    from megatron.training.arguments import parse
-    from megatron.training.describe import describe_model
-    from megatron.training.plan_from_flags import plan_from_flags
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.sizes import describe_model
+    from megatron.training.plan_flags import plan_from_flags
     from moe_overlap.plan.serialize import save_plan
 
     config = parse([*BASE.split(), *flags.split()]).config

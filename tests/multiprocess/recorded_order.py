@@ -43,9 +43,9 @@ def one_step(flags: str, evaluate: bool = False) -> tuple[Any, Any]:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    import pretrain_moe
-    from megatron.training.arguments import parse
-    from megatron.training.validation import validate
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.validation import validate
+    from moe_overlap.commands import train as pretrain_moe
 
     parsed = parse(f"{MODEL} {flags}".split())
     validate(parsed.config, dist.get_world_size())

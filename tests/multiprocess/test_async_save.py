@@ -21,7 +21,7 @@ Seen = list[tuple[str, int, list[str]]]
 
 def held_back(folder: Path, flags: str) -> tuple[Seen, Steps]:
     """A run whose first save is not written before step 4 is made: the checkpoints there are at some moments, and its steps."""
-    from megatron.training.checkpoints.saver import Saver
+    from megatron.training.checkpoint.saver import Saver
     from megatron.training.training import TrainingLoop
 
     may_write = threading.Event()

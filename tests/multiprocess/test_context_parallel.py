@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.layers.context_parallel import part_of_batch, positions
-from megatron.training.layers.sdpa_attention import SdpaAttention
-from moe_overlap.describe.batch import TOKEN_COUNT
+from megatron.training.model.layers.attention import SdpaAttention, part_of_batch, positions
+from moe_overlap.describe.model import TOKEN_COUNT
 from tests.spawn import run
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
-from megatron.training.config import DataConfig
-from megatron.training.data import Dataset, build_datasets
-from megatron.training.first_rank import on_every_rank, on_first_rank
-from megatron.training.text import corpus
-from megatron.training.text.indexed import indexed_dataset
-from megatron.training.text.tokenizers import ByteTokenizer
+from megatron.training.cli.config import DataConfig
+from megatron.training.data import indexed as corpus
+from megatron.training.data.datasets import Dataset, build_datasets
+from megatron.training.data.indexed import indexed_dataset
+from megatron.training.data.tokenizers import ByteTokenizer
+from megatron.training.initialize import on_every_rank, on_first_rank
 from moe_overlap.describe.errors import ConfigError
 
 

@@ -74,7 +74,7 @@ def never_drain(queue: Any) -> None:
 
 
 def message_of(flags: str, break_queue: Any) -> str:
-    from moe_overlap.runtime.weight_grad_queue import DeferralError
+    from moe_overlap.runtime.weight_grad.queue import DeferralError
 
     try:
         train_deferred(flags, None, break_queue)

@@ -28,13 +28,12 @@ def write_plan(path: Path, flags: str, every: bool, max_bytes: int = 1 << 30) ->
     """
     import dataclasses
 
-    from megatron.training.arguments import parse
-    from megatron.training.describe import describe_model
-    from megatron.training.plan_from_flags import plan_from_flags
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.sizes import describe_model
+    from megatron.training.plan_flags import plan_from_flags
+    from moe_overlap.plan.lowering.deferral import gradient_name, sends_of, split_weights
     from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
-    from moe_overlap.plan.send_slots import sends_of
     from moe_overlap.plan.serialize import save_plan
-    from moe_overlap.plan.weight_gradients import gradient_name, split_weights
 
     config = parse([*BASE.split(), *flags.split()]).config
     model = describe_model(config, 257)

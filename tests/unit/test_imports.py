@@ -13,14 +13,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("moe_overlap", "megatron.training", "pretrain_moe", "tools", "tests")
+VERSION = "moe_overlap.VERSION_LINE"
+TUNER = ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.tuner")
 ALLOWED = {
     "moe_overlap/describe": ("moe_overlap.describe",),
     "moe_overlap/plan": ("moe_overlap.describe", "moe_overlap.plan"),
-    "megatron/training": ("moe_overlap.describe", "moe_overlap.plan", "megatron.training"),
+    "megatron/training": ("moe_overlap.describe", "moe_overlap.plan", "megatron.training", VERSION),
     "moe_overlap/runtime": ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.runtime"),
-    "moe_overlap/tuner": ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.tuner"),
+    "moe_overlap/tuner": TUNER,
     "moe_overlap/tuner/profile/measure": ("moe_overlap.tuner.profile",),
-    "moe_overlap/tuner/capture": ("moe_overlap.describe", "moe_overlap.plan", "moe_overlap.tuner", "megatron.training"),
+    "moe_overlap/tuner/capture": (*TUNER, "megatron.training"),
+    "moe_overlap/report": (*TUNER, "moe_overlap.report"),
+    "moe_overlap/commands": ("moe_overlap", "megatron.training"),
+    "tools": ("tools", "moe_overlap", "megatron.training"),
 }
 """Folder -> what its files may import of ours; a folder inside another has its own rule."""
 STANDARD_LIBRARY_ONLY = ("moe_overlap/describe", "moe_overlap/plan")
@@ -71,13 +76,15 @@ def test_import_rule(folder: str) -> None:
         ("megatron/training", "from moe_overlap.runtime.spans import Span"),
         ("megatron/training", "from moe_overlap import tuner"),
         ("megatron/training", "import pretrain_moe"),
-        ("moe_overlap/runtime", "from megatron.training.config import Config"),
+        ("moe_overlap/runtime", "from megatron.training.cli.config import Config"),
         ("moe_overlap/runtime", "from megatron import training"),
         ("moe_overlap/runtime", "from ..tuner import search"),
         ("moe_overlap/tuner", "def f():\n    import torch"),
-        ("moe_overlap/tuner", "from megatron.training.model import build_model"),
+        ("moe_overlap/tuner", "from megatron.training.model.build import build_model"),
         ("moe_overlap/tuner/capture", "from moe_overlap.runtime.groups import build_groups"),
-        ("moe_overlap/tuner/profile/measure", "from megatron.training.model import build_model"),
+        ("moe_overlap/tuner/profile/measure", "from megatron.training.model.build import build_model"),
+        ("moe_overlap/commands", "from tools.bench.bed import Bed"),
+        ("moe_overlap/tuner", "from moe_overlap.api import predict"),
     ],
 )
 def test_the_rule_can_be_broken(folder: str, line: str) -> None:

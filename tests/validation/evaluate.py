@@ -12,10 +12,8 @@ from moe_overlap.predicting import Job, joined, read_job, stage_requests
 from moe_overlap.speed_flags import features_of
 from moe_overlap.tuner.capture.cache import cached_captures
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.constants import Constants
-from moe_overlap.tuner.cost.features import Features
-from moe_overlap.tuner.cost.predict import Machine, Prediction, price
-from moe_overlap.tuner.cost.prepare import Family, prepare
+from moe_overlap.tuner.cost.analytic import Family, Machine, Prediction, prepare, price
+from moe_overlap.tuner.cost.hardware import Constants, Features
 from tests.validation.rows import Row, flags_of
 
 

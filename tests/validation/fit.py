@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import moe_overlap.tuner.cost.constants as owner
+import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.describe.cluster import GIB, known_gpus
 from moe_overlap.predicting import cache_folder
-from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants, constants_json
+from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json
 from tests.validation.evaluate import Case
 
 TARGET = Path(owner.__file__).with_name("constants.json")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.cost.constants import Constants
+from moe_overlap.tuner.cost.hardware import Constants
 from tests.validation.errors import spearman
 from tests.validation.evaluate import Case
 from tests.validation.rows import Row, flags_of, measured_rows

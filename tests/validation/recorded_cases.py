@@ -14,10 +14,8 @@ from moe_overlap.predicting import Job, joined, stage_requests
 from moe_overlap.speed_flags import features_of
 from moe_overlap.tuner.capture.cache import cached_captures
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.constants import Constants, ReleaseConstants
-from moe_overlap.tuner.cost.features import Features
-from moe_overlap.tuner.cost.predict import Machine, Prediction, one_way_seconds, price
-from moe_overlap.tuner.cost.prepare import Family, prepare
+from moe_overlap.tuner.cost.analytic import Family, Machine, Prediction, one_way_seconds, prepare, price
+from moe_overlap.tuner.cost.hardware import Constants, Features, ReleaseConstants
 from tests.validation.errors import figures
 from tests.validation.recorded_runs import Run, Value, job_of, layers_of_stages, left_out, recorded_runs
 

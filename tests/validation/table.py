@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from moe_overlap.predicting import cache_folder
-from moe_overlap.tuner.cost.constants import Constants, shipped_constants
+from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from tests.validation.errors import figures
 from tests.validation.evaluate import Case, cases_of
 from tests.validation.ranking import ranking_rows, rankings

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_overlap.tuner.cost import fit_interference, interference_hosts
-from moe_overlap.tuner.cost.concurrency_samples import Samples, alone_seconds, read_samples, used_samples
-from moe_overlap.tuner.cost.interference import Floats, Interference
-from moe_overlap.tuner.cost.interference_hosts import Host, measured_hosts, place_of
+from moe_overlap.tuner.calibrate import interference as fit_interference
+from moe_overlap.tuner.calibrate.interference import Samples, alone_seconds, read_samples, used_samples
+from moe_overlap.tuner.cost import interference as interference_hosts
+from moe_overlap.tuner.cost.interference import Floats, Host, Interference, measured_hosts, place_of
 
 DATA = Path(__file__).parent / "data" / "concurrency.csv.gz"
 TARGET_PERCENT = {"l4": 6.0, "a100-sxm4-40gb": 9.0}

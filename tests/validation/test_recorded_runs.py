@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from moe_overlap.plan.validate import validate_plan
-from moe_overlap.tuner.cost.constants import shipped_constants
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.tuner.cost.hardware import shipped_constants
 from tests.validation.recorded_cases import recorded_cases
-from tests.validation.recorded_runs import (
-    Run,
-    job_of,
-    layers_of_stages,
-    left_out,
-    measured_links,
-    recorded_runs,
-)
+from tests.validation.recorded_runs import Run, job_of, layers_of_stages, left_out, measured_links, recorded_runs
 
 
 def runs_of(harness: str) -> list[Run]:

@@ -9,15 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import moe_overlap.tuner.cost.constants as owner
+import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.predicting import read_job
-from moe_overlap.tuner.cost.constants import (
-    Constants,
-    GpuConstants,
-    ReleaseConstants,
-    constants_json,
-    shipped_constants,
-)
+from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json, shipped_constants
 from tests.validation.errors import spearman
 from tests.validation.fit import START, constants_at, fit
 from tests.validation.ranking import SETS, best_found, wrong_pairs

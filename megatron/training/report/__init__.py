@@ -1,1 +1,1 @@
-"""What a run says of itself: figures, timers, memory, boards."""
+"""What a run reports about itself: metrics, timers, memory, TensorBoard and W&B."""

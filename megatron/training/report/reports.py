@@ -5,16 +5,154 @@ Every report that speaks for all ranks is a collective, made by all of them at t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import platform
+import resource
+import shlex
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron.training.config import Config, LoggingConfig
-from megatron.training.metrics import MetricsLog
-from megatron.training.report.memory import device_memory
-from megatron.training.report.timers import TimerWindow, slowest, timer_lines
+from megatron.training.cli.arguments import ParsedArguments
+from megatron.training.cli.config import Config, LoggingConfig
+from megatron.training.cli.dry_run import layout_line, model_line
+from megatron.training.cli.flags.without_effect import idle_flags
+from megatron.training.cli.sizes import parallel_layout
+from megatron.training.report.metrics import MetricsLog
 from moe_overlap.describe.expert_load import ExpertLoad
+from moe_overlap.describe.model import ModelDescription
+
+# Peak memory of a step: the allocator's figure on a GPU, tracked tensor storages on a CPU.
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of tensor storages that are alive; a storage counts from the operator that first returns it.
+
+    It slows the operators down, so one step is tracked and its peak stands for the run (dropless routing moves it a little).
+
+    Args:
+        held: tensors that are alive from the start: parameters, gradients, optimizer state.
+    """
+
+    def __init__(self, held: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._alive: dict[int, int] = {}
+        self.bytes = self.peak_bytes = 0
+        for tensor in held:
+            self._count(tensor)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive or storage.nbytes() == 0:
+            return
+        self._alive[key] = storage.nbytes()
+        self.bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.bytes -= self._alive.pop(key, 0)
+
+
+def resident_bytes() -> int:
+    """Largest resident set of this process so far (Linux counts in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_memory() -> dict[str, float]:
+    """The CUDA allocator's figures under the names of Megatron-LM's curves; nothing on a CPU. Not yet run on hardware."""
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": float(stats["reserved_bytes.all.current"]),
+        "mem-allocated-bytes": float(stats["allocated_bytes.all.current"]),
+        "mem-allocated-count": float(stats["allocation.all.current"]),
+    }
+
+
+def held_tensors(chunks: Any, optimizer: Any) -> list[torch.Tensor]:
+    """Parameters, gradient buffers and optimizer state of this rank."""
+    tensors = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.module.buffers())]
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            tensors += [part for part in (buffer.param_data, buffer.grad_data) if part is not None]
+    for inner in optimizer.chained_optimizers:
+        for state in inner.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return tensors
+
+
+# Timers of --timing-log-level: seconds per step on every rank, shown as --timing-log-option says.
+#
+# What is timed is told by the caller, name by name; a window adds steps up and is emptied when it is shown.
+
+NAME_WIDTH = 32
+
+
+class TimerWindow:
+    """Sums of timers over the steps since they were last taken, on this rank."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._steps = 0
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """The timers of one step."""
+        self._steps += 1
+        for name, value in seconds.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def take(self) -> dict[str, tuple[float, ...]]:
+        """Seconds per step by name, one for each rank (0 where a rank has no such timer); the window is empty then.
+
+        Collective over the default group; names come in the order of the first rank that has them.
+        """
+        mine = {name: value / self._steps for name, value in self._sums.items()}
+        self._sums, self._steps = {}, 0
+        ranks: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(ranks, mine)
+        names = dict.fromkeys(name for rank in ranks for name in rank)
+        return {name: tuple(rank.get(name, 0.0) for rank in ranks) for name in names}
+
+
+def slowest(timers: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
+    """The largest of all ranks by curve name (`forward-backward-time`), as upstream names them."""
+    return {f"{name}-time": max(values) for name, values in timers.items()}
+
+
+def timer_lines(timers: Mapping[str, tuple[float, ...]], option: str) -> list[str]:
+    """What the console shows, in milliseconds.
+
+    Args:
+        option: `max`, `minmax` or `all`.
+    """
+    heads = {"max": "max time across ranks", "minmax": "(min, max) time across ranks", "all": "times of the ranks"}
+    return [f"{heads[option]} (ms):"] + [
+        f"    {name} {'.' * (NAME_WIDTH - len(name))} {_shown(values, option)}" for name, values in timers.items()
+    ]
+
+
+def _shown(values: tuple[float, ...], option: str) -> str:
+    if option == "max":
+        return f"{max(values) * 1e3:.2f}"
+    if option == "minmax":
+        return f"({min(values) * 1e3:.2f}, {max(values) * 1e3:.2f})"
+    return " ".join(f"{rank}: {value * 1e3:.2f}" for rank, value in enumerate(values))
+
 
 Spans = Sequence[Any]
 
@@ -95,3 +233,40 @@ def _memory_text(peak_bytes: int, resident: int) -> str:
     low, high = min(peaks) / 2**20, max(peaks) / 2**20
     host = f"resident {min(residents) / 2**20:.0f} to {max(residents) / 2**20:.0f} MiB"
     return f"peak {low:.0f} to {high:.0f} MiB, most on rank {peaks.index(max(peaks))}; {host}"
+
+
+# What a run says before its first step and after its last.
+
+
+def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, world_size: int, corpus: str) -> None:
+    """Environment, corpus, model, layout, what was decided between flags, and the flags that have no effect here."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    packages = f"torch {torch.__version__} ({device}), megatron-core {version('megatron-core')}"
+    log.say("environment", f"python {platform.python_version()}, {packages}")
+    log.say("corpus", corpus)
+    log.say("model", model_line(model))
+    for note in parsed.model_notes:
+        log.say("not the same", note)
+    log.say("layout", layout_line(parallel_layout(parsed.config, world_size), parsed.config))
+    for subject, text in parsed.told:
+        log.say(subject, text)
+    idle = idle_flags(parsed)
+    if idle:
+        log.say("no effect", " ".join(name for name, _ in idle))
+
+
+def announce_end(log: MetricsLog, argv: Sequence[str], config: Config, world_size: int, reason: str | None) -> None:
+    """Why the run ended early, if it did, and the command that continues it.
+
+    Args:
+        argv: the words of this run's command line.
+        reason: of an early end, or None.
+    """
+    if reason is not None:
+        log.say("stopped", reason)
+    if config.checkpoint.save is None:
+        return
+    command = f"torchrun --nproc-per-node {world_size} pretrain_moe.py {shlex.join(argv)}"
+    longer = f" --train-iters {2 * (config.training.train_iters or 0)} --override-opt-param-scheduler"
+    more = longer if reason is None and config.training.train_iters else ""
+    log.say("next", f"{command} --load {config.checkpoint.save}{more}")

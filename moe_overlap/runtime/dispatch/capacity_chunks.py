@@ -22,8 +22,7 @@ from torch import Tensor
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import TUTEL_DEGREES
-from moe_overlap.runtime.dispatch.counts import Counts
-from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
+from moe_overlap.runtime.dispatch.irregular import Counts, Handle, IrregularDispatcher
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows [M, H], rows per expert [L] on the host, probabilities [M]) -> output [M, H]."""

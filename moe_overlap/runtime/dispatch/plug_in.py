@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.runtime.dispatch.exchange import Pending
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher, Wires
-from moe_overlap.runtime.dispatch.packing import Pack
+from moe_overlap.runtime.dispatch.wire import Pack, Pending
 
 _REFUSED = {
     "moe_pad_expert_input_to_capacity": "the irregular dispatcher pads nothing",

@@ -14,10 +14,16 @@ import torch
 from megatron.core.transformer.moe.moe_utils import group_limited_topk, topk_routing_with_score_function
 from torch import Tensor
 
-from moe_overlap.runtime.routing.capacity import drop_by_priority, position_major, sample_major
-from moe_overlap.runtime.routing.draws import DrawClock, draw_experts, fold
 from moe_overlap.runtime.routing.gate import Gate
-from moe_overlap.runtime.routing.state import RoutingState
+from moe_overlap.runtime.routing.state import (
+    DrawClock,
+    RoutingState,
+    draw_experts,
+    drop_by_priority,
+    fold,
+    position_major,
+    sample_major,
+)
 
 
 def sigmoid_scores(logits: Tensor) -> Tensor:

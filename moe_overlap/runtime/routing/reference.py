@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from moe_overlap.runtime.routing.draws import fold
+from moe_overlap.runtime.routing.state import fold
 
 Rows = list[list[bool]]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 def main() -> None:
     """Capture all, one after the other."""
     from megatron.training import cpu_backend
-    from megatron.training.quiet import quiet_libraries
+    from megatron.training.cli.start import quiet_libraries
 
     quiet_libraries()
     cpu_backend.install()
+    from moe_overlap.tuner.capture.cache import save_captured
     from moe_overlap.tuner.capture.capture import capture
-    from moe_overlap.tuner.capture.files import save_captured
     from moe_overlap.tuner.capture.request import Request
 
     for values in json.load(sys.stdin):

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-import megatron.training.model as model_builder
-from megatron.training.config import Config, OverlapConfig
-from megatron.training.model import AdaptLayer, build_model, unwrap
-from megatron.training.plan_from_flags import plan_from_flags
+import megatron.training.model.build as model_builder
+from megatron.training.cli.config import Config, OverlapConfig
+from megatron.training.model.build import AdaptLayer, build_model, unwrap
+from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.tuner.capture.graph import Layout
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
-from moe_overlap.tuner.capture.request import FULL, NO_RECOMPUTATION
+from moe_overlap.tuner.capture.request import FULL, NO_RECOMPUTATION, layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.stand_ins import replaced
 
 AXES = {

@@ -3,19 +3,128 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron.training.config import Config
+from megatron.training.cli.config import Config
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.tuner.capture.files import CorruptFileError, load_captured
-from moe_overlap.tuner.capture.graph import CapturedModel, Implementation, Layout
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
-from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request
+from moe_overlap.tuner.capture.expression import Expression
+from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Implementation, Layout, Op, Part, Storage
+from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds
+
+# Captured graphs as files. Each distinct expression is written once; the first line is the hash of the rest.
+
+_OP_FIELDS = tuple(field.name for field in dataclasses.fields(Op))
+_STORAGE_FIELDS = tuple(field.name for field in dataclasses.fields(Storage))
+
+
+class CorruptFileError(ValueError):
+    """A file is not what was written."""
+
+
+def save_captured(captured: CapturedModel, path: Path) -> None:
+    """Write a capture; the file is complete or absent."""
+    table: dict[Expression, int] = {}
+    values = {
+        "parts": [_part_values(part, table) for part in captured.parts],
+        "layer_kinds": captured.layer_kinds,
+        "mtp_kinds": captured.mtp_kinds,
+        "layout": dataclasses.asdict(captured.layout),
+        "implementation": captured.implementation,
+        "versions": captured.versions,
+        "sha256": captured.sha256,
+    }
+    values["expressions"] = [str(expression) for expression in table]
+    body = json.dumps(values)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(f"{_digest(body)}\n{body}\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def load_captured(path: Path) -> CapturedModel:
+    """Read what `save_captured` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CorruptFileError: its content is not what was written, or was written by another release.
+    """
+    try:
+        digest, _, body = path.read_text(encoding="utf-8").partition("\n")
+        if digest != _digest(body.rstrip("\n")):
+            raise CorruptFileError(f"{path}: its content does not have the hash in its first line")
+        values = json.loads(body)
+        table = [Expression.parse(text) for text in values["expressions"]]
+        return CapturedModel(
+            parts=tuple(_part(part, table) for part in values["parts"]),
+            layer_kinds=tuple(values["layer_kinds"]),
+            mtp_kinds=tuple(values["mtp_kinds"]),
+            layout=Layout(**values["layout"]),
+            implementation=values["implementation"],
+            versions=tuple((name, version) for name, version in values["versions"]),
+            sha256=values["sha256"],
+        )
+    except (UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CorruptFileError(f"{path}: {error}") from error
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def _part_values(part: Part, table: dict[Expression, int]) -> dict[str, Any]:
+    def number(expression: Expression) -> int:
+        return table.setdefault(expression, len(table))
+
+    def plain(name: str, value: Any) -> Any:
+        if isinstance(value, Expression):
+            return number(value)
+        if name == "shape":
+            return [number(size) for size in value]
+        if isinstance(value, Collective):
+            return [value.kind, value.axis, value.size, number(value.payload_bytes)]
+        return value
+
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    values["ops"] = [[plain(name, getattr(op, name)) for name in _OP_FIELDS] for op in part.ops]
+    values["storages"] = [
+        [plain(name, getattr(storage, name)) for name in _STORAGE_FIELDS] for storage in part.storages
+    ]
+    return values
+
+
+def _part(values: dict[str, Any], table: list[Expression]) -> Part:
+    lists = ("saved", "inputs", "outputs", "gradient_inputs", "gradient_outputs")
+    return Part(
+        **{
+            **values,
+            **{name: tuple(values[name]) for name in lists},
+            "ops": tuple(_op(row, table) for row in values["ops"]),
+            "storages": tuple(_storage(row, table) for row in values["storages"]),
+        }
+    )
+
+
+def _op(row: list[Any], table: list[Expression]) -> Op:
+    fields = dict(zip(_OP_FIELDS, row, strict=True))
+    if fields["collective"] is not None:
+        kind, axis, size, payload = fields["collective"]
+        fields["collective"] = Collective(kind=kind, axis=axis, size=size, payload_bytes=table[payload])
+    for name in ("reads", "writes", "after"):
+        fields[name] = tuple(fields[name])
+    fields["shape"] = tuple(table[index] for index in fields["shape"])
+    return Op(**{**fields, "flops": table[fields["flops"]], "bytes": table[fields["bytes"]]})
+
+
+def _storage(row: list[Any], table: list[Expression]) -> Storage:
+    fields = dict(zip(_STORAGE_FIELDS, row, strict=True))
+    return Storage(**{**fields, "bytes": table[fields["bytes"]]})
 
 
 class CaptureError(RuntimeError):

@@ -3,34 +3,176 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from megatron.core.utils import GlobalMemoryBuffer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.training.config import Config
+from megatron.training.cli.config import Config
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.tuner.capture.build import (
-    World,
-    build_one_of_each,
-    config_for,
-    pretended_world,
-    stock_layer,
-)
-from moe_overlap.tuner.capture.fit import fit, gives, sample_points
-from moe_overlap.tuner.capture.fused_exchange import COPIES_PER
-from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
+from moe_overlap.tuner.capture.build import World, build_one_of_each, config_for, pretended_world, stock_layer
+from moe_overlap.tuner.capture.expression import B, Expression, S, evaluate
+from moe_overlap.tuner.capture.fused_functions import COPIES_PER
+from moe_overlap.tuner.capture.fused_modules import accumulate_in_products, fused_kernels
+from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage, check
+from moe_overlap.tuner.capture.kernels import flops
 from moe_overlap.tuner.capture.parts import PartRecorder, Piece, keep_gradients_apart, prediction_layers
 from moe_overlap.tuner.capture.record import Recorder
-from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, versions
-from moe_overlap.tuner.capture.spec import check
+from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds, versions
 from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, without_data
-from moe_overlap.tuner.capture.with_fused_kernels import accumulate_in_products, fused_kernels
+
+# From graphs of single batches to one graph in b and s: every number is interpolated exactly, then checked at a batch left out.
+#
+# All sizes in a transformer layer are polynomials: of degree at most 1 in the samples b and at most 2 in the tokens s (masks and
+# unfused attention scores). Six batches determine such a polynomial in rational arithmetic; a seventh one catches a size
+# that is none. The sample sequences are multiples of everything that divides a sequence (ranks, experts, capacity), so a ceiling
+# in the model, such as the capacity of an expert, shows as its exact quotient.
+#
+# A transformer's operators are the same for every b but 1, where a transposition to contiguous memory copies nothing: that
+# graph is captured apart, as polynomials in s alone.
+
+Point = tuple[int, int]
+"""Samples, tokens."""
+
+
+class NotOneGraphError(RuntimeError):
+    """Batches that should differ in sizes only run different operators, or a size is no polynomial."""
+
+
+def sample_points(unit: int, one_sample: bool) -> tuple[Point, ...]:
+    """The batches to record; the last one is for the check.
+
+    Args:
+        unit: tokens of the shortest sample sequence.
+    """
+    if one_sample:
+        return tuple((1, unit * k) for k in (1, 2, 3, 4))
+    return (*((b, unit * k) for b in (2, 3) for k in (1, 2, 3)), (5, unit * 4))
+
+
+def fit(parts: Sequence[Part], points: Sequence[Point]) -> Part:
+    """One part whose numbers are expressions.
+
+    Args:
+        parts: of the same model part, with constant expressions, recorded at `points`; the last is for the check.
+    Raises:
+        NotOneGraphError: the graphs differ in more than sizes.
+    """
+    base = parts[0]
+    for part, point in zip(parts[1:], points[1:], strict=True):
+        _compare(base, part, points[0], point)
+    ops = tuple(_fit_op([part.ops[index] for part in parts], tuple(points)) for index in range(len(base.ops)))
+    storages = tuple(
+        _fit_storage([part.storages[index] for part in parts], tuple(points)) for index in range(len(base.storages))
+    )
+    return dataclasses.replace(base, ops=ops, storages=storages)
+
+
+def gives(part: Part, recorded: Part, point: Point) -> bool:
+    """Whether a fitted part has the operators and every number of one that was recorded at a point."""
+    try:
+        _compare(part, recorded, (0, 0), point)
+    except NotOneGraphError:
+        return False
+    numbers = evaluate(_expressions(part), *point)
+    return bool((numbers == evaluate(_expressions(recorded), *point)).all())
+
+
+def _expressions(part: Part) -> list[Expression]:
+    found = [storage.bytes for storage in part.storages]
+    for op in part.ops:
+        found += [*op.shape, op.bytes, *([op.collective.payload_bytes] if op.collective else [])]
+    return found
+
+
+def _compare(base: Part, other: Part, point: Point, other_point: Point) -> None:
+    """Everything but sizes must be equal."""
+    for left, right in zip(base.ops, other.ops, strict=False):
+        if _structure(left) != _structure(right):
+            raise NotOneGraphError(
+                f"{base.kind}, operator {left.id}: {left.name} ({left.module}) with {point[0]} samples of {point[1]}, "
+                f"{right.name} ({right.module}) with {other_point[0]} of {other_point[1]}"
+            )
+    names = [f.name for f in dataclasses.fields(Part) if f.name not in ("ops", "storages", "one_sample")]
+    if len(base.ops) != len(other.ops) or any(getattr(base, name) != getattr(other, name) for name in names):
+        raise NotOneGraphError(f"{base.kind}: {len(base.ops)} operators at {point}, {len(other.ops)} at {other_point}")
+    for storage, same in zip(base.storages, other.storages, strict=True):
+        if dataclasses.replace(storage, bytes=same.bytes) != same:
+            raise NotOneGraphError(f"{base.kind}, storage {storage.id}: {storage} at {point}, {same} at {other_point}")
+
+
+def _structure(op: Op) -> Any:
+    kind = (op.collective.kind, op.collective.axis, op.collective.size) if op.collective else None
+    return (op.name, op.phase, op.operator, op.cost_class, len(op.shape), op.reads, op.writes, op.after, kind, op.dtype)
+
+
+def _fit_op(ops: Sequence[Op], points: tuple[Point, ...]) -> Op:
+    base = ops[0]
+    place = f"{base.name} in {base.module or base.operator}"
+    shape = tuple(_polynomial([op.shape[axis] for op in ops], points, place) for axis in range(len(base.shape)))
+    moved = _polynomial([op.bytes for op in ops], points, place)
+    collective: Collective | None = None
+    if base.collective is not None:
+        payload = _polynomial([op.collective.payload_bytes for op in ops if op.collective], points, place)
+        collective = dataclasses.replace(base.collective, payload_bytes=payload)
+    return dataclasses.replace(base, shape=shape, bytes=moved, flops=flops(base.name, shape), collective=collective)
+
+
+def _fit_storage(storages: Sequence[Storage], points: tuple[Point, ...]) -> Storage:
+    base = storages[0]
+    return dataclasses.replace(base, bytes=_polynomial([s.bytes for s in storages], points, base.name or "a storage"))
+
+
+def _polynomial(constants: Sequence[Expression], points: tuple[Point, ...], place: str) -> Expression:
+    numbers = tuple(int(constant.terms[0][1]) if constant.terms else 0 for constant in constants)
+    found = _through(numbers, points)
+    if found is None:
+        raise NotOneGraphError(f"a size of {place} is no polynomial in b and s: {numbers} at {points}")
+    return found
+
+
+@cache
+def _through(numbers: tuple[int, ...], points: tuple[Point, ...]) -> Expression | None:
+    """The polynomial through all numbers but the last, if it gives the last one, too."""
+    if len(set(numbers)) == 1:
+        return Expression.of(numbers[0])
+    one_sample = points[0][0] == points[-1][0]
+    monomials = [(i, j) for i in ((0,) if one_sample else (0, 1)) for j in (0, 1, 2)]
+    inverse = _inverse(points[:-1], tuple(monomials))
+    found = Expression()
+    for row, (i, j) in zip(inverse, monomials, strict=True):
+        coefficient = sum((a * n for a, n in zip(row, numbers[:-1], strict=True)), Fraction(0))
+        term = Expression.of(coefficient)
+        for factor, power in ((B, i), (S, j)):
+            for _ in range(power):
+                term = term * factor
+        found = found + term
+    return found if float(found.value(*points[-1])) == numbers[-1] else None
+
+
+@cache
+def _inverse(points: tuple[Point, ...], monomials: tuple[tuple[int, int], ...]) -> tuple[tuple[Fraction, ...], ...]:
+    """Rows that turn the numbers at `points` into the coefficients of `monomials`; by elimination."""
+    size = len(points)
+    rows = [
+        [Fraction(b**i * s**j) for i, j in monomials] + [Fraction(int(k == r)) for k in range(size)]
+        for r, (b, s) in enumerate(points)
+    ]
+    for column in range(size):
+        pivot = next(r for r in range(column, size) if rows[r][column])
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        rows[column] = [value / rows[column][column] for value in rows[column]]
+        for other in range(size):
+            if other != column and rows[other][column]:
+                factor = rows[other][column]
+                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[column], strict=True)]
+    return tuple(tuple(row[size:]) for row in rows)
 
 
 def capture(request: Request) -> CapturedModel:

@@ -6,18 +6,45 @@ Transformer Engine's modules, so megatron-core decides which of them stands wher
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts as moe_experts
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
-from megatron.training.layers.sdpa_attention import SdpaAttention
-from megatron.training.layers.without_te import TorchNorm
-from moe_overlap.tuner.capture.fused_functions import Attention, GroupedLinear, Linear, Norm
+import megatron.training.model.build as model_builder
+from megatron.training.model.layers.attention import SdpaAttention
+from megatron.training.model.layers.local_modules import TorchNorm, repair_imports, transformer_engine_is_installed
+from moe_overlap.tuner.capture.fused_functions import (
+    Attention,
+    GroupedLinear,
+    LatentKeyRotary,
+    LatentQueryRotary,
+    Linear,
+    MoveRows,
+    Multihot,
+    Norm,
+    Rotary,
+    flex_functions,
+)
 from moe_overlap.tuner.capture.record import Recorder
+from moe_overlap.tuner.capture.stand_ins import replaced
 
 
 class FusedNorm(TorchNorm):
@@ -226,3 +253,202 @@ class FusedSpecs:
     def activation_func(self) -> None:
         """The fused activations of megatron-core are used."""
         return
+
+
+# megatron-core as on a GPU with Transformer Engine: its specs, its fusions, functions that torch compiles as one kernel each.
+
+
+@contextlib.contextmanager
+def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
+    """Models that are built and run inside are those of Transformer Engine.
+
+    Args:
+        tensor_group: for linears that megatron-core hands no group.
+    """
+    if not transformer_engine_is_installed():
+        repair_imports()
+    specs = FusedSpecs(recorder, tensor_group)
+    stock_config, stock_moe = model_builder.transformer_config, model_builder._moe_fields
+    replacements: list[tuple[Any, str, Any]] = [
+        (gpt_layer_specs, "TESpecProvider", specs),
+        (multi_latent_attention, "TELinear", specs.whole),
+        (transformer_engine, "TENorm", specs.norm),
+        (transformer_engine, "TEColumnParallelLinear", specs.column_parallel_linear()),
+        (model_builder, "uses_transformer_engine", lambda: True),
+        (model_builder, "transformer_engine_is_installed", lambda: True),
+        (model_builder, "_block_norm", lambda: specs.norm),
+        (model_builder, "transformer_config", lambda *args: with_fusions(stock_config(*args))),
+        (model_builder, "_moe_fields", lambda *args: stock_moe(*args) | {"moe_grouped_gemm": True}),
+        (layers, "fused_weight_gradient_mlp_cuda", _weight_gradients(recorder)),
+        (torch.nn.functional, "dropout", _dropout),
+        (rope_utils, "fused_apply_rotary_pos_emb", _rotary(recorder)),
+        (YarnRotaryEmbedding, "get_cached_cos_sin", _angles),
+        *((multi_latent_attention, name, value) for name, value in _latent_rotary(recorder).items()),
+        *((moe_utils, name, value) for name, value in _moe_functions(recorder).items()),
+        *((token_dispatcher, name, value) for name, value in flex_functions(recorder).items()),
+        (token_dispatcher._DeepepManager, "_indices_to_multihot", _multihot(recorder)),
+        *_compiled(recorder),
+    ]
+    with replaced(replacements):
+        yield
+
+
+def with_fusions(tc: Any) -> Any:
+    """The fusions that upstream turns on where Transformer Engine is; its own checks would ask for the library."""
+    changed = tc.activation_func_clamp_value is not None or tc.glu_linear_offset != 0
+    gated_silu = tc.gated_linear_unit and tc.activation_func is torch.nn.functional.silu and not changed
+    gated_quick = tc.gated_linear_unit and tc.activation_func.__name__ == "quick_gelu"
+    if gated_quick:
+        # megatron-core asks for the identity of a function that stands replaced here.
+        tc.activation_func = moe_experts.quick_gelu
+    gelu = tc.activation_func is torch.nn.functional.gelu and not tc.num_moe_experts
+    tc.bias_activation_fusion = gated_silu or gated_quick or (gelu and (tc.gated_linear_unit or tc.add_bias_linear))
+    tc.bias_dropout_fusion = not (tc.num_moe_experts and tc.add_bias_linear)
+    tc.apply_rope_fusion = not tc.multi_latent_attention or tc.rope_type == "yarn"
+    tc.moe_permute_fusion = True
+    return tc
+
+
+def accumulate_in_products(model: Any) -> None:
+    """The output layer, megatron-core's own class, adds its weight gradient in the product, as the fused linears do."""
+    model.output_layer.gradient_accumulation_fusion = True
+
+
+def _weight_gradients(recorder: Recorder) -> Any:
+    """The extension that megatron-core's linears call for their weight gradients."""
+
+    def accumulate(whole: Tensor, gradient: Tensor, main_gradient: Tensor) -> None:
+        recorder.kernel("te.weight_gradient", lambda *_: None, gradient, whole, written=(main_gradient,))
+
+    return SimpleNamespace(wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """A GPU's kernel keeps a mask of a byte per element; a CPU's keeps one in the format of the input."""
+    assert not inplace, "megatron-core drops in place nowhere"
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
+
+
+def _rotary(recorder: Recorder) -> Callable[..., Tensor]:
+    def rotate(x_SBHD: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
+        return Rotary.apply(recorder, x_SBHD, table)  # type: ignore[no-any-return]
+
+    return rotate
+
+
+def _angles(rotary: YarnRotaryEmbedding, tokens: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """For both tables: of one size, and nobody reads them here."""
+    table, _scale = rotary.forward(tokens)
+    return table, table
+
+
+def _latent_rotary(recorder: Recorder) -> dict[str, Any]:
+    """megatron-core's own kernels for latent attention with YaRN positions, under the names by which it knows them."""
+
+    def queries(q_SBHD: Tensor, cosines: Tensor, _sines: Tensor, _width: int, rotated: int, *_: Any) -> Tensor:
+        return LatentQueryRotary.apply(recorder, q_SBHD, cosines, rotated)  # type: ignore[no-any-return]
+
+    def keys(
+        kv_SBHD: Tensor,
+        shared: Tensor,
+        cosines: Tensor,
+        _sines: Tensor,
+        _rotated: int,
+        _width: int,
+        values: int,
+        *_: Any,
+    ) -> tuple[Tensor, Tensor]:
+        return LatentKeyRotary.apply(recorder, kv_SBHD, shared, cosines, values)  # type: ignore[no-any-return]
+
+    return {"fused_apply_mla_rope_for_q": queries, "fused_apply_mla_rope_for_kv": keys}
+
+
+def _multihot(recorder: Recorder) -> Callable[..., tuple[Tensor, Tensor]]:
+    def multihot(manager: Any, choices: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return Multihot.apply(recorder, choices, scores, manager.num_local_experts)  # type: ignore[no-any-return]
+
+    return multihot
+
+
+def _moe_functions(recorder: Recorder) -> dict[str, Any]:
+    """Transformer Engine's functions under the names by which megatron-core's moe_utils.py knows them."""
+
+    def row_map(shape: tuple[int, ...], *of: Tensor) -> Tensor:
+        return recorder.kernel("te.row_map", lambda *_: torch.empty(shape, dtype=torch.int32), *of)  # type: ignore[no-any-return]
+
+    def routed(routing_map: Tensor, num_out_tokens: Any) -> tuple[Tensor, int]:
+        """The map of rows of a routing map [tokens, experts], and how many rows it selects, where megatron-core knows it."""
+        tokens, experts = routing_map.shape
+        assert recorder.rows_of_map is not None, "there are no experts"
+        count = num_out_tokens if isinstance(num_out_tokens, int) else recorder.rows_of_map(experts, tokens)
+        return row_map((tokens, 2 * experts + 1), routing_map), count
+
+    def permute(tokens: Tensor, routing_map: Tensor, num_out_tokens: Any) -> tuple[Tensor, Tensor]:
+        rows, count = routed(routing_map, num_out_tokens)
+        return MoveRows.apply(recorder, tokens, None, rows, count)[0], rows
+
+    def permute_with_probs(
+        tokens: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, count = routed(routing_map, num_out_tokens)
+        return *MoveRows.apply(recorder, tokens, probs, rows, count), rows
+
+    def unpermute(permuted: Tensor, rows: Tensor, merging_probs: Any = None, restore_shape: Any = None) -> Tensor:
+        assert merging_probs is None, "the experts apply the scores"
+        return MoveRows.apply(recorder, permuted, None, rows, restore_shape[0])[0]  # type: ignore[no-any-return]
+
+    def sort_chunks(rows_TH: Tensor, *_: Any) -> Tensor:
+        rows = row_map((rows_TH.shape[0],))
+        return MoveRows.apply(recorder, rows_TH, None, rows, rows_TH.shape[0])[0]  # type: ignore[no-any-return]
+
+    def sort_chunks_with_probs(rows_TH: Tensor, probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        rows = row_map((rows_TH.shape[0],))
+        return MoveRows.apply(recorder, rows_TH, probs, rows, rows_TH.shape[0])  # type: ignore[no-any-return]
+
+    def general_gemm(
+        left: Tensor, right: Tensor, dtype: torch.dtype, layout: str, bias: Any = None, grad: bool = False
+    ) -> tuple[Tensor]:
+        """`TN`: right times left, transposed; `NN`: right times left; `NT`: right, transposed, times left."""
+        sizes = {
+            "TN": (right.shape[0], left.shape[0], left.shape[-1]),
+            "NN": (right.shape[0], left.shape[1], left.shape[0]),
+            "NT": (right.shape[1], left.shape[1], left.shape[0]),
+        }[layout]
+        out = recorder.kernel(
+            "te.general_gemm", lambda *_: torch.empty(sizes[:2], dtype=dtype), left, right, shape=sizes
+        )
+        return (out,)
+
+    return {
+        "HAVE_TE": True,
+        "fused_permute": permute,
+        "fused_permute_with_probs": permute_with_probs,
+        "fused_unpermute": unpermute,
+        "fused_sort_chunks_by_index": sort_chunks,
+        "fused_sort_chunks_by_index_with_probs": sort_chunks_with_probs,
+        "te_general_gemm": general_gemm,
+    }
+
+
+def _compiled(recorder: Recorder) -> list[tuple[Any, str, Any]]:
+    """Every function of megatron-core that torch compiles on a GPU, wherever a module or class knows it."""
+    found: list[tuple[Any, str, Any]] = []
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
+    classes = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
+    # One wrapper for each: megatron-core compares functions.
+    kernels: dict[Any, Callable[..., Any]] = {}
+    for owner in dict.fromkeys([*modules, *classes]):
+        for name, value in list(vars(owner).items()):
+            if inspect.isfunction(value) and getattr(value, "is_compiled_on_cuda", False):
+                found.append((owner, name, kernels.setdefault(value, _as_one_kernel(value, recorder))))
+    return found
+
+
+def _as_one_kernel(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    name = f"compiled.{function.__name__}"
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return recorder.kernel(name, functools.partial(function, **kwargs), *args, compiled=True)
+
+    return run

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import GlobalMemoryBuffer
 
-from megatron.training.layers.multi_token import Targets
+from megatron.training.model.layers.output import Targets
 from moe_overlap.plan.operators import (
     ATTENTION,
     COMBINE,

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import GlobalMemoryBuffer
 
-from megatron.training.layers import multi_token
+from megatron.training.model.layers import output as multi_token
 from moe_overlap.tuner.capture.record import Recorder
 
 _ABSENT = object()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.tuner.profile.cluster_file import Fitted, fit_line
 from moe_overlap.tuner.profile.database import Database, LinkKey
-from moe_overlap.tuner.profile.links import Fitted, fit_line
 
 STARTS = "start_all_to_all"
 """Kind of link whose seconds are those that starting an exchange keeps the processor."""

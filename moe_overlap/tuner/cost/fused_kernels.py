@@ -43,8 +43,16 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import Collective
-from moe_overlap.tuner.cost.layer import Floats, PartCost, Setting, alone_seconds
-from moe_overlap.tuner.cost.operator_seconds import Key, computing_seconds, operator_seconds, suffix_of
+from moe_overlap.tuner.cost.layer import (
+    Floats,
+    Key,
+    PartCost,
+    Setting,
+    alone_seconds,
+    computing_seconds,
+    operator_seconds,
+    suffix_of,
+)
 from moe_overlap.tuner.cost.operators import OpTable
 
 Sent = tuple[int, Collective, float]

@@ -1,11 +1,11 @@
 """What every instruction of a plan takes alone, from the prices of its stages: what the simulator is given.
 
-Operators of a pass take what `operator_seconds.py` says. What a list has no instruction for belongs to another operator of the
+Operators of a pass take what `layer.py` says. What a list has no instruction for belongs to another operator of the
 same part: a weight gradient that is not deferred, or what is recomputed inside a backward pass, to that pass. An operator that
 runs in pieces is priced at the size of a piece, and its deferred weight gradient as so many products of that size. Cutting and
-joining parts counts where it is done (part_copies.py), a weight gradient without room to wait where it is computed
+joining parts counts where it is done (deferral_room.py), a weight gradient without room to wait where it is computed
 (deferral_room.py). What flags hide beside computation that the list does not show (gradients and
-parameters that travel during passes) takes what remains exposed. What was measured of a job (`refined.py`) scales all
+parameters that travel during passes) takes what remains exposed. What was measured of a job (`hardware.py`) scales all
 prices but those of transfers and copies.
 """
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lowering.deferral import backward_of, gradient_of_saved
 from moe_overlap.plan.operators import (
     BACKWARD,
     COUNT,
@@ -30,22 +31,24 @@ from moe_overlap.plan.operators import (
     parse_operator,
 )
 from moe_overlap.plan.overlap import KernelBlocks
-from moe_overlap.plan.payload import ACTIVATION_BYTES
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.weight_gradients import backward_of, gradient_of_saved
+from moe_overlap.plan.sizes import ACTIVATION_BYTES
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.deferral_room import Computed, computed_gradients, is_gathered
+from moe_overlap.tuner.cost.analytic import Machine, Priced, concurrency, cost_of, layer_variant, one_way_seconds
+from moe_overlap.tuner.cost.deferral_room import (
+    Computed,
+    Place,
+    computed_gradients,
+    copied_bytes,
+    is_gathered,
+    place_in_list,
+)
 from moe_overlap.tuner.cost.exchange_costs import start_seconds
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
-from moe_overlap.tuner.cost.groups import axis_group
 from moe_overlap.tuner.cost.interference import Interference
-from moe_overlap.tuner.cost.layer import PartCost
-from moe_overlap.tuner.cost.links import collective_seconds, host_seconds
-from moe_overlap.tuner.cost.operator_seconds import Key, held_bytes, operator_seconds
+from moe_overlap.tuner.cost.layer import Key, PartCost, held_bytes, operator_seconds
+from moe_overlap.tuner.cost.links import axis_group, collective_seconds, host_seconds
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
-from moe_overlap.tuner.cost.part_copies import Place, copied_bytes, place_in_list
-from moe_overlap.tuner.cost.predict import Machine, Priced, concurrency, cost_of, one_way_seconds
-from moe_overlap.tuner.cost.prepare import layer_variant
 from moe_overlap.tuner.cost.stage import exchange_seconds
 
 

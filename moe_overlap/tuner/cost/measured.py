@@ -13,16 +13,12 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants
-from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.analytic import prepare
+from moe_overlap.tuner.cost.hardware import NOT_REFINED, Constants, Features, GpuConstants, Refined, ReleaseConstants
 from moe_overlap.tuner.cost.links import LinkRates
 from moe_overlap.tuner.cost.operators import Lookup
-from moe_overlap.tuner.cost.prepare import prepare
-from moe_overlap.tuner.cost.refined import NOT_REFINED, Refined
-from moe_overlap.tuner.profile.database import Database
-from moe_overlap.tuner.profile.fill import fill
-from moe_overlap.tuner.profile.keys import OperatorKey, distinct, key_of
-from moe_overlap.tuner.profile.lookup import MeasuredOperators
+from moe_overlap.tuner.profile.database import Database, OperatorKey, distinct, key_of
+from moe_overlap.tuner.profile.lookup import MeasuredOperators, fill
 
 RELEASE = "0.0"
 """Of a measured machine: what was measured is what runs, so its scales are 1."""

@@ -2,16 +2,100 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.capture.expression import evaluate
-from moe_overlap.tuner.capture.graph import Part
-from moe_overlap.tuner.capture.liveness import kept_bytes, peak_bytes
-from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.capture.expression import Values, evaluate
+from moe_overlap.tuner.capture.graph import Part, Phase
+from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.operators import OpTable
+
+# Device memory that is alive while a part runs. Standard library and numpy.
+#
+# Counted: what comes in (hidden states, and the gradient of what went out), activations, temporaries, results. Parameters,
+# gradient buffers and tables are the caller's: a stage adds them once.
+
+
+def lifetimes(part: Part) -> dict[int, tuple[int, int]]:
+    """First and last operator during which each counted storage is alive.
+
+    What comes in is there when its pass starts. Inputs that are not saved go when the forward pass ends; so do its outputs,
+    which are the next part's input from then on. The gradient of the part's input stays to the end, and so does a saved input
+    that nobody was seen to free: a layer that is recomputed holds its own.
+
+    Returns:
+        storage -> operators, both included.
+    """
+    backward = sum(op.phase == "forward" for op in part.ops)
+    counted = {storage.id for storage in part.storages if storage.role in ("activation", "input")}
+    first = dict.fromkeys(part.inputs, 0) | dict.fromkeys(part.gradient_inputs, backward)
+    last = dict.fromkeys(part.inputs, backward - 1) | dict.fromkeys(part.gradient_inputs, backward)
+    for op in part.ops:
+        for index in counted & {*op.reads, *op.writes}:
+            first.setdefault(index, op.id)
+            last[index] = max(op.id, last.get(index, 0))
+    for index in last:
+        held = part.storages[index].freed_after
+        if index in part.outputs and index not in part.saved:
+            last[index] = backward - 1
+        elif held is not None:
+            last[index] = max(last[index], held)
+        elif index in part.saved or (part.storages[index].role == "activation" and index not in part.outputs):
+            last[index] = len(part.ops) - 1
+    return {index: (first[index], last[index]) for index in first}
+
+
+def live_bytes(part: Part, phase: Phase, b: Any, s: Any) -> Values:
+    """Bytes alive at each operator of a pass; a result counts from the operator that makes it.
+
+    Args:
+        b, s: samples and tokens; arrays broadcast.
+    Returns:
+        [operators of the pass, *shape]. In the backward pass what the forward pass left is alive at the start.
+    """
+    spans = lifetimes(part)
+    ids = [op.id for op in part.ops if op.phase == phase]
+    # Ordered by operator, memory taken and given back adds up to what is alive.
+    change = np.zeros((len(part.ops) + 1, len(spans)))
+    for column, (first, last) in enumerate(spans.values()):
+        change[first, column] += 1
+        change[last + 1, column] -= 1
+    sizes = evaluate([part.storages[index].bytes for index in spans], b, s)
+    alive: Values = np.tensordot(np.cumsum(change, axis=0)[ids], sizes, axes=1)
+    return alive
+
+
+def peak_bytes(part: Part, phase: Phase, b: Any, s: Any) -> Values:
+    """The most that is alive in a pass."""
+    alive: Values = live_bytes(part, phase, b, s).max(axis=0)
+    return alive
+
+
+def kept_bytes(part: Part, b: Any, s: Any) -> Values:
+    """What one micro-batch keeps between the passes, the hidden states that came in included where they are kept."""
+    sizes = evaluate([part.storages[index].bytes for index in part.saved], b, s)
+    total: Values = sizes.sum(axis=0)
+    return total
+
+
+def peak_of_sequence(parts: Sequence[Part], b: int, s: int) -> float:
+    """Peak bytes of parts run one after another, all forward, then all backward, with one micro-batch in flight.
+
+    The plain composition: beside what is alive in a part, what the other parts keep at that time.
+    """
+    kept, peak = 0.0, 0.0
+    for part in parts:
+        peak = max(peak, kept + float(peak_bytes(part, "forward", b, s)))
+        kept += float(kept_bytes(part, b, s))
+    for part in reversed(parts):
+        kept -= float(kept_bytes(part, b, s))
+        peak = max(peak, kept + float(peak_bytes(part, "backward", b, s)))
+    return peak
+
 
 Floats = NDArray[np.float64]
 

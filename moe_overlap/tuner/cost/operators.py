@@ -17,8 +17,7 @@ from moe_overlap.describe.cluster import Gpu
 from moe_overlap.plan.operators import COMBINE, DISPATCH, EXPERTS, GATE, HEAD_LOSS, LOSS, MERGE
 from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Collective, Op, Part
-from moe_overlap.tuner.cost.constants import GpuConstants, ReleaseConstants
-from moe_overlap.tuner.cost.features import Features
+from moe_overlap.tuner.cost.hardware import Features, GpuConstants, ReleaseConstants
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

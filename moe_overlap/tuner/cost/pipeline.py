@@ -5,7 +5,7 @@
 
 G micro-batches, v virtual stages, t_i seconds of a stable micro-batch (forward and backward, all chunks) at stage i, with what it
 waits for transfers (`transfer_waits`).
-Source: Mist, section 5.3, third term; for v = 1 and equal stages it is (G + S - 1) · t. tuner/cost/simulate_step.py is its slow
+Source: Mist, section 5.3, third term; for v = 1 and equal stages it is (G + S - 1) · t. tuner/cost/simulate/step.py is its slow
 twin.
 """
 

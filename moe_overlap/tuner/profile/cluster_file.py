@@ -2,11 +2,122 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import log2
+from pathlib import Path
 from typing import Any
 
-from moe_overlap.tuner.profile.database import Database
-from moe_overlap.tuner.profile.links import Fitted, fit_links
+import numpy as np
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.tuner.profile.database import Database, Device, LinkKey
+
+# The device of this machine, as measurements name it. No torch: a GPU is asked through its driver's tool.
+
+KINDS = ("cpu", "cuda")
+
+
+def this_device(kind: str | None = None) -> Device:
+    """The device that ranks of this machine compute on.
+
+    Args:
+        kind: cpu or cuda; default cuda where there is a GPU.
+    Raises:
+        ConfigError: no such device here.
+    """
+    if kind not in (None, *KINDS):
+        raise ConfigError("--device", kind, "is no kind of device", f"use {' or '.join(KINDS)}")
+    version = importlib.metadata.version("torch")
+    gpu = _gpu_name() if kind != "cpu" else None
+    if kind == "cuda" and gpu is None:
+        raise ConfigError("--device", "cuda", "this machine has no GPU that nvidia-smi lists", "use --device cpu")
+    if gpu is not None:
+        return Device("cuda", gpu, 1, version)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    return Device("cpu", _cpu_name(), threads, version)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _gpu_name() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    names = done.stdout.strip().splitlines()
+    return names[0].strip() if done.returncode == 0 and names else None
+
+
+# Latency and bandwidth of a tier from its measured collectives.
+#
+# Model: seconds = latency + moved bytes / bandwidth, where of a tensor of H bytes over n ranks H (n - 1) / n moves, twice that in
+# an all-reduce. The fit minimises relative errors and gives less weight to what it misses most, so that a disturbed measurement
+# does not bend it.
+
+ROUNDS = 20
+LEAST_ERROR = 0.02
+"""Relative errors below this weigh alike."""
+LEAST_LATENCY_SECONDS = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A line through measurements.
+
+    Attributes:
+        error: median relative error on them.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    error: float
+
+
+def moved_bytes(key: LinkKey) -> float:
+    """What crosses a rank's links."""
+    if key.kind in ("point_to_point", "to_device", "to_host"):
+        return float(key.held_bytes)
+    return key.held_bytes * (key.ranks - 1) / key.ranks * (2.0 if key.kind == "all_reduce" else 1.0)
+
+
+def fit_links(links: Mapping[LinkKey, float], kinds: Iterable[str], tier: str) -> Fitted | None:
+    """One line through the measured collectives of a tier; None without two sizes."""
+    chosen = [(moved_bytes(key), seconds) for key, seconds in links.items() if key.kind in kinds and key.tier == tier]
+    if len({moved for moved, _ in chosen}) < 2:
+        return None
+    return fit_line([moved for moved, _ in chosen], [seconds for _, seconds in chosen])
+
+
+def fit_line(moved: Sequence[float], seconds: Sequence[float]) -> Fitted:
+    """Weighted least squares of the relative error, repeated with weights of 1 / error."""
+    x, y = np.asarray(moved, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    rows = np.stack([1.0 / y, x / y], axis=1)
+    weights = np.ones_like(y)
+    latency, pace = LEAST_LATENCY_SECONDS, float(np.median(y / np.maximum(x, 1.0)))
+    for _ in range(ROUNDS):
+        solved = np.linalg.lstsq(rows * weights[:, None], weights, rcond=None)[0]
+        latency, pace = float(solved[0]), float(solved[1])
+        if latency < LEAST_LATENCY_SECONDS or pace <= 0:
+            latency = max(latency, LEAST_LATENCY_SECONDS) if pace > 0 else float(np.median(y))
+            pace = float(np.median(np.maximum(y - latency, 0.02 * y) / np.maximum(x, 1.0)))
+        errors = np.abs((latency + pace * x) / y - 1.0)
+        weights = 1.0 / np.sqrt(np.maximum(errors, LEAST_ERROR))
+    return Fitted(latency, 1.0 / pace, float(np.median(np.abs((latency + pace * x) / y - 1.0))))
+
 
 GIGA = 1e9
 GATHERS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -11,13 +11,102 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.tuner.cost.refined import Refined
-from moe_overlap.tuner.profile.keys import OperatorKey
+from moe_overlap.tuner.capture.graph import Op
+from moe_overlap.tuner.cost.hardware import Refined
+
+# Under what a measured operator is kept: its kind, its pass, its format, its sizes.
+
+Pass = Literal["forward", "backward", "weight_gradient"]
+"""Products of the three have differently transposed operands."""
+Origin = Literal["measured", "interpolated"]
+"""Where seconds come from: this very size, or sizes around it."""
+PRODUCTS = ("gemm", "grouped_gemm", "attention")
+"""Kinds whose seconds follow their shape. Every other kind is torch's operator (`mul`) and follows the bytes it moves."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class OperatorKey:
+    """One operator at one size, as a rank runs it: a partitioned shape is another key.
+
+    Attributes:
+        kind: one of PRODUCTS, or the name of torch's operator.
+        dtype: of its result, as torch says it (`float32`).
+        shape: gemm (m, n, k); grouped_gemm (groups, total rows, n, k); attention (batch, heads, key/value heads, query
+            length, key length, query/key width, value width, window or 0); else (elements written, bytes read and written).
+    """
+
+    kind: str
+    direction: Pass
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def key_of(op: Op, shape: tuple[float, ...], moved_bytes: float) -> OperatorKey | None:
+    """The key of a captured operator at numeric sizes; None for collectives, views and empty work."""
+    if op.cost_class in ("collective", "free"):
+        return None
+    direction: Pass = "weight_gradient" if op.is_weight_gradient else op.phase
+    if op.cost_class in PRODUCTS:
+        sizes = tuple(round(size) for size in shape)
+        needed = sizes[:-1] if op.cost_class == "attention" else sizes
+        return OperatorKey(op.cost_class, direction, op.dtype, sizes) if all(size > 0 for size in needed) else None
+    written = round(shape[0]) if shape else 0
+    if moved_bytes <= 0:
+        return None
+    return OperatorKey(op.name, direction, op.dtype, (written, round(moved_bytes)))
+
+
+def distinct(keys: Iterable[OperatorKey | None]) -> list[OperatorKey]:
+    """Each key once, sorted."""
+    return sorted({key for key in keys if key is not None})
+
+
+def work_of(key: OperatorKey) -> float:
+    """What a kind's seconds grow with: multiplications and additions of products, bytes of everything else."""
+    if key.kind == "gemm":
+        m, n, k = key.shape
+        return 2.0 * m * n * k
+    if key.kind == "grouped_gemm":
+        _, rows, n, k = key.shape
+        return 2.0 * rows * n * k
+    if key.kind == "attention":
+        batch, heads, _, queries, keys, qk, v, window = key.shape
+        return 2.0 * batch * heads * queries * (min(keys, window) if window else keys) * (qk + v)
+    return float(key.shape[1])
+
+
+# Names of torch's operators, bound by bytes, that `measure/operators.py` can time; a test holds it to this list.
+
+_MAKING = ("zeros", "zeros_like", "new_zeros", "ones_like", "arange")
+_COMPARING = ("bitwise_or", "ge", "lt")
+_COPYING = ("clone", "cat", "_to_copy", "copy_")
+_INDEXING = ("index_select", "index", "index_put_", "gather", "scatter", "masked_select")
+_ADDING = ("add", "sub", "mul", "add_", "sub_", "mul_", "sum")
+_FLOATING = (
+    *("neg", "exp", "cos", "sin", "rsqrt", "log", "silu", "gelu", "pow", "rsub", "slice_backward"),
+    *("div", "div_", "silu_backward", "mean", "max", "_softmax", "_softmax_backward_data", "topk"),
+    *("masked_scatter", "embedding", "index_add", "scatter_add_", "embedding_dense_backward"),
+)
+_ANY_FORMAT = (*_MAKING, *_COPYING, *_INDEXING)
+BOUND_BY_BYTES = (*_ANY_FORMAT, *_COMPARING, *_ADDING, *_FLOATING)
+FORMATS = ("float32", "bfloat16", "float16")
+INTEGERS = ("int64", "int32")
+
+
+def can_be_measured(key: OperatorKey) -> bool:
+    """Whether `measure/operators.py` has a call for a key."""
+    if key.kind in PRODUCTS:
+        return key.dtype in FORMATS
+    if key.dtype in FORMATS:
+        return key.kind in (*_ANY_FORMAT, *_ADDING, *_FLOATING)
+    return key.kind in (*_ANY_FORMAT, *_COMPARING) or (key.kind in _ADDING and key.dtype in INTEGERS)
+
 
 FORMAT = 1
 

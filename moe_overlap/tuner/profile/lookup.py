@@ -10,14 +10,101 @@ where a database has the rates of a step, the cost model is told IN_STEP times t
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.capture.graph import Op
-from moe_overlap.tuner.profile.database import Database
-from moe_overlap.tuner.profile.keys import PRODUCTS, OperatorKey, Origin, key_of, work_of
+from moe_overlap.tuner.profile.cluster_file import this_device
+from moe_overlap.tuner.profile.database import (
+    BOUND_BY_BYTES,
+    PRODUCTS,
+    Database,
+    LinkKey,
+    OperatorKey,
+    Origin,
+    Pass,
+    can_be_measured,
+    distinct,
+    key_of,
+    work_of,
+)
+
+# What is measured before anyone asks: a coarse grid over the sizes of operators and links; the rest is interpolated.
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DIRECTIONS: tuple[Pass, ...] = ("forward", "backward", "weight_gradient")
+ROW = 128
+REDUCTIONS = ("sum", "mean", "max")
+OF_TWO = ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_", "copy_", "silu_backward")
+MOST_WORK = {"cpu": 2e9, "cuda": 2e13}
+"""Multiplications and additions of the largest product measured."""
+
+
+def operator_grid(dtype: str, device: str, quick: bool) -> list[OperatorKey]:
+    """Keys to measure, sorted."""
+    made = [*_products(dtype, quick, device), *_attention(dtype, quick, device), *_bound_by_bytes(dtype, quick, device)]
+    return distinct(key for key in made if can_be_measured(key))
+
+
+def link_grid(tier: str, ranks: int, kinds: tuple[str, ...], device: str, quick: bool) -> list[LinkKey]:
+    """Collectives of a group, by size; each a multiple of 4 bytes per rank."""
+    largest = (20 if quick else 24) if device == "cpu" else (26 if quick else 30)
+    sizes = [1 << power for power in range(12, largest + 1, 2)]
+    return [LinkKey(kind, tier, ranks, size // (4 * ranks) * 4 * ranks) for kind in kinds for size in sizes]
+
+
+def _products(dtype: str, quick: bool, device: str) -> Iterator[OperatorKey]:
+    small = ((128, 1024), (64, 256)) if quick else ((64, 256, 1024, 4096), (8, 64, 256, 1024))
+    large = ((512, 8192), (512, 4096)) if quick else ((128, 1024, 8192, 32768), (256, 1024, 4096, 16384))
+    rows, widths = small if device == "cpu" else large
+    for direction in DIRECTIONS:
+        for m in rows:
+            for n in widths:
+                for k in widths:
+                    # A weight's gradient sums over the rows.
+                    shape = (n, k, m) if direction == "weight_gradient" else (m, n, k)
+                    key = OperatorKey("gemm", direction, dtype, shape)
+                    if work_of(key) <= MOST_WORK[device]:
+                        yield key
+        for groups in (2, 8):
+            for n, k in zip(widths[1:], widths[:-1], strict=True):
+                yield OperatorKey("grouped_gemm", direction, dtype, (groups, rows[1], n, k))
+
+
+def _attention(dtype: str, quick: bool, device: str) -> Iterator[OperatorKey]:
+    lengths = (256,) if quick else (128, 512, 1024)
+    for direction in DIRECTIONS[:2]:
+        for length in lengths:
+            size = length if device == "cpu" else 4 * length
+            for width in (32, 128):
+                yield OperatorKey("attention", direction, dtype, (1, 4, 4, size, size, width, width, 0))
+
+
+def _bound_by_bytes(dtype: str, quick: bool, device: str) -> Iterator[OperatorKey]:
+    powers = (12, 18) if quick else (10, 14, 18, 21)
+    each = DTYPE_BYTES[dtype]
+    for name in BOUND_BY_BYTES:
+        for power in powers:
+            elements = 1 << (power if device == "cpu" else power + 5)
+            written = elements // ROW if name in REDUCTIONS else elements
+            moved = (elements + written) * each
+            if name in OF_TWO:
+                moved += elements * each
+            elif name not in REDUCTIONS:
+                moved += 8 * elements // ROW
+            for direction in DIRECTIONS[:1]:
+                yield OperatorKey(name, direction, dtype, (written, moved))
+
 
 Floats = NDArray[np.float64]
 NEIGHBOURS = 4
@@ -93,3 +180,68 @@ def _pace(group: _Measured, wanted: Floats) -> float | None:
     chosen = np.argsort(distances, kind="stable")[:NEIGHBOURS]
     weights = 1.0 / np.maximum(distances[chosen], 1e-9) ** 2
     return float(np.exp(np.average(np.log(group.paces[near][chosen]), weights=weights)))
+
+
+# Add to a database what a prediction needs and it lacks, if this machine has its device. Another process measures.
+
+SECONDS_EACH = 0.02
+
+
+def is_here(database: Database) -> bool:
+    """Whether this machine has the device, and the version, that the database was measured on."""
+    try:
+        here = this_device(database.device.kind)
+    except ConfigError:
+        return False
+    return dataclasses.replace(here, threads=database.device.threads) == database.device
+
+
+def fill(database: Database, keys: Sequence[OperatorKey], ranks: int) -> Database:
+    """The database with every key that can be measured here; each is measured once and kept.
+
+    Args:
+        ranks: of a node. On a CPU as many processes measure at once: training loads caches and memory as they do.
+    Returns:
+        A database that was read again. A measuring process that fails leaves a gap, with a warning: it is interpolated.
+    """
+    missing = [key for key in keys if key not in database.operators and can_be_measured(key)]
+    if not missing or not is_here(database):
+        return database
+    print(f"measuring {len(missing)} operators on {database.device}", file=sys.stderr)
+    count = min(ranks, len(missing)) if database.device.kind == "cpu" else 1
+    processes = [_start(database, missing[first::count]) for first in range(count)]
+    for process in processes:
+        _, errors = process.communicate()
+        if process.returncode:
+            reason = errors.strip().splitlines()[-1] if errors.strip() else "it was killed"
+            print(f"warning: measuring operators failed ({reason}); they are interpolated", file=sys.stderr)
+    return Database.load(database.path)
+
+
+def _start(database: Database, keys: Sequence[OperatorKey]) -> subprocess.Popen[str]:
+    """A process that measures, with its request written to it."""
+    request = {
+        "path": str(database.path.resolve()),
+        "device": dataclasses.asdict(database.device),
+        "operators": [[key.kind, key.direction, key.dtype, list(key.shape)] for key in keys],
+        "seconds_each": SECONDS_EACH,
+    }
+    root = Path(__file__).parents[3]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(database.device.threads),
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moe_overlap.tuner.profile.measure"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(request))
+    process.stdin.close()
+    process.stdin = None
+    return process

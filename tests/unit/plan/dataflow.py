@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lowering.deferral import gradient_name, split_weights
 from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, parse_operator
-from moe_overlap.plan.weight_gradients import gradient_name, split_weights
 
 Samples = dict[int, int]
 """Sample -> hash of its expression."""

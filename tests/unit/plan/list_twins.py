@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from moe_overlap.plan.instructions import Instruction, ScheduleError
-from moe_overlap.plan.races import check_races
+from moe_overlap.plan.lowering.dependencies import check_races
 
 List = tuple[Instruction, ...]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import plan_samples
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
@@ -13,6 +12,7 @@ from moe_overlap.plan.capabilities import refuse_unsupported, refuse_what_cannot
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Offload, Recompute
 from moe_overlap.plan.serialize import load_plan
+from tests.unit.plan import plan_samples
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 
-import plan_samples
 import pytest
-from dataflow import Interpreter
-from list_twins import has_race, run_together
-from test_plan_partitions import EP2, line, uncut, with_words
 
-from moe_overlap.plan.lower import lower
-from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
-from moe_overlap.plan.overlap_from_words import OverlapWords
-from moe_overlap.plan.races import check_races
-from moe_overlap.plan.ranges import CHUNKED_PARTS
-from moe_overlap.plan.validate import validate_plan
+from moe_overlap.plan.lowering.dependencies import check_races
+from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.overlap import CHUNKED_PARTS, LayerOverlap, StageOverlap
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan.uniform_overlap import OverlapWords
+from tests.unit.plan import plan_samples
+from tests.unit.plan.dataflow import Interpreter
+from tests.unit.plan.list_twins import has_race, run_together
+from tests.unit.plan.test_plan_partitions import EP2, line, uncut, with_words
 
 
 @pytest.mark.parametrize("shared", [0, 64])

@@ -7,22 +7,22 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import plan_samples
 import pytest
-from list_twins import cuts, has_race, rejects, run_together
-from test_plan_partitions import with_words
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.instructions import Instruction, format_list
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.dependencies import check_races
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import StageOverlap
-from moe_overlap.plan.overlap_from_words import OverlapWords
-from moe_overlap.plan.payload import part_size
 from moe_overlap.plan.plan import Offload, Plan, Recompute
-from moe_overlap.plan.races import check_races
+from moe_overlap.plan.sizes import part_size
+from moe_overlap.plan.uniform_overlap import OverlapWords
+from tests.unit.plan import plan_samples
+from tests.unit.plan.list_twins import cuts, has_race, rejects, run_together
+from tests.unit.plan.test_plan_partitions import with_words
 
 ALL = Offload(weights=0.5, gradients=0.25, optimizer=1.0, activations=0.75)
 OFFLOADS = (

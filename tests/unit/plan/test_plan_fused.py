@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import plan_samples
 import pytest
-from list_twins import cuts, has_race, rejects
 
+from moe_overlap.commands import show_plan
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.instructions import Instruction, parse_list
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.dependencies import check_races
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Plan, Recompute
-from moe_overlap.plan.races import check_races
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import save_plan
-from moe_overlap.plan.validate import validate_plan
-from moe_overlap.tuner.cost.simulate import simulate
-from tools import show_plan
+from moe_overlap.tuner.cost.simulate.engine import simulate
+from tests.unit.plan import plan_samples
+from tests.unit.plan.list_twins import cuts, has_race, rejects
 
 EP2 = {"data": 2, "expert": 2}
 FUSED = LayerOverlap(layer=1, mechanism="fused", kernel_blocks=KernelBlocks(dispatch=20, combine=26))

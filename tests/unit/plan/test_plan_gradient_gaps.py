@@ -7,16 +7,16 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-import plan_samples
 import pytest
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.dependencies import check_races
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import StageOverlap
-from moe_overlap.plan.overlap_from_words import OverlapWords, overlap_from_words
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.races import check_races
+from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
+from tests.unit.plan import plan_samples
 
 CHUNK_BYTES = 100_000
 EP2 = {"data": 2, "expert": 2, "micro_batch_size": 4}

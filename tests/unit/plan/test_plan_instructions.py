@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-import plan_samples
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Instruction, format_list, from_json, parse_line, parse_list, to_json
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.lower import lower
+from tests.unit.plan import plan_samples
 
 FULL = Instruction(
     id=57,

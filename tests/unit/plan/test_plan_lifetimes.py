@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import plan_samples
 import pytest
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lifetimes import last_uses
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.dependencies import last_uses
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Recompute
+from tests.unit.plan import plan_samples
 
 List = tuple[Instruction, ...]
 FULL = Recompute(layers=1, granularity="full")

@@ -7,24 +7,23 @@ import itertools
 import json
 from typing import Any
 
-import plan_samples
 import pytest
-from list_twins import run_together
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.model import ModelDescription
-from moe_overlap.describe.parameters import Share, rank_parameters
+from moe_overlap.describe.model import ModelDescription, Share, rank_parameters
 from moe_overlap.plan.instructions import Instruction, format_list
-from moe_overlap.plan.layer_sequence import recompute_groups
-from moe_overlap.plan.lower import lower
-from moe_overlap.plan.lower_update import optimizer_parts
+from moe_overlap.plan.lowering.dependencies import check_races
+from moe_overlap.plan.lowering.layers import recompute_groups
+from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.update import optimizer_parts
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
-from moe_overlap.plan.payload import part_size
 from moe_overlap.plan.plan import Plan, Recompute
-from moe_overlap.plan.races import check_races
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan, read_record
-from moe_overlap.plan.validate import validate_plan
+from moe_overlap.plan.sizes import part_size
+from tests.unit.plan import plan_samples
+from tests.unit.plan.list_twins import run_together
 
 EP2 = {"data": 2, "expert": 2}
 

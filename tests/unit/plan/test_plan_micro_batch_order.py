@@ -6,24 +6,23 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-import plan_samples
 import pytest
-from dataflow import Interpreter
-from list_twins import cuts, has_race, rejects, run_together
-from test_plan_partitions import EP2, RECOMPUTES, uncut, with_words
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.list_builder import Draft
-from moe_overlap.plan.lower import lower
-from moe_overlap.plan.micro_batch_order import interleave, turns_of
+from moe_overlap.plan.lowering.dependencies import Draft, check_races
+from moe_overlap.plan.lowering.interleave import interleave, turns_of
+from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.pipeline_order import check_orders, most_in_flight, paired_1f1b, pipeline_order
 from moe_overlap.plan.overlap import StageOverlap
-from moe_overlap.plan.overlap_from_words import OverlapWords
-from moe_overlap.plan.pipeline_order import check_orders, most_in_flight, paired_1f1b, pipeline_order
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.races import check_races
-from moe_overlap.plan.validate import validate_plan
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan.uniform_overlap import OverlapWords
+from tests.unit.plan import plan_samples
+from tests.unit.plan.dataflow import Interpreter
+from tests.unit.plan.list_twins import cuts, has_race, rejects, run_together
+from tests.unit.plan.test_plan_partitions import EP2, RECOMPUTES, uncut, with_words
 
 TWO = OverlapWords(gate="topk", micro_batches=2)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import plan_samples
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import LatentAttention
 from moe_overlap.plan import operators
-from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, StageOverlap
-from moe_overlap.plan.overlap_from_words import OverlapWords, overlap_from_words
-from moe_overlap.plan.ranges import RangeWord
-from moe_overlap.plan.validate import validate_plan
-from moe_overlap.plan.weight_gradients import default_slots, split_weights
+from moe_overlap.plan.lowering.deferral import default_slots, split_weights
+from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, RangeWord, StageOverlap
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
+from tests.unit.plan import plan_samples
 
 EP2 = {"data": 2, "expert": 2, "micro_batch_size": 4}
 LATENT = LatentAttention(q_lora_rank=8, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=8, v_head_dim=8)

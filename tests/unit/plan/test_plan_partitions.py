@@ -9,22 +9,21 @@ import json
 from collections import Counter
 from typing import Any
 
-import plan_samples
 import pytest
-from dataflow import Interpreter
-from list_twins import cuts, has_race, rejects, run_together
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction, format_list
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.dependencies import check_races
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.operators import parse_operator
-from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, StageOverlap
-from moe_overlap.plan.overlap_from_words import OverlapWords, overlap_from_words
+from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, RangeWord, StageOverlap, partitions_of
 from moe_overlap.plan.plan import Plan, Recompute
-from moe_overlap.plan.races import check_races
-from moe_overlap.plan.ranges import RangeWord, partitions_of
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan, read_record
-from moe_overlap.plan.validate import validate_plan
+from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
+from tests.unit.plan import plan_samples
+from tests.unit.plan.dataflow import Interpreter
+from tests.unit.plan.list_twins import cuts, has_race, rejects, run_together
 
 EP2 = {"data": 2, "expert": 2}
 RECOMPUTES = (

@@ -5,12 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import plan_samples
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import ScheduleError
-from moe_overlap.plan.pipeline_order import Step, check_orders, format_grid, interleaved, one_f_one_b, pipeline_order
+from moe_overlap.plan.lowering.pipeline_order import (
+    Step,
+    check_orders,
+    format_grid,
+    interleaved,
+    one_f_one_b,
+    pipeline_order,
+)
+from tests.unit.plan import plan_samples
 
 INTERLEAVED = [
     (stages, chunks, micro_batches)

@@ -6,15 +6,14 @@ import itertools
 import random
 from collections.abc import Iterator
 
-import plan_samples
 import pytest
-from list_twins import List, cuts, has_race, rejects
 
 from moe_overlap.plan.instructions import Instruction, ScheduleError
-from moe_overlap.plan.list_builder import Draft, build_list
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.dependencies import INPUTS, Draft, build_list, check_races
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import StageOverlap
-from moe_overlap.plan.races import INPUTS, check_races
+from tests.unit.plan import plan_samples
+from tests.unit.plan.list_twins import List, cuts, has_race, rejects
 
 RANDOM_LISTS = 500
 

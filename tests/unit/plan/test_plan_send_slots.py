@@ -6,25 +6,24 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-import plan_samples
 import pytest
-from dataflow import Interpreter
-from list_twins import run_together
-from test_plan_gradient_gaps import is_piece, made_plan
-from test_plan_partitions import EP2, RECOMPUTES, uncut, with_words
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.deferral import gradient_name, sends_of, split_weights
+from moe_overlap.plan.lowering.dependencies import check_races
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
-from moe_overlap.plan.overlap_from_words import OverlapWords
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.races import check_races
-from moe_overlap.plan.send_slots import sends_of
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import from_json, to_json
-from moe_overlap.plan.validate import validate_plan
-from moe_overlap.plan.weight_gradients import gradient_name, split_weights
+from moe_overlap.plan.uniform_overlap import OverlapWords
+from tests.unit.plan import plan_samples
+from tests.unit.plan.dataflow import Interpreter
+from tests.unit.plan.list_twins import run_together
+from tests.unit.plan.test_plan_gradient_gaps import is_piece, made_plan
+from tests.unit.plan.test_plan_partitions import EP2, RECOMPUTES, uncut, with_words
 
 SEND = "send.S0>S1.backward"
 LATER = ("head.loss.output.dW", "L1.moe.experts.fc1.dW", "L1.attention.qkv.dW")

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import plan_samples
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap, LoweredLimit, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import AllGather, PeakBytes, Predicted, PredictedStage, Provenance, Tile, Transfer
 from moe_overlap.plan.serialize import format_json, from_json, load_plan, save_plan, to_json
+from tests.unit.plan import plan_samples
 
 EXAMPLE = plan_samples.GOLDEN / "example_plan.json"
 LIMITS = SearchLimits(max_partitions=8, group_seconds=1e-3, range_limit=4)

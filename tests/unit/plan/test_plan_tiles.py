@@ -6,22 +6,22 @@ import dataclasses
 import json
 from typing import Any
 
-import plan_samples
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
 from moe_overlap.plan.instructions import Instruction, format_list
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.dependencies import check_races
+from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.pipeline_order import pipeline_order
 from moe_overlap.plan.overlap import StageOverlap
-from moe_overlap.plan.pipeline_order import pipeline_order
 from moe_overlap.plan.plan import AllGather, Devices, Plan, Tile, Transfer
-from moe_overlap.plan.races import check_races
+from moe_overlap.plan.rules.resharding import boundary_batch, passes_ahead, pieces_of
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan, read_record
-from moe_overlap.plan.tiles import boundary_batch, passes_ahead, pieces_of
-from moe_overlap.plan.validate import validate_plan
-from moe_overlap.tuner.cost.simulate import Simulation, simulate
+from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
+from tests.unit.plan import plan_samples
 
 LENGTH, WIDTH = 256, 128 * 4
 SHAPES = [

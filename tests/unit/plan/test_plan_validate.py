@@ -6,13 +6,13 @@ import dataclasses
 import json
 from typing import Any
 
-import plan_samples
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Predicted, Provenance, Recompute
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import from_json
-from moe_overlap.plan.validate import validate_plan
+from tests.unit.plan import plan_samples
 
 EXAMPLE = (plan_samples.GOLDEN / "example_plan.json").read_text()
 LAYER = "stages.0.overlap.layers.0"

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron.training.arguments import parse
-from megatron.training.describe import describe_model, expert_tensor_size
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model, expert_tensor_size
 from moe_overlap.tuner.capture.build import World, pretended_world
 from moe_overlap.tuner.capture.capture import instrumented
 from moe_overlap.tuner.capture.graph import Implementation, Layout, Part

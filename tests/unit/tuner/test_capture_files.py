@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from moe_overlap.tuner.capture import cache
-from moe_overlap.tuner.capture.cache import cached_capture
+from moe_overlap.tuner.capture.cache import CorruptFileError, cached_capture, load_captured, save_captured
 from moe_overlap.tuner.capture.expression import B, Expression, S
-from moe_overlap.tuner.capture.files import CorruptFileError, load_captured, save_captured
-from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage
+from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage, check, complaints
 from moe_overlap.tuner.capture.request import Request
-from moe_overlap.tuner.capture.spec import check, complaints
 from tests.unit.tuner.capture_cases import MOE, request
 
 ROWS = B * S

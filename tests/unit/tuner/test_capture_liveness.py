@@ -8,7 +8,7 @@ import pytest
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from moe_overlap.tuner.capture.graph import Part
-from moe_overlap.tuner.capture.liveness import lifetimes, live_bytes, peak_of_sequence
+from moe_overlap.tuner.cost.memory import lifetimes, live_bytes, peak_of_sequence
 from tests.unit.tuner.capture_cases import AHEAD, DENSE, MOE, SHARED, TP2, TP2_EP2, recorded, request, running
 
 SAMPLES, TOKENS = 2, 512

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_overlap.describe.parameters import (
+from moe_overlap.describe.model import (
     Share,
     embedding_parameters,
     layer_parameters,
@@ -20,7 +20,7 @@ from moe_overlap.tuner.capture.capture import capture
 from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Part
 from moe_overlap.tuner.capture.kernels import UnregisteredKernelError
-from moe_overlap.tuner.capture.liveness import kept_bytes
+from moe_overlap.tuner.cost.memory import kept_bytes
 from tests.unit.tuner.capture_cases import (
     AHEAD,
     CP2,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from test_cost_listed_step import BASE, CLUSTER, PARTS
-from test_cost_predict import CONSTANTS, by_hand
-from test_cost_simulate_step import STAGES
 
 from moe_overlap.predicting import predicted_of, task_of
 from moe_overlap.tuner.cost.exchange_costs import COUNTS, QUEUED_COUNTS, STARTS, ExchangeCosts, costs_of
-from moe_overlap.tuner.cost.simulate_step import simulate_step
+from moe_overlap.tuner.cost.simulate.step import simulate_step
+from moe_overlap.tuner.profile.cluster_file import Fitted
 from moe_overlap.tuner.profile.database import LinkKey
-from moe_overlap.tuner.profile.links import Fitted
+from tests.unit.tuner.test_cost_listed_step import BASE, CLUSTER, PARTS
+from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
+from tests.unit.tuner.test_cost_simulate_step import STAGES
 
 FREE = Fitted(0.0, 1e30, 0.0)
 

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hand_made import Pass
-from test_cost_listed_step import BASE, BATCH, DEFERRED, RECOMPUTED
-from test_cost_predict import CONSTANTS, by_hand
-from test_cost_simulate_step import CLUSTER, STAGES
 
 import moe_overlap.predicting as predicting
+from moe_overlap.commands.predict import main
 from moe_overlap.describe.cluster import Cluster, cluster_of, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap
@@ -23,15 +20,18 @@ from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.predicting import predict, read_job, simulated
 from moe_overlap.tuner.capture.expression import B, S
 from moe_overlap.tuner.capture.graph import Collective, Layout, Part
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, Blocks, Joined, fused_seconds
-from moe_overlap.tuner.cost.groups import axis_group
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.layer import part_cost
-from moe_overlap.tuner.cost.live_memory import intervals
+from moe_overlap.tuner.cost.links import axis_group
 from moe_overlap.tuner.cost.operators import tabulate
-from moe_overlap.tuner.cost.predict import Prediction
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep
-from tools.predict import main
+from moe_overlap.tuner.cost.simulate.memory import intervals
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep
+from tests.unit.tuner.hand_made import Pass
+from tests.unit.tuner.test_cost_listed_step import BASE, BATCH, DEFERRED, RECOMPUTED
+from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
+from tests.unit.tuner.test_cost_simulate_step import CLUSTER, STAGES
 
 WORDS = f"{STAGES} 1 --expert-model-parallel-size 8"
 SPLIT = KernelBlocks(dispatch=12, combine=32)

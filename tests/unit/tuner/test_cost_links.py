@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.describe.routing import expected_places
-from moe_overlap.tuner.cost.groups import Group, axis_group
-from moe_overlap.tuner.cost.links import LinkRates, all_to_all_seconds, collective_seconds, point_to_point_seconds
+from moe_overlap.describe.model import expected_places
+from moe_overlap.tuner.cost.links import (
+    Group,
+    LinkRates,
+    all_to_all_seconds,
+    axis_group,
+    collective_seconds,
+    point_to_point_seconds,
+)
 
 RATES = LinkRates(domain=0.5, network=0.8, all_to_all_domain=0.4, all_to_all_network=0.6, latency_seconds=0.0)
 H100 = shipped_cluster("H100", 64).groups[0]

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cost_predict import CONSTANTS, JOB, by_hand
-from test_cost_simulate_step import CHUNKS, CLUSTER, STAGES
 
-import moe_overlap.tuner.cost.listed_step as listed_step
-import moe_overlap.tuner.cost.predict as cost_predict
+import moe_overlap.tuner.cost.analytic as cost_predict
+import moe_overlap.tuner.cost.simulate.step as listed_step
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.plan import Tile, Transfer
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.predicting import predict, read_job, simulated
 from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
-from moe_overlap.tuner.cost.listed_step import GROUPS, step_of_many
-from moe_overlap.tuner.cost.predict import Prediction
+from moe_overlap.tuner.cost.simulate.step import GROUPS, step_of_many
+from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
+from tests.unit.tuner.test_cost_simulate_step import CHUNKS, CLUSTER, STAGES
 
 BASE = [word for word in JOB if word not in ("--overlap-param-gather", "--overlap-grad-reduce")]
 BASE += """--micro-batch-size 4 --moe-router-topk 4 --moe-gate topk --moe-token-dispatcher-type irregular
@@ -126,7 +126,7 @@ def test_overlap_is_in_the_predicted_step() -> None:
 @pytest.mark.parametrize("words", [f"{STAGES} 4 {PARTS}", f"{STAGES} 2 {CHUNKS} 4 {DEFERRED}", f"{STAGES} 2 {PAIRED}"])
 def test_many_micro_batches_are_told_from_few(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     few = predicted(f"{words} {BATCH} 2048").predicted.step_seconds
-    monkeypatch.setattr("moe_overlap.tuner.cost.listed_step.GROUPS", 1000)
+    monkeypatch.setattr("moe_overlap.tuner.cost.simulate.step.GROUPS", 1000)
     assert few == pytest.approx(predicted(f"{words} {BATCH} 2048").predicted.step_seconds, rel=1e-5)
 
 

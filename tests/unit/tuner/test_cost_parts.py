@@ -9,16 +9,15 @@ import re
 
 import pytest
 import torch
-from test_cost_listed_step import BASE, BATCH, DEFERRED, PARTS, predicted
-from test_cost_predict import CONSTANTS, by_hand
-from test_cost_simulate_step import CLUSTER, STAGES
 
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.predicting import simulated
-from moe_overlap.runtime.weight_grad_queue import WeightGradQueue
-from moe_overlap.tuner.cost.deferral_room import Room, computed_gradients
+from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
+from moe_overlap.tuner.cost.deferral_room import Room, computed_gradients, copied_bytes
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
-from moe_overlap.tuner.cost.part_copies import copied_bytes
+from tests.unit.tuner.test_cost_listed_step import BASE, BATCH, DEFERRED, PARTS, predicted
+from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
+from tests.unit.tuner.test_cost_simulate_step import CLUSTER, STAGES
 
 CHUNKED = "--moe-overlap-capacity-chunks 2 --moe-expert-capacity-factor 1.0"
 WHOLE_GATE = "--moe-gate batch_prioritized --moe-expert-capacity-factor 1.0 --moe-overlap-range after"

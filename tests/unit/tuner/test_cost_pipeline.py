@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_overlap.plan.pipeline_order import Step, interleaved, most_in_flight, one_f_one_b
+from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, most_in_flight, one_f_one_b
 from moe_overlap.tuner.cost.pipeline import in_flight, step_seconds
 
 

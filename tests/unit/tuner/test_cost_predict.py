@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hand_made import captured_by_hand
 
-from megatron.training.config import Config
+from megatron.training.cli.config import Config
 from moe_overlap.describe.cluster import Cluster, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
@@ -19,10 +18,11 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.predicting import Flags, predict
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
-from moe_overlap.tuner.cost.constants import Constants, GpuConstants, ReleaseConstants
-from moe_overlap.tuner.cost.groups import axis_group
-from moe_overlap.tuner.cost.interference_hosts import interference_of
-from moe_overlap.tuner.cost.predict import Machine, Prediction, concurrency
+from moe_overlap.tuner.cost.analytic import Machine, Prediction, concurrency
+from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants
+from moe_overlap.tuner.cost.interference import interference_of
+from moe_overlap.tuner.cost.links import axis_group
+from tests.unit.tuner.hand_made import captured_by_hand
 
 CONSTANTS = Constants(
     {

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments import parse
-from megatron.training.describe import describe_model
-from megatron.training.plan_from_flags import plan_from_flags
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model
+from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.plan.plan import Plan, Recompute
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Storage
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds, prediction_kinds
-from moe_overlap.tuner.cost.prepare import WORDS, part_counts, stage_variants
+from moe_overlap.tuner.capture.request import layer_kinds, prediction_kinds
+from moe_overlap.tuner.cost.analytic import WORDS, part_counts, stage_variants
 from tests.unit.tuner.capture_cases import MOE
 from tests.unit.tuner.hand_made import captured_by_hand
 

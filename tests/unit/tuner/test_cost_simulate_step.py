@@ -8,20 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cost_predict import CONSTANTS, JOB, by_hand
 
 import moe_overlap.predicting as predicting
-import moe_overlap.tuner.cost.predict as cost_predict
+import moe_overlap.tuner.cost.analytic as cost_predict
+from moe_overlap.commands import predict as predict_tool
+from moe_overlap.commands.compare_trace import read_trace
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.predicting import predict, simulated
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
-from moe_overlap.tuner.cost.operator_seconds import weight_of
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep
-from tools import predict as predict_tool
-from tools.compare_trace import read_trace
+from moe_overlap.tuner.cost.layer import weight_of
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep
+from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
 
 CLUSTER = shipped_cluster("H100", 32)
 STAGES = "--pipeline-model-parallel-size"

@@ -8,12 +8,10 @@ import random
 from collections.abc import Iterator, Mapping
 
 import pytest
-from test_cost_predict import CONSTANTS, by_hand
-from test_overlap_tuning import JOB, LIMITS
 
 import moe_overlap
-from megatron.training.arguments import parse
-from megatron.training.describe import describe_model, known_vocab_size
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model, known_vocab_size
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -23,11 +21,12 @@ from moe_overlap.overlap_tuning import tune_overlap
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.validate import validate_plan
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.predicting import task_of
-from moe_overlap.tuner.capture.layer_kinds import layer_kinds
-from moe_overlap.tuner.search.layer.layer_classes import entries_of, layer_classes, with_entries
-from moe_overlap.tuner.search.layer.mix_mechanisms import Mix, mix_mechanisms
+from moe_overlap.tuner.capture.request import layer_kinds
+from moe_overlap.tuner.search.layer.mechanisms import Mix, entries_of, layer_classes, mix_mechanisms, with_entries
+from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
+from tests.unit.tuner.test_overlap_tuning import JOB, LIMITS
 
 KEPT = ("whole micro-batches", "Tutel-style, 2 chunks", "partitions")
 

@@ -8,19 +8,19 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cost_predict import CONSTANTS, by_hand
 
 import moe_overlap.predicting as predicting
-from megatron.training.arguments import parse
-from megatron.training.describe import describe_model, known_vocab_size
-from megatron.training.plan_of_run import plan_of_run
-from megatron.training.validation import validate
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model, known_vocab_size
+from megatron.training.cli.validation import validate
+from megatron.training.plan_flags import plan_of_run
+from moe_overlap.commands.autotune import main
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.overlap_candidates import DEFERRED, PLAIN, Candidate
 from moe_overlap.overlap_tuning import WORTH, Tuned, choose, tune_overlap
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.predicting import predicted_of, read_job, task_of
-from tools.autotune import main
+from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 
 JOB = """--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
     --vocab-size 32000 --micro-batch-size 4 --global-batch-size 128 --bf16 --swiglu --disable-bias-linear

@@ -11,13 +11,10 @@ import pytest
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import Op
-from moe_overlap.tuner.profile import fill as filling
-from moe_overlap.tuner.profile.database import Database, Device, LinkKey
-from moe_overlap.tuner.profile.device import this_device
-from moe_overlap.tuner.profile.fill import fill
-from moe_overlap.tuner.profile.keys import OperatorKey, Pass, work_of
-from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators
-from moe_overlap.tuner.profile.sizes import link_grid, operator_grid
+from moe_overlap.tuner.profile import lookup as filling
+from moe_overlap.tuner.profile.cluster_file import this_device
+from moe_overlap.tuner.profile.database import Database, Device, LinkKey, OperatorKey, Pass, work_of
+from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators, fill, link_grid, operator_grid
 
 DEVICE = Device("cpu", "a processor", 1, "2.13.0")
 

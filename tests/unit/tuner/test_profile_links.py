@@ -12,12 +12,10 @@ import pytest
 
 from moe_overlap.describe.cluster import cluster_of, load_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.tuner.cost.groups import Group
-from moe_overlap.tuner.cost.links import collective_seconds
+from moe_overlap.tuner.cost.links import Group, collective_seconds
 from moe_overlap.tuner.cost.measured import constants_of
-from moe_overlap.tuner.profile.cluster_file import measured_cluster
+from moe_overlap.tuner.profile.cluster_file import fit_line, fit_links, measured_cluster, moved_bytes
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey
-from moe_overlap.tuner.profile.links import fit_line, fit_links, moved_bytes
 
 LATENCY, RATE = 2e-4, 1.5e9
 SIZES = [1 << power for power in range(12, 25, 2)]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_overlap.tuner.profile.keys import OperatorKey, Pass
-from moe_overlap.tuner.profile.measure.operators import BUILDERS, call_of
-from moe_overlap.tuner.profile.measure.timing import call_seconds
-from moe_overlap.tuner.profile.sizes import operator_grid
-from moe_overlap.tuner.profile.vocabulary import BOUND_BY_BYTES, FORMATS, INTEGERS, can_be_measured
+from moe_overlap.tuner.profile.database import BOUND_BY_BYTES, FORMATS, INTEGERS, OperatorKey, Pass, can_be_measured
+from moe_overlap.tuner.profile.lookup import operator_grid
+from moe_overlap.tuner.profile.measure.operators import BUILDERS, call_of, call_seconds
 
 
 def test_the_vocabulary_is_what_can_be_called() -> None:
@@ -64,5 +62,5 @@ def test_reductions_follow_the_bytes() -> None:
 
 def test_the_least_batch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1_000_000))
-    monkeypatch.setattr("moe_overlap.tuner.profile.measure.timing.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("moe_overlap.tuner.profile.measure.operators.time.perf_counter", lambda: float(next(clock)))
     assert call_seconds(lambda: None, "cpu", 1.0) == 1.0

@@ -8,25 +8,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from test_cost_predict import CONSTANTS, by_hand
-from test_overlap_tuning import JOB, write_job
 
 import moe_overlap.overlap_tuning as overlap_tuning
 import moe_overlap.predicting as predicting
+from moe_overlap.commands.autotune import main
 from moe_overlap.describe.cluster import Cluster, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.overlap_tuning import PLAIN, WORTH, Candidate, Tuned, keep_measured, tune_overlap
+from moe_overlap.plan.instructions import COMPUTING, Span
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.spans import COMPUTING, Span
 from moe_overlap.plan.trace import about_run, write_ranks
 from moe_overlap.predicting import Options, Task, predicted_of, read_job, task_of
 from moe_overlap.refining import Refinement, refine, with_prices
-from moe_overlap.tuner.cost.observed import observe
-from moe_overlap.tuner.cost.refined import NOT_REFINED, Refined
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
+from moe_overlap.tuner.calibrate.observe import observe
+from moe_overlap.tuner.cost.hardware import NOT_REFINED, Refined
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.profile.database import Database, Device
-from tools.autotune import main
+from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
+from tests.unit.tuner.test_overlap_tuning import JOB, write_job
 
 ONE_STAGE = [*JOB, "--pipeline-model-parallel-size", "1", "--num-layers", "2"]
 LIMITS = SearchLimits(max_partitions=2, group_seconds=0.0, range_limit=8)

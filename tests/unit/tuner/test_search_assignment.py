@@ -10,14 +10,17 @@ import pytest
 from moe_overlap.tuner.search.layer.assignment import (
     Assignment,
     Gradient,
+    LayerSpan,
     Problem,
+    Run,
     best_fit,
     held_shortly,
+    longest_run,
+    one_period,
+    repeat,
     without_idlers,
 )
-from moe_overlap.tuner.search.layer.exact_assignment import flow_bound, solve_exactly
-from moe_overlap.tuner.search.layer.repeated_layers import LayerSpan, Run, longest_run, one_period, repeat
-from moe_overlap.tuner.search.layer.solve_assignment import solve
+from moe_overlap.tuner.search.layer.solve_assignment import flow_bound, solve, solve_exactly
 
 US = 1e-6
 INSTANCES = 120

@@ -10,9 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moe_overlap.plan.operators import parse_operator
-from moe_overlap.tuner.search.layer.axis_tables import LETTERS, Axis, rows_of
-from moe_overlap.tuner.search.layer.operations import Form
-from moe_overlap.tuner.search.layer.partition_axis import Problem, solve
+from moe_overlap.tuner.search.layer.partition_axes import LETTERS, Axis, Form, Problem, rows_of, solve
 
 Array = NDArray[np.float64]
 PARTS = 2

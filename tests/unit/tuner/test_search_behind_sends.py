@@ -6,15 +6,15 @@ import itertools
 import random
 
 import pytest
-from test_search_weight_gradients import PLENTY, VARIANTS, Case, played, scheduled
 
+from moe_overlap.plan.lowering.deferral import is_send, sends_of
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.send_slots import is_send, sends_of
-from moe_overlap.plan.validate import validate_plan
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.search.layer.assignment import Assignment, Gradient, Problem
-from moe_overlap.tuner.search.layer.behind_sends import SendSlot, behind, hiding
-from moe_overlap.tuner.search.layer.plan_slots import Slots, with_slots
+from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, behind, hiding
+from moe_overlap.tuner.search.layer.slots import Slots, with_slots
+from tests.unit.tuner.test_search_weight_gradients import PLENTY, VARIANTS, Case, played, scheduled
 
 TWO_LAYERS = "--num-layers 2 --pipeline-model-parallel-size 2 --vocab-size 8000 --expert-model-parallel-size 8"
 INSTANCES = {

@@ -7,7 +7,13 @@ import random
 
 import pytest
 
-from moe_overlap.tuner.search.layer.chunk_order import Step, best_order_seconds, gap_to_best, pipeline_seconds, run
+from moe_overlap.tuner.search.layer.partition_pipeline import (
+    Step,
+    best_order_seconds,
+    gap_to_best,
+    pipeline_seconds,
+    run,
+)
 
 CASES = range(150)
 

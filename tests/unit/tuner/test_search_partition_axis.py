@@ -7,11 +7,23 @@ from collections.abc import Iterator
 import pytest
 
 from moe_overlap.plan import operators
-from moe_overlap.plan.gate_rules import GATE_FACTS
+from moe_overlap.plan.gates import GATE_FACTS
 from moe_overlap.plan.operators import Operator, parse_operator
-from moe_overlap.tuner.search.layer.axis_tables import REAL, TABLES, Axis, rows_of
-from moe_overlap.tuner.search.layer.operations import LINES, Form, operations_of
-from moe_overlap.tuner.search.layer.partition_axis import Conflict, CutAxes, Problem, Variable, cut_axes, solve
+from moe_overlap.tuner.search.layer.partition_axes import (
+    LINES,
+    REAL,
+    TABLES,
+    Axis,
+    Conflict,
+    CutAxes,
+    Form,
+    Problem,
+    Variable,
+    cut_axes,
+    operations_of,
+    rows_of,
+    solve,
+)
 
 CHUNK = [
     parse_operator(f"L{layer}.{part}")

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_overlap.plan.layer_sequence import LayerOperator
+from moe_overlap.plan.lowering.layers import LayerOperator
 from moe_overlap.plan.operators import GATE, MERGE, MOE_PARTS
-from moe_overlap.tuner.search.layer.chunk_order import Step, pipeline_seconds
-from moe_overlap.tuner.search.layer.partition_range import Lowered, RangeProblem, Ranges, Span, group, solve
+from moe_overlap.tuner.search.layer.partition_pipeline import Step, pipeline_seconds
+from moe_overlap.tuner.search.layer.partition_ranges import Lowered, RangeProblem, Ranges, Span, group, solve
 
 CASES = range(150)
 

@@ -10,24 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cost_predict import CONSTANTS, by_hand
-from test_cost_simulate_step import CLUSTER, OVERLAPPED
 
+import moe_overlap.tuner.cost.analytic as cost_predict
 import moe_overlap.tuner.cost.instruction_seconds as instruction_seconds
-import moe_overlap.tuner.cost.predict as cost_predict
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import Gate, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.validate import validate_plan
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.predicting import read_job
 from moe_overlap.speed_flags import features_of
+from moe_overlap.tuner.cost.analytic import Machine, machine_of
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
-from moe_overlap.tuner.cost.predict import Machine, machine_of
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
-from moe_overlap.tuner.search.layer import range_prices
-from moe_overlap.tuner.search.layer.plan_ranges import PartitionedPlan, partition_ranges
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.search.layer import partition_pipeline as range_prices
+from moe_overlap.tuner.search.layer.partition_ranges import PartitionedPlan, partition_ranges
+from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
+from tests.unit.tuner.test_cost_simulate_step import CLUSTER, OVERLAPPED
 
 LIMITS = SearchLimits(max_partitions=4, group_seconds=0.0, range_limit=3)
 GIB = float(1 << 30)

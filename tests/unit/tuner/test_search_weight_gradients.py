@@ -7,20 +7,19 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
-from test_cost_predict import CONSTANTS, JOB, by_hand
-from test_cost_simulate_step import CLUSTER, OVERLAPPED
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import LayerOverlap
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.validate import validate_plan
+from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.predicting import read_job, simulated
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep, simulate_step
-from moe_overlap.tuner.search.layer.labels import ancestors, related
-from moe_overlap.tuner.search.layer.plan_slots import with_slots
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.search.layer.slots import ancestors, related, with_slots
 from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Schedule, schedule_weight_gradients
+from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
+from tests.unit.tuner.test_cost_simulate_step import CLUSTER, OVERLAPPED
 
 PLENTY = 1 << 40
 VARIANTS = {

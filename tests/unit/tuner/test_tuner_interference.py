@@ -12,8 +12,16 @@ import numpy as np
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.tuner.cost.concurrency_samples import Samples, alone_seconds, read_samples, used_samples
-from moe_overlap.tuner.cost.fit_interference import fit_factors, fit_host, mean_error, report
+from moe_overlap.tuner.calibrate.interference import (
+    Samples,
+    alone_seconds,
+    fit_factors,
+    fit_host,
+    mean_error,
+    read_samples,
+    report,
+    used_samples,
+)
 from moe_overlap.tuner.cost.interference import (
     BLOCK,
     NO_INTERFERENCE,
@@ -21,9 +29,9 @@ from moe_overlap.tuner.cost.interference import (
     Factors,
     Floats,
     Interference,
+    measured_hosts,
     serial_share,
 )
-from moe_overlap.tuner.cost.interference_hosts import measured_hosts
 
 RANDOM = np.random.default_rng(0)
 

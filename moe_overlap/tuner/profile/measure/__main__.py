@@ -1,4 +1,4 @@
-"""Measure operators into a database: the process behind `fill.py`. Reads its request as JSON from stdin."""
+"""Measure operators into a database: the process behind `lookup.py`. Reads its request as JSON from stdin."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from moe_overlap.tuner.profile.database import Database, Device
-from moe_overlap.tuner.profile.keys import OperatorKey
-from moe_overlap.tuner.profile.measure.measuring import measure_operators
+from moe_overlap.tuner.profile.database import Database, Device, OperatorKey
+from moe_overlap.tuner.profile.measure.operators import measure_operators
 
 
 def main() -> None:

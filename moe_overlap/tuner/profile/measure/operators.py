@@ -6,13 +6,69 @@ operands decides their shapes (a second operand that is smaller is broadcast, a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from moe_overlap.tuner.profile.keys import OperatorKey
-from moe_overlap.tuner.profile.measure.timing import Call
+from moe_overlap.tuner.profile.database import Database, OperatorKey
+
+# How long a call takes: warmed up and repeated.
+
+Call = Callable[[], object]
+FLUSHED_BYTES = 256 << 20
+"""Written between calls on a GPU, more than its second-level cache holds."""
+BATCHES = 10
+
+
+def call_seconds(call: Call, device: str, budget_seconds: float) -> float:
+    """Seconds of one call.
+
+    On a CPU the least of several batches, each batch its mean: what else the machine does only adds to it. Operands stay as warm
+    as a training step's.
+    On a GPU the median over single calls between events, with the cache flushed before each.
+
+    Args:
+        budget_seconds: about how long to measure.
+    """
+    return _cuda_seconds(call, budget_seconds) if device == "cuda" else _host_seconds(call, budget_seconds)
+
+
+def _host_seconds(call: Call, budget_seconds: float) -> float:
+    call()
+    start = time.perf_counter()
+    call()
+    once = max(time.perf_counter() - start, 1e-7)
+    repeats = max(1, int(budget_seconds / BATCHES / once))
+    times = []
+    for _ in range(BATCHES):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        times.append((time.perf_counter() - start) / repeats)
+    return min(times)
+
+
+def _cuda_seconds(call: Call, budget_seconds: float) -> float:
+    """Not run on hardware."""
+    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    times: list[float] = []
+    end_time = time.perf_counter() + budget_seconds
+    while len(times) < 5 or (time.perf_counter() < end_time and len(times) < 200):
+        flushed.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times)
+
 
 INDEX_BYTES = 8
 ROW = 128
@@ -250,3 +306,33 @@ BUILDERS: dict[str, Build] = {
     "scatter_add_": _by_rows(lambda x, index, other: x.scatter_add_(0, _along_rows(x, index), other)),
     "embedding_dense_backward": _by_rows(lambda x, index, other: torch.zeros_like(x).index_add_(0, index, other)),
 }
+
+
+# Measure what a database lacks, key by key.
+
+
+def measure_operators(
+    database: Database,
+    keys: Sequence[OperatorKey],
+    seconds_each: float,
+    measured: Callable[[OperatorKey], None] = lambda key: None,
+) -> int:
+    """Time every key that the database lacks, and keep each at once.
+
+    Args:
+        seconds_each: about how long to time one.
+        keys: of kinds that `can_be_measured`.
+        measured: called after each key, timed now or before.
+    Returns:
+        How many were timed.
+    """
+    device, count = database.device, 0
+    if device.kind == "cpu":
+        torch.set_num_threads(device.threads)
+    for key in keys:
+        if key not in database.operators:
+            call = call_of(key, device.kind)
+            database.add_operator(key, call_seconds(call, device.kind, seconds_each))
+            count += 1
+        measured(key)
+    return count

@@ -1,15 +1,15 @@
 """The weight-gradient schedule: which weight gradients of a plan run under which backward exchange, and which behind sends.
 
 1. Lower and price the plan with every weight gradient deferred in program order; find its slots and what may run in them
-   (slot_times.py, labels.py).
+   (slots.py, slots.py).
 2. Assign weight gradients to exchanges, chunk by chunk (solve_assignment.py); problems that are equal are solved once.
-3. Simulate the plan without deferral and with the slots filled in the ways of schedule_choices.py, each where it keeps the
+3. Simulate the plan without deferral and with the slots filled in the ways of weight_gradients.py, each where it keeps the
    bytes; the fastest is returned. The problem counts what exchanges hide; it does not see what weight gradients hide that stay
    inside operators that run in parts, nor that their products are smaller there, nor what they save behind the sends.
 
 Simulated steps have about a micro-batch for each stage, however many the plan has: more repeat what is steady. In a pipeline,
 where something is saved once a step and something in every micro-batch, ways are compared by the predicted step of all
-micro-batches (listed_step.py).
+micro-batches (step.py).
 
 Source: Lancet, section 4.
 """
@@ -19,25 +19,145 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lower import lower
+from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.features import Features
-from moe_overlap.tuner.cost.folded import run_alone, sample_blocks
+from moe_overlap.tuner.cost.analytic import Machine
+from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
-from moe_overlap.tuner.cost.listed_step import listed_seconds
-from moe_overlap.tuner.cost.predict import Machine
-from moe_overlap.tuner.cost.simulate_step import SimulatedStep, issued_in_order, price_stages, simulate_step
-from moe_overlap.tuner.search.layer.assignment import Problem
-from moe_overlap.tuner.search.layer.behind_sends import SendSlot, send_slots, with_rest_behind
-from moe_overlap.tuner.search.layer.plan_slots import program_order, shortened, with_slots, without_pieces
-from moe_overlap.tuner.search.layer.schedule_choices import Choice, Place, choices, seconds_behind, slots_of
-from moe_overlap.tuner.search.layer.slot_times import DIGITS, ChunkProblem, chunk_problem, idle_seconds
+from moe_overlap.tuner.cost.simulate.compress import run_alone, sample_blocks
+from moe_overlap.tuner.cost.simulate.step import (
+    SimulatedStep,
+    issued_in_order,
+    listed_seconds,
+    price_stages,
+    simulate_step,
+)
+from moe_overlap.tuner.search.layer.assignment import Assignment, Problem
+from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, behind, hiding, send_slots, with_rest_behind
+from moe_overlap.tuner.search.layer.slots import (
+    DIGITS,
+    ChunkProblem,
+    Slots,
+    chunk_problem,
+    idle_seconds,
+    named_slots,
+    program_order,
+    shortened,
+    with_slots,
+    without_pieces,
+)
 from moe_overlap.tuner.search.layer.solve_assignment import Solution, solve
+
+# Ways to fill the slots of a plan, of which the weight-gradient schedule takes the fastest.
+#
+# Under exchanges: as solved, as solved with the rest in program order, all in program order. In a pipeline each also with the
+# rest behind the sends. A weight gradient that overshoots its exchange saves what it hides in every micro-batch; behind the send
+# it saves all it takes, but only at the ends of a step. So it stays under its exchange only if that hides a share of it. With P
+# equal stages and M micro-batches a step takes M + P - 1 times what a micro-batch takes, and what runs behind the sends is saved
+# P - 1 times: the share is (P - 1) / (M + P - 1). Of a stage that does less than others it is up to 1.
+
+Place = tuple[int, int]
+"""Stage, chunk."""
+Choice = Literal[
+    "without",
+    "solved",
+    "solved, rest in program order",
+    "program order",
+    "solved, rest behind sends",
+    "solved, rest in program order, then behind sends",
+    "program order, then behind sends",
+    "what saves more there behind sends",
+    "what overshoots behind sends",
+    "all behind sends",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A chunk's assignment, and where it has a slot behind its send the assignment of that slot's problem."""
+
+    problem: ChunkProblem
+    assignment: Assignment
+    send: SendSlot | None = None
+    behind: Assignment = ()
+
+
+def choices(
+    problems: Mapping[Place, ChunkProblem],
+    sends: Mapping[Place, SendSlot],
+    solutions: Mapping[Place, Solution],
+    share: float,
+) -> dict[Choice, dict[Place, Filled]]:
+    """The ways that keep the bytes, beside the plan without deferral; of equal ones the first.
+
+    Args:
+        share: as above, of equal stages.
+    """
+    solved = {place: solution.assignment for place, solution in solutions.items()}
+    in_order: dict[Place, Assignment] = {
+        place: tuple(gradient.first for gradient in one.problem.gradients) for place, one in problems.items()
+    }
+    completed: dict[Place, Assignment] = {
+        place: tuple(
+            first if slot is None else slot for slot, first in zip(solved[place], in_order[place], strict=True)
+        )
+        for place in problems
+    }
+    found: dict[Choice, dict[Place, Filled]] = {}
+    named: list[dict[int, Slots]] = []
+
+    def add(choice: Choice, assignments: Mapping[Place, Assignment], least: float | None = None) -> None:
+        if all(one.problem.is_feasible(assignments[place]) for place, one in problems.items()):
+            filled = {
+                place: _filled(one, sends.get(place), assignments[place], least) for place, one in problems.items()
+            }
+            slots = {stage: slots_of(filled, stage) for stage, _ in problems}
+            if any(slots.values()) and slots not in named:
+                found[choice] = filled
+                named.append(slots)
+
+    add("solved", solved)
+    add("solved, rest in program order", completed)
+    add("program order", in_order)
+    if sends:
+        add("solved, rest behind sends", solved, 0.0)
+        add("solved, rest in program order, then behind sends", completed, 0.0)
+        add("program order, then behind sends", in_order, 0.0)
+        add("what saves more there behind sends", solved, share)
+        add("what overshoots behind sends", solved, 1.0)
+        add("all behind sends", solved, float("inf"))
+    return found
+
+
+def slots_of(filled: Mapping[Place, Filled], stage: int) -> Slots:
+    """Of a stage, by name."""
+    mine = [one for place, one in filled.items() if place[0] == stage]
+    slots = {layer: dict(named) for layer, named in named_slots((one.problem, one.assignment) for one in mine).items()}
+    for one in mine:
+        if one.send is not None and (names := one.send.named(one.behind)):
+            slots.setdefault(one.send.layer, {})[one.send.name] = names
+    return slots
+
+
+def seconds_behind(filled: Mapping[Place, Filled], stage: int) -> float:
+    """Of a stage, what one micro-batch computes behind its sends."""
+    mine = (one for place, one in filled.items() if place[0] == stage)
+    return sum((one.send.seconds(one.behind) for one in mine if one.send is not None), 0.0)
+
+
+def _filled(one: ChunkProblem, send: SendSlot | None, assignment: Assignment, least: float | None) -> Filled:
+    """An assignment of a chunk, and with a share the rest behind its send."""
+    if send is None or least is None:
+        return Filled(one, assignment)
+    kept = hiding(one.problem, assignment, least)
+    return Filled(one, kept, send, behind(send, one.gradients, kept))
+
 
 FEWEST_MICRO_BATCHES = 4
 """Of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines need it."""

@@ -1,0 +1,1 @@
+"""Checkpoints: what is saved, when, and how it loads into another layout."""

@@ -1,0 +1,107 @@
+"""`--use-checkpoint-args`: a checkpoint carries the flags it was saved with, beside its weights, as JSON. No torch.
+
+From the checkpoint come all flags of the groups "model" and "mixture of experts", the vocabulary, the tokenizer, and if asked
+for the parallel sizes. Where the command line contradicts, one side wins as upstream has it, and the run says which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.training.cli.arguments import ParsedArguments, parse
+from megatron.training.cli.config import Config
+from megatron.training.cli.flags.table import Flag, config_flags, flag_texts
+from megatron.training.cli.rules.checkpoint import Start, start_of
+from moe_overlap.describe.errors import ConfigError
+
+ASKED = "--use-checkpoint-args"
+GROUPS = ("model", "moe")
+VOCABULARY = ("data.vocab_size", "data.tiktoken_pattern", "data.tiktoken_num_special_tokens")
+TOKENIZER = ("data.tokenizer_type", "data.tokenizer_model", "data.vocab_file", "data.merge_file")
+PARALLEL = (
+    "parallel.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size",
+    "parallel.num_virtual_stages_per_pipeline_rank",
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.expert_model_parallel_size",
+)
+CHECKPOINT_WINS = frozenset(
+    f"model.{name}"
+    for name in (
+        "num_query_groups group_query_attention position_embedding_type rotary_base rotary_percent rotary_interleaved "
+        "add_bias_linear add_qkv_bias squared_relu swiglu untie_embeddings_and_output_weights "
+        "layernorm_zero_centered_gamma normalization apply_query_key_layer_scaling attention_dropout hidden_dropout"
+    ).split()
+) | frozenset(
+    f"moe.{name}"
+    for name in (
+        "num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_pre_softmax "
+        "moe_shared_expert_intermediate_size moe_router_load_balancing_type moe_aux_loss_coeff "
+        "moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor"
+    ).split()
+)
+"""What upstream takes from the checkpoint also where the command line says otherwise; tokenizer and parallel sizes, too."""
+
+
+def with_checkpoint_arguments(parsed: ParsedArguments) -> ParsedArguments:
+    """The command line completed by the arguments of the checkpoint it starts from, if it asks for that.
+
+    Raises:
+        ConfigError: no folder is named, or the checkpoint has no arguments.
+    """
+    flags = parsed.config.checkpoint
+    if not flags.use_checkpoint_args:
+        return parsed
+    if flags.load is None and flags.pretrained_checkpoint is None:
+        raise ConfigError(ASKED, "", "there is no checkpoint to take them from", "add --load FOLDER")
+    start = start_of(flags)
+    if start is None:
+        line = f"{flags.load} holds no checkpoint: the command line alone counts"
+        return dataclasses.replace(parsed, told=(*parsed.told, ("arguments", line)))
+    config, overruled = _merged(parsed, _saved_config(start))
+    told = [("arguments", f"of {start.stored.path}"), *(("arguments", line) for line in overruled)]
+    return dataclasses.replace(parsed, config=config, told=(*parsed.told, *told))
+
+
+def _saved_config(start: Start) -> Config:
+    words = start.stored.mark.get("arguments")
+    if words is None:
+        rule = f"step {start.stored.step} carries no arguments: an older version saved it"
+        raise ConfigError(start.flag, start.folder, rule, f"drop {ASKED} and give the model's flags")
+    return parse(words).config
+
+
+def _merged(parsed: ParsedArguments, saved: Config) -> tuple[Config, list[str]]:
+    """The configuration, and a line for each contradiction."""
+    values: dict[str, dict[str, Any]] = {}
+    told = []
+    for flag in _wanted(parsed.config):
+        path = f"{flag.group}.{flag.field}"
+        mine, theirs = (getattr(getattr(config, flag.group), flag.field) for config in (parsed.config, saved))
+        given = not parsed.given.isdisjoint((*flag.names, *([flag.off] if flag.off else [])))
+        keeps = given and path not in CHECKPOINT_WINS and flag.group != "parallel" and path not in TOKENIZER
+        if given and mine != theirs:
+            here, there = _shown(flag, mine), _shown(flag, theirs)
+            told.append(f"{here} of the command line holds, not {there}" if keeps else f"{there} holds, not {here}")
+        if not keeps:
+            values.setdefault(flag.group, {})[flag.field] = theirs
+    groups = {group: dataclasses.replace(getattr(parsed.config, group), **new) for group, new in values.items()}
+    return dataclasses.replace(parsed.config, **groups), told
+
+
+def _wanted(config: Config) -> Iterator[Flag]:
+    paths: Sequence[str] = VOCABULARY
+    paths = (*paths, *TOKENIZER) if config.checkpoint.use_tokenizer_model_from_checkpoint_args else paths
+    paths = (*paths, *PARALLEL) if config.checkpoint.use_mp_args_from_checkpoint_args else paths
+    for flag in config_flags():
+        if flag.group in GROUPS or f"{flag.group}.{flag.field}" in paths:
+            yield flag
+
+
+def _shown(flag: Flag, value: Any) -> str:
+    """The words of a value, or of its absence."""
+    if value is None or (flag.kind == "switch" and value == flag.default):
+        return f"no {flag.off if value else flag.names[0]}"
+    return " ".join(flag_texts(flag, value))

@@ -1,0 +1,292 @@
+"""Saving and loading a run: weights, optimizer, schedule, random-number states, progress.
+
+In `checkpoints/`, `folder.py` makes a checkpoint complete or absent, `saver.py` and `optimizer_state.py` say what its tensors
+are; `cli/rules/checkpoint.py` says what a run may load. A run that resumes in the layout it was saved in continues bitwise; in
+another one, within rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.training.checkpoint import folder as checkpoint_folder
+from megatron.training.checkpoint.folder import Stored, non_persistent_folder
+from megatron.training.checkpoint.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
+from megatron.training.checkpoint.saver import Keep, Saver, differences, first_reason, model_state, without_keys
+from megatron.training.cli.arguments import config_to_flags
+from megatron.training.cli.config import Config
+from megatron.training.cli.rules import checkpoint as checkpoint_rules
+from megatron.training.cli.rules.checkpoint import Start, model_fingerprint
+from megatron.training.initialize import on_every_rank, on_first_rank
+from megatron.training.model.build import unwrap
+from moe_overlap.describe.errors import ConfigError
+
+# The dynamic loss scale of fp16 in a checkpoint: its value, and how far it is from moving again.
+
+
+def scaler_state(optimizer: Any) -> dict[str, float] | None:
+    """JSON numbers, equal on every rank; None where the scale is constant or there is none.
+
+    Args:
+        optimizer: megatron-core's chained optimizers; the first one's scaler counts (moe_overlap/runtime/state/optimizer.py).
+    """
+    scaler = optimizer.chained_optimizers[0].grad_scaler
+    if not isinstance(scaler, DynamicGradScaler):
+        return None
+    return {name: float(value) for name, value in scaler.state_dict().items()}
+
+
+def restore_scaler(optimizer: Any, state: dict[str, float] | None) -> None:
+    """Take over a saved scale; one that is constant now, or was when the run was saved, stays as the flags have it.
+
+    A window that is shorter than it was may be over: it ends at the next step, as megatron-core waits for equality.
+    """
+    scaler = optimizer.chained_optimizers[0].grad_scaler
+    if state is None or not isinstance(scaler, DynamicGradScaler):
+        return
+    scaler.load_state_dict(
+        {
+            "scale": torch.full_like(scaler.scale, state["scale"]),
+            "growth_tracker": int(min(state["growth_tracker"], scaler.growth_interval - 1)),
+            "hysteresis_tracker": int(min(state["hysteresis_tracker"], scaler.hysteresis)),
+        }
+    )
+
+
+# The state of every random-number generator of a process.
+
+
+def random_states() -> dict[str, Any]:
+    """Python, numpy, torch on the host and on the GPU, and megatron-core's named streams."""
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Continue where `random_states` was called; a GPU's state is set where there is one on both sides."""
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+__all__ = ["Checkpointer", "Progress", "model_fingerprint"]
+
+RANDOM_STATES = "random_states"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run is: steps made, those of them that left the weights alone, samples consumed."""
+
+    iteration: int = 0
+    skipped: int = 0
+    train_samples: int = 0
+    valid_samples: int = 0
+
+
+class Checkpointer:
+    """Saves and loads one run; both are collective over all ranks.
+
+    Args:
+        chunks: the DDP-wrapped model chunks of this rank.
+        optimizer: megatron-core's chained distributed optimizers.
+        scheduler: megatron-core's OptimizerParamScheduler, not yet stepped.
+        groups: this rank's process groups.
+        fingerprint: what a checkpoint must share with the run that loads it, JSON values by flag (`model_fingerprint`).
+    Attributes:
+        notes: what the user should know of the last load.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any,
+        groups: ProcessGroupCollection,
+        fingerprint: Mapping[str, Any],
+    ) -> None:
+        self._config, self._chunks, self._groups = config, list(chunks), groups
+        self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
+        self._saver = Saver(config.checkpoint, groups)
+        self.notes: tuple[str, ...] = ()
+
+    def save(self, progress: Progress, persistent: bool = True) -> None:
+        """Write `<save>/step-N`, or with --async-save start to; killed at any moment, the step is absent or complete.
+
+        Args:
+            persistent: keep it; else it replaces the former one that was not, in a folder apart.
+        Raises:
+            ConfigError: on every rank, when the folder cannot be written.
+        """
+        flags = self._config.checkpoint
+        assert flags.save is not None
+        folder, keep = Path(flags.save), Keep(flags.keep_last_checkpoints, flags.save_retain_interval)
+        if not persistent:
+            folder, keep = non_persistent_folder(flags.save, flags.non_persistent_global_ckpt_dir), Keep(last=1)
+        content = {
+            "progress": dataclasses.asdict(progress),
+            "fingerprint": self._fingerprint,
+            "arguments": config_to_flags(self._config),
+            "layout": self._layout(),
+            "scheduler": self._scheduler.state_dict(),
+            "optimizer": None if flags.no_save_optim else self._optimizer_mark(),
+            "random_states": not flags.no_save_rng,
+            "versions": _versions(),
+        }
+        temporary = self._saver.open(folder, progress.iteration)
+        with self._gathered_weights():
+            state = self._state(not flags.no_save_optim, not flags.no_save_rng, loading=False)
+            self._saver.save(state, temporary, progress.iteration, content, keep)
+
+    def completed(self, wait: bool) -> Path | None:
+        """The checkpoint that has become complete since the last call.
+
+        Args:
+            wait: until the save under way is complete, if there is one.
+        Raises:
+            ConfigError: on every rank, when it could not be written.
+        """
+        return self._saver.completed(wait)
+
+    def load(self) -> Progress | None:
+        """Load the newest complete checkpoint of --load, or that of --ckpt-step; where there is none, --pretrained-checkpoint.
+
+        --finetune takes the weights alone and starts at step 0; --no-load-optim leaves out optimizer and schedule, as upstream.
+        Random-number states are taken in the layout they were saved in only: elsewhere the run keeps those of its seed.
+
+        Returns:
+            Where the run stands; None where there is nothing to load.
+        Raises:
+            ConfigError: on every rank: incomplete, corrupt, or not a checkpoint of this run.
+        """
+        flags = self._config.checkpoint
+        start = on_first_rank(lambda: checkpoint_rules.start_of(flags))
+        if start is None:
+            return None
+        with checkpoint_rules.told_of(start.flag):
+            self._load(start)
+        return Progress() if start.weights_alone else Progress(**start.stored.mark["progress"])
+
+    def _load(self, start: Start) -> None:
+        flags, stored, load = self._config.checkpoint, start.stored, start.folder
+        names = sorted(stored.mark["files"])
+        on_every_rank(lambda: checkpoint_folder.verify(stored, names[dist.get_rank() :: dist.get_world_size()]))
+        with_optimizer = not (start.weights_alone or flags.no_load_optim)
+        with_random = not (start.weights_alone or flags.no_load_rng)
+        same_layout = stored.mark["layout"] == self._layout()
+        checkpoint_rules.require_same_fingerprint(stored, load, self._fingerprint)
+        optimizer = self._optimizer_mark() if with_optimizer else None
+        checkpoint_rules.require_parts(stored, load, optimizer, with_random and same_layout)
+
+        request = self._state(with_optimizer, with_random and same_layout, loading=True)
+        ignored = () if with_optimizer else (KEY_PREFIX,)
+        found = differences(request, stored.path, ignored)
+        told = checkpoint_rules.require_fit(stored, load, found, flags.dist_ckpt_strictness)
+        loaded = self._read(stored, without_keys(request, found.absent_keys))
+        for index, chunk in enumerate(self._chunks):
+            unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not found.absent_keys)
+        if with_optimizer:
+            name, steps = self._config.optimizer.optimizer, stored.mark["optimizer"]["steps"]
+            restore_optimizer(self._optimizer, name, loaded["optimizer"], steps)
+            restore_scaler(self._optimizer, stored.mark["optimizer"].get("scaler"))
+            self._load_schedule(stored, load)
+        else:
+            self._optimizer.reload_model_params()
+        if with_random and same_layout:
+            set_random_states(loaded[RANDOM_STATES])
+        elif with_random:
+            told = (*told, "random-number states begin anew: they were saved in another layout")
+        self.notes = (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *told)
+
+    def _state(self, with_optimizer: bool, with_random: bool, *, loading: bool) -> dict[str, Any]:
+        models = {f"model{index}": model_state(unwrap(c), self._groups) for index, c in enumerate(self._chunks)}
+        state: dict[str, Any] = dict(models)
+        if with_optimizer:
+            name = self._config.optimizer.optimizer
+            state["optimizer"] = optimizer_state(self._optimizer, name, models, loading=loading)
+        if with_random:
+            mine = None if loading else random_states()
+            state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, mine, (dist.get_world_size(),), (dist.get_rank(),))
+        return state
+
+    def _read(self, stored: Stored, request: dict[str, Any]) -> dict[str, Any]:
+        strategy = None
+        if self._config.checkpoint.ckpt_fully_parallel_load and self._groups.dp_cp.size() > 1:
+            stock = get_default_load_sharded_strategy(str(stored.path))
+            strategy = FullyParallelLoadStrategyWrapper(stock, self._groups.dp_cp)
+        try:
+            loaded: dict[str, Any] = dist_checkpointing.load(request, str(stored.path), sharded_strategy=strategy)
+        except CheckpointException as error:
+            fix = "choose another checkpoint by --ckpt-step"
+            raise ConfigError("--load", stored.path, f"cannot be read: {first_reason(error)}", fix) from error
+        return loaded
+
+    @contextlib.contextmanager
+    def _gathered_weights(self) -> Iterator[None]:
+        """With an overlapped gather the weights of other ranks are stale until the next forward pass: fetch them now."""
+        overlapped = [chunk for chunk in self._chunks if chunk.ddp_config.overlap_param_gather]
+        for chunk in overlapped:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        try:
+            yield
+        finally:
+            for chunk in overlapped:
+                chunk.enable_forward_pre_hook()
+
+    def _layout(self) -> dict[str, int]:
+        groups = self._groups
+        sizes = {"tensor": groups.tp, "context": groups.cp, "pipeline": groups.pp, "expert": groups.ep}
+        sizes["expert_tensor"] = groups.expt_tp
+        return {"world": dist.get_world_size(), "chunks": len(self._chunks)} | {k: g.size() for k, g in sizes.items()}
+
+    def _optimizer_mark(self) -> dict[str, Any]:
+        flags = self._config.optimizer
+        precision = "fp16" if self._config.precision.fp16 else "bf16" if flags.bf16 else "fp32"
+        steps, scaler = step_count(self._optimizer), scaler_state(self._optimizer)
+        return {"name": flags.optimizer, "precision": precision, "steps": steps, "scaler": scaler}
+
+    def _load_schedule(self, stored: Stored, load: str) -> None:
+        mine = self._scheduler.state_dict()
+        saved = checkpoint_rules.schedule_to_load(stored, load, mine, self._config.optimizer)
+        self._scheduler.load_state_dict(saved)
+        # megatron-core leaves the run's own bounds in the parameter groups, where they win over the schedule's, and sets this
+        # step's weight decay before it takes over the saved one.
+        for group in self._optimizer.param_groups:
+            for bound in ("max_lr", "min_lr"):
+                if group.get(bound) == mine[bound]:
+                    group[bound] = getattr(self._scheduler, bound)
+        self._scheduler.step(increment=0)
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: version(name) for name in ("torch", "megatron-core", "numpy")}
+    return {"python": platform.python_version(), **packages}

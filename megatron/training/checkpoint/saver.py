@@ -1,0 +1,297 @@
+"""One save at a time, complete on every rank or not at all: at once, or beside training (--async-save).
+
+Beside training a save goes:
+    1. the loop waits for the former save, and has every rank copy what it will write;
+    2. a thread of each rank writes the copies, in a process group that the threads have to themselves;
+    3. when all have written, rank 0's thread completes the checkpoint by its rename (`checkpoint_folder.publish`);
+    4. after its next steps the loop asks whether all threads are done, and hears their error if there is one.
+Killed before 3, the save is absent and the one before it is the last complete one.
+
+megatron-core's own asynchronous callers fork a process with the training process's memory, and wait for ever when it dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.training.checkpoint import folder as checkpoint_folder
+from megatron.training.cli.config import CheckpointConfig
+from megatron.training.cli.rules.checkpoint import Differences
+from megatron.training.initialize import on_every_rank, on_first_rank
+from moe_overlap.describe.errors import ConfigError
+
+# What a checkpoint's data files hold, by megatron.core.dist_checkpointing: tensors under keys by layer, never by rank or stage.
+#
+# `parallel_state` is not read: the groups are handed over, and where megatron-core would fetch them the same state is built here.
+
+EMBEDDING, OUTPUT, OUTPUT_BIAS = "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"
+
+
+class DirectSave(AsyncSaveShardedStrategy):
+    """The files of megatron-core's `torch_dist` format, written and synced by a thread of this process.
+
+    The stock strategy hands the data to forked writers through a manager process that imports everything anew (seconds per
+    save), and waits for ever when a writer dies.
+
+    Args:
+        copies: write copies of the tensors, so that training may go on meanwhile.
+        group: the ranks that save, for the writing thread alone where there is one; the default group unless given.
+    """
+
+    def __init__(self, copies: bool, group: Any = None) -> None:
+        super().__init__("torch_dist", 1)
+        self._copies, self._group = copies, group
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Objects go to the same files."""
+        return True
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
+        """What writes every shard of which this rank holds the main replica, as they are now.
+
+        The request's function is collective. It raises CheckpointException on every rank when a rank could not write.
+        """
+        by_key: dict[str, list[Any]] = {}
+        for shard in nested_values(sharded_state_dict):
+            if not is_main_replica(shard.replica_id):
+                continue
+            if self._copies and isinstance(shard, ShardedTensor):
+                shard.data = shard.data.detach().to("cpu", copy=True)
+            by_key.setdefault(shard.unique_key if isinstance(shard, ShardedObject) else shard.key, []).append(shard)
+        return AsyncRequest(self._write, (by_key, checkpoint_dir), [])
+
+    def _write(self, by_key: dict[str, list[Any]], folder: str | Path) -> None:
+        torch_checkpoint.save(
+            mcore_to_pyt_state_dict(by_key),
+            storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self._group,
+        )
+
+
+def first_reason(error: CheckpointException) -> str:
+    """What the first rank that failed says, in a line."""
+    failure = next(iter(error.failures.values()))[0]
+    return str(getattr(failure, "strerror", None) or failure).splitlines()[0]
+
+
+def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
+    """The sharded state of one GPTModel chunk; tensors are the parameters and buffers themselves.
+
+    As GPTModel.sharded_state_dict, which for tied embeddings on several stages reads a global group.
+    """
+    metadata = {"dp_cp_group": groups.dp_cp, "non_homogeneous_layers": True}
+    state: dict[str, Any] = MegatronModule.sharded_state_dict(model, "", (), metadata)
+    state.pop("output_layer._extra_state", None)
+    if not model.post_process:
+        return state
+    if (model.share_embeddings_and_output_weights or model.mtp_process) and not model.pre_process:
+        # The last stage's copy of the embedding: a replica of the first stage's tensor. Prediction layers read it under its
+        # own name.
+        state[EMBEDDING if model.mtp_process else OUTPUT] = make_tp_sharded_tensor_for_checkpoint(
+            model.shared_embedding_or_output_weight(),
+            EMBEDDING,
+            replica_id=(1, 0, groups.dp_cp.rank()),
+            allow_shape_mismatch=True,
+            tp_group=groups.tp,
+            dp_cp_group=groups.dp_cp,
+        )
+    for key in (OUTPUT, OUTPUT_BIAS):
+        if key in state:
+            # The vocabulary is padded to a multiple of the tensor-parallel size: its rows may differ from the file's.
+            state[key].allow_shape_mismatch = True
+    return state
+
+
+def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
+    """Every tensor shard of a state, with gated projections split into their two parts."""
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensorFactory):
+            yield from sharded_tensors(value.build())
+        elif isinstance(value, ShardedTensor):
+            yield value
+
+
+def differences(state: Any, path: Path, ignored: Sequence[str]) -> Differences:
+    """Compare a checkpoint with the state a run asks for. Collective.
+
+    Args:
+        ignored: beginnings of keys that the checkpoint may hold without being asked for.
+    """
+    there = {
+        key: tuple(tensor.global_shape) for key, tensor in dist_checkpointing.load_tensors_metadata(str(path)).items()
+    }
+    here = {shard.key: (tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in sharded_tensors(state)}
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    wanted = {key: value for rank in everywhere for key, value in rank.items()}
+    shapes = []
+    for key in sorted(wanted.keys() & there.keys()):
+        shape, padded = wanted[key]
+        if there[key] != shape and not (padded and there[key][1:] == shape[1:]):
+            shapes.append(f"{key} is {list(there[key])} in the checkpoint, {list(shape)} here")
+    absent = sorted(wanted.keys() - there.keys())
+    extra = sorted(key for key in there.keys() - wanted.keys() if not key.startswith(tuple(ignored)))
+    return Differences(
+        tuple(shapes),
+        tuple(f"{key} {list(wanted[key][0])} is not in the checkpoint" for key in absent),
+        tuple(f"{key} {list(there[key])} is only in the checkpoint" for key in extra),
+        frozenset(absent),
+    )
+
+
+def without_keys(state: Any, keys: Collection[str]) -> Any:
+    """A state to load without the tensors of some keys."""
+    if not isinstance(state, dict):
+        return state
+    kept = {}
+    for name, value in state.items():
+        if not (isinstance(value, ShardedTensor | ShardedTensorFactory) and value.key in keys):
+            kept[name] = without_keys(value, keys)
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which checkpoints of a folder stay: all, or the last ones and those at multiples of an interval."""
+
+    last: int | None
+    multiples_of: int | None = None
+
+
+class Saver:
+    """Writes checkpoints; every method is collective over all ranks.
+
+    Args:
+        groups: this rank's process groups; replicas of a weight share the writing (--ckpt-fully-parallel-save).
+    """
+
+    def __init__(self, flags: CheckpointConfig, groups: ProcessGroupCollection) -> None:
+        self._flags, self._has_saved = flags, False
+        self._under_way: tuple[Path, Future[None] | None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._group: Any = None
+        if flags.async_save and flags.save is not None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._group = dist.new_group(backend="gloo")
+        self._strategy: Any = DirectSave(copies=self._thread is not None, group=self._group)
+        if flags.ckpt_fully_parallel_save and groups.dp_cp.size() > 1:
+            keep = flags.ckpt_assume_constant_structure
+            self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, groups.dp_cp, keep)
+
+    def open(self, folder: Path, step: int) -> Path:
+        """A fresh place for a save's files, seen by every rank. The former save must be completed."""
+        assert self._under_way is None
+        temporary = on_first_rank(lambda: checkpoint_folder.open_temporary(folder, step))
+        on_every_rank(lambda: _require_shared(folder, temporary))
+        return temporary
+
+    def save(self, state: dict[str, Any], temporary: Path, step: int, content: Mapping[str, Any], keep: Keep) -> None:
+        """Write a state, or start to; `completed` tells when it is done.
+
+        Args:
+            state: sharded; with --async-save it may change as soon as this returns.
+            temporary: what `open` returned.
+            content: of the completion mark.
+            keep: which of the folder's checkpoints stay.
+        Raises:
+            ConfigError: on every rank, when the folder cannot be written.
+        """
+        folder = temporary.parent
+        with checkpoint_folder.writing(folder):
+            request = dist_checkpointing.save(
+                state,
+                str(temporary),
+                sharded_strategy=self._strategy,
+                validate_access_integrity=not (self._has_saved and self._flags.ckpt_assume_constant_structure),
+                async_sharded_save=True,
+            )
+        assert request is not None
+        self._has_saved = True
+        final, work = folder / checkpoint_folder.step_name(step), (request, temporary, step, content, keep)
+        if self._thread is None:
+            self._finish(*work)
+            self._under_way = (final, None)
+        else:
+            self._under_way = (final, self._thread.submit(self._finish, *work))
+
+    def completed(self, wait: bool) -> Path | None:
+        """The checkpoint that has become complete since the last call.
+
+        Args:
+            wait: until the save under way is complete, if there is one.
+        Raises:
+            ConfigError: on every rank, when it could not be written.
+        """
+        if self._under_way is None:
+            return None
+        final, writing = self._under_way
+        if writing is not None:
+            if not (wait or _true_on_every_rank(writing.done())):
+                return None
+            self._under_way = None
+            writing.result()
+        self._under_way = None
+        return final
+
+    def _finish(
+        self, request: AsyncRequest, temporary: Path, step: int, content: Mapping[str, Any], keep: Keep
+    ) -> None:
+        folder, rank = temporary.parent, dist.get_rank()
+        assert request.async_fn is not None
+        try:
+            with checkpoint_folder.writing(folder):
+                request.async_fn(*request.async_fn_args)
+        except CheckpointException as error:
+            with checkpoint_folder.writing(folder):
+                raise OSError(first_reason(error)) from error
+
+        def read_again() -> checkpoint_folder.Checksums:
+            with checkpoint_folder.writing(folder):
+                return checkpoint_folder.checksums(temporary.glob(f"__{rank}_*.distcp"))
+
+        mine = on_every_rank(read_again, self._group)
+        sums: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(sums, mine, group=self._group)
+
+        def complete() -> None:
+            with checkpoint_folder.writing(folder):
+                save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(temporary))
+            files = {name: sizes for part in sums for name, sizes in part.items()}
+            files |= checkpoint_folder.checksums(path for path in temporary.iterdir() if path.name not in files)
+            checkpoint_folder.publish(temporary, folder, step, {**content, "files": files})
+            checkpoint_folder.prune(folder, step, keep.last, keep.multiples_of)
+
+        on_first_rank(complete, self._group)
+
+
+def _require_shared(folder: Path, temporary: Path) -> None:
+    if not temporary.is_dir():
+        raise ConfigError("--save", folder, "is not the same folder on every node", "choose a shared file system")
+
+
+def _true_on_every_rank(fact: bool) -> bool:
+    flag = torch.tensor([fact], dtype=torch.int, device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag[0])

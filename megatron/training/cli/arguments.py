@@ -1,0 +1,282 @@
+"""The command line of `pretrain_moe.py`: Megatron-LM's flag names and meanings, `@FILE`, later flags win. No torch.
+
+`parse` reads the words; what the values must fulfil together stands in `validation.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.training.cli.config import Config
+from megatron.training.cli.flags.table import Flag, config_flags, flag_texts, help_text, one_of
+from moe_overlap import VERSION_LINE
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.model_file import read_model
+from moe_overlap.describe.readers.shell_script import script_flags
+from moe_overlap.describe.readers.upstream_flags import (
+    DROPPED,
+    DROPPED_CHOICES,
+    UpstreamFlag,
+    awaited,
+    choice_refusal,
+    load_upstream_flags,
+    refusal,
+    without_effect_reason,
+)
+
+ALIASES = {
+    "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
+    "--recompute-activations": ("--recompute-granularity", "selective"),
+    "--moe-layer-recompute": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "moe"),
+    "--encoder-num-layers": ("--num-layers",),
+    "--encoder-seq-length": ("--seq-length",),
+    "--persistent-save-interval": ("--save-interval",),
+    "--disable-fp8-wgrad": ("--no-fp8-wgrad",),
+    "--disable-log-loss-scale-to-tensorboard": ("--no-log-loss-scale-to-tensorboard",),
+    "--disable-ckpt-fully-parallel-save": ("--no-ckpt-fully-parallel-save",),
+    "--disable-use-tokenizer-model-from-checkpoint-args": ("--no-use-tokenizer-model-from-checkpoint-args",),
+}
+"""Older spellings that upstream still reads -> the words they stand for; a value follows the last of them."""
+COMMAND_FLAGS = {"--help": 0, "-h": 0, "--version": 0, "--dry-run": 0, "--world-size": 1, "--model": 1}
+"""Flags of the command itself, with their number of values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedArguments:
+    """A command line that was understood."""
+
+    config: Config
+    name: str
+    """The run's name: the model's of --model, else that of the first @FILE, else `model`."""
+    model_notes: tuple[str, ...]
+    """What megatron-core computes otherwise than the source of the model file does."""
+    without_effect: tuple[tuple[str, str], ...]
+    """Accepted upstream flags that change nothing here, each with the reason."""
+    awaited: tuple[tuple[str, str], ...]
+    """Upstream flags, with their values, that ask for what is not executed yet, each with what that is."""
+    given: frozenset[str]
+    """Names of the configuration flags that were written."""
+    dry_run: bool
+    world_size: int | None
+    told: tuple[tuple[str, str], ...] = ()
+    """What the user should know of how it was understood: subject and text."""
+
+
+def parse(argv: Sequence[str]) -> ParsedArguments:
+    """The configuration that the words of a command line describe.
+
+    Args:
+        argv: the words after the program's name; `@FILE` stands for the words in a file.
+    Raises:
+        ConfigError: an unknown or refused flag, a wrong value, a file that is not there.
+        SystemExit: code 0 after `--help` or `--version`.
+    """
+    words = [word for written in expand_files(argv) for word in _of_today(written)]
+    own = {name: flag for flag in config_flags() for name in (*flag.names, flag.off) if name is not None}
+    upstream = load_upstream_flags()
+    written = _group_words(words, own, upstream)
+    model = read_model(*written["--model"]) if "--model" in written else None
+    if model is not None:
+        written = _group_words([*model.words, *words], own, upstream)
+    if "--help" in written or "-h" in written:
+        print(help_text())
+        raise SystemExit(0)
+    if "--version" in written:
+        print(VERSION_LINE)
+        raise SystemExit(0)
+    values: dict[str, dict[str, Any]] = {}
+    without_effect: list[tuple[str, str]] = []
+    unexecuted: list[tuple[str, str]] = []
+    for name, texts in written.items():
+        if name in own:
+            flag = own[name]
+            _refuse_upstream_choice(flag, name, texts, upstream)
+            values.setdefault(flag.group, {})[flag.field] = flag.value(name, texts)
+        elif name in upstream:
+            reason, is_awaited = _upstream_flag(upstream[name], name, texts)
+            if reason is not None and is_awaited:
+                unexecuted.append((" ".join((name, *texts)), reason))
+            elif reason is not None:
+                without_effect.append((name, reason))
+    config = _build(values)
+    if "--no-position-embedding" in written and config.model.position_embedding_type == "learned_absolute":
+        rule = "--position-embedding-type is learned_absolute"
+        raise ConfigError("--no-position-embedding", "", rule, "add --position-embedding-type rope or none")
+    return ParsedArguments(
+        config=config,
+        name=model.name if model else next((Path(word[1:]).stem for word in argv if word.startswith("@")), "model"),
+        model_notes=model.notes if model else (),
+        without_effect=tuple(without_effect),
+        awaited=tuple(unexecuted),
+        given=frozenset(name for name in written if name in own),
+        dry_run="--dry-run" in written,
+        world_size=_world_size(written),
+    )
+
+
+def config_to_flags(config: Config) -> list[str]:
+    """The words that describe a configuration: what differs from the defaults. `parse` of them gives it back."""
+    words: list[str] = []
+    for flag in config_flags():
+        value = getattr(getattr(config, flag.group), flag.field)
+        if value != flag.default:
+            words += flag_texts(flag, value)
+    return words
+
+
+def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path, ...] = ()) -> Iterator[str]:
+    """The words of a command line with each `@FILE` replaced by the words in the file.
+
+    Files are read as a shell would: quotes, comments after `#`, several words per line. `@OTHER` inside a file is
+    relative to that file. Of a shell script the flags of its training command are read (`shell_script.py`).
+    """
+    for word in argv:
+        if not word.startswith("@"):
+            yield word
+            continue
+        path = folder / word[1:]
+        if path.resolve() in inside:
+            raise ConfigError(word, "", "the file includes itself", "remove that line")
+        try:
+            text = path.read_text(encoding="utf-8")
+            is_script = path.suffix in (".sh", ".sbatch", ".slurm")
+            words = list(script_flags(text, {}, word).words) if is_script else shlex.split(text, comments=True)
+        except OSError as error:
+            raise ConfigError(word, "", f"cannot read {path}: {error.strerror}", "correct the path") from None
+        except ValueError as error:
+            raise ConfigError(word, "", f"cannot be split into words: {error}", "close the quotation") from None
+        yield from expand_files(words, path.parent, (*inside, path.resolve()))
+
+
+def _group_words(
+    words: list[str], own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]
+) -> dict[str, tuple[str, ...]]:
+    """The last values of each flag, in the order of those last mentions."""
+    written: dict[str, tuple[str, ...]] = {}
+    position = 0
+    while position < len(words):
+        name, equals, attached = words[position].partition("=")
+        position += 1
+        if not name.startswith("-"):
+            after = f" (after {next(reversed(written))})" if written else ""
+            rule = f"a word that belongs to no flag{after}"
+            raise ConfigError(words[position - 1], "", rule, "quote values with spaces")
+        texts: list[str] = [attached] if equals else []
+        fewest, most = _arity(name, own, upstream)
+        while not equals and len(texts) < most and position < len(words) and not words[position].startswith("--"):
+            texts.append(words[position])
+            position += 1
+        if most > 1:
+            texts = _without_brackets(texts)
+        if len(texts) < fewest:
+            raise ConfigError(name, "", "needs a value", f"write {name} VALUE")
+        if len(texts) > most:
+            raise ConfigError(name, attached, "takes no value", f"write {name} alone")
+        for other in _same_field(name, own):
+            written.pop(other, None)
+        written[name] = tuple(texts)
+    return written
+
+
+def _same_field(name: str, own: Mapping[str, Flag]) -> tuple[str, ...]:
+    """The names of one flag, its off switch included: the later one wins."""
+    flag = own.get(name)
+    return (name,) if flag is None else (*flag.names, *([flag.off] if flag.off else []))
+
+
+def _arity(name: str, own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]) -> tuple[int, int]:
+    """Fewest and most values of a flag."""
+    many = 1_000_000
+    if name in COMMAND_FLAGS:
+        return COMMAND_FLAGS[name], COMMAND_FLAGS[name]
+    if name in own:
+        flag = own[name]
+        return (0, 0) if flag.kind == "switch" else (1, many if flag.many else 1)
+    if name in upstream:
+        nargs = upstream[name].nargs
+        ranges = {None: (1, 1), "0": (0, 0), "+": (1, many), "*": (0, many)}
+        return ranges[nargs] if nargs in ranges else (int(str(nargs)), int(str(nargs)))
+    if name in DROPPED:
+        raise ConfigError(name, "", "upstream has dropped this flag", DROPPED[name])
+    known = sorted({*own, *COMMAND_FLAGS})
+    near = difflib.get_close_matches(name, known, 1, 0.75) or difflib.get_close_matches(name, upstream, 1, 0.75)
+    raise ConfigError(name, "", "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
+
+
+def _without_brackets(texts: list[str]) -> list[str]:
+    """`[a b c]`, as one word or several, is written for the list a b c in upstream's argument lists."""
+    joined = " ".join(texts).strip()
+    if not (joined.startswith("[") and joined.endswith("]")):
+        return texts
+    return joined[1:-1].replace(",", " ").split()
+
+
+def _refuse_upstream_choice(
+    flag: Flag, name: str, texts: tuple[str, ...], upstream: Mapping[str, UpstreamFlag]
+) -> None:
+    for text in texts:
+        if flag.choices is not None and text not in flag.choices:
+            if (name, text) in DROPPED_CHOICES:
+                raise ConfigError(name, text, "upstream has dropped this choice", DROPPED_CHOICES[name, text])
+            reason = choice_refusal(name, text)
+            known = upstream[name].choices if name in upstream else None
+            if reason is not None and (known is None or text in known):
+                raise ConfigError(name, text, f"not supported: {reason}", f"use {one_of(flag.choices)}")
+
+
+def _upstream_flag(flag: UpstreamFlag, name: str, texts: tuple[str, ...]) -> tuple[str | None, bool]:
+    """Why an upstream flag has no effect, and whether that is because its feature is awaited; None where it asks for nothing.
+
+    Raises:
+        ConfigError: the flag is refused, or its value is none that upstream knows.
+    """
+    for text in texts:
+        if flag.choices is not None and text not in flag.choices:
+            raise ConfigError(name, text, "unknown choice", f"use {one_of(flag.choices)}")
+        if choice_refusal(name, text):
+            raise ConfigError(name, text, f"not supported: {choice_refusal(name, text)}", "drop the flag")
+        if not flag.reads(text):
+            raise ConfigError(
+                name, text, f"must be a {'whole ' if flag.type == 'int' else ''}number", "correct the value"
+            )
+    accepted = without_effect_reason(name)
+    if accepted is not None:
+        return accepted, False
+    if flag.is_default(texts):
+        return None, False
+    feature = awaited(name)
+    if feature is not None:
+        return feature, True
+    refused = refusal(name)
+    assert refused is not None, name
+    raise ConfigError(" ".join((name, *texts)), "", f"not supported: {refused[0]}", refused[1])
+
+
+def _of_today(word: str) -> tuple[str, ...]:
+    """A word, or those that an older spelling stands for."""
+    name, equals, value = word.partition("=")
+    words = ALIASES.get(name, (name,))
+    return (*words[:-1], words[-1] + equals + value)
+
+
+def _build(values: Mapping[str, Mapping[str, Any]]) -> Config:
+    groups = {group.name: group.default_factory for group in dataclasses.fields(Config)}
+    assert all(factory is not dataclasses.MISSING for factory in groups.values())
+    return Config(**{group: factory(**values.get(group, {})) for group, factory in groups.items()})  # type: ignore[operator]
+
+
+def _world_size(written: Mapping[str, tuple[str, ...]]) -> int | None:
+    if "--world-size" not in written:
+        return None
+    text = written["--world-size"][0]
+    if "--dry-run" not in written:
+        raise ConfigError("--world-size", text, "torchrun sets it", "use torchrun --nproc-per-node N")
+    if not text.isdigit() or int(text) == 0:
+        raise ConfigError("--world-size", text, "must be a positive whole number", "correct the value")
+    return int(text)

@@ -1,0 +1,249 @@
+"""`--dry-run`: everything up to the first step without weights, process group or torch, printed for a reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from pathlib import Path
+from typing import TextIO
+
+from megatron.training.cli.arguments import ParsedArguments
+from megatron.training.cli.config import Config
+from megatron.training.cli.flags.table import config_flags, flag_texts
+from megatron.training.cli.flags.without_effect import idle_flags, reads_vocab_file
+from megatron.training.cli.packages import is_installed, packages_of
+from megatron.training.cli.sizes import (
+    ParallelLayout,
+    batch_sizes,
+    describe_model,
+    known_vocab_size,
+    parallel_layout,
+    smallest_world,
+)
+from megatron.training.cli.start import Machine, obstacles, this_machine
+from megatron.training.cli.validation import validate
+from megatron.training.data.sources import ARGS, PER_SPLIT_ARGS, data_source
+from megatron.training.data.tokenizers import MODEL_TYPES
+from megatron.training.plan_flags import plan_from_flags, plan_of_run
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription, ParameterCount, Share, model_parameters, rank_parameters
+from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
+from moe_overlap.plan.overlap import NO_OVERLAP
+from moe_overlap.plan.plan import Plan
+
+_WIDTH = 120
+_COLUMN = 14
+
+
+def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> None:
+    """Check a command line and print what it would train, on how many ranks, and what this machine lacks for it.
+
+    Args:
+        parsed: what `parse` returned.
+        world_size: number of processes; None takes the smallest that the parallel sizes allow.
+    Raises:
+        ConfigError: the error the run would give.
+    """
+    config = parsed.config
+    validate(config, None)
+    world = world_size or smallest_world(config)
+    try:
+        validate(config, world)
+    except ConfigError as error:
+        if error.subject != "world size" or world_size is None:
+            raise
+        raise ConfigError("--world-size", error.value, error.rule, error.fix.replace("start", "use")) from None
+    vocabulary = known_vocab_size(config)
+    model = describe_model(config, vocabulary or 0, parsed.name)
+    layout, machine = parallel_layout(config, world), this_machine()
+    plan_is_missing = ("--plan", config.overlap.plan) in missing_files(config)
+    plan = (plan_from_flags if plan_is_missing else plan_of_run)(config, model, world)
+    lines = [
+        _line("model", model_line(model)),
+        *(_line("not the same", note) for note in parsed.model_notes),
+        *(
+            []
+            if vocabulary
+            else [_line("vocabulary", "unknown without the tokenizer: word embeddings are not counted")]
+        ),
+        _line("layout", layout_line(layout, config)),
+        *([_line("in flight", in_flight_line(plan))] if has_pairs(plan) else []),
+        *(_line(subject, text) for subject, text in parsed.told),
+        "",
+        "flags that differ from the defaults",
+        *_changed_flags(config),
+        *_without_effect(parsed),
+        "",
+        "parameters per rank",
+        *_parameter_table(model, plan),
+        *_lacking(config, layout, machine),
+        *_obstacles(parsed, machine),
+    ]
+    print("\n".join(lines), file=out)
+
+
+def model_line(model: ModelDescription) -> str:
+    """`tiny: 4 layers, hidden 256, 8 experts top-2, 14.2 M parameters (5.1 M active, 0.1 M embedding)`."""
+    count = model_parameters(model)
+    experts = f"{model.num_experts} experts top-{model.router_topk}, " if model.num_experts else ""
+    parts = f"{quantity(count.active)} active, {quantity(count.embedding)} embedding"
+    ahead = f" and {model.mtp_layers} for prediction" if model.mtp_layers else ""
+    sizes = f"{model.num_layers} layers{ahead}, hidden {model.hidden_size}, {experts}"
+    return f"{model.name}: {sizes}{quantity(count.total)} parameters ({parts})"
+
+
+def layout_line(layout: ParallelLayout, config: Config) -> str:
+    """`2 processes: EP 2, DP 2 with ZeRO-1, micro-batch 4, global batch 16 in 2 micro-batches, 300 steps`."""
+    sizes = [
+        f"{name} {size}"
+        for name, size in (
+            ("TP", layout.tensor),
+            ("CP", layout.context),
+            ("PP", layout.pipeline),
+            ("virtual stages", layout.virtual),
+            ("EP", layout.expert),
+            ("ETP", layout.expert_tensor),
+        )
+        if size > 1 or (name == "ETP" and config.moe.num_experts is not None and layout.tensor > 1)
+    ]
+    processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
+    smallest = batch_sizes(config, layout.data).sizes[0]
+    grown = f"{smallest} to " if smallest != layout.global_batch_size else ""
+    batches = f"global batch {grown}{layout.global_batch_size} in {layout.micro_batches} micro-batches"
+    training = config.training
+    lengths = [f"{training.train_samples} samples"] if training.train_samples else []
+    lengths += [f"{training.train_iters} steps"] if training.train_iters else []
+    names = ", ".join([*sizes, f"DP {layout.data} with ZeRO-1"])
+    return ", ".join([f"{processes}: {names}", f"micro-batch {layout.micro_batch_size}", batches, *lengths])
+
+
+def has_pairs(plan: Plan) -> bool:
+    """Whether a stage interleaves micro-batches."""
+    return any(stage.overlap.micro_batches_in_flight > 1 for stage in plan.stages)
+
+
+def in_flight_line(plan: Plan) -> str:
+    """What interleaving costs: `activations of at most 4, 2 micro-batches (stages 0, 1); 2, 1 without …`."""
+    alone = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, overlap=NO_OVERLAP) for s in plan.stages))
+    stages = range(len(plan.stages))
+    held, before = (
+        ", ".join(str(most_in_flight(pipeline_blocks(one, stage))) for stage in stages) for one in (plan, alone)
+    )
+    where = f" (stages {', '.join(map(str, stages))})" if len(stages) > 1 else ""
+    return f"activations of at most {held} micro-batches{where}; {before} without --moe-overlap-micro-batches"
+
+
+def quantity(number: int) -> str:
+    """`14.2 M`: a number of parameters with three digits."""
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return str(number)
+
+
+def missing_files(config: Config) -> list[tuple[str, str]]:
+    """Flags that name a file or folder that is not there, with its path: training raises, a dry run lists them."""
+    data, missing = config.data, []
+    arguments = ((ARGS, data.data_args_path), (PER_SPLIT_ARGS, data.per_split_data_args_path))
+    if all(path is None or Path(path).is_file() for _, path in arguments):
+        for prefix in data_source(data).prefixes:
+            missing += [("--data-path", prefix + end) for end in (".idx", ".bin") if not Path(prefix + end).is_file()]
+    for flag, path in (
+        *arguments,
+        ("--tokenizer-model", data.tokenizer_model if data.tokenizer_type in MODEL_TYPES else None),
+        ("--vocab-file", data.vocab_file if reads_vocab_file(data) else None),
+        ("--merge-file", data.merge_file if data.tokenizer_type == "GPT2BPETokenizer" else None),
+        ("--load", config.checkpoint.load),
+        ("--pretrained-checkpoint", config.checkpoint.pretrained_checkpoint),
+        ("--plan", config.overlap.plan),
+    ):
+        if path is not None and not Path(path).exists():
+            missing.append((flag, path))
+    return missing
+
+
+def _line(head: str, text: str) -> str:
+    return f"{head:<{_COLUMN}}{text}"
+
+
+def _wrapped(head: str, words: list[str]) -> list[str]:
+    """Words in a column of their own, none broken."""
+    glued = " ".join(word.replace(" ", "\0") for word in words)
+    lines = textwrap.wrap(glued, _WIDTH - _COLUMN - 2, break_long_words=False, break_on_hyphens=False)
+    lines = [line.replace(" ", "  ").replace("\0", " ") for line in lines]
+    return [f"  {head if index == 0 else '':<{_COLUMN - 2}}{line}" for index, line in enumerate(lines)]
+
+
+def _changed_flags(config: Config) -> list[str]:
+    lines: list[str] = []
+    groups: dict[str, list[str]] = {}
+    for flag in config_flags():
+        value = getattr(getattr(config, flag.group), flag.field)
+        if value != flag.default:
+            groups.setdefault(flag.group, []).append(" ".join(flag_texts(flag, value)))
+    for group, words in groups.items():
+        lines += _wrapped(group, words)
+    return lines
+
+
+def _without_effect(parsed: ParsedArguments) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for name, reason in idle_flags(parsed):
+        reasons.setdefault(reason, []).append(name)
+    lines = ["", "flags without effect"] if reasons else []
+    for reason, names in reasons.items():
+        lines.append(f"  {reason}")
+        lines += _wrapped("", names)
+    return lines
+
+
+def _parameter_table(model: ModelDescription, plan: Plan) -> list[str]:
+    lines = [f"  {'stage':<7}{'ranks':<16}{'layers':<24}{'total':>10}{'active':>10}{'embedding':>11}"]
+    for index, stage in enumerate(plan.stages):
+        count = stage_parameters(model, plan, index)
+        first, last = stage.devices.ranks[0], stage.devices.ranks[-1]
+        ranks = f"{first}-{last}" if last > first else str(first)
+        ranks = ranks if last - first + 1 == len(stage.devices.ranks) else f"{ranks} in part"
+        layers = " ".join(f"{first}-{last - 1}" if last > first else "-" for first, last in stage.chunks)
+        layers = layers if len(layers) < 24 else f"{layers[:19]} ..."
+        numbers = f"{quantity(count.total):>10}{quantity(count.active):>10}{quantity(count.embedding):>11}"
+        lines.append(f"  {index:<7}{ranks:<16}{layers:<24}{numbers}")
+    return lines
+
+
+def stage_parameters(model: ModelDescription, plan: Plan, stage: int) -> ParameterCount:
+    """Parameters of each rank of a stage."""
+    part = plan.stages[stage]
+    share = Share(
+        chunks=part.chunks,
+        tensor=part.tensor,
+        expert=part.expert,
+        expert_tensor=part.expert_tensor,
+        first_stage=stage == plan.embedding_stage,
+        last_stage=stage == plan.loss_stage,
+        split_latents=this_machine().lacks("Transformer Engine") is not None,
+    )
+    return rank_parameters(model, share)
+
+
+def _lacking(config: Config, layout: ParallelLayout, machine: Machine) -> list[str]:
+    lines = []
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if not machine.cuda:
+        lines.append(("CUDA", "no GPU: training runs on the CPU, over gloo"))
+    elif gpus < layout.world_size:
+        lines.append(("CUDA", f"{gpus} GPUs here, {layout.world_size} processes: several machines are needed"))
+    if "transformer_engine" not in machine.packages:
+        lines.append(("Transformer Engine", "not installed: torch's attention and norms run instead"))
+    for flag, _, package in packages_of(config):
+        if not is_installed(package):
+            lines.append((flag, f"needs the package {package}: pip install {package}"))
+    for flag, path in missing_files(config):
+        after = ": training would start afresh" if flag == "--load" else ""
+        lines.append((flag, f"{path} does not exist{after}"))
+    return ["", "this machine lacks", *(f"  {head:<20}{text}" for head, text in lines)] if lines else []
+
+
+def _obstacles(parsed: ParsedArguments, machine: Machine) -> list[str]:
+    stops = [f"  {obstacle}" for obstacle in obstacles(parsed, machine)]
+    return ["", "a start here stops at", *stops] if stops else []

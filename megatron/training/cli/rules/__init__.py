@@ -1,0 +1,1 @@
+"""Rules across flags, by subject. A rule raises and never assigns."""

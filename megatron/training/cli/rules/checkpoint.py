@@ -1,0 +1,221 @@
+"""What a checkpoint must share with the run that loads it; each rule raises the user's error."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.training.checkpoint.folder import Stored, choose, non_persistent_folder
+from megatron.training.cli.config import CheckpointConfig, Config, OptimizerConfig
+from megatron.training.cli.sizes import describe_model
+from moe_overlap.describe.errors import ConfigError
+
+PRETRAINED = "--pretrained-checkpoint"
+SAME_MODEL = "give the flags of the saved model"
+SCHEDULE_FLAGS = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_warmup_steps": "a warm-up (in samples) of",
+    "lr_decay_steps": "a learning-rate decay (in samples; by default the length of the run) of",
+    "lr_decay_style": "--lr-decay-style",
+    "start_wd": "a starting weight decay of",
+    "end_wd": "a final weight decay of",
+    "wd_incr_steps": "a weight-decay ramp (in samples; the length of the run) of",
+    "wd_incr_style": "--weight-decay-incr-style",
+}
+"""Field of megatron-core's scheduler -> how a user knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What separates a checkpoint from the state a run asks for; each a phrase with key and shape, equal on every rank.
+
+    Attributes:
+        shapes: keys of both with unlike shapes.
+        absent: keys that the checkpoint lacks ("unexpected" in --dist-ckpt-strictness).
+        extra: keys that the run does not ask for ("missing" in the load).
+        absent_keys: the keys of `absent`.
+    """
+
+    shapes: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    absent_keys: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run starts from.
+
+    Attributes:
+        flag: the one that named the folder.
+        folder: as it was given.
+        weights_alone: whether the run begins at step 0 with these weights.
+    """
+
+    stored: Stored
+    flag: str
+    folder: str
+    weights_alone: bool
+
+
+def start_of(flags: CheckpointConfig) -> Start | None:
+    """The checkpoint of --load, or else that of --pretrained-checkpoint; None where there is nothing to load.
+
+    Raises:
+        ConfigError: what is there is incomplete, or of another format; nothing is there, and that is an error.
+    """
+    if flags.load is not None:
+        must_exist = flags.exit_on_missing_checkpoint and flags.pretrained_checkpoint is None
+        passing = None
+        if flags.non_persistent_ckpt_type is not None and flags.ckpt_step is None:
+            folder = non_persistent_folder(flags.load, flags.non_persistent_global_ckpt_dir)
+            passing = choose(str(folder), None, exit_on_missing=False)
+        stored = choose(flags.load, flags.ckpt_step, must_exist and passing is None)
+        if passing is not None and (stored is None or passing.step > stored.step):
+            stored = passing
+        if stored is not None:
+            return Start(stored, "--load", flags.load, flags.finetune)
+    if flags.pretrained_checkpoint is None:
+        return None
+    with told_of(PRETRAINED):
+        stored = choose(flags.pretrained_checkpoint, None, exit_on_missing=False)
+    if stored is None:
+        raise ConfigError(PRETRAINED, flags.pretrained_checkpoint, "holds no checkpoint", "correct the path")
+    return Start(stored, PRETRAINED, flags.pretrained_checkpoint, weights_alone=True)
+
+
+@contextlib.contextmanager
+def told_of(flag: str) -> Iterator[None]:
+    """Errors about --load name this flag."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.subject != "--load":
+            raise
+        raise ConfigError(flag, error.value, error.rule, error.fix) from error
+
+
+def model_fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
+    """The flags under which weights mean the same function: a difference that no tensor shape shows is found by them.
+
+    Sizes are the derived ones, so that a default equals its value written out.
+
+    Args:
+        vocab_size: the tokenizer's: the tensors' is padded, by a multiple that depends on the layout.
+    """
+    model = describe_model(config, vocab_size)
+    windowed = [int(window is not None) for window in model.windows[: model.num_layers]]
+    return {
+        "--vocab-size": vocab_size,
+        "--num-layers": model.num_layers,
+        "--hidden-size": model.hidden_size,
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": model.num_query_groups,
+        "--kv-channels": model.kv_channels,
+        "--position-embedding-type": config.model.position_embedding_type,
+        "--rotary-percent": config.model.rotary_percent,
+        "--rotary-interleaved": config.model.rotary_interleaved,
+        "--normalization": config.model.normalization,
+        "--rotary-scaling-factor": config.model.rotary_scaling_factor,
+        "--use-rope-scaling": config.attention.use_rope_scaling,
+        "--window-size": list(config.attention.window_size or ()),
+        "--window-attn-skip-freq": windowed if any(windowed) else [],
+        "--softmax-type": config.attention.softmax_type,
+        "--swiglu": config.model.swiglu,
+        "--squared-relu": config.model.squared_relu,
+        "--openai-gelu": config.model.openai_gelu,
+        "--quick-geglu": config.model.quick_geglu,
+        "--activation-func-clamp-value": config.model.activation_func_clamp_value,
+        "--glu-linear-offset": config.model.glu_linear_offset,
+        "--parallel-attention-mlp": model.parallel_block,
+        "--apply-layernorm-1p": config.model.layernorm_zero_centered_gamma,
+        "--qk-layernorm": model.qk_layernorm,
+        "--multi-latent-attention": config.model.multi_latent_attention,
+        "--untie-embeddings-and-output-weights": not model.tied_embeddings,
+        "--num-experts": model.num_experts,
+        "--moe-layer-freq": [int(is_moe) for is_moe in model.moe_layers],
+        "--moe-router-score-function": config.moe.moe_router_score_function,
+        "--moe-shared-expert-gate": model.shared_expert_gate,
+    }
+
+
+def require_same_fingerprint(stored: Stored, load: str, fingerprint: Mapping[str, Any]) -> None:
+    """Every flag that both sides know has one value."""
+    saved = stored.mark["fingerprint"]
+    differing = [flag for flag, value in fingerprint.items() if flag in saved and saved[flag] != value]
+    if differing:
+        flag, others = differing[0], differing[1:]
+        more = f" (also different: {_some(others)})" if others else ""
+        rule = f"step {stored.step} was saved with {flag} {saved[flag]}, this run has {fingerprint[flag]}{more}"
+        raise ConfigError("--load", load, rule, SAME_MODEL)
+
+
+def require_fit(stored: Stored, load: str, found: Differences, strictness: str | None) -> tuple[str, ...]:
+    """The tensors asked for are there, in their shapes, as far as --dist-ckpt-strictness demands it.
+
+    Returns:
+        What is to be said about keys that one side lacks.
+    Raises:
+        ConfigError: unlike shapes; keys that one side lacks, where they are an error.
+    """
+    if strictness in (None, "raise_all"):
+        wrong = (*found.absent, *found.extra)
+    else:
+        wrong = found.absent if strictness in ("assume_ok_unexpected", "raise_unexpected") else ()
+    if found.shapes or wrong:
+        rule = f"step {stored.step} is of another model ({_some((*found.shapes, *wrong))})"
+        fix = SAME_MODEL if found.shapes else f"{SAME_MODEL}, or load what fits with --dist-ckpt-strictness log_all"
+        raise ConfigError("--load", load, rule, fix)
+    told = {"log_unexpected": found.absent, "log_all": (*found.absent, *found.extra)}.get(strictness or "", ())
+    return (f"{_some(told)} (--dist-ckpt-strictness {strictness})",) if told else ()
+
+
+def require_parts(stored: Stored, load: str, optimizer: Mapping[str, Any] | None, with_random_states: bool) -> None:
+    """The checkpoint holds what is to be loaded.
+
+    Args:
+        optimizer: name and precision of this run's optimizer; None when its state is not loaded.
+    """
+    saved = stored.mark["optimizer"]
+    if optimizer is not None and saved is None:
+        rule = f"step {stored.step} holds no optimizer state (saved with --no-save-optim)"
+        raise ConfigError("--load", load, rule, "add --no-load-optim or --finetune")
+    if optimizer is not None:
+        half = "--fp16" if "fp16" in (saved["precision"], optimizer["precision"]) else "--bf16"
+        for key, flag in (("name", "--optimizer"), ("precision", half)):
+            if saved[key] != optimizer[key]:
+                rule = f"the optimizer state of step {stored.step} is of {saved[key]}, this run uses {optimizer[key]}"
+                raise ConfigError("--load", load, rule, f"correct {flag} or add --no-load-optim")
+    if with_random_states and not stored.mark["random_states"]:
+        rule = f"step {stored.step} holds no random-number states (saved with --no-save-rng)"
+        raise ConfigError("--load", load, rule, "add --no-load-rng")
+
+
+def schedule_to_load(stored: Stored, load: str, mine: Mapping[str, Any], flags: OptimizerConfig) -> dict[str, Any]:
+    """The saved state of the learning-rate schedule, fit for megatron-core's scheduler, which asserts that it equals the run's.
+
+    Args:
+        mine: the run's schedule.
+    Raises:
+        ConfigError: they differ, and no flag says which one holds.
+    """
+    saved = dict(stored.mark["scheduler"])
+    # Lengths that a constant schedule carries without using them: a longer run has other ones.
+    for style, length in (("wd_incr_style", "wd_incr_steps"), ("lr_decay_style", "lr_decay_steps")):
+        if mine[style] == saved[style] == "constant":
+            saved[length] = mine[length]
+    differing = [key for key in SCHEDULE_FLAGS if saved[key] != mine[key]]
+    if differing and not (flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler):
+        key = differing[0]
+        rule = f"step {stored.step} was saved with {SCHEDULE_FLAGS[key]} {saved[key]}, this run has {mine[key]}"
+        fix = "add --override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the saved one"
+        raise ConfigError("--load", load, rule, fix)
+    return saved
+
+
+def _some(phrases: Sequence[str]) -> str:
+    more = f"; and {len(phrases) - 3} more" if len(phrases) > 3 else ""
+    return "; ".join(phrases[:3]) + more

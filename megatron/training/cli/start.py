@@ -1,0 +1,111 @@
+"""What stops a start that a dry run accepts: what this machine lacks, and what this fork does not execute yet. No torch."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.training.cli.arguments import ParsedArguments
+from megatron.training.cli.config import Config
+from megatron.training.cli.flags.table import config_flags, flag_texts
+from megatron.training.cli.packages import is_installed
+from megatron.training.cli.sizes import layout_parts
+from moe_overlap.describe.errors import ConfigError
+
+DRY_RUN = "drop the flag; --dry-run accepts it"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a machine can carry out."""
+
+    cuda: bool
+    packages: frozenset[str]
+    """Of `transformer_engine` and `deep_ep`, those that are installed."""
+
+    def lacks(self, need: str) -> str | None:
+        """What is missing for a need of `cli/config_fields.py`; None if nothing is."""
+        package = {"Transformer Engine": "transformer_engine", "DeepEP": "deep_ep"}.get(need)
+        missing = ([] if self.cuda else ["a GPU"]) + ([package] if package and package not in self.packages else [])
+        return " and ".join(missing) or None
+
+
+def this_machine() -> Machine:
+    """Asks the file system and the installed packages, not torch."""
+    packages = (name for name in ("transformer_engine", "deep_ep") if is_installed(name))
+    return Machine(cuda_is_there(), frozenset(packages))
+
+
+def cuda_is_there() -> bool:
+    """Whether the NVIDIA driver shows a GPU."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def require_startable(parsed: ParsedArguments, machine: Machine) -> None:
+    """Raise the first obstacle: flag, value, rule and fix."""
+    for obstacle in obstacles(parsed, machine):
+        raise obstacle
+
+
+def obstacles(parsed: ParsedArguments, machine: Machine) -> list[ConfigError]:
+    """Everything that stops a start of a valid configuration on this machine."""
+    config = parsed.config
+    awaited = (ConfigError(words, "", f"{feature}: not executed yet", DRY_RUN) for words, feature in parsed.awaited)
+    return [*_not_given(config), *_needed(config, machine), *awaited, *_not_executed(config)]
+
+
+def _not_given(config: Config) -> Iterator[ConfigError]:
+    """What training needs, and a look at a model and its layout does not."""
+    training = config.training
+    if training.skip_train:
+        return
+    if config.optimizer.lr is None:
+        yield ConfigError("--lr", "", "training needs it", "add for example --lr 3e-4")
+    if training.train_iters is None and training.train_samples is None:
+        yield ConfigError("--train-iters", "", "training needs a length", "add --train-iters N")
+
+
+def _needed(config: Config, machine: Machine) -> Iterator[ConfigError]:
+    """Fields and choices that need what the machine lacks."""
+    for flag in config_flags():
+        value = getattr(getattr(config, flag.group), flag.field)
+        if value == flag.default:
+            continue
+        if flag.needs is not None:
+            yield from _lacking(" ".join(flag_texts(flag, value)), flag.needs, machine)
+    if config.moe.moe_token_dispatcher_type == "flex":
+        yield from _lacking("--moe-token-dispatcher-type flex", "DeepEP", machine)
+    if "moe_act" in (config.parallel.recompute_modules or ()):
+        yield from _lacking("--recompute-modules moe_act", "Transformer Engine", machine)
+
+
+def _lacking(words: str, need: str, machine: Machine) -> Iterator[ConfigError]:
+    missing = machine.lacks(need)
+    if missing is not None:
+        fix = "drop the flag, or start where they are; --dry-run accepts it"
+        needed = "a GPU" if need == "CUDA" else f"{need} on a GPU"
+        yield ConfigError(words, "", f"needs {needed}: this machine lacks {missing}", fix)
+
+
+def _not_executed(config: Config) -> Iterator[ConfigError]:
+    """Values of fields that this fork executes in part."""
+    parallel, layout = config.parallel, config.parallel.pipeline_model_parallel_layout
+    if layout is not None and layout_parts(layout)[-1].count("m") != (config.model.mtp_num_layers or 0):
+        rule, fix = "prediction layers m train in the part of the loss", "move m before L; --dry-run accepts it"
+        yield ConfigError("--pipeline-model-parallel-layout", layout, rule, fix)
+    group, stages = parallel.microbatch_group_size_per_vp_stage, parallel.pipeline_model_parallel_size
+    if group not in (None, stages):
+        rule = f"a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"
+        fix = f"use {stages} or drop it; --dry-run accepts it"
+        yield ConfigError("--microbatch-group-size-per-virtual-pipeline-stage", group, rule, fix)
+
+
+def quiet_libraries() -> None:
+    """Silence the import-time remarks of torch and megatron-core (missing apex, missing Transformer Engine, spec types)."""
+    warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b.*")
+    warnings.filterwarnings("ignore", message=r".*(Apex|apex|Transformer Engine|nvidia_resiliency|multi-storage).*")
+    for name in ("megatron.core", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,32 @@
+"""Rules across flags. A rule raises and never assigns: what passes is run exactly as it was written.
+
+Each rule is a small function; the files of rules are grouped like the flags.
+"""
+
+from __future__ import annotations
+
+from megatron.training.cli.config import Config
+from megatron.training.cli.rules.model import ATTENTION_RULES, MODEL_RULES
+from megatron.training.cli.rules.moe import MOE_RULES, OVERLAP_RULES
+from megatron.training.cli.rules.parallel import PARALLEL_RULES, check_world, sizes_are_positive
+from megatron.training.cli.rules.precision import PRECISION_RULES
+from megatron.training.cli.rules.run import RUN_RULES
+
+
+def validate(config: Config, world_size: int | None) -> None:
+    """Check a configuration.
+
+    Args:
+        config: what `parse` returned.
+        world_size: processes of the run; None leaves out the rules that need it.
+    Raises:
+        ConfigError: the first rule that does not hold, with flag, value, rule and fix.
+    """
+    before, after = (
+        (sizes_are_positive, *MODEL_RULES, *ATTENTION_RULES, *MOE_RULES),
+        (*RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES),
+    )
+    for rule in (*before, *PARALLEL_RULES, *after):
+        rule(config)
+    if world_size is not None:
+        check_world(config, world_size)

@@ -1,0 +1,183 @@
+"""Writing Megatron indexed datasets; a killed writer leaves nothing that looks complete. The cached built-in corpus."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sysconfig
+import tokenize
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+from megatron.training.data.sources import check_indexed_dataset
+from megatron.training.data.tokenizers import Tokenizer
+from moe_overlap.describe.errors import ConfigError
+
+# The built-in corpus: the Python standard library's own sources, real text that is on every machine. No torch.
+#
+# One document per file, as text. Folders of installed packages are left out; test folders are kept (where a distribution
+# ships them they are about two thirds of the text). Documents come in the order of a hash of their path: a dataset is
+# split by position, and in alphabetical order validation would see nothing but xml, zipfile and zoneinfo.
+
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusSummary:
+    """What the corpus holds; `digest` names the content."""
+
+    files: int
+    text_bytes: int
+    digest: str
+
+
+def standard_library_folder() -> Path:
+    """Where the running interpreter keeps its standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def builtin_corpus_documents(folder: Path | None = None) -> Iterator[str]:
+    """Sources of the standard library, one text per file, in an order that does not depend on the file system.
+
+    Args:
+        folder: the tree to read; default the running interpreter's standard library.
+    Yields:
+        Texts. Empty files, and files that do not decode as their coding line says (test inputs), are left out.
+    """
+    root = folder or standard_library_folder()
+    paths = [p for p in root.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts)]
+    for path in sorted(paths, key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest()):
+        try:
+            with tokenize.open(path) as source:
+                text = source.read()
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue
+        if text.strip():
+            yield text
+
+
+def summarize_corpus(folder: Path | None = None) -> CorpusSummary:
+    """Read the corpus once: number of files, bytes of UTF-8 text, and a digest of content and order."""
+    files, text_bytes, digest = 0, 0, hashlib.sha256()
+    for text in builtin_corpus_documents(folder):
+        data = text.encode("utf-8", "surrogatepass")
+        files, text_bytes = files + 1, text_bytes + len(data)
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return CorpusSummary(files, text_bytes, digest.hexdigest())
+
+
+CORPUS_FORMAT = 1
+"""Raise it when the way documents become tokens changes."""
+
+
+class IndexedWriter:
+    """PREFIX.bin and PREFIX.idx under construction; one sequence per document."""
+
+    def __init__(self, prefix: str, vocab_size: int, replaces_equal: bool = False) -> None:
+        self._prefix, self._replaces_equal = prefix, replaces_equal
+        mark = f".partial-{uuid.uuid4().hex[:8]}"
+        self._data, self._index = f"{prefix}.bin{mark}", f"{prefix}.idx{mark}"
+        self._dtype = DType.optimal_dtype(vocab_size)
+        self._builder = IndexedDatasetBuilder(self._data, dtype=self._dtype)
+        self.documents, self.tokens = 0, 0
+
+    def add_document(self, ids: Sequence[int] | numpy.ndarray) -> None:
+        """Append a document of token ids; an empty one is left out, as samples cannot be drawn from it."""
+        if not len(ids):
+            return
+        # The annotation of megatron-core names a tensor; it takes whatever numpy.array takes.
+        self._builder.add_document(numpy.asarray(ids, dtype=self._dtype), [len(ids)])
+        self.documents, self.tokens = self.documents + 1, self.tokens + len(ids)
+
+    def publish(self) -> None:
+        """Give both files their names. The index comes last: without it the dataset does not exist."""
+        self._builder.finalize(self._index)
+        if not self._replaces_equal:
+            with contextlib.suppress(FileNotFoundError):
+                Path(self._prefix + ".idx").unlink()
+        Path(self._data).replace(self._prefix + ".bin")
+        Path(self._index).replace(self._prefix + ".idx")
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        self._builder.data_file.close()
+        for path in (self._data, self._index):
+            with contextlib.suppress(FileNotFoundError):
+                Path(path).unlink()
+
+
+@contextlib.contextmanager
+def indexed_dataset(prefix: str, vocab_size: int, replaces_equal: bool = False) -> Iterator[IndexedWriter]:
+    """Write a dataset: it appears at `prefix` when the block ends, and not at all when the block fails or is killed.
+
+    Args:
+        prefix: path without ending; its folder is made.
+        vocab_size: decides the width of an id, 2 bytes below 65,500.
+        replaces_equal: every writer of this prefix writes the same bytes. The old index then stays until the new one takes
+            its place, so that a reader finds a whole dataset however many writers work at once.
+    """
+    Path(prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
+    writer = IndexedWriter(prefix, vocab_size, replaces_equal)
+    try:
+        yield writer
+        writer.publish()
+    except BaseException:
+        writer.discard()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltinCorpus:
+    """The tokenized built-in corpus on disk."""
+
+    prefix: str
+    files: int
+    text_bytes: int
+
+
+def prepare_builtin_corpus(
+    cache: Path, tokenizer: Tokenizer, on_first_rank: Callable[[Callable[[], BuiltinCorpus]], BuiltinCorpus]
+) -> BuiltinCorpus:
+    """The standard library as an indexed dataset under `cache`, made at its first use.
+
+    Args:
+        cache: folder; the file name holds a hash of text, tokenizer and format, so nothing in it is ever stale.
+        tokenizer: an end of document follows each file.
+        on_first_rank: runs its argument on one process and gives the result to all.
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+
+    def prepare() -> BuiltinCorpus:
+        summary = summarize_corpus()
+        key = json.dumps([CORPUS_FORMAT, summary.digest, tokenizer.unique_identifiers])
+        prefix = str(cache / f"python-{hashlib.sha256(key.encode()).hexdigest()[:16]}_text_document")
+        with contextlib.suppress(ConfigError):
+            check_indexed_dataset(prefix)
+            return BuiltinCorpus(prefix, summary.files, summary.text_bytes)
+        try:
+            with indexed_dataset(prefix, tokenizer.vocab_size, replaces_equal=True) as writer:
+                for text in builtin_corpus_documents():
+                    writer.add_document([*tokenizer.tokenize(text), tokenizer.eod])
+        except OSError as error:
+            raise cannot_write(cache, error) from error
+        return BuiltinCorpus(prefix, summary.files, summary.text_bytes)
+
+    return on_first_rank(prepare)
+
+
+def cannot_write(cache: Path, error: OSError) -> ConfigError:
+    """The error for a cache folder that refuses files."""
+    return ConfigError(
+        "--data-cache-path",
+        cache,
+        f"cannot be written ({error.strerror})",
+        "give --data-cache-path FOLDER with space and access",
+    )

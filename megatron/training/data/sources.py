@@ -1,0 +1,286 @@
+"""The tokenizer a run's flags ask for. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.training.cli.config import DataConfig
+from megatron.training.cli.sizes import vocab_file_entries
+from megatron.training.data.tokenizers import NullTokenizer, Tokenizer, TokenizerFiles, build_tokenizer
+from moe_overlap.describe.errors import ConfigError
+
+# What the data flags name on disk, checked without torch: blends, splits, the cache folder, indexed datasets.
+#
+# An indexed dataset is a pair of files, PREFIX.bin (token ids, one after the other) and PREFIX.idx: magic (9 bytes),
+# version (u64), type code of the ids (u8), sequences S (u64), document boundaries D (u64), S lengths (i32), S byte
+# offsets (i64), D boundaries (i64); little-endian.
+
+HEADER = struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+BYTES_BY_TYPE_CODE = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+"""Integer types only; the format's codes 6 and 7 are floats."""
+DEFAULT_SPLIT = "969,30,1"
+BUILTIN_SPLIT = "98,1,1"
+REBUILD = "make it again with tools/preprocess_data.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """Prefixes of indexed datasets; `weights` is None where each contributes what it has."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedFacts:
+    """What the index of a dataset says."""
+
+    sequences: int
+    tokens: int
+    bytes_per_token: int
+
+
+def parse_blend(data_path: Sequence[str], subject: str = "--data-path") -> Blend:
+    """`P`, `P1 P2 …`, or `W1 P1 W2 P2 …` as Megatron reads them.
+
+    Args:
+        subject: the flag that gave the words.
+    Raises:
+        ConfigError: nothing is named, weights and prefixes do not alternate, or a weight is not positive.
+    """
+    words = [word.strip() for word in data_path]
+    shown = " ".join(words)
+    if not words or not all(words):
+        raise ConfigError(subject, shown or '""', "names no dataset", "give a prefix, or drop the flag")
+    numbers = [_number(word) for word in words]
+    if all(number is None for number in numbers):
+        return Blend(tuple(words), None)
+    alternate = len(words) % 2 == 0 and all((number is not None) == (i % 2 == 0) for i, number in enumerate(numbers))
+    if not alternate:
+        raise ConfigError(
+            subject,
+            shown,
+            "weights and prefixes must alternate",
+            "write WEIGHT PREFIX WEIGHT PREFIX …, or prefixes only",
+        )
+    weights = tuple(number for number in numbers if number is not None)
+    if not all(weight > 0 and math.isfinite(weight) for weight in weights):
+        raise ConfigError(subject, shown, "weights must be positive", "drop the datasets you do not want")
+    return Blend(tuple(words[1::2]), weights)
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Parts of train, validation and test, as they are written ("969,30,1").
+
+    Raises:
+        ConfigError: not one to three numbers ≥ 0, separated by commas, of which one is positive.
+    """
+    numbers = [_number(word) for word in split.split(",")]
+    parts = [n for n in numbers if n is not None and n >= 0 and math.isfinite(n)]
+    if len(parts) != len(numbers) or len(parts) > 3 or not sum(parts):
+        raise ConfigError("--split", split, "must be one to three numbers, separated by commas", "write, say, 969,30,1")
+    train, valid, test = (*parts, 0.0, 0.0)[:3]
+    return train, valid, test
+
+
+def cache_folder(data_cache_path: str | None) -> Path:
+    """Where indices and the built-in corpus are kept: the flag, else `moe_overlap` in the user's cache folder."""
+    if data_cache_path is not None:
+        return Path(data_cache_path)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_overlap"
+
+
+def check_indexed_dataset(prefix: str, subject: str = "--data-path") -> IndexedFacts:
+    """Compare the sizes of the two files with what the index says; reads a few bytes, however large the dataset.
+
+    Raises:
+        ConfigError: a file is missing, is not an index, is empty, or does not fit the other.
+    """
+    for suffix, other in ((".idx", ".bin"), (".bin", ".idx")):
+        if not Path(prefix + suffix).is_file():
+            if prefix.endswith((".bin", ".idx")) and Path(prefix).is_file():
+                fix = f"give the prefix without the ending: {prefix[:-4]}"
+            elif Path(prefix + other).is_file():
+                fix = f"the dataset is incomplete: {REBUILD}"
+            else:
+                fix = "give the path of PREFIX.bin and PREFIX.idx without the ending"
+            raise ConfigError(subject, prefix, f"{prefix}{suffix} does not exist", fix)
+    try:
+        return _read_facts(prefix, subject)
+    except OSError as error:
+        raise ConfigError(
+            subject, prefix, f"cannot be read ({error.strerror})", "check the file's permissions"
+        ) from error
+
+
+def _read_facts(prefix: str, subject: str) -> IndexedFacts:
+    def corrupt(rule: str) -> ConfigError:
+        return ConfigError(subject, prefix, f"is corrupt: {rule}", REBUILD)
+
+    index_bytes, data_bytes = (Path(prefix + suffix).stat().st_size for suffix in (".idx", ".bin"))
+    with Path(prefix + ".idx").open("rb") as index:
+        head = index.read(HEADER.size)
+        if len(head) < HEADER.size or not head.startswith(MAGIC):
+            raise corrupt(f"{prefix}.idx is not the index of a Megatron dataset")
+        _, version, type_code, sequences, boundaries = HEADER.unpack(head)
+        if version != 1 or type_code not in BYTES_BY_TYPE_CODE:
+            raise corrupt(
+                f"{prefix}.idx has version {version} and type code {type_code}, expected 1 and an integer type"
+            )
+        expected = HEADER.size + 12 * sequences + 8 * boundaries
+        if index_bytes != expected:
+            raise corrupt(f"{prefix}.idx has {index_bytes} bytes, its header says {expected}")
+        if not sequences or not data_bytes:
+            raise ConfigError(subject, prefix, "holds no tokens", "give a dataset with documents")
+        index.seek(HEADER.size + 4 * (sequences - 1))
+        (last_length,) = struct.unpack("<i", index.read(4))
+        index.seek(HEADER.size + 12 * sequences - 8)
+        (last_offset,) = struct.unpack("<q", index.read(8))
+    token_bytes = BYTES_BY_TYPE_CODE[type_code]
+    if last_offset + last_length * token_bytes != data_bytes:
+        stated = last_offset + last_length * token_bytes
+        raise corrupt(f"{prefix}.bin has {data_bytes} bytes, its index says {stated}")
+    return IndexedFacts(sequences, data_bytes // token_bytes, token_bytes)
+
+
+# Where a run's text comes from, as the data flags say it: one blend that --split cuts, or a blend for each part. No torch.
+#
+# Exactly one of these, or none for the built-in corpus:
+# --data-path WORDS, --data-args-path FILE (the same words in a file)         one blend
+# --train-data-path, --valid-data-path, --test-data-path WORDS                a blend for each part
+# --per-split-data-args-path FILE, {"train": [WORDS], "valid": [...], ...}    the same in a JSON file
+# --mock-data
+
+PARTS = ("train", "valid", "test")
+ARGS, PER_SPLIT_ARGS = "--data-args-path", "--per-split-data-args-path"
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """Blends of a run; neither for mock data and the built-in corpus."""
+
+    whole: Blend | None = None
+    parts: tuple[Blend | None, Blend | None, Blend | None] | None = None
+
+    @property
+    def blends(self) -> tuple[Blend | None, Blend | None, Blend | None]:
+        """The blend that train, validation and test come from."""
+        return self.parts or (self.whole, self.whole, self.whole)
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """Every dataset, named once."""
+        return tuple(dict.fromkeys(prefix for blend in self.blends if blend for prefix in blend.prefixes))
+
+    def __str__(self) -> str:
+        if self.parts is None:
+            return _shown(self.whole)
+        return ", ".join(f"{name} {_shown(blend)}" for name, blend in zip(PARTS, self.parts, strict=True) if blend)
+
+
+def _shown(blend: Blend | None) -> str:
+    if blend is None:
+        return ""
+    if blend.weights is None:
+        return " ".join(blend.prefixes)
+    return " ".join(f"{weight:g} {prefix}" for weight, prefix in zip(blend.weights, blend.prefixes, strict=True))
+
+
+def check_data_flags(data: DataConfig) -> None:
+    """Raises ConfigError where flags name text twice, or a blend is wrong; opens no file."""
+    separate = [flag for flag, words in _separate_flags(data) if words is not None]
+    named = [
+        *(["--mock-data"] if data.mock_data else []),
+        *(["--data-path"] if data.data_path is not None else []),
+        *([ARGS] if data.data_args_path is not None else []),
+        *([PER_SPLIT_ARGS] if data.per_split_data_args_path is not None else []),
+        *separate[:1],
+    ]
+    if len(named) > 1:
+        raise ConfigError(named[0], "", f"is set together with {named[1]}", "drop one of them")
+    if data.split is not None and (separate or data.per_split_data_args_path is not None):
+        raise ConfigError("--split", data.split, f"{named[0]} names the parts already", "drop --split")
+    for flag, words in (("--data-path", data.data_path), *_separate_flags(data)):
+        if words is not None:
+            parse_blend(words, flag)
+
+
+def data_source(data: DataConfig) -> DataSource:
+    """The blends that the flags name, files of arguments included.
+
+    Raises:
+        ConfigError: text is named twice, a file of arguments cannot be read, or a blend is wrong.
+    """
+    check_data_flags(data)
+    if data.data_path is not None:
+        return DataSource(whole=parse_blend(data.data_path))
+    if data.data_args_path is not None:
+        return DataSource(whole=parse_blend(_text(ARGS, data.data_args_path).split(), ARGS))
+    if data.per_split_data_args_path is not None:
+        return _per_split(data.per_split_data_args_path)
+    separate = _separate_flags(data)
+    if all(words is None for _, words in separate):
+        return DataSource()
+    train, valid, test = (None if words is None else parse_blend(words, flag) for flag, words in separate)
+    return DataSource(parts=(train, valid, test))
+
+
+def _separate_flags(data: DataConfig) -> tuple[tuple[str, Sequence[str] | None], ...]:
+    paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    return tuple((f"--{part}-data-path", words) for part, words in zip(PARTS, paths, strict=True))
+
+
+def _per_split(path: str) -> DataSource:
+    rule, fix = "must be a JSON object", 'write {"train": [WEIGHT, PREFIX, …], "valid": […], "test": […]}'
+    try:
+        parts = json.loads(_text(PER_SPLIT_ARGS, path))
+    except ValueError as error:
+        raise ConfigError(PER_SPLIT_ARGS, path, f"{rule} ({error})", fix) from error
+    if not isinstance(parts, dict) or not all(isinstance(words, list) for words in parts.values()):
+        raise ConfigError(PER_SPLIT_ARGS, path, f"{rule} of lists", fix)
+    unknown = sorted(set(parts) - set(PARTS))
+    if unknown:
+        raise ConfigError(PER_SPLIT_ARGS, path, f"names the part {unknown[0]!r}", f"use {', '.join(PARTS)}")
+    train, valid, test = (
+        parse_blend([str(word) for word in parts[part]], PER_SPLIT_ARGS) if parts.get(part) else None for part in PARTS
+    )
+    return DataSource(parts=(train, valid, test))
+
+
+def _text(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(flag, path, f"cannot be read ({error})", "correct the path") from error
+
+
+def tokenizer_of_run(data: DataConfig) -> Tokenizer:
+    """Bytes by default; with a GPT-2 --vocab-file and no type, the ids of data that are tokenized already: its entries, unless
+    --vocab-size counts them.
+
+    Raises:
+        ConfigError: an unknown type, missing files, a vocabulary that is too small.
+    """
+    if data.tokenizer_type is None and data.vocab_file is not None:
+        return NullTokenizer(data.vocab_size or vocab_file_entries(data.vocab_file))
+    return build_tokenizer(data.tokenizer_type, tokenizer_files(data), data.vocab_size)
+
+
+def tokenizer_files(data: DataConfig) -> TokenizerFiles:
+    """The flags that name a tokenizer's files; those that the type does not read are left alone (a dry run lists them)."""
+    return TokenizerFiles(**{field.name: getattr(data, field.name) for field in dataclasses.fields(TokenizerFiles)})

@@ -1,1 +1,0 @@
-"""Layers beside megatron-core's: where it has none, or none without Transformer Engine."""

@@ -1,0 +1,1 @@
+"""The model of a run, built from megatron-core's layers."""

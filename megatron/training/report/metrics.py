@@ -1,0 +1,214 @@
+"""Where a run's figures go: console, JSON lines, TensorBoard and W&B, the file of expert loads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any
+
+from megatron.training.cli.config import LoggingConfig
+from moe_overlap.describe.expert_load import ExpertLoad
+
+# TensorBoard and Weights & Biases behind one interface; made on the rank that speaks.
+
+
+class Boards:
+    """What the flags ask for: none, one of the two, or both.
+
+    Args:
+        settings: all flags of the run; W&B shows them beside its curves.
+    """
+
+    def __init__(self, config: LoggingConfig, settings: Mapping[str, Any]) -> None:
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if config.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+        if config.wandb_project:
+            import wandb
+
+            if config.wandb_save_dir:
+                Path(config.wandb_save_dir).mkdir(parents=True, exist_ok=True)
+            self._wandb = wandb.init(
+                project=config.wandb_project,
+                name=config.wandb_exp_name or None,
+                entity=config.wandb_entity or None,
+                dir=config.wandb_save_dir or None,
+                config=dict(settings),
+            )
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Points of several curves at one step."""
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None and values:
+            self._wandb.log(dict(values), step=step)
+
+    def loads(self, name: str, load: Sequence[int], step: int) -> None:
+        """A bar for every expert: the histogram's bucket e holds the tokens of expert e."""
+        if self._tensorboard is None or not any(load):
+            return
+        self._tensorboard.add_histogram_raw(
+            name,
+            min=0,
+            max=len(load) - 1,
+            num=sum(load),
+            sum=sum(expert * tokens for expert, tokens in enumerate(load)),
+            sum_squares=sum(expert**2 * tokens for expert, tokens in enumerate(load)),
+            bucket_limits=[expert + 0.5 for expert in range(len(load))],
+            bucket_counts=list(load),
+            global_step=step,
+        )
+
+    def close(self) -> None:
+        """Write what is waiting."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+LARGEST_EXPONENT = 20
+"""Of a perplexity, as upstream bounds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """Figures of one step on one rank. Loss, tokens and norm are those of the whole run, the rest this rank's."""
+
+    step: int
+    loss: float
+    step_seconds: float
+    tokens_per_second: float
+    grad_norm: float
+    learning_rate: float
+    comm_seconds: float
+    exposed_comm_seconds: float
+    comm_covered: tuple[str, ...]
+    """Channels whose communication is measured."""
+    peak_bytes: int
+    resident_bytes: int
+    consumed_samples: int
+    optional: dict[str, float]
+    """Figures behind flags: params_norm, num_zeros_in_grad, model_tflops; with fp16 loss_scale and skipped_iterations so far."""
+    deferred: dict[str, int]
+    """Weight gradients put aside so far: deferred_peak_bytes they held, deferred_early ones that had no room; else empty."""
+
+
+class MetricsLog:
+    """Console, TensorBoard, W&B and the file of expert loads on rank 0, JSON lines on every rank.
+
+    Args:
+        total_steps: for the console's counter.
+        settings: all flags of the run, for W&B.
+    """
+
+    def __init__(
+        self, config: LoggingConfig, rank: int, total_steps: int, settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        self._config, self._rank, self._total = config, rank, total_steps
+        path = config.log_json if rank == 0 or config.log_json is None else f"{config.log_json}.rank{rank}"
+        self._json = _appended(path)
+        self._loads = _appended(config.log_expert_load if rank == 0 else None)
+        self._boards = Boards(config, settings) if rank == 0 else None
+
+    def log(self, metrics: StepMetrics, board_only: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Record one training step.
+
+        Args:
+            board_only: curves of TensorBoard and W&B beside the metrics' own.
+        """
+        if self._json is not None:
+            row = asdict(metrics)
+            row.update(row.pop("optional") | row.pop("deferred"))
+            self._json.write(json.dumps({name: _or_null(value) for name, value in row.items()}) + "\n")
+            self._json.flush()
+        if self._boards is not None and metrics.step % self._config.tensorboard_log_interval == 0:
+            values = {**_board_values(metrics), **board_only}
+            if not self._config.log_loss_scale_to_tensorboard:
+                values.pop("loss_scale", None)
+            self._boards.scalars(values, metrics.step)
+        if self._rank == 0 and (metrics.step % self._config.log_interval == 0 or metrics.step == 1):
+            print(step_line(metrics, self._total), flush=True)
+
+    def log_evaluation(self, name: str, loss: float, step: int, note: str = "") -> None:
+        """Record the loss on a split that is not trained on."""
+        if self._boards is not None:
+            values = {f"{name}/loss": loss}
+            if self._config.log_validation_ppl_to_tensorboard:
+                values[f"{name}/ppl"] = math.exp(min(loss, LARGEST_EXPONENT))
+            self._boards.scalars(values, step)
+        if self._rank == 0:
+            print(f"{name:<12} loss {loss:.4f}{note}", flush=True)
+
+    def log_loads(self, loads: Sequence[ExpertLoad]) -> None:
+        """Record how loaded the experts were, layer by layer."""
+        if self._loads is not None:
+            self._loads.writelines(load.to_line() + "\n" for load in loads)
+            self._loads.flush()
+        if self._boards is None or not self._config.moe_per_layer_logging:
+            return
+        for load in loads:
+            name = f"router/L{load.layer}"
+            values = {"imbalance": load.imbalance, "dropped_share": load.dropped_share, "entropy": load.entropy}
+            self._boards.scalars({f"{name}/{key}": value for key, value in values.items()}, load.last_step)
+            self._boards.loads(f"{name}/load", load.load, load.last_step)
+
+    def say(self, subject: str, text: str) -> None:
+        """One line on the console of rank 0."""
+        if self._rank == 0:
+            print(f"{subject:<12} {text}", flush=True)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        for part in (self._json, self._loads, self._boards):
+            if part is not None:
+                part.close()
+
+
+def _appended(path: str | None) -> IO[str] | None:
+    """A file to append to, in a folder that is made; None without a path."""
+    if path is None:
+        return None
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return Path(path).open("a")
+
+
+def step_line(metrics: StepMetrics, total: int) -> str:
+    """The console's line of a step."""
+    width = len(str(total))
+    share = metrics.exposed_comm_seconds / metrics.step_seconds if metrics.step_seconds else 0.0
+    optional = "".join(f"  {name} {value:.4g}" for name, value in metrics.optional.items())
+    if metrics.deferred:
+        held, early = metrics.deferred["deferred_peak_bytes"], metrics.deferred["deferred_early"]
+        optional += f"  deferred {held / 2**20:.1f} MiB, {early} early"
+    return (
+        f"step {metrics.step:>{width + 2}}/{total}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.2f}"
+        f"  lr {metrics.learning_rate:.1e}  {_thousands(metrics.tokens_per_second):>6} tok/s  {metrics.step_seconds:.2f} s"
+        f"  comm {metrics.comm_seconds:.2f} s, exposed {metrics.exposed_comm_seconds:.2f} s ({share:.0%})"
+        f"  peak {metrics.peak_bytes / 2**20:.0f} MiB{optional}"
+    )
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
+
+
+def _or_null(value: Any) -> Any:
+    """JSON has no number for what is not finite, such as the norm of a step whose gradients overflowed."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _board_values(metrics: StepMetrics) -> dict[str, float]:
+    row = asdict(metrics)
+    optional = row.pop("optional") | row.pop("deferred")
+    return {
+        name: value for name, value in (row | optional).items() if isinstance(value, (int, float)) and name != "step"
+    }

@@ -1,0 +1,1 @@
+"""Entry points of the command line: argument parsing, one call, one answer."""

@@ -1,0 +1,85 @@
+"""Compare the losses of two runs: `tools/compare_losses.py A.jsonl B.jsonl [--bitwise | --relative 1e-5]`.
+
+The files are what `--log-json` writes; of a step that stands twice (after a resume) the later line counts. Exit status 0 when
+the runs agree, 1 when they do not, 2 for a file that cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_overlap import VERSION_LINE
+from moe_overlap.describe.errors import ConfigError
+
+
+def read_losses(path: Path) -> dict[int, float]:
+    """step -> loss.
+
+    Raises:
+        ConfigError: no such file, or a line that is not one of --log-json's.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            str(path), "", f"cannot be read: {error.strerror}", "give a file written by --log-json"
+        ) from None
+    losses: dict[int, float] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            losses[int(row["step"])] = float(row["loss"])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path}:{number}", "", "is no line of --log-json", "give a file it wrote") from None
+    return losses
+
+
+def relative_differences(first: dict[int, float], second: dict[int, float]) -> dict[int, float]:
+    """step -> |a - b| / |a| over the steps both runs have."""
+    return {step: abs(first[step] - second[step]) / abs(first[step]) for step in sorted(first.keys() & second.keys())}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the comparison; the exit status says whether the runs agree."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=VERSION_LINE)
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    rule = parser.add_mutually_exclusive_group()
+    rule.add_argument("--bitwise", action="store_true", help="every loss must be the same number")
+    rule.add_argument("--relative", type=float, default=1e-5, help="largest relative difference (default 1e-5)")
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    arguments = parser.parse_args(argv)
+    try:
+        first, second = read_losses(arguments.first), read_losses(arguments.second)
+        differences = relative_differences(first, second)
+        if not differences:
+            raise ConfigError(
+                str(arguments.second), "", "has no step in common with the first file", "compare like runs"
+            )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    limit = 0.0 if arguments.bitwise else arguments.relative
+    worst = max(differences, key=lambda step: differences[step])
+    beyond = [step for step, difference in differences.items() if not difference <= limit]
+    only = len(first.keys() ^ second.keys())
+    if arguments.json:
+        row = {
+            "steps": len(differences),
+            "worst_step": worst,
+            "worst": differences[worst],
+            "beyond": beyond,
+            "unmatched": only,
+        }
+        print(json.dumps(row))
+    else:
+        largest = f"largest relative difference {differences[worst]:.2e} at step {worst}"
+        print(f"{len(differences)} steps in both, {only} in one only; {largest}")
+        if beyond:
+            print(f"{len(beyond)} steps differ by more than {limit:g}, the first is step {beyond[0]}")
+    return 1 if beyond else 0

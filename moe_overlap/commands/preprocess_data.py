@@ -1,0 +1,360 @@
+"""Text to a Megatron indexed dataset: PREFIX_KEY_document.bin and .idx, for `pretrain_moe.py --data-path`.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod --workers 8
+
+Inputs are told apart by their ending: .jsonl, .ndjson, .json (one JSON object per line; each of --json-keys becomes a
+dataset) and .txt (one document per file, or per line with --txt-documents line), all of them also with .gz, and .parquet (one
+document per row; --json-keys names columns). The flags are upstream's. The output appears when it is complete, and not at all
+after an error or a kill (a kill leaves PREFIX…partial-* files, which may be deleted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import functools
+import gzip
+import json
+import sys
+import time
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, fields
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO, NoReturn
+
+import numpy
+
+from megatron.training.cli.packages import is_installed
+from megatron.training.data.tokenizers import TYPES, Tokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
+from moe_overlap import VERSION_LINE
+from moe_overlap.describe.errors import ConfigError
+
+#!/usr/bin/env python
+
+
+TASK_BYTES, TASK_DOCUMENTS = 1 << 20, 1000
+"""A worker gets documents until one of these is reached."""
+PARQUET = ".parquet"
+UNSUPPORTED = {
+    "--split-sentences": "sentences are for BERT and T5",
+    "--keep-newlines": "it belongs to --split-sentences",
+    "--lang": "it belongs to --split-sentences",
+    "--partitions": "--workers alone decides the parallelism",
+    "--keep-sequential-samples": "documents always keep their order",
+    "--find-optimal-num-workers": "set --workers to the number of cores",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document as it stands in its file; `place` is FILE or FILE:LINE."""
+
+    place: str
+    raw: bytes
+    is_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What a worker needs to know to turn documents into ids."""
+
+    tokenizer_type: str | None
+    files: TokenizerFiles
+    vocab_size: int | None
+    keys: tuple[str, ...]
+    append_eod: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Ids per document and key (int32; empty where the text is), or the mistake found, as ConfigError's arguments."""
+
+    documents: list[list[numpy.ndarray]]
+    text_bytes: int
+    mistake: tuple[str, str, str, str] | None
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are one line in our form."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("command line", "", message, "see --help")
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Flags of the tool.
+
+    Raises:
+        ConfigError: an unknown or unsupported flag, or a value that cannot be.
+    """
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=VERSION_LINE)
+    group = parser.add_argument_group("input")
+    group.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files: .jsonl, .txt, .parquet")
+    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take; default text")
+    group.add_argument("--txt-documents", choices=["file", "line"], default="file", help="what is a document of a .txt")
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", metavar="TYPE", help=f"{', '.join(TYPES)}; default the first")
+    group.add_argument(
+        "--tokenizer-model", metavar="PATH", help="folder of a Hugging Face tokenizer, file of the other types"
+    )
+    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    group.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary of NullTokenizer and TikTokenizer")
+    group.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="how TikTokenizer cuts text; default v2")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help="of TikTokenizer; default 1000"
+    )
+    group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="PREFIX_KEY_document.bin/.idx are written"
+    )
+    group = parser.add_argument_group("run")
+    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize; default 1")
+    group.add_argument("--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines")
+    for flag in (word.partition("=")[0] for word in arguments):
+        if flag in UNSUPPORTED:
+            raise ConfigError(flag, "", f"not supported: {UNSUPPORTED[flag]}", "drop the flag")
+        if flag.startswith("--") and flag not in parser._option_string_actions:
+            near = difflib.get_close_matches(flag, parser._option_string_actions, 1)
+            raise ConfigError(flag, "", "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
+    options = parser.parse_args(arguments)
+    for name in ("workers", "log_interval"):
+        if getattr(options, name) < 1:
+            raise ConfigError(
+                "--" + name.replace("_", "-"), getattr(options, name), "must be at least 1", "give 1 or more"
+            )
+    return options
+
+
+def open_text(path: str) -> IO[bytes] | gzip.GzipFile:
+    """The bytes of a file, unpacked when it ends in .gz."""
+    return gzip.open(path, "rb") if path.endswith(".gz") else Path(path).open("rb")
+
+
+def check_inputs(paths: Sequence[str], keys: Sequence[str]) -> None:
+    """Raises ConfigError for a file that is not there, or of a kind that is not read."""
+    for path in paths:
+        if not Path(path).is_file():
+            fix = "give its files" if Path(path).is_dir() else "check the path"
+            raise ConfigError("--input", path, "is not a file", fix)
+        kind = Path(path.removesuffix(".gz")).suffix
+        if kind not in (".txt", ".jsonl", ".ndjson", ".json", PARQUET) or path.endswith(PARQUET + ".gz"):
+            fix = "use .txt, .jsonl, .ndjson or .json, also with .gz, or .parquet"
+            raise ConfigError("--input", path, "has an unknown ending", fix)
+        if kind == PARQUET and not is_installed("pyarrow"):
+            raise ConfigError("--input", path, "needs the package pyarrow", 'pip install -e ".[data]"')
+        if kind == ".txt" and tuple(keys) != ("text",):
+            raise ConfigError(
+                "--json-keys", " ".join(keys), f"{path} is plain text", "drop the flag or give JSON files"
+            )
+
+
+def read_parquet(path: str, keys: Sequence[str]) -> Iterator[Document]:
+    """The rows of a parquet file as JSON records of the wanted columns, a portion of the file at a time.
+
+    Raises:
+        ConfigError: a column is missing, or the file is no parquet.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            missing = [key for key in keys if key not in file.schema_arrow.names]
+            if missing:
+                fix = f"name columns with --json-keys: {', '.join(file.schema_arrow.names)}"
+                raise ConfigError("--input", path, f"has no column {missing[0]!r}", fix)
+            row = 0
+            for portion in file.iter_batches(batch_size=TASK_DOCUMENTS, columns=list(keys)):
+                for record in portion.to_pylist():
+                    row += 1
+                    text = json.dumps({key: record[key] for key in keys}, default=str)
+                    yield Document(f"{path}:{row}", text.encode(), True)
+    except pyarrow.ArrowException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError("--input", path, f"cannot be read ({reason})", "check or replace the file") from error
+
+
+def read_documents(paths: Sequence[str], txt_documents: str, keys: Sequence[str]) -> Iterator[Document]:
+    """Documents of the files, in order, undecoded; blank lines are no documents.
+
+    Raises:
+        ConfigError: a file that cannot be read or unpacked.
+    """
+    for path in paths:
+        if path.endswith(PARQUET):
+            yield from read_parquet(path, keys)
+            continue
+        is_json = not path.removesuffix(".gz").endswith(".txt")
+        try:
+            with open_text(path) as file:
+                if not is_json and txt_documents == "file":
+                    yield Document(path, file.read(), False)
+                    continue
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield Document(f"{path}:{number}", line.rstrip(b"\r\n"), is_json)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ConfigError("--input", path, f"cannot be read ({error})", "check or replace the file") from error
+
+
+@functools.lru_cache(maxsize=1)
+def tokenizer_of(encoding: Encoding) -> Tokenizer:
+    """The tokenizer, built once per process."""
+    return build_tokenizer(encoding.tokenizer_type, encoding.files, encoding.vocab_size)
+
+
+def texts_of(document: Document, keys: Sequence[str]) -> list[str]:
+    """The document's text for each key.
+
+    Raises:
+        ConfigError: not UTF-8, not JSON, or a key that is missing or no text.
+    """
+    try:
+        text = document.raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            "--input", document.place, f"is not UTF-8 (byte {error.start})", "convert the file, e.g. with iconv"
+        ) from error
+    if not document.is_json:
+        return [text]
+    try:
+        record = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError("--input", document.place, f"is not JSON ({error})", "fix or remove the line") from error
+    for key in keys:
+        if not isinstance(record, dict) or not isinstance(record.get(key), str):
+            raise ConfigError(
+                "--input", document.place, f"has no text under the key {key!r}", "name the key with --json-keys"
+            )
+    return [record[key] for key in keys]
+
+
+def encode(encoding: Encoding, documents: Sequence[Document]) -> Encoded:
+    """Ids of documents. A mistake is returned: a ConfigError does not survive the way between processes."""
+    encoded: list[list[numpy.ndarray]] = []
+    try:
+        tokenizer = tokenizer_of(encoding)
+        end = [tokenizer.eod] if encoding.append_eod else []
+        for document in documents:
+            ids = [tokenizer.tokenize(text) for text in texts_of(document, encoding.keys)]
+            encoded.append([numpy.array([*i, *end] if i else [], dtype=numpy.int32) for i in ids])
+    except ConfigError as error:
+        return Encoded([], 0, (error.subject, str(error.value), error.rule, error.fix))
+    return Encoded(encoded, sum(len(d.raw) for d in documents), None)
+
+
+def tasks(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents in portions worth sending to a worker."""
+    portion: list[Document] = []
+    size = 0
+    for document in documents:
+        portion.append(document)
+        size += len(document.raw)
+        if size >= TASK_BYTES or len(portion) >= TASK_DOCUMENTS:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
+
+
+def encode_all(encoding: Encoding, documents: Iterator[Document], workers: int) -> Iterator[Encoded]:
+    """Results in the order of the input; only a few portions are in memory, however large the input.
+
+    Raises:
+        ConfigError: the first mistake in the input, or a worker that died.
+    """
+    if workers == 1:
+        yield from (encode(encoding, portion) for portion in tasks(documents))
+        return
+    # Spawned, not forked: the parent holds torch and its threads.
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+    waiting: deque[Future[Encoded]] = deque()
+    try:
+        for portion in tasks(documents):
+            waiting.append(pool.submit(encode, encoding, portion))
+            if len(waiting) > 4 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise ConfigError("--workers", workers, "a worker was killed, often for memory", "use fewer workers") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def write(options: argparse.Namespace, encoding: Encoding) -> None:
+    """Tokenize everything and write one dataset per key, with progress on stderr and a summary on stdout."""
+    with warnings.catch_warnings():
+        # megatron-core mentions at import that a GPU's packages are missing.
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron.core")
+        from megatron.training.data.indexed import indexed_dataset
+
+    started, read, text_bytes, empty, last_shown = time.monotonic(), 0, 0, 0, 0
+    prefixes = [f"{options.output_prefix}_{key}_document" for key in encoding.keys]
+    vocab_size = tokenizer_of(encoding).vocab_size
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(indexed_dataset(prefix, vocab_size)) for prefix in prefixes]
+        incoming = read_documents(options.input, options.txt_documents, options.json_keys)
+        for result in encode_all(encoding, incoming, options.workers):
+            if result.mistake is not None:
+                raise ConfigError(*result.mistake)
+            for document in result.documents:
+                for writer, ids in zip(writers, document, strict=True):
+                    writer.add_document(ids)
+                    empty += not len(ids)
+            read, text_bytes = read + len(result.documents), text_bytes + result.text_bytes
+            if read - last_shown >= options.log_interval:
+                rate = text_bytes / 1e6 / (time.monotonic() - started)
+                print(
+                    f"read {read:,} documents, {text_bytes / 1e6:,.1f} MB, {rate:.1f} MB/s", file=sys.stderr, flush=True
+                )
+                last_shown = read
+        for key, writer in zip(encoding.keys, writers, strict=True):
+            if not writer.tokens:
+                raise ConfigError(
+                    "--input", " ".join(options.input), f"holds no text under {key!r}", "give files with text"
+                )
+        counts = [(writer.documents, writer.tokens) for writer in writers]
+    seconds = time.monotonic() - started
+    for prefix, (documents, tokens) in zip(prefixes, counts, strict=True):
+        print(f"wrote {prefix}.bin and .idx: {documents:,} documents, {tokens:,} tokens, {seconds:.1f} s")
+    if empty:
+        print(f"left out {empty:,} empty documents")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The tool; returns the exit status, 2 for a mistake of the user."""
+    try:
+        options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        check_inputs(options.input, options.json_keys)
+        encoding = Encoding(
+            options.tokenizer_type,
+            TokenizerFiles(**{field.name: getattr(options, field.name) for field in fields(TokenizerFiles)}),
+            options.vocab_size,
+            tuple(options.json_keys),
+            options.append_eod,
+        )
+        refuse_unread_files(encoding.tokenizer_type, encoding.files)
+        tokenizer_of(encoding)
+        try:
+            write(options, encoding)
+        except OSError as error:
+            rule = f"cannot be written ({error.strerror or error})"
+            raise ConfigError("--output-prefix", options.output_prefix, rule, "choose another folder") from error
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0

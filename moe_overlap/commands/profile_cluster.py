@@ -1,0 +1,225 @@
+"""Measure this machine, or the machines of a torchrun job: operators, collectives, copies, and what runs at the same time.
+
+    python tools/profile_cluster.py --output here.json
+    torchrun --standalone --nproc-per-node 2 tools/profile_cluster.py --output here.json --quick
+
+Writes a cluster description for --cluster of tools/predict.py, and beside it the database it names (here.measured.jsonl). What
+the database has is not measured again: a run that was stopped goes on, and --megatron-args adds what a configuration needs.
+Links need torchrun with as many ranks as will train. On a CPU all ranks measure at once: they share its caches and memory.
+There, unless --quick, two small jobs are trained for some steps, too, on one machine with a thread for each rank: what steps take
+beside their operators (link_bed/host_time.py) then counts in every prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from moe_overlap import VERSION_LINE
+from moe_overlap.describe.cluster import Cluster, load_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.predicting import job_operators
+from moe_overlap.tuner.profile.cluster_file import KINDS, measured_cluster, this_device
+from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct
+from moe_overlap.tuner.profile.lookup import IN_STEP, link_grid, operator_grid
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Key = TypeVar("Key")
+SECONDS_EACH = {"quick": 0.01, "thorough": 0.05}
+HOST_COPY_BYTES = tuple(1 << power for power in range(16, 29, 3))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those of the job."""
+
+    rank: int
+    world: int
+    local_rank: int
+    per_node: int
+
+    @staticmethod
+    def of_environment() -> Ranks:
+        """As torchrun says; one process without it."""
+        rank, world, local, per_node = (
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+        )
+        return Ranks(rank, world, local, per_node)
+
+    @property
+    def nodes(self) -> int:
+        """Machines of the job."""
+        return self.world // self.per_node
+
+
+def main(
+    argv: Sequence[str] | None = None, measure_host_time: Callable[[Database, Cluster], None] | None = None
+) -> int:
+    """Run the command; 2 for a user's mistake, said by the first rank alone.
+
+    Args:
+        measure_host_time: trains two small jobs and adds the host's seconds per step; None where a source checkout, which has
+            the jobs, is not at hand (the installed `moe-profile`).
+    """
+    arguments, ranks = _parser().parse_args(argv), Ranks.of_environment()
+    try:
+        output = Path(arguments.output)
+        if output.suffix != ".json" or output.is_dir():
+            raise ConfigError("--output", output, "is no cluster description", "name a .json file")
+        device = this_device(arguments.device)
+        extra = [
+            key for path in arguments.megatron_args for key in job_operators([f"@{path}"], ranks.world, device.kind)
+        ]
+        path = output.with_suffix(".measured.jsonl")
+        database = Database.open(path, device) if ranks.rank == 0 else Database(path, device)
+    except ConfigError as error:
+        if ranks.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    steps = not arguments.quick and device.kind == "cpu" and device.threads == 1 and ranks.nodes == 1
+    _measure(arguments, ranks, database, extra)
+    if ranks.rank == 0:
+        content = measured_cluster(Database.load(path), output.stem, ranks.nodes, ranks.per_node)
+        temporary = output.with_name(f".{output.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(output)
+        if steps and IN_STEP not in (database := Database.load(path)).rates:
+            if measure_host_time is None:
+                line = "host time per step was not measured: run tools/profile_cluster.py of a source checkout"
+                print(line, file=sys.stderr)
+            else:
+                print("training two small jobs", file=sys.stderr)
+                measure_host_time(database, load_cluster(output))
+        print(f"wrote {output} and {path.name}: {device}, {ranks.world} ranks")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=VERSION_LINE)
+    parser.add_argument("--output", metavar="C.json", required=True, help="the cluster description")
+    parser.add_argument("--device", choices=KINDS, help="default: the GPU if there is one")
+    parser.add_argument("--dtype", help="format of the operators; default float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, shorter: about a minute on a CPU")
+    add = "measure the operators of this configuration, too; may be repeated"
+    parser.add_argument("--megatron-args", metavar="FILE", action="append", default=[], help=add)
+    return parser
+
+
+def _measure(arguments: argparse.Namespace, ranks: Ranks, database: Database, extra: list[OperatorKey]) -> None:
+    """Fill the database; all ranks together."""
+    import torch
+    import torch.distributed as dist
+
+    from moe_overlap.tuner.profile.measure.links import measure_rates
+    from moe_overlap.tuner.profile.measure.operators import measure_operators
+
+    # Collectives under names that every supported torch has; the newest one warns of some.
+    warnings.simplefilter("ignore", FutureWarning)
+    device = database.device
+    if device.kind == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+    if ranks.world > 1:
+        dist.init_process_group("nccl" if device.kind == "cuda" else "gloo", timeout=timedelta(minutes=30))
+    seconds = SECONDS_EACH["quick" if arguments.quick else "thorough"]
+    dtype = arguments.dtype or ("bfloat16" if device.kind == "cuda" else "float32")
+    wanted = distinct([*operator_grid(dtype, device.kind, arguments.quick), *filter(can_be_measured, extra)])
+    # The first rank alone has read the database: it says what is missing, and everyone measures a share.
+    mine = _of_first([key for key in wanted if key not in database.operators], ranks)[ranks.rank :: ranks.world]
+    bar = progress("operators", len(mine), ranks.rank == 0)
+    measure_operators(database, mine, seconds, lambda _: bar())
+    if ranks.rank == 0:
+        measure_rates(database, dtype, 10 * seconds)
+    if ranks.world > 1:
+        dist.barrier()
+        _measure_links(arguments, ranks, database, seconds)
+        dist.destroy_process_group()
+    elif device.kind == "cuda":
+        _measure_copies(database, seconds)
+
+
+def _of_first(items: list[Key], ranks: Ranks) -> list[Key]:
+    """The list of the first rank."""
+    import torch.distributed as dist
+
+    answer = [items]
+    if ranks.world > 1:
+        dist.broadcast_object_list(answer)
+    return answer[0]
+
+
+def _measure_links(arguments: argparse.Namespace, ranks: Ranks, database: Database, seconds: float) -> None:
+    """Collectives inside a node, then between nodes with one rank of each; then an exchange beside products."""
+    import torch.distributed as dist
+
+    from moe_overlap.tuner.profile.measure.links import COLLECTIVES, collective_seconds, slowdown_of_both
+
+    kind = database.device.kind
+    tiers: list[tuple[str, dist.ProcessGroup, int]] = []
+    if ranks.per_node > 1:
+        blocks = [list(range(first, first + ranks.per_node)) for first in range(0, ranks.world, ranks.per_node)]
+        tiers.append(
+            ("node", [dist.new_group(block) for block in blocks][ranks.rank // ranks.per_node], ranks.per_node)
+        )
+    if ranks.nodes > 1:
+        columns = [list(range(first, ranks.world, ranks.per_node)) for first in range(ranks.per_node)]
+        tiers.append(("network", [dist.new_group(column) for column in columns][ranks.local_rank], ranks.nodes))
+    grid = [
+        (key, group) for tier, group, size in tiers for key in link_grid(tier, size, COLLECTIVES, kind, arguments.quick)
+    ]
+    missing = set(_of_first([key for key, _ in grid if key not in database.links], ranks))
+    bar = progress("links", len(missing), ranks.rank == 0)
+    for key, group in grid:
+        if key in missing:
+            taken = collective_seconds(key, group, kind, seconds)
+            if ranks.rank == 0:
+                database.add_link(key, taken)
+            bar()
+    if _of_first([name for name in ("overlap_slowdown",) if name not in database.rates], ranks):
+        exchanged, product = (1 << 20, 128) if kind == "cpu" else (1 << 26, 4096)
+        slowdown = slowdown_of_both(tiers[0][1], kind, exchanged, product)
+        if ranks.rank == 0:
+            database.add_rate("overlap_slowdown", max(slowdown, 1e-6))
+    if ranks.rank == 0 and kind == "cuda":
+        _measure_copies(database, seconds)
+
+
+def _measure_copies(database: Database, seconds: float) -> None:
+    """Copies between GPU and host. Not run on hardware."""
+    from moe_overlap.tuner.profile.measure.links import COPIES, copy_seconds
+
+    for kind in COPIES:
+        for size in HOST_COPY_BYTES:
+            key = LinkKey(kind, "host", 1, size)
+            if key not in database.links:
+                database.add_link(key, copy_seconds(key, seconds))
+
+
+def progress(what: str, total: int, shown: bool) -> Callable[[], None]:
+    """A bar on stderr that each call moves on by one; on what is no terminal, a line per quarter."""
+    done, width, terminal = 0, 30, sys.stderr.isatty()
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if not shown:
+            return
+        if terminal:
+            filled = "█" * (width * done // total)
+            end = "\n" if done == total else ""
+            print(f"\r{what:<10}{filled:<{width}} {done}/{total}", end=end, file=sys.stderr, flush=True)
+        elif done == total or 4 * done // total > 4 * (done - 1) // total:
+            print(f"{what} {done}/{total}", file=sys.stderr, flush=True)
+
+    return step

@@ -1,0 +1,1 @@
+"""Descriptions that users already have: Hugging Face configurations, shell scripts, upstream's flags."""

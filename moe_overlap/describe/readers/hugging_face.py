@@ -1,0 +1,312 @@
+"""A Hugging Face config.json as flags of this fork: each family is one function. Standard library only.
+
+Every field that changes the model's mathematics is translated, or refused by name and value; a field that none of these
+functions reads is refused as well, unless it is known to change nothing (`hugging_face_fields.py`). An absent field has the
+default of the family's class in transformers 4.57.
+
+Source: configuration_*.py and modeling_*.py of transformers 4.57.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.hugging_face_fields import REQUIRED, Fields, longest_training_sequence, rotary_flags
+
+Flags = dict[str, Any]
+"""Flag names without dashes -> a value, or true for a switch, as in examples/models/*.json."""
+
+
+def flags_of_config(values: Mapping[str, Any], where: str) -> tuple[Flags, tuple[str, ...]]:
+    """The flags that describe the model of a config.json.
+
+    Args:
+        values: the parsed file.
+        where: the file, for error messages.
+    Returns:
+        The flags, and one line for each thing that megatron-core computes otherwise than Hugging Face's code does.
+    Raises:
+        ConfigError: an unknown family or field, a missing field, or a value that cannot be trained here.
+    """
+    fields = Fields(values, where)
+    family = fields.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ConfigError(f"{where} model_type", family, "unknown family", f"known are {', '.join(FAMILIES)}")
+    notes: list[str] = []
+    flags = FAMILIES[family](fields, notes)
+    fields.only("add_cross_attention", False, (False,), "the model reads an encoder")
+    fields.only("pruned_heads", {}, ({},), "the heads are of unlike number")
+    fields.finish()
+    return flags, tuple(notes)
+
+
+def _llama(fields: Fields, notes: list[str]) -> Flags:
+    flags = _decoder(fields, key_value_heads=None)
+    attention, mlp = fields.switch("attention_bias", False), fields.switch("mlp_bias", False)
+    if attention != mlp:
+        rule = f"mlp_bias is {str(mlp).lower()}: megatron-core has biases in all linear layers or in none"
+        raise fields.error("attention_bias", str(attention).lower(), rule, "give both the same value")
+    return flags | rotary_flags(fields, 10000.0) | _biases(everywhere=attention)
+
+
+def _mixtral(fields: Fields, notes: list[str]) -> Flags:
+    flags = _decoder(fields, norm_epsilon=1e-5) | rotary_flags(fields, 1e6) | _biases(everywhere=False)
+    window = fields.whole("sliding_window", None)
+    flags |= {} if window is None else {"window-size": f"{window - 1},0"}
+    rule = "Hugging Face shakes what the experts read as well"
+    fields.only("router_jitter_noise", 0.0, (0.0,), rule)
+    flags |= _experts(fields.whole("num_local_experts", 8), fields.whole("num_experts_per_tok", 2), None)
+    return flags | _balancing(fields, 0.001, notes)
+
+
+def _qwen2_moe(fields: Fields, notes: list[str]) -> Flags:
+    flags = _decoder(fields) | rotary_flags(fields, 10000.0) | _biases(everywhere=False)
+    flags |= {"add-qkv-bias": True} if fields.switch("qkv_bias", True) else {}
+    flags |= _qwen_experts(fields, notes)
+    return flags | {
+        "moe-shared-expert-intermediate-size": fields.whole("shared_expert_intermediate_size"),
+        "moe-shared-expert-gate": True,
+    }
+
+
+def _qwen3_moe(fields: Fields, notes: list[str]) -> Flags:
+    flags = _decoder(fields) | rotary_flags(fields, 10000.0) | _biases(everywhere=False)
+    rule = "megatron-core has biases in all linear layers or in none"
+    fields.only("attention_bias", False, (False,), rule)
+    return flags | {"qk-layernorm": True} | _qwen_experts(fields, notes)
+
+
+def _qwen_experts(fields: Fields, notes: list[str]) -> Flags:
+    layers, step = fields.whole("num_hidden_layers"), fields.whole("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise fields.error("mlp_only_layers", dense, "must be a list of layers", "correct the file")
+    rule = "windows of some layers are not translated for this family"
+    fields.only("use_sliding_window", False, (False,), rule)
+    for unused in ("sliding_window", "max_window_layers"):
+        fields.get(unused, None)
+    are_moe = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+    flags = _experts(fields.whole("num_experts"), fields.whole("num_experts_per_tok"), are_moe)
+    flags["moe-ffn-hidden-size"] = fields.whole("moe_intermediate_size")
+    flags |= {} if fields.switch("norm_topk_prob", False) else {"moe-router-pre-softmax": True}
+    return flags | _balancing(fields, 0.001, notes)
+
+
+def _gpt_oss(fields: Fields, notes: list[str]) -> Flags:
+    default = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    flags = _decoder(fields, norm_epsilon=1e-5, head_width=64) | rotary_flags(fields, 150000.0, default)
+    rule = "megatron-core has biases in all linear layers or in none"
+    fields.only("attention_bias", True, (True,), rule)
+    del flags["swiglu"]
+    flags |= {"quick-geglu": True, "activation-func-clamp-value": fields.number("swiglu_limit", 7.0)}
+    flags |= {"glu-linear-offset": 1.0, "softmax-type": "learnable"}
+    layers = fields.whole("num_hidden_layers")
+    usual = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    kinds = fields.get("layer_types", usual)
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(usual):
+        rule = f"must name {layers} layers as sliding_attention or full_attention"
+        raise fields.error("layer_types", kinds, rule, "correct the file")
+    flags |= _windows([kind == "sliding_attention" for kind in kinds], fields.whole("sliding_window", 128))
+    flags |= _experts(fields.whole("num_local_experts", 128), fields.whole("num_experts_per_tok", 4), None)
+    return flags | _balancing(fields, 0.9, notes)
+
+
+def _deepseek_v2(fields: Fields, notes: list[str]) -> Flags:
+    flags = _latent_attention(fields) | _deepseek_experts(fields, 0, notes)
+    fields.only("scoring_func", "softmax", ("softmax",), "DeepSeek-V2 scores by softmax")
+    fields.only("norm_topk_prob", False, (False,), "Hugging Face's code for DeepSeek-V2 does not read it")
+    flags |= {"moe-router-pre-softmax": True}
+    flags["moe-router-topk-scaling-factor"] = fields.number("routed_scaling_factor", 1.0)
+    method = fields.only("topk_method", "greedy", ("greedy", "group_limited_greedy"), "another choice of experts")
+    groups, reached = fields.whole("n_group", None), fields.whole("topk_group", None)
+    if method == "greedy" or groups in (None, 1):
+        return flags
+    best = flags["moe-router-topk"] // (reached or 1)
+    if best != 1:
+        notes.append(f"megatron-core scores a group of experts by its {best} best ones, DeepSeek-V2 by its best one")
+    return flags | {"moe-router-num-groups": groups, "moe-router-group-topk": fields.whole("topk_group")}
+
+
+def _deepseek_v3(fields: Fields, notes: list[str]) -> Flags:
+    flags = _latent_attention(fields) | _deepseek_experts(fields, 3, notes)
+    fields.only("scoring_func", "sigmoid", ("sigmoid",), "DeepSeek-V3 scores by sigmoid")
+    fields.only("topk_method", "noaux_tc", ("noaux_tc",), "DeepSeek-V3 balances by bias")
+    fields.only("norm_topk_prob", True, (True,), "megatron-core normalises sigmoid scores")
+    fields.only("rope_interleave", True, (True,), "megatron-core rotates neighbours of latent attention")
+    flags |= {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
+    flags["moe-router-topk-scaling-factor"] = fields.number("routed_scaling_factor", 2.5)
+    groups, reached = fields.whole("n_group", 8), fields.whole("topk_group", 4)
+    if groups > 1:
+        best = flags["moe-router-topk"] // reached
+        rule = f"megatron-core scores a group by its {best} best experts, DeepSeek-V3 by two"
+        if best != 2:
+            raise fields.error("topk_group", reached, rule, "use half of num_experts_per_tok, or n_group 1")
+        flags |= {"moe-router-num-groups": groups, "moe-router-group-topk": reached}
+    predicted = fields.whole("num_nextn_predict_layers", 0, least=0)
+    return flags | ({"mtp-num-layers": predicted} if predicted else {})
+
+
+def _latent_attention(fields: Fields) -> Flags:
+    """DeepSeek's decoder around its attention."""
+    flags = _decoder(fields, latent=True) | _biases(everywhere=False)
+    for name in ("attention_bias", "mlp_bias"):
+        fields.only(name, False, (False,), "megatron-core has biases in all linear layers or in none")
+    content, position = fields.whole("qk_nope_head_dim", 128), fields.whole("qk_rope_head_dim", 64)
+    for name, width in (("qk_head_dim", content + position), ("head_dim", position)):
+        fields.only(name, width, (width,), "the widths of a head contradict each other")
+    heads = fields.whole("num_attention_heads")
+    fields.only("num_key_value_heads", heads, (heads,), "latent attention has no key/value groups")
+    rank = fields.whole("q_lora_rank", None)
+    flags |= {"multi-latent-attention": True, "qk-layernorm": True} | ({} if rank is None else {"q-lora-rank": rank})
+    flags |= {"kv-lora-rank": fields.whole("kv_lora_rank", 512), "v-head-dim": fields.whole("v_head_dim", 128)}
+    flags |= {"qk-head-dim": content, "qk-pos-emb-head-dim": position}
+    return flags | rotary_flags(fields, 10000.0, latent=True)
+
+
+def _deepseek_experts(fields: Fields, dense: int, notes: list[str]) -> Flags:
+    """Routed and shared experts; `dense` is the default of first_k_dense_replace."""
+    first, step = fields.whole("first_k_dense_replace", dense, least=0), fields.whole("moe_layer_freq", 1)
+    are_moe = [layer >= first and layer % step == 0 for layer in range(fields.whole("num_hidden_layers"))]
+    flags = _experts(fields.whole("n_routed_experts"), fields.whole("num_experts_per_tok"), are_moe)
+    width = fields.whole("moe_intermediate_size")
+    flags |= {"moe-ffn-hidden-size": width, "moe-router-dtype": "fp32"}
+    shared = fields.get("n_shared_experts") and fields.whole("n_shared_experts")
+    flags |= {"moe-shared-expert-intermediate-size": shared * width} if shared else {}
+    coefficient = fields.number("aux_loss_alpha", 0.0)
+    kind = "seq_aux_loss" if fields.switch("seq_aux", True) else "aux_loss"
+    return flags | _balancing_by(kind, coefficient)
+
+
+def _gpt2(fields: Fields, notes: list[str]) -> Flags:
+    forms = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu_fast": True, "gelu": False}
+    form = fields.only("activation_function", "gelu_new", tuple(forms), "another activation")
+    fields.only("scale_attn_weights", True, (True,), "attention scores are scaled")
+    fields.only("scale_attn_by_inverse_layer_idx", False, (False,), "attention scores are scaled alike in all layers")
+    positions, hidden, dropout = fields.whole("n_positions"), fields.whole("n_embd"), fields.number("resid_pdrop", 0.1)
+    fields.only("embd_pdrop", 0.1, (dropout,), "megatron-core has one dropout for embedding and residual stream")
+    flags = {
+        "num-layers": fields.whole("n_layer"),
+        "hidden-size": hidden,
+        "ffn-hidden-size": fields.whole("n_inner", None) or 4 * hidden,
+        "num-attention-heads": fields.whole("n_head"),
+        "seq-length": longest_training_sequence(positions),
+        "max-position-embeddings": positions,
+        "norm-epsilon": fields.number("layer_norm_epsilon", 1e-5),
+        "attention-dropout": fields.number("attn_pdrop", 0.1),
+        "hidden-dropout": dropout,
+        "init-method-std": fields.number("initializer_range", 0.02),
+        "vocab-size": fields.whole("vocab_size"),
+    }
+    flags |= {"openai-gelu": True} if forms[form] else {}
+    return flags | _untied(fields, True)
+
+
+def _decoder(
+    fields: Fields,
+    *,
+    key_value_heads: Any = REQUIRED,
+    norm_epsilon: float = 1e-6,
+    head_width: int | None = None,
+    latent: bool = False,
+) -> Flags:
+    """What the families with rotary positions share: sizes, heads, RMSNorm, SwiGLU.
+
+    Args:
+        key_value_heads: default of that field; None stands for as many as heads.
+        norm_epsilon: default of rms_norm_eps.
+        head_width: default of head_dim; None stands for hidden size / heads.
+        latent: heads are described elsewhere.
+    """
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    positions = fields.whole("max_position_embeddings")
+    flags: Flags = {
+        "num-layers": fields.whole("num_hidden_layers"),
+        "hidden-size": hidden,
+        "ffn-hidden-size": fields.whole("intermediate_size"),
+        "num-attention-heads": heads,
+    }
+    if not latent:
+        width = fields.whole("head_dim", head_width)
+        flags |= {"kv-channels": width} if width not in (None, hidden / heads) else {}
+        groups = fields.whole("num_key_value_heads", key_value_heads)
+        flags |= {"group-query-attention": True, "num-query-groups": groups} if groups not in (None, heads) else {}
+    fields.only("hidden_act", "silu", ("silu",), "another activation")
+    flags |= {
+        "seq-length": longest_training_sequence(positions),
+        "max-position-embeddings": positions,
+        "normalization": "RMSNorm",
+        "norm-epsilon": fields.number("rms_norm_eps", norm_epsilon),
+        "swiglu": True,
+        "attention-dropout": fields.number("attention_dropout", 0.0),
+        "hidden-dropout": 0.0,
+        "init-method-std": fields.number("initializer_range", 0.02),
+        "vocab-size": fields.whole("vocab_size"),
+    }
+    return flags | _untied(fields, False)
+
+
+def _biases(everywhere: bool) -> Flags:
+    return {} if everywhere else {"disable-bias-linear": True}
+
+
+def _untied(fields: Fields, tied: bool) -> Flags:
+    return {} if fields.switch("tie_word_embeddings", tied) else {"untie-embeddings-and-output-weights": True}
+
+
+def _experts(number: int, chosen: int, are_moe: Sequence[bool] | None) -> Flags:
+    """Number of experts, experts per token, and which layers have them; None stands for all."""
+    flags: Flags = {"num-experts": number, "moe-router-topk": chosen}
+    return flags if are_moe is None or all(are_moe) else flags | {"moe-layer-freq": layer_list(are_moe)}
+
+
+def _balancing(fields: Fields, default: float, notes: list[str]) -> Flags:
+    flags = _balancing_by("aux_loss", fields.number("router_aux_loss_coef", default))
+    if flags["moe-router-load-balancing-type"] != "none":
+        notes.append(
+            "megatron-core has a balancing loss per layer, Hugging Face's code one over the tokens of all layers"
+        )
+    return flags
+
+
+def _balancing_by(kind: str, coefficient: float) -> Flags:
+    if coefficient == 0:
+        return {"moe-router-load-balancing-type": "none"}
+    return {"moe-router-load-balancing-type": kind, "moe-aux-loss-coeff": coefficient}
+
+
+def _windows(are_windowed: Sequence[bool], window: int) -> Flags:
+    """A window of the token itself and those before it, in these layers."""
+    if not any(are_windowed):
+        return {}
+    flags: Flags = {"window-size": f"{window - 1},0"}
+    if all(are_windowed):
+        return flags
+    layers = range(1, len(are_windowed) + 1)
+    periods = [n for n in layers if list(are_windowed) == [layer % n != 0 for layer in layers]]
+    return flags | {"window-attn-skip-freq": periods[0] if periods else layer_list(are_windowed)}
+
+
+def layer_list(bits: Sequence[bool]) -> str:
+    """`([0]*3+[1]*58)`: a list of 0 and 1 as the flags write it."""
+    runs: list[tuple[bool, int]] = []
+    for bit in bits:
+        if runs and runs[-1][0] == bit:
+            runs[-1] = (bit, runs[-1][1] + 1)
+        else:
+            runs.append((bit, 1))
+    return "(" + "+".join(f"[{int(bit)}]*{length}" for bit, length in runs) + ")"
+
+
+FAMILIES: Mapping[str, Callable[[Fields, list[str]], Flags]] = {
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+    "llama": _llama,
+    "gpt2": _gpt2,
+}
+"""model_type -> its translation."""

@@ -1,0 +1,232 @@
+"""The fields of a Hugging Face config.json: each is read once, and what nobody read is refused. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from moe_overlap.describe.errors import ConfigError
+
+REQUIRED: Any = object()
+"""In place of a default: the field must be there."""
+
+_NO_MATHEMATICS = frozenset(
+    # Names, versions and classes; tokens; what a program returns; generation; storage and speed.
+    "model_type architectures auto_map _name_or_path name_or_path transformers_version tokenizer_class _commit_hash "
+    "torch_dtype dtype torchscript use_bfloat16 quantization_config use_cache pretraining_tp ep_size "
+    "_attn_implementation _attn_implementation_autoset attn_implementation _experts_implementation "
+    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix "
+    "return_dict output_attentions output_hidden_states output_router_logits task_specific_params problem_type "
+    "finetuning_task id2label label2id num_labels summary_type summary_use_proj summary_activation summary_first_dropout "
+    "summary_proj_to_labels classifier_dropout is_decoder is_encoder_decoder tie_encoder_decoder "
+    "cross_attention_hidden_size chunk_size_feed_forward tf_legacy_loss "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p "
+    "typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens n_ctx "
+    "initial_context_length reorder_and_upcast_attn experts_per_token".split()
+)
+"""Fields that leave the model as it is: whatever their value, nothing follows from it.
+
+`output_router_logits` decides whether Hugging Face adds the balancing loss; here its coefficient does. `pretraining_tp` and
+`reorder_and_upcast_attn` change the order of sums. `initial_context_length` and `experts_per_token` repeat other fields.
+"""
+
+
+class Fields:
+    """The fields of one JSON object.
+
+    Args:
+        values: name -> value, as read.
+        where: the file, and the path inside it, for error messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values, self.where = values, where
+        self._read: set[str] = set()
+
+    def get(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value; the default where the field is absent.
+
+        Raises:
+            ConfigError: the field is absent and has no default.
+        """
+        self._read.add(name)
+        if name not in self.values and default is REQUIRED:
+            raise self.error(name, "", "the field is missing", "take the config.json of the published model")
+        return self.values.get(name, default)
+
+    def whole(self, name: str, default: Any = REQUIRED, least: int = 1) -> Any:
+        """A whole number of at least `least`; None only where that is the default."""
+        value = self.get(name, default)
+        if value is None and default is None:
+            return None
+        if not is_whole(value):
+            raise self.error(name, _shown(value), "must be a whole number", "correct the file")
+        if value < least:
+            raise self.error(name, value, f"must be at least {least}", "correct the file")
+        return int(value)
+
+    def number(self, name: str, default: Any = REQUIRED) -> Any:
+        """A number; None only where that is the default."""
+        value = self.get(name, default)
+        if value is None and default is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(name, _shown(value), "must be a number", "correct the file")
+        return value
+
+    def switch(self, name: str, default: Any = REQUIRED) -> bool:
+        """True or false."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, _shown(value), "must be true or false", "correct the file")
+        return value
+
+    def inner(self, name: str) -> Fields | None:
+        """The fields of an object inside this one; None where it is absent or null.
+
+        Raises:
+            ConfigError: the field is no object.
+        """
+        value = self.get(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(name, _shown(value), "must be an object", "correct the file")
+        return Fields(value, f"{self.where} {name}")
+
+    def only(self, name: str, default: Any, allowed: tuple[Any, ...], rule: str) -> Any:
+        """The value, if it is among those this fork can train.
+
+        Raises:
+            ConfigError: it is another one.
+        """
+        value = self.get(name, default)
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+            fix = f"only {' or '.join(map(_shown, allowed))} can be trained here"
+            raise self.error(name, _shown(value), rule, fix)
+        return value
+
+    def error(self, name: str, value: Any, rule: str, fix: str) -> ConfigError:
+        """A mistake in one of the fields."""
+        return ConfigError(f"{self.where} {name}", value, rule, fix)
+
+    def finish(self) -> None:
+        """Every field was read, or is known to change nothing.
+
+        Raises:
+            ConfigError: one was not; its meaning is unknown here.
+        """
+        unknown = [name for name in self.values if name not in self._read and name not in _NO_MATHEMATICS]
+        if unknown:
+            rule, fix = "unknown field, which may change the model", "remove it if it does not"
+            raise self.error(unknown[0], _shown(self.values[unknown[0]]), rule, fix)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a JSON value is a whole number, also where it is written as 5e5."""
+    return (
+        not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value == int(value)
+    )
+
+
+def _shown(value: Any) -> str:
+    """As the file writes it, shortened."""
+    text = {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# Rotary positions of a Hugging Face config.json as flags: plain, linear, Llama 3's and YaRN. Standard library only.
+#
+# Source: modeling_rope_utils.py of transformers 4.57.6; rotary_pos_embedding.py and yarn_rotary_pos_embedding.py of
+# megatron-core 0.16.1.
+
+LONGEST = 4096
+"""Tokens of a sample, where a config.json says only how many positions the model covers."""
+
+
+def longest_training_sequence(positions: int) -> int:
+    """--seq-length of a model that covers `positions`: a config.json does not say it, a later flag does."""
+    return min(positions, LONGEST)
+
+
+def rotary_flags(
+    fields: Fields, base: float, scaling: Mapping[str, Any] | None = None, latent: bool = False
+) -> dict[str, Any]:
+    """The flags of a family's rotary positions.
+
+    Args:
+        base: default of rope_theta.
+        scaling: default of rope_scaling.
+        latent: the model has latent attention, which scales by YaRN only.
+    Raises:
+        ConfigError: a scaling that megatron-core has not, or not with these constants.
+    """
+    rope = fields.inner("rope_parameters") or fields.inner("rope_scaling")
+    if rope is None:
+        is_given = {"rope_parameters", "rope_scaling"} & set(fields.values)
+        rope = Fields({} if is_given else scaling or {}, f"{fields.where} rope_scaling")
+    theta = rope.number("rope_theta", None)
+    theta = fields.number("rope_theta", base) if theta is None else theta
+    if not is_whole(theta):
+        raise fields.error("rope_theta", theta, "megatron-core has whole bases", "round it")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    forms = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    known = ("default", "yarn") if latent else tuple(forms)
+    if kind not in known:
+        rule = "this scaling of rotary positions is not in megatron-core"
+        raise rope.error("rope_type", kind, rule, f"known here are {', '.join(known)}")
+    flags = forms[kind](rope, fields.whole("max_position_embeddings"), latent)
+    rope.finish()
+    return {"position-embedding-type": "rope", "rotary-base": int(theta)} | flags
+
+
+def _plain(rope: Fields, positions: int, latent: bool) -> dict[str, Any]:
+    return {"rope-type": "rope"} if latent else {}
+
+
+def _linear(rope: Fields, positions: int, latent: bool) -> dict[str, Any]:
+    factor = rope.number("factor")
+    if not is_whole(factor):
+        raise rope.error("factor", factor, "megatron-core interpolates by whole factors", "round it")
+    return {"rotary-seq-len-interpolation-factor": int(factor)}
+
+
+def _llama3(rope: Fields, positions: int, latent: bool) -> dict[str, Any]:
+    constants = (("low_freq_factor", 1.0), ("high_freq_factor", 4.0), ("original_max_position_embeddings", 8192))
+    for name, value in constants:
+        rope.get(name)
+        rope.only(name, value, (value,), "megatron-core has this number built in")
+    return {"use-rope-scaling": True, "rope-scaling-factor": rope.number("factor")}
+
+
+def _yarn(rope: Fields, positions: int, latent: bool) -> dict[str, Any]:
+    """YaRN. Both attention temperatures count together; without them it is 0.1 · ln(factor) + 1, megatron-core's default.
+
+    Latent attention has its other constants built in.
+    """
+    flags: dict[str, Any] = {"rotary-scaling-factor": rope.number("factor")}
+    flags |= {} if latent else {"position-embedding-type": "yarn"}
+    mscale, all_dimensions = rope.number("mscale", None), rope.number("mscale_all_dim", None)
+    if mscale and all_dimensions:
+        flags |= {"mscale": mscale, "mscale-all-dim": all_dimensions}
+    elif all_dimensions:
+        rule = "scales attention in Hugging Face's code, and not the positions"
+        raise rope.error("mscale_all_dim", all_dimensions, rule, "give mscale as well")
+    rope.only("attention_factor", None, (None,), "the temperature follows from mscale and mscale_all_dim")
+    constants = (
+        ("yarn-beta-fast", "beta_fast", 32.0),
+        ("yarn-beta-slow", "beta_slow", 1.0),
+        ("yarn-original-max-position-embeddings", "original_max_position_embeddings", 4096),
+    )
+    for flag, name, usual in constants:
+        value = rope.number(name, positions if name.startswith("original") else usual)
+        if value != usual and latent:
+            raise rope.error(name, value, "megatron-core's latent attention has another constant", f"only {usual} fits")
+        flags |= {flag: value} if value != usual else {}
+    rounded = rope.switch("truncate", True)
+    if latent and not rounded:
+        raise rope.error("truncate", "false", "megatron-core's latent attention rounds", "only true fits")
+    return flags | ({} if rounded else {"no-yarn-correction-range-round-to-int": True})

@@ -1,0 +1,86 @@
+"""A model as flags, from a file: one of examples/models/*.json, or a Hugging Face config.json. Standard library only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.hugging_face import flags_of_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFile:
+    """What a model file says."""
+
+    name: str
+    flags: Mapping[str, Any]
+    """Names without dashes -> a value, a list of values, or true for a switch."""
+    notes: tuple[str, ...]
+    """What megatron-core computes otherwise than the source of the file does."""
+
+    @property
+    def words(self) -> list[str]:
+        """The flags as words of a command line."""
+        return [word for flag, values in flag_words(self.flags) for word in (flag, *values)]
+
+
+def read_model(path: str, subject: str = "--model") -> ModelFile:
+    """The model that a file describes.
+
+    Args:
+        path: a JSON file with `flags`, or a config.json with `model_type`.
+        subject: the flag that names the file, for errors about the file itself.
+    Raises:
+        ConfigError: the file cannot be read, is of neither kind, or describes what cannot be trained here.
+    """
+    file = Path(path)
+    if file.is_dir():
+        raise ConfigError(subject, path, "is a folder", f"give a file, such as {file / 'config.json'}")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(subject, path, f"cannot be read: {error.strerror}", "correct the path") from None
+    except (ValueError, RecursionError) as error:
+        line = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else "it is no text"
+        raise ConfigError(subject, path, f"is no JSON: {line}", "correct the file") from None
+    if isinstance(values, dict) and "flags" in values:
+        return _own(values, path)
+    if isinstance(values, dict) and "model_type" in values:
+        flags, notes = flags_of_config(values, path)
+        return ModelFile(name=_name_of_config(values, file), flags=flags, notes=notes)
+    rule = "has neither flags nor a model_type"
+    fix = "give a file like examples/models/mixtral-8x7b.json or a Hugging Face config.json"
+    raise ConfigError(subject, path, rule, fix)
+
+
+def flag_words(flags: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Each flag as it is written, with its values."""
+    return [
+        (f"--{name}", [str(word) for word in (value if isinstance(value, list) else [] if value is True else [value])])
+        for name, value in flags.items()
+    ]
+
+
+def _own(values: Mapping[str, Any], path: str) -> ModelFile:
+    flags, unknown = values["flags"], sorted(set(values) - {"name", "source", "flags"})
+    if unknown:
+        raise ConfigError(f"{path} {unknown[0]}", "", "unknown field", "a model file has name, source and flags")
+    if not isinstance(flags, dict):
+        raise ConfigError(f"{path} flags", flags, "must be an object of flag name to value", "correct the file")
+    for name, value in flags.items():
+        parts = value if isinstance(value, list) else [value]
+        if value is not True and not all(isinstance(part, str | int | float) for part in parts):
+            raise ConfigError(f"{path} flags.{name}", value, "must be a word, a number or true", "correct the file")
+        if any(part is False or (part is True and isinstance(value, list)) for part in parts):
+            raise ConfigError(f"{path} flags.{name}", value, "a switch is true", "remove what is off")
+    return ModelFile(name=str(values.get("name", Path(path).stem)), flags=flags, notes=())
+
+
+def _name_of_config(values: Mapping[str, Any], file: Path) -> str:
+    """The published name where the file has it, else that of its folder or its own."""
+    published = str(values.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
+    return published or (file.resolve().parent.name if file.stem == "config" else file.stem)

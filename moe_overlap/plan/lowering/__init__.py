@@ -1,0 +1,1 @@
+"""A plan becomes the static instruction list of one rank."""

@@ -1,0 +1,195 @@
+"""Slots behind transfers between stages: weight gradients that run when a chunk has sent its input's gradient.
+
+A stage waits for what the stage behind it sends. What of a backward pass stands behind the send is not waited for: it runs while
+the gradient travels, and where the stage would wait for its next micro-batch, in the bubble of the pipeline. Behind the last
+micro-batches of a step every stage but the first hands on that much earlier.
+
+A slot is named by its transfer (`send.S0>S1.backward`) and stands in the entry of any one layer of the chunk; it ends with the
+pass: the next micro-batch adds to the same sums behind it.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2 (whose schedules also let weight gradients wait for longer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan import operators
+from moe_overlap.plan.lowering.dependencies import Draft
+from moe_overlap.plan.operators import (
+    ATTENTION,
+    BACKWARD,
+    COMBINE,
+    DISPATCH,
+    DISPATCH_FC1,
+    EXPERTS,
+    FC2_COMBINE,
+    FUSED_KERNELS,
+    GATE,
+    HEAD_LOSS,
+    MLP,
+    SHARED,
+    WEIGHT_GRADIENT,
+    Operator,
+    boundary_operator,
+    layer_operator,
+    parse_operator,
+    weight_gradient,
+)
+from moe_overlap.plan.overlap import StageOverlap
+from moe_overlap.plan.plan import Plan
+
+# Weight gradients as operators of their own: which there are, and under which exchange they run.
+#
+# The backward pass of an operator is cut in two: the gradient of its input, which the critical path needs, and those of
+# its weights, which only the optimizer needs and which may run while tokens travel (Lancet, section 4).
+
+SLOT_PARTS = (COMBINE, DISPATCH)
+"""Exchanges whose backward is a slot."""
+
+
+def split_weights(part: str, model: ModelDescription) -> tuple[str, ...]:
+    """Weights of an operator whose gradient can be computed apart, in forward order; named with EXPERTS for a fused kernel.
+
+    Norms, biases and the gate of a shared expert are not among them: their gradients cost nothing.
+    """
+    if part == ATTENTION and model.latent_attention is not None:
+        query = ("q",) if model.latent_attention.q_lora_rank is None else ("q_down", "q_up")
+        return (*query, "kv_down", "kv_up", "proj")
+    weights = {
+        ATTENTION: ("qkv", "proj"),
+        MLP: ("fc1", "fc2"),
+        GATE: ("router",),
+        SHARED: ("fc1", "fc2"),
+        EXPERTS: ("fc1", "fc2"),
+        DISPATCH_FC1: ("fc1",),
+        FC2_COMBINE: ("fc2",),
+        HEAD_LOSS: ("output",),
+    }
+    return weights.get(part, ())
+
+
+def named_part(part: str) -> str:
+    """The operator that a weight gradient of a part is named with."""
+    return EXPERTS if part in FUSED_KERNELS else part
+
+
+def gradient_name(part: str, weight: str, layer: int | None = None) -> str:
+    """`L0.attention.qkv.dW`, or of the head where no layer is given."""
+    if layer is not None:
+        return weight_gradient(layer, part, weight)
+    return str(Operator(part, weight=weight, suffix=WEIGHT_GRADIENT))
+
+
+def keeps_gradients(part: str, deferred: Sequence[str], model: ModelDescription) -> bool:
+    """Whether the backward pass still adds to the layer's gradients when these weights are deferred."""
+    if set(deferred) != set(split_weights(part, model)):
+        return True
+    gated = part == SHARED and model.shared_expert_gate
+    return part in (ATTENTION, MLP, GATE) or gated or model.linear_bias
+
+
+def saved_buffer(name: str) -> str:
+    """What a backward instruction leaves for the weight gradient of this name."""
+    return f"saved.{name.removesuffix('.' + WEIGHT_GRADIENT)}"
+
+
+def backward_of(gradient: str) -> str:
+    """The backward instruction that leaves what a weight gradient is computed from."""
+    return str(replace(parse_operator(gradient), weight="", suffix=BACKWARD))
+
+
+def gradient_of_saved(buffer: str) -> str:
+    """The weight gradient that a saved buffer of a micro-batch, or a part of it, is for: the inverse of `saved_buffer`."""
+    name = buffer.removeprefix("saved.")
+    return f"{name[: name.rindex('.m')]}.{WEIGHT_GRADIENT}"
+
+
+def gradients_of_pass(layers: Sequence[int], model: ModelDescription, holds_head: bool) -> tuple[str, ...]:
+    """All weight gradients of a chunk that can be computed apart, in the order of its backward pass.
+
+    Args:
+        layers, holds_head: as in `default_slots`.
+    """
+    shared = model.shared_expert_hidden_size > 0
+    names = [gradient_name(HEAD_LOSS, "output")] if holds_head else []
+    for layer in reversed(layers):
+        for part in operators.backward_parts(model.moe_layers[layer], shared, exchanges=False):
+            names += _names(part, layer, model)
+    return tuple(names)
+
+
+def default_slots(
+    layers: Sequence[int], model: ModelDescription, exchanges: bool, holds_head: bool
+) -> dict[int, dict[str, tuple[str, ...]]]:
+    """Program order: each weight gradient under the next backward exchange of its chunk; what has none stays inside.
+
+    Args:
+        layers: of one chunk.
+        exchanges: whether tokens leave the rank.
+        holds_head: whether the chunk ends in the head, and the head has a weight of its own.
+    Returns:
+        Layer -> backward exchange -> weight gradients.
+    """
+    slots: dict[int, dict[str, tuple[str, ...]]] = {}
+    waiting = [gradient_name(HEAD_LOSS, "output")] if holds_head else []
+    shared = model.shared_expert_hidden_size > 0
+    for layer in reversed(layers):
+        for part in operators.backward_parts(model.moe_layers[layer], shared, exchanges):
+            if part not in SLOT_PARTS:
+                waiting += _names(part, layer, model)
+            elif waiting:
+                slots.setdefault(layer, {})[layer_operator(layer, part, BACKWARD)] = tuple(waiting)
+                waiting = []
+    return slots
+
+
+def _names(part: str, layer: int, model: ModelDescription) -> list[str]:
+    return [gradient_name(part, weight, layer) for weight in reversed(split_weights(part, model))]
+
+
+def sends_of(plan: Plan, index: int) -> tuple[str, ...]:
+    """By chunk of a stage, the transfer of its input's gradient; the empty string where the model begins."""
+    stages = len(plan.stages)
+    name = boundary_operator("send", (index - 1) % stages, index, backward=True)
+    begins = index == plan.embedding_stage
+    return tuple("" if begins and chunk == 0 else name for chunk in range(len(plan.stages[index].chunks)))
+
+
+def is_send(slot: Operator) -> bool:
+    """Whether a slot is the transfer of an input's gradient."""
+    return slot.part.startswith("send.") and slot.suffix == BACKWARD
+
+
+def behind_send(overlap: StageOverlap, layers: Sequence[int]) -> tuple[str, ...]:
+    """Weight gradients behind the transfer of a chunk, in order.
+
+    Args:
+        layers: of the chunk.
+    """
+    return tuple(
+        name
+        for entry in overlap.layers
+        if entry.layer in layers
+        for slot, names in entry.weight_gradient_slots.items()
+        if is_send(parse_operator(slot))
+        for name in names
+    )
+
+
+def receives_first(drafts: Iterable[Draft]) -> Iterator[Draft]:
+    """A list in which what the next pass receives is asked for before what waits behind a send, not after it."""
+    waiting: list[Draft] = []
+    is_behind_send = False
+    for draft in drafts:
+        if draft.kind == "weight-gradient" and is_behind_send:
+            waiting.append(draft)
+            continue
+        if draft.kind != "point-to-point" or not draft.name.startswith("receive."):
+            yield from waiting
+            waiting = []
+        is_behind_send = draft.kind == "point-to-point"
+        yield draft
+    yield from waiting

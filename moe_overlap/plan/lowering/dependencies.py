@@ -1,0 +1,242 @@
+"""The race check: instructions that touch one buffer on different channels must be ordered.
+
+Terms. `i` happens before `j` where a path leads from i to j over `after` and over the order of a channel (an earlier
+instruction of a channel finishes before a later one starts). Two accesses of a buffer, at least one of them writing,
+race unless one happens before the other.
+
+Method. Each instruction carries a vector clock: per channel, how many of its instructions have finished when it starts.
+1. The clock is the maximum over the predecessor on the channel and everything in `after`, each counted as finished.
+2. A read must know the last write of its buffer; a write the last write and, per channel, the last read since.
+3. Older accesses need no look: the accesses of step 2 already know them.
+Time: instructions × (dependencies + buffers) × channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind, ScheduleError
+
+# Builds one rank's instruction list and finds the dependencies from the buffers.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """An instruction before it has a place in a list; fields as there."""
+
+    kind: Kind
+    name: str
+    channel: str = COMPUTE
+    chunk: int | None = None
+    micro_batch: int | None = None
+    partition: tuple[int, ...] = ()
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    bytes: int = 0
+    peers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, instruction: Instruction) -> Draft:
+        """What an instruction of a list was made from."""
+        return cls(**{field.name: getattr(instruction, field.name) for field in fields(cls)})
+
+
+def build_list(stage: int, drafts: Iterable[Draft]) -> tuple[Instruction, ...]:
+    """The list of one rank of a stage: drafts in issue order, with ids and what each has to wait for."""
+    builder = ListBuilder(stage)
+    builder.extend(drafts)
+    return builder.finish()
+
+
+class ListBuilder:
+    """Appends instructions of one rank.
+
+    `after` is what the buffers say: what is read comes after who wrote it, what is written after who wrote or read it.
+    Left out is what another dependency implies, and, inside one channel, all but the writers of what is only read.
+    """
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self._list: list[Instruction] = []
+        self._writer: dict[str, int] = {}
+        self._readers: dict[str, list[int]] = {}
+
+    def append(self, draft: Draft, after: Iterable[int] = ()) -> int:
+        """Append one instruction.
+
+        Args:
+            after: what it waits for besides what its buffers say.
+        Returns:
+            Its id, which is its place.
+        """
+        instruction = Instruction(
+            id=len(self._list),
+            kind=draft.kind,
+            name=draft.name,
+            stage=self._stage,
+            chunk=draft.chunk,
+            micro_batch=draft.micro_batch,
+            partition=draft.partition,
+            channel=draft.channel,
+            reads=draft.reads,
+            writes=draft.writes,
+            bytes=draft.bytes,
+            peers=draft.peers,
+            after=self._dependencies(draft.channel, draft.reads, draft.writes, after),
+        )
+        self._list.append(instruction)
+        for buffer in draft.writes:
+            self._writer[buffer], self._readers[buffer] = instruction.id, []
+        for buffer in draft.reads:
+            if buffer not in draft.writes:
+                self._readers.setdefault(buffer, []).append(instruction.id)
+        return instruction.id
+
+    def extend(self, drafts: Iterable[Draft]) -> None:
+        """Append several."""
+        for draft in drafts:
+            self.append(draft)
+
+    def finish(self) -> tuple[Instruction, ...]:
+        """The list."""
+        return tuple(self._list)
+
+    def _dependencies(
+        self, channel: str, reads: tuple[str, ...], writes: tuple[str, ...], after: Iterable[int]
+    ) -> tuple[int, ...]:
+        found: set[int] = set(after)
+        for buffer in reads:
+            if buffer in self._writer and buffer not in writes:
+                found.add(self._writer[buffer])
+        for buffer in writes:
+            touched = [*self._readers.get(buffer, ()), *([self._writer[buffer]] if buffer in self._writer else [])]
+            found.update(number for number in touched if self._list[number].channel != channel)
+        return self._without_implied(self._last_of_each_channel(found, channel))
+
+    def _last_of_each_channel(self, found: set[int], channel: str) -> set[int]:
+        """Of the dependencies on another channel the last is enough: that channel runs in order."""
+        last: dict[str, int] = {}
+        for number in sorted(found):
+            last[self._list[number].channel] = number
+        return {n for n in found if self._list[n].channel == channel or last[self._list[n].channel] == n}
+
+    def _without_implied(self, found: set[int]) -> tuple[int, ...]:
+        """Leave out what a later dependency reaches over its own `after`."""
+        if len(found) < 2:
+            return tuple(found)
+        lowest = min(found)
+        reached: set[int] = set()
+        waiting = [number for kept in found for number in self._list[kept].after]
+        while waiting:
+            number = waiting.pop()
+            if number >= lowest and number not in reached:
+                reached.add(number)
+                waiting.extend(self._list[number].after)
+        return tuple(sorted(found - reached))
+
+
+# How long the buffers of a list must be kept.
+
+
+def last_uses(instructions: Sequence[Instruction]) -> dict[int, tuple[str, ...]]:
+    """Instruction id -> buffers whose content nobody reads after it.
+
+    A buffer that is written anew before it is read again, as a recomputation does it, is not kept in between.
+    """
+    ends: dict[int, tuple[str, ...]] = {}
+    needed: set[str] = set()
+    for i in reversed(instructions):
+        ends[i.id] = tuple(name for name in dict.fromkeys((*i.reads, *i.writes)) if name not in needed)
+        needed.difference_update(i.writes)
+        needed.update(i.reads)
+    return ends
+
+
+INPUTS = frozenset({"tokens", "labels", "gradient", "state", "parameters", "host"})
+"""First words of buffers that are there when a step starts."""
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Accesses so far that a later one can still race with."""
+
+    writer: int | None = None
+    readers: dict[int, int] = field(default_factory=dict)
+    """Channel -> its last reading instruction since the last write."""
+
+
+def check_races(instructions: Sequence[Instruction], inputs: frozenset[str] = INPUTS) -> None:
+    """Check one rank's list.
+
+    Args:
+        inputs: first words of buffers that may be read before anything wrote them.
+    Raises:
+        ScheduleError: an id that stands twice, a dependency on what is not earlier in the list, a buffer read before it
+            was written, or a race; the message shows the lines.
+    """
+    places = _places(instructions)
+    channels = {name: n for n, name in enumerate(dict.fromkeys(i.channel for i in instructions))}
+    channel_of = [channels[i.channel] for i in instructions]
+    position: list[int] = []
+    clocks: list[list[int]] = []
+    last_on: list[int | None] = [None] * len(channels)
+    buffers: dict[str, _Buffer] = {}
+
+    def knows(here: int, earlier: int) -> bool:
+        return clocks[here][channel_of[earlier]] >= position[earlier]
+
+    for here, instruction in enumerate(instructions):
+        mine = channel_of[here]
+        previous = last_on[mine]
+        before = [places[number] for number in instruction.after]
+        clock = [0] * len(channels)
+        for place in before if previous is None else (previous, *before):
+            clock = list(map(max, clock, clocks[place]))
+            clock[channel_of[place]] = max(clock[channel_of[place]], position[place])
+        clocks.append(clock)
+        position.append(1 if previous is None else position[previous] + 1)
+        last_on[mine] = here
+        for name in instruction.reads:
+            buffer = buffers.setdefault(name, _Buffer())
+            if buffer.writer is None:
+                if name.split(".")[0] not in inputs:
+                    raise ScheduleError(f"{name} is read before anything wrote it\n{_marked(instructions, here)}")
+            elif not knows(here, buffer.writer):
+                raise _race(instructions, name, buffer.writer, here)
+        for name in instruction.writes:
+            buffer = buffers.setdefault(name, _Buffer())
+            for earlier in (*buffer.readers.values(), *(() if buffer.writer is None else (buffer.writer,))):
+                if not knows(here, earlier):
+                    raise _race(instructions, name, earlier, here)
+            buffer.writer, buffer.readers = here, {}
+        for name in instruction.reads:
+            if name not in instruction.writes:
+                buffers[name].readers[mine] = here
+
+
+def _places(instructions: Sequence[Instruction]) -> dict[int, int]:
+    """Id -> place in the list, once ids and dependencies have been found sound."""
+    places: dict[int, int] = {}
+    known = {instruction.id for instruction in instructions}
+    for place, instruction in enumerate(instructions):
+        if instruction.id in places:
+            raise ScheduleError(f"id {instruction.id} stands twice\n{_marked(instructions, place)}")
+        for number in instruction.after:
+            if number not in places:
+                why = "does not stand before it" if number in known else "does not exist"
+                raise ScheduleError(f"dependency {number} {why}\n{_marked(instructions, place)}")
+        places[instruction.id] = place
+    return places
+
+
+def _race(instructions: Sequence[Instruction], buffer: str, first: int, second: int) -> ScheduleError:
+    names = f"{instructions[first].name} and {instructions[second].name}"
+    lines = _marked(instructions, first, second)
+    return ScheduleError(f"{names} race for {buffer}: no dependency path from the first to the second\n{lines}")
+
+
+def _marked(instructions: Sequence[Instruction], *places: int) -> str:
+    """The lines at these places, with their neighbours, marked."""
+    shown = sorted({n for place in places for n in (place - 1, place, place + 1) if 0 <= n < len(instructions)})
+    return "\n".join(f"{'>' if n in places else ' '} {instructions[n]}" for n in shown)

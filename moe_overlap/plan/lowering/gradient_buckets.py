@@ -1,0 +1,145 @@
+"""Gradients reduced in pieces, where no token waits for the link.
+
+Terms. A part of the optimizer (`embedding`, `L3`, `head`) is complete behind the last instruction of the step that writes its
+gradient, deferred weight gradients included. An exchange is pending from its instruction to the first that waits for it, or for
+a later exchange: their channel runs in order. A fused kernel is an exchange that computes, too: it needs the link for itself.
+A gap is what runs from there, with nothing pending, to the next exchange.
+
+1. The pieces of complete parts wait in a queue, in order of completion; that order is the same on every rank of the stage.
+2. Each gap takes one piece at its beginning, so that the piece travels while the gap computes.
+3. The next exchange waits for the piece: the two never share the link. Whether a piece is through by then is decided by
+   `gradient_chunk_bytes`: at most what the shortest gap carries.
+4. Behind the last exchange, and where no tokens are exchanged at all, pieces go as soon as they can.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan import sizes as payload
+from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder
+from moe_overlap.plan.lowering.layers import COUNT_CHANNEL, EXPERT_CHANNEL
+from moe_overlap.plan.lowering.update import DATA_CHANNEL, is_replicated, optimizer_parts
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.sizes import PartSize
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One reduction: piece `index` of a part's gradient.
+
+    Attributes:
+        sent_bytes: planned bytes that leave the rank.
+    """
+
+    part: str
+    index: int
+    sent_bytes: int
+
+
+def gradient_pieces(plan: Plan, stage_index: int, model: ModelDescription) -> dict[str, list[Piece]]:
+    """Part -> its pieces; nothing where the plan reduces at the end."""
+    stage = plan.stages[stage_index]
+    if stage.overlap.gradient_chunk_bytes == 0 or not is_replicated(stage):
+        return {}
+    parts = optimizer_parts(plan, stage_index, model)
+    return {part: pieces_of(part, payload.part_size(part, plan, stage, model), stage) for part in parts}
+
+
+def pieces_of(part: str, size: PartSize, stage: StagePlan) -> list[Piece]:
+    """Equal pieces of a part, none of more than `gradient_chunk_bytes`."""
+    count = -(-size.replicated_bytes(stage) // stage.overlap.gradient_chunk_bytes)
+    sent = size.reduction_bytes(stage)
+    return [Piece(part, n, sent * (n + 1) // count - sent * n // count) for n in range(count)]
+
+
+def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece]], to: ListBuilder) -> None:
+    """Write passes and pieces into a list; steps as above.
+
+    Args:
+        passes: forward and backward of all micro-batches of one rank.
+        pieces: part -> its pieces; every part is written by the passes.
+    """
+    completes = _completions(passes, pieces)
+    last_exchange = max((i.id for i in passes if _is_exchange(i)), default=-1)
+    waiting: deque[Piece] = deque()
+    link = _Link()
+    travelling: list[int] = []
+    places: dict[int, int] = {}
+    for i in passes:
+        ended = [places[number] for number in link.ended_by(i)]
+        is_exchange = _is_exchange(i)
+        if ended and not link.pending and i.channel == COMPUTE and not is_exchange:
+            free = len(waiting) if i.id > last_exchange else 1
+            travelling += [_reduce(waiting.popleft(), ended, to) for _ in range(min(free, len(waiting)))]
+        shares_link = is_exchange or i.channel == COUNT_CHANNEL
+        places[i.id] = to.append(Draft.of(i), travelling if shares_link else ())
+        if is_exchange:
+            link.pending.append(i.id)
+            travelling = []
+        waiting.extend(piece for part in completes.get(i.id, ()) for piece in pieces[part])
+        while waiting and not link.pending and i.id > last_exchange:
+            _reduce(waiting.popleft(), (), to)
+    for piece in waiting:
+        _reduce(piece, [places[number] for number in link.pending], to)
+
+
+def gaps(passes: Sequence[Instruction]) -> list[list[Instruction]]:
+    """The computation of each gap, in order; the last one has no exchange behind it."""
+    found: list[list[Instruction]] = []
+    link = _Link()
+    for i in passes:
+        is_exchange = _is_exchange(i)
+        if link.ended_by(i) and not link.pending and i.channel == COMPUTE and not is_exchange:
+            found.append([])
+        if is_exchange:
+            link.pending.append(i.id)
+        elif found and not link.pending and i.channel == COMPUTE:
+            found[-1].append(i)
+    return found
+
+
+class _Link:
+    """Exchanges that nobody has waited for so far, in order of their start."""
+
+    def __init__(self) -> None:
+        self.pending: list[int] = []
+
+    def ended_by(self, i: Instruction) -> list[int]:
+        """Those that have finished when `i` starts; they are pending no more."""
+        waited_for = max((number for number in i.after if number in self.pending), default=-1)
+        ended = [number for number in self.pending if number <= waited_for]
+        self.pending = [number for number in self.pending if number > waited_for]
+        return ended
+
+
+def _is_exchange(i: Instruction) -> bool:
+    """Whether tokens travel while it runs."""
+    return i.channel == EXPERT_CHANNEL or (i.channel == COMPUTE and i.bytes > 0)
+
+
+def _completions(passes: Sequence[Instruction], parts: Iterable[str]) -> dict[int, list[str]]:
+    """Instruction -> parts whose gradient is complete behind it."""
+    last = {buffer: i.id for i in passes for buffer in i.writes}
+    completes: dict[int, list[str]] = {}
+    for part in parts:
+        completes.setdefault(last[f"gradient.{part}"], []).append(part)
+    return completes
+
+
+def _reduce(piece: Piece, after: Iterable[int], to: ListBuilder) -> int:
+    total = f"gradient.{piece.part}"
+    draft = Draft(
+        kind="collective",
+        name=f"gradients.{piece.part}",
+        channel=DATA_CHANNEL,
+        partition=(piece.index,),
+        reads=(total,),
+        writes=(total,),
+        bytes=piece.sent_bytes,
+    )
+    return to.append(draft, after)

@@ -1,0 +1,363 @@
+"""Layers as drafts: the operators of layers.py, in the order of chunk_order.py, with their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan import operators
+from moe_overlap.plan import sizes as payload
+from moe_overlap.plan.instructions import COMPUTE
+from moe_overlap.plan.lowering.chunk_order import CutBuffers, Part, stage_major
+from moe_overlap.plan.lowering.deferral import behind_send, keeps_gradients, named_part, saved_buffer, split_weights
+from moe_overlap.plan.lowering.dependencies import Draft
+from moe_overlap.plan.operators import (
+    ATTENTION,
+    BACKWARD,
+    COMBINE,
+    COUNT,
+    DISPATCH,
+    DISPATCH_FC1,
+    EXPERTS,
+    FC2_COMBINE,
+    FUSED_KERNELS,
+    GATE,
+    MERGE,
+    MLP,
+    RECOMPUTE,
+    SHARED,
+    Operator,
+    parse_operator,
+)
+from moe_overlap.plan.overlap import partitions_of
+from moe_overlap.plan.plan import Plan, Recompute, StagePlan
+
+# What the operators of a layer read and write.
+#
+# Buffers (layer n, micro-batch m, partition p): `h.Ln.m.p` enters layer n (and crosses a boundary before it; in a prediction
+# layer n: `h.mtpn`, behind it `h.mtpn.loss`), `a` follows
+# attention, `rows` are permuted for sending, `counts` and `splits` say how many, `capacity` hands a gate's state to the
+# next partition, `received` and `computed` stand at the experts, `returned` is back, `shared` is the shared expert's
+# output. Gradients carry a `d` in front. `gradient.Ln` sums weight gradients over micro-batches; `saved.Ln.part.weight`
+# is what a deferred one is computed from.
+#
+# Fused kernels (COMET, section 3.1) hand over nothing but `inner`, the activated output of the first product, and `dinner`, its
+# gradient. The whole matrix between product and exchange, which COMET calls the shared tensor, is there while its kernel runs
+# (`computed`, `dcomputed`, `dreceived`); `received` is kept with what else a forward pass saves.
+
+
+def forward_buffers(n: str, after: str, has_shared: bool, sent: bool) -> dict[str, str]:
+    """Part -> `reads -> writes`, without micro-batch and partition.
+
+    Args:
+        n: layer, such as `L3`.
+        after: what its output enters.
+        sent: whether tokens leave the rank.
+    """
+    shared = f"shared.{n}" if has_shared else ""
+    return {
+        ATTENTION: f"h.{n} -> a.{n}",
+        MLP: f"a.{n} -> h.{after}",
+        GATE: f"a.{n} -> rows.{n}" + (f" counts.{n}" if sent else ""),
+        COUNT: f"counts.{n} -> splits.{n}",
+        DISPATCH: f"rows.{n} splits.{n} -> received.{n}",
+        SHARED: f"a.{n} -> {shared}",
+        EXPERTS: f"{'received' if sent else 'rows'}.{n} -> computed.{n}",
+        COMBINE: f"computed.{n} -> returned.{n}",
+        DISPATCH_FC1: f"rows.{n} splits.{n} -> received.{n} inner.{n}",
+        FC2_COMBINE: f"inner.{n} -> computed.{n} returned.{n}",
+        MERGE: f"{'returned' if sent else 'computed'}.{n} a.{n} {shared} -> h.{after}",
+    }
+
+
+def backward_buffers(n: str, after: str, has_shared: bool, sent: bool, total: str) -> dict[str, str]:
+    """Part -> `reads -> writes`; what stands on both sides is added to.
+
+    Args:
+        total: where weight gradients are summed; empty where all of them are deferred.
+    """
+    shared = f"dshared.{n}" if has_shared else ""
+    return {
+        MERGE: f"dh.{after} -> {'dreturned' if sent else 'dcomputed'}.{n} da.{n} {shared}",
+        COMBINE: f"dreturned.{n} -> dcomputed.{n}",
+        EXPERTS: f"dcomputed.{n} {total} -> {'dreceived' if sent else 'drows'}.{n} {total}",
+        SHARED: f"dshared.{n} da.{n} {total} -> da.{n} {total}",
+        DISPATCH: f"dreceived.{n} -> drows.{n}",
+        FC2_COMBINE: f"dreturned.{n} {total} -> dcomputed.{n} dinner.{n} {total}",
+        DISPATCH_FC1: f"dinner.{n} {total} -> dreceived.{n} drows.{n} {total}",
+        GATE: f"drows.{n} da.{n} {total} -> da.{n} {total}",
+        MLP: f"dh.{after} {total} -> da.{n} {total}",
+        ATTENTION: f"da.{n} {total} -> dh.{n} {total}",
+    }
+
+
+def placed(buffer: str, micro_batch: int) -> str:
+    """The name with its micro-batch; sums over micro-batches have none."""
+    return buffer if buffer.startswith("gradient.") else f"{buffer}.m{micro_batch}"
+
+
+# The operators of a chunk's layers in program order: forward, and backward with what it recomputes.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOperator:
+    """An operator of a layer; suffix `backward`, `recompute` or empty.
+
+    Attributes:
+        mtp: prediction layer that it stands in; `layer` is then the one whose form that has.
+    """
+
+    layer: int
+    part: str
+    suffix: str = ""
+    mtp: int | None = None
+
+    @property
+    def name(self) -> str:
+        """As it stands in an instruction."""
+        return str(Operator(self.part, None if self.mtp is not None else self.layer, self.mtp, "", self.suffix))
+
+    @property
+    def place(self) -> str:
+        """`L3`, `mtp0`."""
+        return f"L{self.layer}" if self.mtp is None else f"mtp{self.mtp}"
+
+    @property
+    def after(self) -> str:
+        """What follows that place in forward order."""
+        return f"L{self.layer + 1}" if self.mtp is None else f"mtp{self.mtp}.loss"
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether it communicates."""
+        return self.part in operators.EXCHANGE_PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSequence:
+    """Program order of the layers of one stage.
+
+    Args:
+        is_cut: whether a layer's mixture of experts runs in partitions.
+    """
+
+    stage: StagePlan
+    model: ModelDescription
+    is_cut: Callable[[int], bool]
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether the model has shared experts."""
+        return self.model.shared_expert_hidden_size > 0
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether tokens leave the rank."""
+        return self.stage.expert * self.stage.expert_tensor > 1
+
+    def parts(self, layer: int) -> tuple[str, ...]:
+        """Operators of a layer in forward order."""
+        return operators.layer_parts(
+            self.model.moe_layers[layer], self.has_shared, self.exchanges, self._is_fused(layer)
+        )
+
+    def forward(self, layers: Sequence[int], suffix: str = "") -> Iterator[LayerOperator]:
+        """Layers forward; suffix `recompute` where the backward pass runs them a second time."""
+        return (LayerOperator(layer, part, suffix) for layer in layers for part in self.parts(layer))
+
+    def backward(self, layers: Sequence[int]) -> Iterator[LayerOperator]:
+        """Layers backward, each with what it recomputes first."""
+        for group in recompute_groups(self.stage.recompute, layers):
+            if group.whole:
+                yield from self.forward(group.layers, RECOMPUTE)
+            for layer in reversed(group.layers):
+                yield from self._layer_backward(layer, group.modules)
+
+    def prediction(self, depth: int) -> Iterator[LayerOperator]:
+        """The transformer layer inside a prediction layer forward: one like the model's last."""
+        return (replace(operator, mtp=depth) for operator in self.forward([self.model.num_layers - 1]))
+
+    def prediction_backward(self, depth: int) -> Iterator[LayerOperator]:
+        """The same backward."""
+        last, recompute = self.model.num_layers - 1, self.stage.recompute
+        operators_of = list(self._layer_backward(last, recompute.modules))
+        if recomputes_predictions(recompute):
+            operators_of = [*self.forward([last], RECOMPUTE), *operators_of]
+        return (replace(operator, mtp=depth) for operator in operators_of)
+
+    def _layer_backward(self, layer: int, modules: tuple[str, ...]) -> Iterator[LayerOperator]:
+        for part in self._backward_parts(layer):
+            if part == MERGE and "moe" in modules:
+                again = (other for other in self.parts(layer) if other != ATTENTION)
+                yield from (LayerOperator(layer, other, RECOMPUTE) for other in again)
+            if (part == MLP and "mlp" in modules) or (part == SHARED and "shared_experts" in modules):
+                yield LayerOperator(layer, part, RECOMPUTE)
+            yield LayerOperator(layer, part, BACKWARD)
+
+    def _backward_parts(self, layer: int) -> tuple[str, ...]:
+        """In partitions the shared expert runs before the experts backward as it does forward: under an exchange."""
+        moe = self.model.moe_layers[layer]
+        parts = list(operators.backward_parts(moe, self.has_shared, self.exchanges, self._is_fused(layer)))
+        if SHARED in parts and self.is_cut(layer):
+            parts.remove(SHARED)
+            parts.insert(parts.index(EXPERTS), SHARED)
+        return tuple(parts)
+
+    def _is_fused(self, layer: int) -> bool:
+        return layer in self.stage.overlap.fused_layers
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeGroup:
+    """Layers that run backward together; `whole`: first all of them forward again; `modules`: parts again."""
+
+    layers: tuple[int, ...]
+    whole: bool
+    modules: tuple[str, ...] = ()
+
+
+def recomputes_predictions(recompute: Recompute) -> bool:
+    """Whether prediction layers are computed a second time, projections included; megatron-core's block method spares them."""
+    return recompute.granularity == "uniform"
+
+
+def recompute_groups(recompute: Recompute, layers: Sequence[int]) -> list[RecomputeGroup]:
+    """Groups of a chunk's layers in backward order."""
+    size = recompute.layers if recompute.granularity == "uniform" else 1
+    groups = []
+    for first in range(0, len(layers), size):
+        members = tuple(layers[first : first + size])
+        chosen = first < recompute.layers
+        if recompute.granularity == "uniform" or (recompute.granularity == "full" and chosen):
+            groups.append(RecomputeGroup(members, whole=True))
+        else:
+            groups.append(RecomputeGroup(members, whole=False, modules=recompute.modules if chosen else ()))
+    return groups[::-1]
+
+
+EXPERT_CHANNEL, COUNT_CHANNEL = "ep", "ep.counts"
+"""Counts travel in a group of their own, beside the rows of other parts: whoever waits for them waits for no rows."""
+
+
+class LayerLowering:
+    """Writes the layers of one stage.
+
+    Attributes:
+        buffers: what stands in parts so far.
+    """
+
+    def __init__(self, plan: Plan, stage: StagePlan, model: ModelDescription) -> None:
+        self.stage = stage
+        self.buffers = CutBuffers()
+        self._plan, self._model = plan, model
+        self._partitions = partitions_of(stage.overlap, stage.layers)
+        self._sequence = LayerSequence(stage, model, is_cut=lambda layer: (layer, EXPERTS) in self._partitions)
+        slots = [slot for layer in stage.overlap.layers for slot in layer.weight_gradient_slots.items()]
+        self._slots = dict(slots)
+        self._deferred: dict[tuple[str, int | None], list[Operator]] = {}
+        for operator in (parse_operator(name) for _, names in slots for name in names):
+            self._deferred.setdefault((operator.part, operator.layer), []).append(operator)
+
+    def forward(self, layers: Sequence[int], chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """The layers of a chunk forward."""
+        return self._write(list(self._sequence.forward(layers)), chunk, micro_batch, last_first=False)
+
+    def backward(self, layers: Sequence[int], chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """The layers of a chunk backward, each with what it recomputes first."""
+        return self._write(list(self._sequence.backward(layers)), chunk, micro_batch, last_first=True)
+
+    def prediction(self, depth: int, chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """The transformer layer inside a prediction layer forward."""
+        return self._write(list(self._sequence.prediction(depth)), chunk, micro_batch, last_first=False)
+
+    def prediction_backward(self, depth: int, chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """The same backward, with what it recomputes first."""
+        return self._write(list(self._sequence.prediction_backward(depth)), chunk, micro_batch, last_first=True)
+
+    def behind_send(self, layers: Sequence[int], chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """Weight gradients that wait until a chunk has sent its input's gradient."""
+        for name in behind_send(self.stage.overlap, layers):
+            yield self._weight_gradient(parse_operator(name), chunk, micro_batch)
+
+    def deferred(self, part: str, layer: int | None = None) -> list[Operator]:
+        """Weight gradients of an operator that are instructions of their own."""
+        mine = self._deferred.get((named_part(part), layer), [])
+        return [one for one in mine if one.weight in split_weights(part, self._model)]
+
+    def _write(self, sequence: list[LayerOperator], chunk: int, micro_batch: int, last_first: bool) -> Iterator[Draft]:
+        for operator, part in stage_major(sequence, self._count, lambda operator: operator.is_exchange, last_first):
+            yield self._operator(operator, part, chunk, micro_batch)
+            # Slots of layers are backward exchanges: partition 0 is the last to start.
+            if operator.name in self._slots and part.index == 0:
+                for name in self._slots[operator.name]:
+                    yield self._weight_gradient(parse_operator(name), chunk, micro_batch)
+
+    def _count(self, operator: LayerOperator) -> int:
+        return self._partitions.get((operator.layer, operator.part), 1)
+
+    def _operator(self, operator: LayerOperator, part: Part, chunk: int, micro_batch: int) -> Draft:
+        reads, writes = self._buffers(operator, part, micro_batch)
+        if operator.part == COUNT:
+            sent_bytes = payload.count_bytes(self.stage, self._model)
+        else:
+            whole = payload.exchange_bytes(self._plan, self.stage, self._model, part.count)
+            sent_bytes = whole if operator.is_exchange or operator.part in FUSED_KERNELS else 0
+        return Draft(
+            kind="collective" if operator.is_exchange else "compute",
+            name=operator.name,
+            channel=_channel(operator),
+            chunk=chunk,
+            micro_batch=micro_batch,
+            partition=part.partition,
+            reads=tuple(reads),
+            writes=tuple(writes),
+            bytes=sent_bytes,
+        )
+
+    def _buffers(self, operator: LayerOperator, part: Part, micro_batch: int) -> tuple[list[str], list[str]]:
+        """Names of what an operator reads and writes."""
+        n, has_shared, sent = operator.layer, self._sequence.has_shared, self._sequence.exchanges
+        ends = operator.place, operator.after
+        deferred = self.deferred(operator.part, n) if operator.suffix == BACKWARD else []
+        if operator.suffix == BACKWARD:
+            kept = keeps_gradients(operator.part, [gradient.weight for gradient in deferred], self._model)
+            table = backward_buffers(*ends, has_shared, sent, f"gradient.{operator.place}" if kept else "")
+        else:
+            table = forward_buffers(*ends, has_shared, sent)
+        sides = table[operator.part].split("->")
+        reads, writes = ([placed(b, micro_batch) for b in side.split()] for side in sides)
+        writes += [placed(saved_buffer(str(gradient)), micro_batch) for gradient in deferred]
+        if operator.part != GATE or operator.suffix == BACKWARD:
+            return self.buffers.name(reads, writes, part)
+        # A gate that decides on the whole micro-batch leaves its rows in the parts that travel.
+        travelling = self._partitions.get((n, COUNT), 1)
+        reads, writes = self.buffers.name(reads, writes, part, into=travelling)
+        before, behind = _capacity(operator, part, placed(f"capacity.L{n}", micro_batch))
+        return [*reads, *before], [*writes, *behind]
+
+    def _weight_gradient(self, gradient: Operator, chunk: int, micro_batch: int) -> Draft:
+        saved = self.buffers.parts(placed(saved_buffer(str(gradient)), micro_batch))
+        total = "gradient.head" if gradient.layer is None else f"gradient.L{gradient.layer}"
+        return Draft(
+            kind="weight-gradient",
+            name=str(gradient),
+            chunk=chunk,
+            micro_batch=micro_batch,
+            partition=tuple(range(len(saved))) if len(saved) > 1 else (),
+            reads=(*saved, total),
+            writes=(total,),
+        )
+
+
+def _channel(operator: LayerOperator) -> str:
+    if operator.part == COUNT:
+        return COUNT_CHANNEL
+    return EXPERT_CHANNEL if operator.is_exchange else COMPUTE
+
+
+def _capacity(operator: LayerOperator, part: Part, buffer: str) -> tuple[Iterable[str], Iterable[str]]:
+    """What a gate takes from the partition before and leaves to the next; again, it finds what it left."""
+    before = [f"{buffer}.p{part.index - 1}"] if part.index > 0 else []
+    hands_on = part.index < part.count - 1 and not operator.suffix
+    return before, [f"{buffer}.p{part.index}"] if hands_on else []

@@ -1,0 +1,172 @@
+"""A plan, lowered: the static instruction list of one rank. What runs is decided here and nowhere else.
+
+A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a pass,
+ranges of operators run in partitions, and weight gradients stand under exchanges or behind the send at its end; a backward pass
+is interleaved with the forward pass of another micro-batch; gradients that are complete are reduced between exchanges; each
+where the plan says so.
+With ZeRO 2 and 3 and with offloading every part steps by itself, and collectives and copies stand around its passes.
+What it asks for and is not lowered yet is refused by field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lowering.deferral import receives_first, saved_buffer
+from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list
+from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces
+from moe_overlap.plan.lowering.interleave import interleave
+from moe_overlap.plan.lowering.layers import LayerLowering, placed, recomputes_predictions
+from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
+from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
+from moe_overlap.plan.lowering.resharding import TransferLowering
+from moe_overlap.plan.lowering.update import lower_update
+from moe_overlap.plan.operators import (
+    BACKWARD,
+    EMBEDDING,
+    HEAD_LOSS,
+    HEAD_NORM,
+    LOSS,
+    PROJECT,
+    RECOMPUTE,
+    prediction_operator,
+)
+from moe_overlap.plan.plan import Plan
+
+
+def lower(
+    plan: Plan,
+    model: ModelDescription,
+    rank: int,
+    saved_bytes: Mapping[str, int] = MappingProxyType({}),
+    while_waiting: bool = True,
+    blocks: Sequence[Sequence[Step]] | None = None,
+) -> tuple[Instruction, ...]:
+    """The instruction list of one rank.
+
+    Args:
+        plan: a plan that `validate_plan` has accepted for this model.
+        rank: global rank.
+        saved_bytes, while_waiting: as in optimizer_state.py and optimizer_state.py, for stages whose parts step by themselves.
+        blocks: other passes than the whole step's, in the form of `pipeline_blocks`, for what is told from a few of them.
+    Raises:
+        ConfigError: the plan uses a field that is not lowered yet.
+    """
+    refuse_what_cannot_be_lowered(plan)
+    index = plan.stage_of(rank)
+    layers = LayerLowering(plan, plan.stages[index], model)
+    transfers = TransferLowering(plan, model, index, rank, layers.buffers)
+    passes = _PassLowering(plan, model, index, layers, transfers)
+    drafts: list[Draft] = []
+    for steps in pipeline_blocks(plan, index) if blocks is None else blocks:
+        written = [list(passes.write(step)) for step in steps]
+        drafts += interleave(*written) if len(written) == 2 else written[0]
+    drafts = list(receives_first(drafts))
+    to = ListBuilder(index)
+    if plan.stages[index].is_decoupled:
+        DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to, while_waiting).write(drafts)
+        return to.finish()
+    pieces = gradient_pieces(plan, index, model)
+    if pieces:
+        fill_gaps(build_list(index, drafts), pieces, to)
+    else:
+        to.extend(drafts)
+    to.extend(lower_update(plan, index, model))
+    return to.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _PassLowering:
+    """Passes of one micro-batch through one chunk of one rank."""
+
+    plan: Plan
+    model: ModelDescription
+    stage_index: int
+    layers: LayerLowering
+    transfers: TransferLowering
+
+    def write(self, step: Step) -> Iterator[Draft]:
+        """One pass."""
+        write = self._forward if step.direction == "forward" else self._backward
+        return write(step.chunk, step.micro_batch)
+
+    def _forward(self, chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """Receive or embed, layers, send or loss."""
+        first, last = self.layers.stage.chunks[chunk]
+        place = (chunk, micro_batch)
+        if self._is_first(chunk):
+            yield self._compute(EMBEDDING, place, f"tokens -> h.L{first}")
+        else:
+            yield from self.transfers.write("receive", -1, place, f"h.L{first}")
+        yield from self.layers.forward(range(first, last), chunk, micro_batch)
+        if self._is_last(chunk):
+            yield self._compute(HEAD_NORM, place, f"h.L{last} -> normed")
+            for depth in range(self.model.mtp_layers):
+                yield from self._prediction(depth, place)
+            yield self._compute(HEAD_LOSS, place, "normed labels -> loss")
+        else:
+            yield from self.transfers.write("send", +1, place, f"h.L{last}")
+
+    def _backward(self, chunk: int, micro_batch: int) -> Iterator[Draft]:
+        """The mirror of `_forward`."""
+        first, last = self.layers.stage.chunks[chunk]
+        place = (chunk, micro_batch)
+        if self._is_last(chunk):
+            total = "gradient.head"
+            deferred = self.layers.deferred(HEAD_LOSS)
+            saved = " ".join(saved_buffer(str(gradient)) for gradient in deferred)
+            added = "" if deferred else total
+            yield self._compute(f"{HEAD_LOSS}.{BACKWARD}", place, f"loss {added} -> dnormed {added} {saved}")
+            for depth in reversed(range(self.model.mtp_layers)):
+                yield from self._prediction_backward(depth, place)
+            yield self._compute(f"{HEAD_NORM}.{BACKWARD}", place, f"dnormed {total} -> dh.L{last} {total}")
+        else:
+            yield from self.transfers.write("receive", +1, place, f"dh.L{last}", backward=True)
+        yield from self.layers.backward(range(first, last), chunk, micro_batch)
+        if self._is_first(chunk):
+            total = "gradient.embedding"
+            yield self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
+        else:
+            yield from self.transfers.write("send", -1, place, f"dh.L{first}", backward=True)
+            yield from self.layers.behind_send(range(first, last), chunk, micro_batch)
+
+    def _prediction(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
+        """Embedding of the tokens further on beside what came before, layer, loss."""
+        before = f"h.mtp{depth - 1}.loss" if depth else "normed"
+        yield self._compute(prediction_operator(depth, PROJECT), place, f"{before} tokens -> h.mtp{depth}")
+        yield from self.layers.prediction(depth, *place)
+        yield self._compute(prediction_operator(depth, LOSS), place, f"h.mtp{depth}.loss labels -> loss.mtp{depth}")
+
+    def _prediction_backward(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
+        """The mirror of `_prediction`; what comes back joins the gradient of what came before."""
+        mine, head, words = f"gradient.mtp{depth}", "gradient.head", "gradient.embedding"
+        output = f"dh.mtp{depth}.loss"
+        added = f"{output} " if depth < self.model.mtp_layers - 1 else ""
+        reads, writes = f"loss.mtp{depth} {added}{mine} {head}", f"{output} {mine} {head}"
+        yield self._compute(prediction_operator(depth, LOSS, BACKWARD), place, f"{reads} -> {writes}")
+        if recomputes_predictions(self.layers.stage.recompute):
+            yield self._compute(prediction_operator(depth, PROJECT, RECOMPUTE), place, f" -> h.mtp{depth}")
+        yield from self.layers.prediction_backward(depth, *place)
+        before = f"dh.mtp{depth - 1}.loss" if depth else "dnormed"
+        taken = f"{before} " if depth == 0 else ""
+        reads, writes = f"dh.mtp{depth} {taken}{mine} {words}", f"{before} {mine} {words}"
+        yield self._compute(prediction_operator(depth, PROJECT, BACKWARD), place, f"{reads} -> {writes}")
+
+    def _is_first(self, chunk: int) -> bool:
+        return self.stage_index == self.plan.embedding_stage and chunk == 0
+
+    def _is_last(self, chunk: int) -> bool:
+        return self.stage_index == self.plan.loss_stage and chunk == len(self.layers.stage.chunks) - 1
+
+    def _compute(self, name: str, place: tuple[int, int], buffers: str) -> Draft:
+        chunk, micro_batch = place
+        reads, writes = ([placed(b, micro_batch) for b in side.split()] for side in buffers.split("->"))
+        reads, writes = self.layers.buffers.name(reads, writes)
+        return Draft(
+            kind="compute", name=name, chunk=chunk, micro_batch=micro_batch, reads=tuple(reads), writes=tuple(writes)
+        )

@@ -1,0 +1,205 @@
+"""The order in which one stage runs forward and backward passes: 1F1B and interleaved 1F1B, as megatron-core runs them.
+
+A step prints as `0F3`: chunk 0, forward, micro-batch 3.
+
+Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.instructions import ScheduleError
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.rules.resharding import passes_ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One pass of one micro-batch through one chunk."""
+
+    direction: Literal["forward", "backward"]
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{'F' if self.direction == 'forward' else 'B'}{self.micro_batch}"
+
+
+def one_f_one_b(stages: int, stage: int, micro_batches: int) -> tuple[Step, ...]:
+    """1F1B: `stages - stage - 1` forward passes ahead, then forward and backward in turn, then the rest backward."""
+    return _run_ahead(stages - stage - 1, micro_batches)
+
+
+def _run_ahead(ahead: int, micro_batches: int) -> tuple[Step, ...]:
+    forward = [Step("forward", 0, m) for m in range(micro_batches)]
+    backward = [Step("backward", 0, m) for m in range(micro_batches)]
+    return _one_and_one(forward, backward, ahead)
+
+
+def interleaved(stages: int, stage: int, chunks: int, micro_batches: int, group: int | None = None) -> tuple[Step, ...]:
+    """Interleaved 1F1B: groups of micro-batches pass chunk after chunk.
+
+    Args:
+        group: micro-batches that pass a chunk before the next chunk is entered; the number of stages where None.
+    Raises:
+        ConfigError: a number of micro-batches that the schedule cannot run.
+    """
+    group = stages if group is None else group
+    check_interleaving(stages, micro_batches, group)
+    units = []
+    for first in range(0, micro_batches, group):
+        members = range(first, min(first + group, micro_batches))
+        units += [(chunk, m) for chunk in range(chunks) for m in members]
+    forward = [Step("forward", chunk, m) for chunk, m in units]
+    backward = [Step("backward", chunks - 1 - chunk, m) for chunk, m in units]
+    return _one_and_one(forward, backward, ahead=2 * (stages - stage - 1) + (chunks - 1) * group)
+
+
+def check_interleaving(
+    stages: int, micro_batches: int, group: int, subject: str = "gradient_accumulation_steps"
+) -> None:
+    """ConfigError where megatron-core's interleaved schedule refuses the number of micro-batches."""
+    last = micro_batches % group
+    if not stages <= group <= micro_batches or 0 < last < stages:
+        raise ConfigError(
+            subject,
+            micro_batches,
+            f"interleaving over {stages} stages needs at least {max(stages, group)} micro-batches, "
+            f"and a remainder modulo {group} of 0 or at least {stages}",
+            f"use a multiple of {stages}",
+        )
+
+
+def _one_and_one(forward: list[Step], backward: list[Step], ahead: int) -> tuple[Step, ...]:
+    ahead = min(ahead, len(forward))
+    order = forward[:ahead]
+    for i in range(ahead, len(forward)):
+        order += [forward[i], backward[i - ahead]]
+    return tuple(order + backward[len(forward) - ahead :])
+
+
+def pipeline_order(plan: Plan, stage: int) -> tuple[Step, ...]:
+    """The order of one stage of a plan."""
+    return tuple(step for block in pipeline_blocks(plan, stage) for step in block)
+
+
+def pipeline_blocks(plan: Plan, stage: int) -> tuple[tuple[Step, ...], ...]:
+    """The order of one stage of a plan in blocks: a pass, or a backward and a forward pass that run interleaved."""
+    here, stages = plan.stages[stage], len(plan.stages)
+    if here.overlap.micro_batches_in_flight > 1:
+        return paired_1f1b(stages, stage, here.gradient_accumulation_steps)
+    if plan.transfers:
+        order = _run_ahead(passes_ahead(plan, stage), here.gradient_accumulation_steps)
+    elif plan.pipeline_schedule == "1f1b":
+        order = one_f_one_b(stages, stage, here.gradient_accumulation_steps)
+    else:
+        order = interleaved(stages, stage, len(here.chunks), here.gradient_accumulation_steps)
+    return tuple((step,) for step in order)
+
+
+def paired_1f1b(stages: int, stage: int, micro_batches: int) -> tuple[tuple[Step, ...], ...]:
+    """1F1B in which every backward pass runs beside the forward pass that follows it.
+
+    A stage hands on what a pair makes when the pair ends, so the stages before run twice as far ahead as in 1F1B; with
+    fewer the forward pass of a pair would have to wait for a pair of the stage before that has not begun.
+    """
+    ahead = min(2 * (stages - stage - 1) + 1, micro_batches)
+    forward = [Step("forward", 0, m) for m in range(micro_batches)]
+    backward = [Step("backward", 0, m) for m in range(micro_batches)]
+    paired = zip(backward, forward[ahead:], strict=False)
+    return (*((step,) for step in forward[:ahead]), *paired, *((step,) for step in backward[micro_batches - ahead :]))
+
+
+def most_in_flight(blocks: Sequence[Sequence[Step]]) -> int:
+    """Most passes of the stage whose activations are held at once: forward begun, backward not ended."""
+    held = most = 0
+    for block in blocks:
+        held += sum(step.direction == "forward" for step in block)
+        most = max(most, held)
+        held -= sum(step.direction == "backward" for step in block)
+    return most
+
+
+def check_orders(orders: Sequence[Sequence[Step]], chunks: int, micro_batches: int) -> None:
+    """Check the orders of all stages together.
+
+    Every micro-batch passes every chunk forward and then backward, once each; and the stages, each in its order, do not
+    wait for each other for ever.
+
+    Args:
+        orders: one order per stage.
+    Raises:
+        ScheduleError: with the rank × step grid, the wrong cell in brackets.
+    """
+    expected = {Step("forward", c, m) for c in range(chunks) for m in range(micro_batches)}
+    expected |= {Step("backward", s.chunk, s.micro_batch) for s in expected}
+    for rank, order in enumerate(orders):
+        seen: set[Step] = set()
+        for column, step in enumerate(order):
+            fault = None
+            if step not in expected:
+                fault = "does not exist"
+            elif step in seen:
+                fault = "runs twice"
+            elif step.direction == "backward" and Step("forward", step.chunk, step.micro_batch) not in seen:
+                fault = "runs before its forward pass"
+            if fault:
+                raise ScheduleError(f"stage {rank}: {step} {fault}\n{format_grid(orders, (rank, column))}")
+            seen.add(step)
+        if missing := sorted(expected - seen, key=str):
+            end = (rank, len(order))
+            raise ScheduleError(f"stage {rank}: {missing[0]} never runs\n{format_grid(orders, end)}")
+    _check_progress(orders, chunks)
+
+
+def _check_progress(orders: Sequence[Sequence[Step]], chunks: int) -> None:
+    """Run the orders with what they wait for; complete per-stage orders are presupposed."""
+    stages = len(orders)
+    places = [0] * stages
+    done: set[tuple[int, Step]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while places[stage] < len(order):
+                needs = _input_of(stage, order[places[stage]], stages, chunks)
+                if needs is not None and needs not in done:
+                    break
+                done.add((stage, order[places[stage]]))
+                places[stage] += 1
+                moved = True
+    for stage, order in enumerate(orders):
+        if places[stage] < len(order):
+            step = order[places[stage]]
+            needs = _input_of(stage, step, stages, chunks)
+            waits = f"waits for ever for {needs[1]} of stage {needs[0]}" if needs else "never starts"
+            grid = format_grid(orders, (stage, places[stage]))
+            raise ScheduleError(f"stage {stage}: {step} {waits}\n{grid}")
+
+
+def _input_of(stage: int, step: Step, stages: int, chunks: int) -> tuple[int, Step] | None:
+    """What a step waits for at another stage; model order is chunk · stages + stage."""
+    delta = -1 if step.direction == "forward" else 1
+    position = step.chunk * stages + stage + delta
+    if not 0 <= position < stages * chunks:
+        return None
+    return position % stages, Step(step.direction, position // stages, step.micro_batch)
+
+
+def format_grid(orders: Sequence[Sequence[Step]], mark: tuple[int, int] | None = None) -> str:
+    """Rows are ranks, columns are steps; `mark` puts one cell into brackets."""
+    columns = max((len(order) for order in orders), default=0) + 1
+    rows = []
+    for rank, order in enumerate(orders):
+        cells = [str(order[i]) if i < len(order) else "" for i in range(columns)]
+        if mark is not None and mark[0] == rank:
+            cells[mark[1]] = f"[{cells[mark[1]]}]"
+        rows.append(cells)
+    width = max((len(cell) for row in rows for cell in row), default=0)
+    head = len(f"S{len(orders) - 1}")
+    lines = (f"S{rank}".ljust(head + 2) + " ".join(cell.ljust(width) for cell in row) for rank, row in enumerate(rows))
+    return "\n".join(line.rstrip() for line in lines)

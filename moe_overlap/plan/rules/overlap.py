@@ -1,0 +1,383 @@
+"""Invariants of a stage's overlap: a field that its mechanism does not read is refused, not ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan import operators
+from moe_overlap.plan.lowering.deferral import SLOT_PARTS, gradient_name, is_send, split_weights
+from moe_overlap.plan.operators import (
+    ATTENTION,
+    BACKWARD,
+    COMBINE,
+    DISPATCH,
+    EXPERTS,
+    GATE,
+    HEAD_LOSS,
+    MERGE,
+    MLP,
+    SHARED,
+    WEIGHT_GRADIENT,
+    Operator,
+    layer_operator,
+    parse_operator,
+)
+from moe_overlap.plan.overlap import (
+    TUTEL_DEGREES,
+    LayerOverlap,
+    Mechanism,
+    StageOverlap,
+    needs_whole_batch,
+    order_of,
+    part_order,
+    range_ends,
+)
+from moe_overlap.plan.plan import StagePlan
+
+# Invariants of the ranges of operators that run in partitions.
+#
+# A range stays in one chunk and holds the exchanges of its layer. Cut along the batch, it holds or leaves out the whole
+# mixture of experts of every layer: rows that travel are ordered by expert, and can be told apart by sample only between
+# the gate that ordered them and the merge that puts them back (Lancet, section 5.2). Ranges do not overlap.
+
+
+def validate_ranges(stage: StagePlan, model: ModelDescription | None, subject: str) -> None:
+    """Check the partitioned layers of one stage.
+
+    Args:
+        model: None checks what needs no model.
+        subject: where the overlap stands, as `plan.json stages[0].overlap`.
+    Raises:
+        ConfigError: for the first invariant that does not hold.
+    """
+    for index, layer in enumerate(stage.overlap.layers):
+        if layer.mechanism == "partitioned":
+            _check_range(layer, stage, model, f"{subject}.layers[{index}]")
+    _check_neighbours(stage, subject)
+
+
+def _check_range(layer: LayerOverlap, stage: StagePlan, model: ModelDescription | None, subject: str) -> None:
+    chunk = next(layers for layers in stage.chunks if layers[0] <= layer.layer < layers[1])
+    for field in ("first_operator", "last_operator"):
+        _check_end(getattr(layer, field), field, layer, chunk, model, stage, subject)
+    first, last = range_ends(layer)
+    outer = (GATE, MERGE) if layer.axis == "batch" else (DISPATCH, COMBINE)
+    if order_of(first) > (layer.layer, part_order(outer[0])):
+        rule = f"the range must begin at L{layer.layer}.{outer[0]} or earlier"
+        raise ConfigError(f"{subject}.first_operator", layer.first_operator, rule, "begin earlier")
+    if order_of(last) < (layer.layer, part_order(outer[1])):
+        rule = f"the range must end at L{layer.layer}.{outer[1]} or later"
+        raise ConfigError(f"{subject}.last_operator", layer.last_operator, rule, "end later")
+    if needs_whole_batch(layer) and str(first) != layer_operator(layer.layer, GATE):
+        rule = f"the gate {layer.gate} needs the whole micro-batch: nothing before it can run in partitions"
+        fix = f"begin at L{layer.layer}.{GATE} or choose another gate"
+        raise ConfigError(f"{subject}.first_operator", layer.first_operator, rule, fix)
+    if layer.axis == "batch":
+        _check_divides(layer, stage, subject)
+
+
+def _check_end(
+    name: str,
+    field: str,
+    layer: LayerOverlap,
+    chunk: tuple[int, int],
+    model: ModelDescription | None,
+    stage: StagePlan,
+    subject: str,
+) -> None:
+    """An end is a forward operator of a layer of the chunk, not inside another layer's mixture of experts."""
+    operator = parse_operator(name, f"{subject}.{field}")
+    if operator.layer is None or operator.suffix:
+        raise ConfigError(f"{subject}.{field}", name, "a range runs between forward operators of layers", "name one")
+    if not chunk[0] <= operator.layer < chunk[1]:
+        rule = f"layer {operator.layer} is not in the chunk of layer {layer.layer}"
+        raise ConfigError(f"{subject}.{field}", name, rule, f"stay in layers {chunk[0]} to {chunk[1] - 1}")
+    if model is not None and operator.layer < model.num_layers:
+        _check_exists(operator, model, stage, f"{subject}.{field}")
+    before, allowed = (GATE, "begin") if field == "first_operator" else (MERGE, "end")
+    inside = operator.part in operators.MOE_PARTS and part_order(GATE) <= part_order(operator.part)
+    if layer.axis == "batch" and operator.layer != layer.layer and inside and operator.part != before:
+        rule = f"the range cuts through the mixture of experts of layer {operator.layer}"
+        raise ConfigError(f"{subject}.{field}", name, rule, f"{allowed} at L{operator.layer}.{before}")
+
+
+def _check_exists(operator: Operator, model: ModelDescription, stage: StagePlan, subject: str) -> None:
+    assert operator.layer is not None
+    exchanges = stage.expert * stage.expert_tensor > 1
+    moe, shared = model.moe_layers[operator.layer], model.shared_expert_hidden_size > 0
+    parts = operators.layer_parts(moe, shared, exchanges)
+    if operator.part not in parts:
+        shown = ", ".join(f"L{operator.layer}.{part}" for part in parts)
+        raise ConfigError(subject, str(operator), f"{model.name} has no such operator", f"use one of {shown}")
+
+
+def _check_divides(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:
+    assert layer.partitions is not None
+    if stage.micro_batch_size % layer.partitions != 0:
+        rule, fix = indivisible(stage.micro_batch_size)
+        raise ConfigError(f"{subject}.partitions", layer.partitions, rule, fix)
+
+
+def indivisible(micro_batch_size: int) -> tuple[str, str]:
+    """Rule and fix for a number of partitions that does not divide the micro-batch."""
+    fits = [str(n) for n in range(2, micro_batch_size + 1) if micro_batch_size % n == 0]
+    fix = f"use {' or '.join(fits)}" if fits else "enlarge the micro-batch"
+    return f"does not divide the micro-batch of {micro_batch_size}", fix
+
+
+def _check_neighbours(stage: StagePlan, subject: str) -> None:
+    """No operator is in two ranges, and no range holds a layer that something else is decided for."""
+    layers = stage.overlap.layers
+    cut = [index for index, layer in enumerate(layers) if layer.mechanism == "partitioned"]
+    ends = {index: [order_of(operator) for operator in range_ends(layers[index])] for index in cut}
+    cut.sort(key=ends.__getitem__)
+    for before, behind in zip(cut, cut[1:], strict=False):
+        if ends[behind][0] <= ends[before][1]:
+            place, rule = f"{subject}.layers[{behind}].first_operator", f"the range overlaps that of layers[{before}]"
+            raise ConfigError(place, layers[behind].first_operator, rule, "begin later, or end the other earlier")
+    for owner in cut:
+        for index, layer in enumerate(layers):
+            if index == owner or not ends[owner][0] <= (layer.layer, part_order(GATE)) <= ends[owner][1]:
+                continue
+            place, rule = f"{subject}.layers[{index}]", f"the layer runs in the partitions of layers[{owner}]"
+            if layer.mechanism != "none":
+                fix = "write none or end that range before it"
+                raise ConfigError(f"{place}.mechanism", layer.mechanism, rule, fix)
+            if needs_whole_batch(layer):
+                fix = "choose another gate or end that range before it"
+                raise ConfigError(f"{place}.gate", layer.gate, f"needs the whole micro-batch, and {rule}", fix)
+
+
+# Invariants of weight-gradient slots: a slot is a backward exchange, or the send that ends the backward pass of a chunk; what
+# runs in it has been saved before.
+
+
+def validate_slots(
+    stage: StagePlan, model: ModelDescription | None, head_apart: bool, sends: Sequence[str], subject: str
+) -> None:
+    """Check the slots of one stage.
+
+    Args:
+        model: None checks what needs no model.
+        head_apart: whether the stage ends in a head with a weight of its own, not tied to an embedding of the stage.
+        sends: by chunk, the transfer of its input's gradient, or the empty string.
+        subject: where the overlap stands, as `plan.json stages[0].overlap`.
+    Raises:
+        ConfigError: for the first invariant that does not hold.
+    """
+    placed: dict[str, str] = {}
+    sent: dict[int, str] = {}
+    for number, layer in enumerate(stage.overlap.layers):
+        field = f"{subject}.layers[{number}].weight_gradient_slots"
+        chunk = next(place for place, (first, last) in enumerate(stage.chunks) if first <= layer.layer < last)
+        for slot, names in layer.weight_gradient_slots.items():
+            place = f'{field}["{slot}"]'
+            operator = _slot(slot, layer, sends[chunk], place)
+            if is_send(operator):
+                if chunk in sent:
+                    raise ConfigError(place, "", f"stands already in {sent[chunk]}, for its chunk", "join them")
+                sent[chunk] = f"{subject}.layers[{number}]"
+            elif stage.expert * stage.expert_tensor == 1:
+                rule = "nothing to compute under: the stage has one expert rank and exchanges nothing"
+                raise ConfigError(field, f"({len(layer.weight_gradient_slots)} slots)", rule, "write {}")
+            if not names:
+                raise ConfigError(place, "[]", "has no effect", "remove the slot or name weight gradients")
+            for index, name in enumerate(names):
+                subject_of_name = f"{place}[{index}]"
+                gradient = parse_operator(name, subject_of_name)
+                _check_gradient(gradient, model, subject_of_name)
+                _check_chunk(gradient, layer.layer, stage, head_apart, subject_of_name)
+                if not is_send(operator):
+                    _check_order(gradient, operator, subject_of_name)
+                if name in placed:
+                    raise ConfigError(subject_of_name, name, f"stands already in {placed[name]}", "place it once")
+                placed[name] = slot
+
+
+def _slot(slot: str, layer: LayerOverlap, send: str, subject: str) -> Operator:
+    operator = parse_operator(slot, subject)
+    if is_send(operator):
+        if slot != send:
+            rule = f"the chunk of layer {layer.layer} sends its input's gradient {f'by {send}' if send else 'nowhere'}"
+            raise ConfigError(subject, "", rule, "write that" if send else "remove the slot")
+        return operator
+    if operator.part not in SLOT_PARTS or operator.suffix != BACKWARD:
+        rule = "a slot is a backward exchange such as L0.moe.dispatch.backward, or the chunk's send of gradients"
+        raise ConfigError(subject, "", rule, "name one")
+    if operator.layer != layer.layer:
+        rule = f"a slot of layer {operator.layer} in the entry of layer {layer.layer}"
+        raise ConfigError(subject, "", rule, "move it")
+    return operator
+
+
+def _check_gradient(gradient: Operator, model: ModelDescription | None, subject: str) -> None:
+    """The name is that of a weight gradient that the model computes apart."""
+    if gradient.suffix != WEIGHT_GRADIENT:
+        raise ConfigError(subject, str(gradient), "not a weight gradient", "use a name that ends in .dW")
+    if gradient.layer is None and gradient.part != HEAD_LOSS:
+        raise ConfigError(subject, str(gradient), "its gradient is not computed apart", "remove it")
+    if model is None or (gradient.layer is not None and gradient.layer >= model.num_layers):
+        return
+    if gradient.layer is not None:
+        has_part = gradient.part == ATTENTION or (gradient.part != MLP) == model.moe_layers[gradient.layer]
+        if not has_part or (gradient.part == SHARED and model.shared_expert_hidden_size == 0):
+            rule = f"layer {gradient.layer} of {model.name} has no such operator"
+            raise ConfigError(subject, str(gradient), rule, "remove it")
+    weights = split_weights(gradient.part, model)
+    if gradient.weight not in weights:
+        fix = f"use {' or '.join(gradient_name(gradient.part, weight, gradient.layer) for weight in weights)}"
+        raise ConfigError(subject, str(gradient), f"{model.name} computes no such gradient apart", fix)
+
+
+def _check_chunk(gradient: Operator, layer: int, stage: StagePlan, head_apart: bool, subject: str) -> None:
+    """The pass that saves what it is computed from is that of the slot, which stands in the entry of a layer."""
+    chunk = next(layers for layers in stage.chunks if layers[0] <= layer < layers[1])
+    if gradient.layer is None:
+        if not head_apart or chunk != stage.chunks[-1]:
+            rule = "no head with a weight of its own ends the chunk of the slot"
+            raise ConfigError(subject, str(gradient), rule, "remove it")
+        return
+    if gradient.layer not in stage.layers:
+        raise ConfigError(subject, str(gradient), "not a layer of this stage", "remove it")
+    if not chunk[0] <= gradient.layer < chunk[1]:
+        rule = f"runs in another pass than layer {layer}: not a layer of its chunk"
+        raise ConfigError(subject, str(gradient), rule, "move it to a slot of its own chunk")
+
+
+def _check_order(gradient: Operator, exchange: Operator, subject: str) -> None:
+    """The backward pass that saves what it is computed from runs before the exchange."""
+    assert exchange.layer is not None
+    if gradient.layer is None:
+        return
+    same_layer_first = exchange.part == DISPATCH and gradient.part in (EXPERTS, SHARED)
+    if gradient.layer < exchange.layer or (gradient.layer == exchange.layer and not same_layer_first):
+        rule = "its backward pass has not run when the exchange starts"
+        raise ConfigError(subject, str(gradient), rule, "move it to an exchange that starts later")
+
+
+FIELDS_OF: dict[Mechanism, tuple[str, ...]] = {
+    "none": (),
+    "tutel": ("tutel_degree",),
+    "partitioned": ("partitions", "first_operator", "last_operator", "axis"),
+    "cross_micro_batch": (),
+    "fused": ("kernel_blocks",),
+}
+"""What each mechanism reads, all of it needed but OPTIONAL_FIELDS."""
+OPTIONAL_FIELDS = ("kernel_blocks",)
+"""Null: the best is taken."""
+ALL_FIELDS = ("tutel_degree", "partitions", "first_operator", "last_operator", "axis", "kernel_blocks")
+
+
+def validate_overlap(
+    stage: StagePlan, model: ModelDescription | None, subject: str, sends: Sequence[str], head_apart: bool = False
+) -> None:
+    """Check the overlap of one stage.
+
+    Args:
+        model: None checks what needs no model.
+        subject: where the overlap stands, as `plan.json stages[0].overlap`.
+        sends: as `sends_of` gives them.
+        head_apart: whether the stage ends in a head with a weight of its own, not tied to an embedding of the stage.
+    Raises:
+        ConfigError: for the first invariant that does not hold.
+    """
+    overlap = stage.overlap
+    for field, least in (("gradient_chunk_bytes", 0), ("max_deferred_bytes", 0), ("micro_batches_in_flight", 1)):
+        if getattr(overlap, field) < least:
+            raise ConfigError(
+                f"{subject}.{field}", getattr(overlap, field), f"must be at least {least}", f"write {least}"
+            )
+    _check_limits(stage, subject)
+    seen: set[int] = set()
+    for index, layer in enumerate(overlap.layers):
+        place = f"{subject}.layers[{index}]"
+        if layer.layer not in stage.layers:
+            raise ConfigError(
+                f"{place}.layer", layer.layer, "not a layer of this stage", "move it to the layer's stage"
+            )
+        if layer.layer in seen:
+            raise ConfigError(f"{place}.layer", layer.layer, "stands twice", "remove one")
+        if model is not None and layer.layer < model.num_layers and not model.moe_layers[layer.layer]:
+            raise ConfigError(f"{place}.layer", layer.layer, "not a mixture-of-experts layer", "remove the entry")
+        seen.add(layer.layer)
+        _check_layer(layer, stage, place)
+    validate_ranges(stage, model, subject)
+    validate_slots(stage, model, head_apart, sends, subject)
+    _check_stage_sums(overlap, subject)
+
+
+def _check_limits(stage: StagePlan, subject: str) -> None:
+    limits = stage.overlap.search_limits
+    if limits is None:
+        return
+    for field, least in (("max_partitions", 1), ("group_seconds", 0), ("range_limit", 1)):
+        value = getattr(limits, field)
+        if value < least:
+            raise ConfigError(f"{subject}.search_limits.{field}", value, f"must be at least {least}", f"write {least}")
+    for index, one in enumerate(limits.lowered):
+        place = f"{subject}.search_limits.lowered[{index}]"
+        for field in ("first_operator", "last_operator"):
+            if parse_operator(getattr(one, field), f"{place}.{field}").layer not in stage.layers:
+                rule = "no operator of a layer of this stage"
+                raise ConfigError(f"{place}.{field}", getattr(one, field), rule, "name one")
+        if not 1 <= one.max_partitions < limits.max_partitions:
+            rule = f"must be at least 1 and below the limit of the search ({limits.max_partitions})"
+            raise ConfigError(f"{place}.max_partitions", one.max_partitions, rule, "write 1 or remove the entry")
+
+
+def _check_stage_sums(overlap: StageOverlap, subject: str) -> None:
+    """What the layers and the stage say together."""
+    deferred = any(layer.weight_gradient_slots for layer in overlap.layers)
+    if deferred and overlap.max_deferred_bytes == 0:
+        rule = "weight gradients are deferred (weight_gradient_slots)"
+        raise ConfigError(f"{subject}.max_deferred_bytes", 0, rule, "allow bytes for them or remove the slots")
+    if overlap.max_deferred_bytes > 0 and not deferred:
+        rule = "has no effect: no layer has weight_gradient_slots"
+        raise ConfigError(f"{subject}.max_deferred_bytes", overlap.max_deferred_bytes, rule, "write 0 or add slots")
+    for index, layer in enumerate(overlap.layers):
+        crosses, several = layer.mechanism == "cross_micro_batch", overlap.micro_batches_in_flight > 1
+        if crosses and not several:
+            rule = "mechanism cross_micro_batch needs at least 2 micro-batches in flight"
+            raise ConfigError(f"{subject}.micro_batches_in_flight", 1, rule, "write 2 or use another mechanism")
+        if several and not crosses and layer.mechanism != "partitioned":
+            rule = "with several micro-batches in flight a layer runs among them, in partitions or whole"
+            fix = "write cross_micro_batch or partitioned, or 1 micro-batch in flight"
+            raise ConfigError(f"{subject}.layers[{index}].mechanism", layer.mechanism, rule, fix)
+
+
+def _check_layer(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:
+    read = FIELDS_OF[layer.mechanism]
+    for field in ALL_FIELDS:
+        given = getattr(layer, field) is not None
+        if given and field not in read:
+            rule = f"mechanism {layer.mechanism} does not read it"
+            raise ConfigError(f"{subject}.{field}", "", rule, "write null")
+        if not given and field in read and field not in OPTIONAL_FIELDS:
+            raise ConfigError(f"{subject}.{field}", "null", f"mechanism {layer.mechanism} needs it", "give a value")
+    if layer.mechanism != "none" and stage.expert * stage.expert_tensor == 1:
+        rule = "nothing to overlap: the stage has one expert rank"
+        raise ConfigError(f"{subject}.mechanism", layer.mechanism, rule, "write none")
+    if layer.tutel_degree is not None and layer.tutel_degree not in TUTEL_DEGREES:
+        raise ConfigError(f"{subject}.tutel_degree", layer.tutel_degree, "must be 1, 2, 4 or 8", "choose one of them")
+    if layer.partitions is not None and layer.partitions < 2:
+        raise ConfigError(f"{subject}.partitions", layer.partitions, "must be at least 2", "write mechanism none for 1")
+    if layer.mechanism == "fused":
+        _check_fused(layer, subject)
+    if layer.kernel_blocks is not None:
+        for field in ("dispatch", "combine"):
+            blocks = getattr(layer.kernel_blocks, field)
+            if blocks < 1:
+                raise ConfigError(f"{subject}.kernel_blocks.{field}", blocks, "must be at least 1", "write 1")
+
+
+def _check_fused(layer: LayerOverlap, subject: str) -> None:
+    """The kernels exchange by themselves, and leave no exchange to compute under."""
+    if layer.dispatcher is not None:
+        rule = "mechanism fused does not read it: its kernels dispatch"
+        raise ConfigError(f"{subject}.dispatcher", layer.dispatcher, rule, "write null")
+    if layer.weight_gradient_slots:
+        rule = "nothing to compute under: the layer's exchanges run inside its fused kernels"
+        fix = "write {} or use slots of other layers"
+        raise ConfigError(f"{subject}.weight_gradient_slots", f"({len(layer.weight_gradient_slots)} slots)", rule, fix)

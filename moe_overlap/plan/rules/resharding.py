@@ -1,0 +1,189 @@
+"""Invariants of stage boundaries: every element of a boundary tensor crosses once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, lcm
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.capabilities import SHAPE_FIELDS
+from moe_overlap.plan.plan import AllGather, Plan, StagePlan, Tile, Transfer
+
+# Which rank sends which samples to whom where two stages of unlike shape meet (`Plan.transfers`), over a whole step.
+#
+# Samples of a step are numbered; a stage with micro-batches of b samples on each of d data ranks has sample n in micro-batch
+# n // (b · d), on data rank n % (b · d) // b. The tiles of a transfer cover the samples after which both stages stand at the
+# end of a micro-batch; they repeat. A tile is cut where a micro-batch of either stage ends: the pieces are what is sent at
+# once. Source: Alpa, section 6.
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One transfer from rank to rank, forward; gradients go the same way back.
+
+    Attributes:
+        index: its number among the pieces of the boundary, which is the order everywhere.
+        source_micro_batch, target_micro_batch: the micro-batch it belongs to on either side.
+        tokens: samples times length.
+    """
+
+    index: int
+    source: int
+    target: int
+    source_micro_batch: int
+    target_micro_batch: int
+    tokens: int
+
+
+def boundary_batch(before: StagePlan, behind: StagePlan) -> int:
+    """Samples after which both sides of a boundary stand at a micro-batch's end: what the tiles of a transfer cover."""
+    return lcm(samples_of(before), samples_of(behind))
+
+
+def samples_of(stage: StagePlan) -> int:
+    """Samples of a micro-batch, over all data ranks."""
+    return stage.micro_batch_size * stage.data
+
+
+def pieces_of(plan: Plan, transfer: Transfer) -> tuple[Piece, ...]:
+    """The pieces of a whole step, in the order of their samples."""
+    before, behind = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
+    round_samples = boundary_batch(before, behind)
+    cut = [
+        (first, number, tile, last - first)
+        for number, tile in enumerate(transfer.tiles)
+        for first, last in _cut(tile, before, behind)
+    ]
+    pieces: list[Piece] = []
+    for start in range(0, plan.global_batch_size, round_samples):
+        for first, _, tile, samples in sorted(cut, key=lambda one: one[:2]):
+            place = start + first
+            piece = Piece(
+                index=len(pieces),
+                source=tile.source,
+                target=tile.target,
+                source_micro_batch=place // samples_of(before),
+                target_micro_batch=place // samples_of(behind),
+                tokens=samples * (tile.sequence[1] - tile.sequence[0]),
+            )
+            pieces.append(piece)
+    return tuple(pieces)
+
+
+def check_owners(plan: Plan, transfer: Transfer, subject: str) -> None:
+    """ConfigError for the first tile with samples that its source or its target does not have."""
+    before, behind = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
+    for index, tile in enumerate(transfer.tiles):
+        for first, _ in _cut(tile, before, behind):
+            for field, stage in (("source", before), ("target", behind)):
+                rank = getattr(tile, field)
+                has = stage.devices.ranks.index(rank) // (stage.tensor * stage.context)
+                owner = first % samples_of(stage) // stage.micro_batch_size
+                if owner != has:
+                    rule = f"sample {first} is that of data rank {owner}, and it is data rank {has}"
+                    raise ConfigError(
+                        f"{subject}.tiles[{index}].{field}", rank, rule, "name a rank that has the samples"
+                    )
+
+
+def passes_ahead(plan: Plan, stage: int) -> int:
+    """Forward passes of a stage before its first backward pass beside the one that this follows: 1F1B, whatever the shapes.
+
+    A stage has so many samples under way that the stage behind never waits for those of a backward pass: all of that stage's, the
+    rest of a micro-batch that ends elsewhere, and one micro-batch more. Equal stages: one pass for every stage behind.
+    """
+    samples = samples_of(plan.stages[-1])
+    for here, behind in zip(plan.stages[-2:None:-1], plan.stages[:stage:-1], strict=False):
+        mine, theirs = samples_of(here), samples_of(behind)
+        samples = -(-(samples + theirs - gcd(mine, theirs)) // mine) * mine + mine
+    return samples // samples_of(plan.stages[stage]) - 1
+
+
+def _cut(tile: Tile, before: StagePlan, behind: StagePlan) -> list[tuple[int, int]]:
+    """Ranges of samples between the ends of either side's rows: what a rank has of a micro-batch."""
+    first, last = tile.batch
+    edges = {n for stage in (before, behind) for n in range(0, last, stage.micro_batch_size) if first < n < last}
+    ends = [*sorted(edges), last]
+    return list(zip([first, *ends[:-1]], ends, strict=True))
+
+
+def validate_transfers(plan: Plan, source: str = "plan.json") -> None:
+    """Check `transfers` against the stages; ConfigError for the first fault."""
+    neighbours = [(index, index + 1) for index in range(len(plan.stages) - 1)]
+    if plan.pipeline_schedule == "interleaved-1f1b":
+        neighbours.append((len(plan.stages) - 1, 0))
+    seen: dict[tuple[int, int], int] = {}
+    for index, transfer in enumerate(plan.transfers):
+        subject = f"{source} transfers[{index}]"
+        ends = (transfer.from_stage, transfer.to_stage)
+        if ends not in neighbours:
+            shown = f"{ends[0]} -> {ends[1]}"
+            raise ConfigError(f"{subject}.to_stage", shown, "these stages have no common boundary", "join neighbours")
+        if ends in seen:
+            rule = f"transfers[{seen[ends]}] is for the same boundary"
+            raise ConfigError(f"{subject}.to_stage", f"{ends[0]} -> {ends[1]}", rule, "remove one")
+        seen[ends] = index
+        _check_tiles(plan, transfer, subject)
+        if transfer.all_gather is not None:
+            _check_all_gather(transfer.all_gather, plan.stages[transfer.to_stage], f"{subject}.all_gather")
+    for before, behind in neighbours:
+        for field in SHAPE_FIELDS:
+            ours, theirs = (getattr(plan.stages[index], field) for index in (before, behind))
+            if ours != theirs and (before, behind) not in seen:
+                rule = f"stages {before} and {behind} differ in {field} ({ours}, {theirs}), and no transfer joins them"
+                raise ConfigError(f"{source} transfers", "", rule, "add one that says which rank sends what")
+
+
+def _check_tiles(plan: Plan, transfer: Transfer, subject: str) -> None:
+    before, behind = plan.stages[transfer.from_stage], plan.stages[transfer.to_stage]
+    extents = {"batch": boundary_batch(before, behind), "sequence": plan.sequence_length}
+    for index, tile in enumerate(transfer.tiles):
+        place = f"{subject}.tiles[{index}]"
+        for field, stage, number in (("source", before, transfer.from_stage), ("target", behind, transfer.to_stage)):
+            rank = getattr(tile, field)
+            if rank not in stage.devices.ranks:
+                raise ConfigError(f"{place}.{field}", rank, f"not a rank of stage {number}", "name one of its ranks")
+        for field, extent in extents.items():
+            first, last = getattr(tile, field)
+            if not 0 <= first < last <= extent:
+                rule = f"a range inside [0, {extent}] is needed, not empty"
+                raise ConfigError(f"{place}.{field}", f"[{first}, {last}]", rule, "write [first, last)")
+    if pair := _overlapping(transfer.tiles):
+        rule = f"overlaps tiles[{pair[0]}]; every element crosses once"
+        raise ConfigError(f"{subject}.tiles[{pair[1]}]", "", rule, "cut the tiles apart")
+    covered = sum((t.batch[1] - t.batch[0]) * (t.sequence[1] - t.sequence[0]) for t in transfer.tiles)
+    whole = extents["batch"] * extents["sequence"]
+    if covered != whole:
+        rule = (
+            f"the tiles cover {covered} of {whole} (batch {extents['batch']} · sequence {extents['sequence']}) places"
+        )
+        raise ConfigError(f"{subject}.tiles", "", rule, "let every element cross once")
+    check_owners(plan, transfer, subject)
+
+
+def _overlapping(tiles: tuple[Tile, ...]) -> tuple[int, int] | None:
+    """Places of two tiles with a common element, the earlier first; a sweep along the batch."""
+    order = sorted(range(len(tiles)), key=lambda index: tiles[index].batch)
+    open_tiles: list[int] = []
+    for index in order:
+        tile = tiles[index]
+        open_tiles = [other for other in open_tiles if tiles[other].batch[1] > tile.batch[0]]
+        for other in open_tiles:
+            if tiles[other].sequence[0] < tile.sequence[1] and tile.sequence[0] < tiles[other].sequence[1]:
+                return min(index, other), max(index, other)
+        open_tiles.append(index)
+    return None
+
+
+def _check_all_gather(gather: AllGather, stage: StagePlan, subject: str) -> None:
+    """Groups are disjoint and inside the receiving stage."""
+    seen: set[int] = set()
+    for index, group in enumerate(gather.groups):
+        for rank in group:
+            if rank not in stage.devices.ranks:
+                raise ConfigError(
+                    f"{subject}.groups[{index}]", rank, "not a rank of the receiving stage", "name its ranks"
+                )
+            if rank in seen:
+                raise ConfigError(f"{subject}.groups[{index}]", rank, "stands in two groups", "list every rank once")
+            seen.add(rank)

@@ -1,0 +1,137 @@
+"""The overlap of a stage from what flags say: a range word and a number of partitions, the same for every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.gates import require_partitionable
+from moe_overlap.plan.lowering.deferral import default_slots
+from moe_overlap.plan.overlap import (
+    NO_OVERLAP,
+    TUTEL_DEGREES,
+    Dispatcher,
+    Gate,
+    LayerOverlap,
+    RangeWord,
+    StageOverlap,
+    range_of_word,
+)
+from moe_overlap.plan.plan import StagePlan
+from moe_overlap.plan.rules.overlap import indivisible
+
+PARTITIONS_FLAG, CHUNKS_FLAG = "--moe-overlap-partitions", "--moe-overlap-capacity-chunks"
+MICRO_BATCHES_FLAG = "--moe-overlap-micro-batches"
+DEFER_FLAG, BYTES_FLAG = "--defer-weight-gradients", "--max-deferred-bytes"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapWords:
+    """What flags say about overlap.
+
+    Attributes:
+        partitions: of every micro-batch; 1: not cut.
+        range_word: what runs in partitions; read where there are several.
+        capacity_chunks: of dispatch, experts and combine (the Tutel-style pipeline); 1: none.
+        gate, dispatcher: of every mixture-of-experts layer; None: the router's and the dispatcher's flags decide.
+        defer: whether weight gradients run under backward exchanges, in program order.
+        max_deferred_bytes: most bytes they may hold; read where they are deferred.
+        micro_batches: whose operators are interleaved; 1: one after the other.
+    """
+
+    partitions: int = 1
+    range_word: RangeWord = "experts"
+    capacity_chunks: int = 1
+    gate: Gate | None = None
+    dispatcher: Dispatcher | None = None
+    defer: bool = False
+    max_deferred_bytes: int = 0
+    micro_batches: int = 1
+
+
+def overlap_from_words(
+    words: OverlapWords,
+    stage: StagePlan,
+    model: ModelDescription,
+    *,
+    holds_embedding: bool = True,
+    holds_head: bool = True,
+) -> StageOverlap:
+    """The overlap of one stage.
+
+    Args:
+        stage: its chunks and sizes; `gradient_chunk_bytes` of its overlap is kept, the rest is replaced.
+        holds_embedding, holds_head: whether the stage begins the model, and ends it.
+    Raises:
+        ConfigError: partitions that do not divide the micro-batch, a gate that forbids the range, partitions and chunks of
+            capacity at once, nothing to hide.
+    """
+    _check(words, stage, model)
+    exchanges = stage.expert * stage.expert_tensor > 1
+    head_apart = holds_head and not (model.tied_embeddings and holds_embedding)
+    layers: list[LayerOverlap] = []
+    for chunk in stage.chunks:
+        last = head_apart and chunk == stage.chunks[-1]
+        slots = default_slots(range(*chunk), model, exchanges, last) if words.defer else {}
+        layers += [_layer(words, n, chunk, slots.get(n, {})) for n in range(*chunk) if model.moe_layers[n]]
+    decided = tuple(layer for layer in layers if layer != LayerOverlap(layer=layer.layer))
+    deferred = any(layer.weight_gradient_slots for layer in decided)
+    return StageOverlap(
+        gradient_chunk_bytes=stage.overlap.gradient_chunk_bytes,
+        max_deferred_bytes=words.max_deferred_bytes if deferred else NO_OVERLAP.max_deferred_bytes,
+        micro_batches_in_flight=words.micro_batches,
+        layers=decided,
+    )
+
+
+def _layer(words: OverlapWords, layer: int, chunk: tuple[int, int], slots: dict[str, tuple[str, ...]]) -> LayerOverlap:
+    whole = LayerOverlap(layer=layer, gate=words.gate, dispatcher=words.dispatcher, weight_gradient_slots=slots)
+    if words.capacity_chunks > 1:
+        return replace(whole, mechanism="tutel", tutel_degree=words.capacity_chunks)
+    if words.partitions == 1:
+        return replace(whole, mechanism="cross_micro_batch") if words.micro_batches > 1 else whole
+    first, last = range_of_word(words.range_word, layer, chunk)
+    return replace(
+        whole,
+        mechanism="partitioned",
+        partitions=words.partitions,
+        first_operator=first,
+        last_operator=last,
+        axis="batch",
+    )
+
+
+def _check(words: OverlapWords, stage: StagePlan, model: ModelDescription) -> None:
+    if words.partitions < 1:
+        raise ConfigError(PARTITIONS_FLAG, words.partitions, "must be at least 1", "use 1 to cut nothing")
+    if words.micro_batches not in (1, 2):
+        rule = "one backward and one forward pass are interleaved"
+        raise ConfigError(MICRO_BATCHES_FLAG, words.micro_batches, rule, "use 2, or 1 to interleave nothing")
+    if words.micro_batches > stage.gradient_accumulation_steps:
+        rule = f"a step has {stage.gradient_accumulation_steps} micro-batch"
+        raise ConfigError(MICRO_BATCHES_FLAG, words.micro_batches, rule, "raise --global-batch-size or drop the flag")
+    chunks = words.capacity_chunks
+    if chunks not in TUTEL_DEGREES:
+        raise ConfigError(CHUNKS_FLAG, chunks, "must be 1, 2, 4 or 8", "choose one of them")
+    if chunks > 1 and words.partitions > 1:
+        rule = f"{PARTITIONS_FLAG} cuts the same all-to-alls another way"
+        raise ConfigError(CHUNKS_FLAG, chunks, rule, "drop one of them")
+    asked = [(PARTITIONS_FLAG, str(words.partitions))] if words.partitions > 1 else []
+    asked += [(CHUNKS_FLAG, str(chunks))] if chunks > 1 else []
+    asked += [(MICRO_BATCHES_FLAG, str(words.micro_batches))] if words.micro_batches > 1 else []
+    asked += [(DEFER_FLAG, "")] if words.defer else []
+    for flag, value in asked:
+        if not any(model.moe_layers):
+            raise ConfigError(flag, value, f"{model.name} has no mixture-of-experts layer", "drop the flag")
+        if stage.expert * stage.expert_tensor == 1:
+            rule = "nothing to hide: one expert rank exchanges no tokens"
+            raise ConfigError(flag, value, rule, "drop the flag or use --expert-model-parallel-size 2 or more")
+    if words.partitions > 1 and stage.micro_batch_size % words.partitions != 0:
+        rule, fix = indivisible(stage.micro_batch_size)
+        raise ConfigError(PARTITIONS_FLAG, words.partitions, rule, fix)
+    if words.partitions > 1 and words.gate is not None:
+        require_partitionable(words.gate, words.range_word)
+    if words.defer and words.max_deferred_bytes < 1:
+        rule = "deferred weight gradients hold what they are computed from"
+        raise ConfigError(BYTES_FLAG, words.max_deferred_bytes, rule, "allow at least 1 byte")

@@ -1,0 +1,339 @@
+"""Expert-tensor parallelism: every rank of the group holds a slice of the same experts and works on everybody's rows.
+
+Before the experts the rows are gathered, behind them the partial outputs are summed and each rank keeps its own rows. Both go
+over the same wire as the dispatch, so uneven parts need no padding; sums run in order of rank, in fp32 at least.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_overlap.runtime.step import CommunicationFailed
+
+# The wire: an asynchronous all-to-all of rows with unequal parts.
+#
+# What holds: rank i sends `send_counts[j]` rows to rank j, which expects exactly that many; the rows arrive in order of the
+# sending rank. Nothing is padded, nothing is sent for zero rows, a rank's own rows never leave it.
+#
+# CPU (gloo): point-to-point with every receive posted before any send: gloo's own all-to-all posts sends first and is half
+# duplex. Tags tell exchanges apart, so several may be under way and they may be waited for in any order; on one group they
+# share a link in order of their start. CUDA (NCCL): one all_to_all_single on a stream of its own. Ranks start their exchanges
+# in the same order; tags do not matter.
+
+T_co = TypeVar("T_co", covariant=True)
+
+_TAGS = 1 << 30
+"""gloo's tags are 32-bit; numbers start over after this many."""
+
+
+class Pending(Protocol[T_co]):
+    """Something under way."""
+
+    def wait(self) -> T_co:
+        """Its result; waiting again gives the same."""
+
+
+class ExchangeError(CommunicationFailed):
+    """An exchange that did not complete: a peer died, hung or disagreed.
+
+    Attributes:
+        name: the operation, as the instruction list calls it (`L3.moe.dispatch`).
+        peers: global ranks whose rows had not gone over when it failed, the one that showed the failure first.
+    """
+
+    def __init__(self, name: str, rank: int, peers: Sequence[int], cause: object) -> None:
+        self.name, self.peers = name, tuple(peers)
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        listed = ", ".join(str(peer) for peer in self.peers)
+        super().__init__(f"{name}: rank {rank} could not complete its exchange with rank {listed}: {reason}")
+
+
+class Exchange:
+    """Exchanges rows among the ranks of one group.
+
+    Args:
+        group: the ranks; gloo for tensors in host memory, NCCL for tensors on a GPU.
+        timeout_seconds: how long `wait` waits on a CPU; the group's own timeout unless given. On CUDA the host does not wait:
+            NCCL's watchdog ends the process after the group's timeout and names the collective.
+    Attributes:
+        rank, size: this rank's place in the group, and its size.
+        sent_bytes: bytes that have left this rank so far.
+    """
+
+    def __init__(self, group: Any, timeout_seconds: float | None = None) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.sent_bytes = 0
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._timeout_seconds = timeout_seconds
+        self._next_tag = 0
+        self._stream: Any = None
+
+    def take_tags(self, count: int) -> int:
+        """The first of `count` tags nobody else uses. Equal on all ranks that take theirs in the same order."""
+        first = self._next_tag
+        self._next_tag = (first + count) % _TAGS
+        return first
+
+    def start(
+        self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], *, tag: int, name: str
+    ) -> Pending[Tensor]:
+        """Start one exchange. Autograd does not see it.
+
+        Args:
+            rows: [sum of send_counts, ...] rows for rank 0, then rank 1, …; must not change before the wait.
+            send_counts, receive_counts: [size] rows to and from each rank of the group.
+            tag: tells this exchange from the others under way.
+            name: the operation, for errors.
+        Returns:
+            What waits for the [sum of receive_counts, ...] rows that arrive, in order of the sending rank. A group of one hands
+            back `rows` itself.
+        Raises:
+            ExchangeError: a peer is known to be gone; also raised by the wait, within the timeout.
+        """
+        assert len(send_counts) == len(receive_counts) == self.size, f"{name}: {self.size} counts each way"
+        assert rows.shape[0] == sum(send_counts), f"{name}: {rows.shape[0]} rows, counts say {sum(send_counts)}"
+        assert send_counts[self.rank] == receive_counts[self.rank], f"{name}: own rows counted differently"
+        rows = rows.detach().contiguous()
+        row_bytes = rows.element_size() * math.prod(rows.shape[1:])
+        self.sent_bytes += row_bytes * (rows.shape[0] - send_counts[self.rank])
+        if self.size == 1:
+            return _Done(rows)
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        if rows.is_cuda:
+            return self._start_on_stream(rows, received, send_counts, receive_counts)
+        return self._start_on_host(rows, received, send_counts, receive_counts, tag % _TAGS, name)
+
+    def _start_on_host(
+        self,
+        rows: Tensor,
+        received: Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        tag: int,
+        name: str,
+    ) -> Pending[Tensor]:
+        outgoing, incoming = rows.split(list(send_counts)), received.split(list(receive_counts))
+        incoming[self.rank].copy_(outgoing[self.rank])
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        works: list[tuple[int, Any]] = []
+        peer = self.rank
+        try:
+            for peer in peers:
+                if receive_counts[peer]:
+                    works.append((peer, dist.irecv(incoming[peer], group=self.group, group_src=peer, tag=tag)))
+            for peer in peers:
+                if send_counts[peer]:
+                    works.append((peer, dist.isend(outgoing[peer], group=self.group, group_dst=peer, tag=tag)))
+        except RuntimeError as error:
+            raise self._failed(name, [peer], error) from error
+        return _OnHost(self, rows, received, works, name)
+
+    def _start_on_stream(
+        self, rows: Tensor, received: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> Pending[Tensor]:
+        """Not yet run on hardware."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work = dist.all_to_all_single(
+                received, rows, list(receive_counts), list(send_counts), group=self.group, async_op=True
+            )
+            work.wait()  # the stream waits, not the host
+            done = torch.cuda.Event()
+            done.record()
+        for tensor in (rows, received):
+            tensor.record_stream(self._stream)
+        return _OnStream(received, done)
+
+    def _failed(self, name: str, peers: Sequence[int], cause: Exception) -> ExchangeError:
+        ranks = [self._global_ranks[peer] for peer in peers]
+        return ExchangeError(name, self._global_ranks[self.rank], ranks, cause)
+
+    def _patience_seconds(self) -> float:
+        if self._timeout_seconds is not None:
+            return self._timeout_seconds
+        seconds: float = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        return seconds
+
+
+class _Done:
+    """Nothing was to be waited for."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def wait(self) -> Tensor:
+        return self._rows
+
+
+class _OnHost:
+    """Point-to-point requests under way, and the tensors they read and write."""
+
+    def __init__(
+        self, exchange: Exchange, rows: Tensor, received: Tensor, works: list[tuple[int, Any]], name: str
+    ) -> None:
+        self._exchange, self._received, self._works, self._name = exchange, received, works, name
+        self._rows: Tensor | None = rows
+
+    def wait(self) -> Tensor:
+        deadline = time.monotonic() + self._exchange._patience_seconds()
+        while self._works:
+            peer, work = self._works[0]
+            left = max(1e-3, deadline - time.monotonic())
+            try:
+                work.wait(datetime.timedelta(seconds=left))
+            except RuntimeError as error:
+                unfinished = dict.fromkeys(peer for peer, _ in self._works)
+                raise self._exchange._failed(self._name, list(unfinished), error) from error
+            self._works.pop(0)
+        self._rows = None
+        return self._received
+
+
+class _OnStream:
+    """An exchange on its own stream; the stream that is current at the wait waits for it."""
+
+    def __init__(self, received: Tensor, done: Any) -> None:
+        self._received, self._done = received, done
+
+    def wait(self) -> Tensor:
+        torch.cuda.current_stream().wait_event(self._done)
+        return self._received
+
+
+# Tokens and probabilities as one row, so that one exchange carries both.
+#
+# A packed row is a row of H elements followed by its probability: its bits read as elements of the rows' type (an fp32
+# probability behind bf16 rows takes two), or its value where the rows' type is the wider one. Both ways are exact. A packed
+# tensor is only ever moved and cut: its last columns are bits, and adding two of them means nothing. The gradient of a packed
+# tensor is packed the same way, so the exchange in the backward pass carries both gradients.
+#
+# N rows, H elements per row, X = `extra_columns`.
+
+
+def extra_columns(rows_dtype: torch.dtype, probs_dtype: torch.dtype) -> int:
+    """Columns one probability takes behind a row."""
+    return max(1, probs_dtype.itemsize // rows_dtype.itemsize)
+
+
+def join(rows_NH: Tensor, probs_N: Tensor) -> Tensor:
+    """Packed rows [N, H + X], outside autograd."""
+    extra = extra_columns(rows_NH.dtype, probs_N.dtype)
+    packed = rows_NH.new_empty((rows_NH.shape[0], rows_NH.shape[1] + extra))
+    packed[:, :-extra] = rows_NH
+    if probs_N.dtype.itemsize >= rows_NH.dtype.itemsize:
+        packed[:, -extra:] = probs_N.contiguous().view(rows_NH.dtype).view(-1, extra)
+    else:
+        packed[:, -1] = probs_N
+    return packed
+
+
+def cut(packed_NX: Tensor, probs_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows [N, H] and probabilities [N] of packed rows, outside autograd."""
+    extra = extra_columns(packed_NX.dtype, probs_dtype)
+    bits = packed_NX[:, -extra:].contiguous()
+    wide = probs_dtype.itemsize >= packed_NX.dtype.itemsize
+    probs_N = bits.view(-1).view(probs_dtype) if wide else bits.view(-1).to(probs_dtype)
+    return packed_NX[:, :-extra].contiguous(), probs_N
+
+
+class Pack(torch.autograd.Function):
+    """`join` under autograd: Pack.apply(rows_NH, probs_N) -> packed."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NH: Tensor, probs_N: Tensor) -> Tensor:
+        ctx.probs_dtype = probs_N.dtype
+        return join(rows_NH, probs_N)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return cut(gradients[0], ctx.probs_dtype)
+
+
+class Unpack(torch.autograd.Function):
+    """`cut` under autograd: Unpack.apply(packed, probs_dtype) -> rows_NH, probs_N."""
+
+    @staticmethod
+    def forward(ctx: Any, packed_NX: Tensor, probs_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return cut(packed_NX, probs_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return join(*gradients), None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRanks:
+    """One layer's exchanges among the expert-tensor ranks.
+
+    Attributes:
+        exchange: the wire among them.
+        rows: rows each of them brings.
+        tag: first of two tags, for gather and sum.
+        name: the layer's operator.
+    """
+
+    exchange: Exchange
+    rows: Sequence[int]
+    tag: int
+    name: str
+
+    def everyones(self, rows: Tensor, suffix: str = "") -> Tensor:
+        """[sum of rows, ...] the rows of all ranks, in order of rank."""
+        size = self.exchange.size
+        mine = [rows.shape[0]] * size
+        repeated = rows.repeat(size, *[1] * (rows.dim() - 1))
+        return self.exchange.start(repeated, mine, self.rows, tag=self.tag, name=f"{self.name}.gather{suffix}").wait()
+
+    def for_me(self, rows: Tensor, suffix: str = "") -> tuple[Tensor, ...]:
+        """What every rank has for this rank's rows: one [own rows, ...] tensor per rank."""
+        mine = [self.rows[self.exchange.rank]] * self.exchange.size
+        name = f"{self.name}.sum{suffix}"
+        return self.exchange.start(rows, self.rows, mine, tag=self.tag + 1, name=name).wait().split(mine)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
+class GatherUnpack(torch.autograd.Function):
+    """GatherUnpack.apply(packed, probs_dtype, ranks) -> everyone's rows [N, H] and probabilities [N].
+
+    The backward pass sums everyone's gradients of this rank's rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, probs_dtype: torch.dtype, ranks: TensorRanks) -> tuple[Tensor, Tensor]:
+        ctx.probs_dtype, ctx.ranks = probs_dtype, ranks
+        return cut(ranks.everyones(packed), probs_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        parts = [cut(part, ctx.probs_dtype) for part in ctx.ranks.for_me(join(*gradients), ".backward")]
+        return join(_sum([rows for rows, _ in parts]), _sum([probs for _, probs in parts])), None, None
+
+
+class SumOwnRows(torch.autograd.Function):
+    """SumOwnRows.apply(partial, ranks) -> this rank's rows [N, H] of the sum over ranks; backward gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return _sum(ranks.for_me(partial))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.everyones(gradients[0], ".backward"), None

@@ -1,0 +1,1 @@
+"""Executes an instruction list; it decides nothing."""

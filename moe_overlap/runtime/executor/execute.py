@@ -1,0 +1,280 @@
+"""Runs an instruction list, and decides nothing.
+
+For each instruction in turn: wait for what its `after` names, then run it. Compute runs at once; a communication is started and
+waited for by whoever names it or a later one of its channel. The list's transfers and exchanges are point-to-point with tags of
+their own, so any number may be in flight on a channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from torch import Tensor
+
+from moe_overlap.describe.model import TOKEN_COUNT
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lowering.dependencies import last_uses
+from moe_overlap.plan.operators import RECOMPUTE
+from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
+from moe_overlap.runtime.executor.bindings import ChunkOperators, StepState, set_aux_loss_scale
+from moe_overlap.runtime.executor.buffers import Buffers, stem_of
+from moe_overlap.runtime.groups import StageGroups
+from moe_overlap.runtime.routing.state import DrawClock, first_micro_batch
+from moe_overlap.runtime.spans import SpanRecorder
+from moe_overlap.runtime.state.buckets import GradientPieces
+from moe_overlap.runtime.state.optimizer import LayerwiseOptimizer
+from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
+from moe_overlap.runtime.step import Batch, StepResult, naming
+from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
+
+# Activations and their gradients between equal stages: rank i of a stage to rank i of the next, each with a tag of its own.
+
+GRADIENT_TAG = 1 << 28
+MOST_BOUNDARIES = 1 << 12
+
+
+class StageTransfers:
+    """Point-to-point transfers of one rank's boundary tensors [sequence, batch, hidden].
+
+    Args:
+        config: the chunks' TransformerConfig; gives width, precision and whether the sequence is split over tensor ranks.
+    """
+
+    def __init__(self, groups: StageGroups, config: Any, sequence_length: int, micro_batch_size: int) -> None:
+        self._group = groups.collection.pp
+        split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        split *= config.context_parallel_size
+        self._shape = (sequence_length // split, micro_batch_size, config.hidden_size)
+        self._dtype = config.pipeline_dtype
+
+    def start(self, i: Instruction, buffers: Buffers) -> Callable[[], None]:
+        """Start one transfer; the answer waits for it and, for a receive, stores what arrived."""
+        stage, stages = self._group.rank(), self._group.size()
+        forward = not i.name.endswith(".backward")
+        sends = i.name.startswith("send")
+        peer = (stage + (1 if forward == sends else -1)) % stages
+        assert i.micro_batch is not None
+        # Both ends know a boundary by the virtual stage before it; the chunk differs between them where the pipeline wraps.
+        boundary = (i.chunk or 0) * stages + stage - (0 if forward == sends else 1)
+        tag = (0 if forward else GRADIENT_TAG) + i.micro_batch * MOST_BOUNDARIES + boundary
+        if sends:
+            tensor = buffers.read(i, stem_of(i.reads[0]))
+            assert tensor is not None
+            outgoing = tensor.detach().contiguous()
+            request = dist.isend(outgoing, group=self._group, group_dst=peer, tag=tag)
+            assert request is not None
+            return lambda: _wait_and_release(request, outgoing)
+        arriving = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
+        request = dist.irecv(arriving, group=self._group, group_src=peer, tag=tag)
+        assert request is not None
+
+        def finish() -> None:
+            request.wait()
+            buffers.write(i, stem_of(i.writes[0]), arriving)
+
+        return finish
+
+
+def _wait_and_release(request: Any, outgoing: torch.Tensor) -> None:
+    request.wait()
+    del outgoing
+
+
+UPDATE_PARTS = ("gradients", "parameters", "optimizer")
+PIECES = "gradients."
+"""Reductions that stand among the passes, by part."""
+
+
+class PlanExecutor:
+    """A StepRunner that follows the list of any plan it can bind.
+
+    Args:
+        chunks: this rank's DDP-wrapped model chunks.
+        models: the GPTModel inside each of them.
+        queue: takes the weight gradients that the list has computed later.
+        clock: seed of the gates' draws.
+        pieces: reduces what the list has of gradients among its passes; None: DDP reduces at the end.
+        sequence_length, micro_batch_size: sizes of a micro-batch.
+    Attributes:
+        dispatcher: carries every exchange of tokens, of all chunks.
+        waits: wait for every exchange where it is started, so that nothing overlaps: the control of a benchmark.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        models: Sequence[Any],
+        optimizer: LayerwiseOptimizer,
+        groups: StageGroups,
+        recorder: SpanRecorder,
+        *,
+        queue: WeightGradQueue,
+        clock: DrawClock,
+        pieces: GradientPieces | None = None,
+        sequence_length: int,
+        micro_batch_size: int,
+    ) -> None:
+        self._chunks, self._optimizer, self._recorder = list(chunks), optimizer, recorder
+        self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
+        self._queue, self._clock, self._pieces = queue, clock, pieces
+        self.step, self.waits = 0, False
+        self.dispatcher = IrregularDispatcher(Wires(groups.collection))
+        self._per_token = chunks[0].config.calculate_per_token_loss
+        # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
+        self._context_size = groups.collection.cp.size()
+        loss = _summed_loss if self._per_token else _mean_loss
+        self._operators = [ChunkOperators(model, sequence_length, loss, self.dispatcher) for model in models]
+        self._transfers = StageTransfers(groups, chunks[0].config, sequence_length, micro_batch_size)
+
+    @property
+    def recorder(self) -> SpanRecorder:
+        """Of the spans of its steps."""
+        return self._recorder
+
+    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+        """One training step."""
+        self._recorder.start_step()
+        self._optimizer.zero_grad()
+        for chunk in self._chunks:
+            chunk.train()
+        state = self._state(instructions, batches)
+        device = next(self._chunks[0].parameters()).device
+        set_aux_loss_scale(state.loss_scale, device)
+        self._follow([i for i in instructions if not is_update(i)], state)
+        self._queue.assert_empty()
+        self._update.reduce(
+            _tokens_of(state.reports, device) if self._per_token else None,
+            over_replicas=self._pieces.finish if self._pieces is not None else None,
+        )
+        get_moe_layer_wise_logging_tracker().clear()
+        return self._update.finish(instructions, state.reports)
+
+    @torch.no_grad()
+    def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+        """The forward instructions of the list alone."""
+        self._recorder.start_step()
+        for chunk in self._chunks:
+            chunk.eval()
+        state = self._state(instructions, batches)
+        forward = [i for i in instructions if not is_update(i) and not _is_backward(i)]
+        self._follow(forward, state)
+        loss, tokens, _ = self._update.mean_losses(state.reports)
+        get_moe_layer_wise_logging_tracker().clear()
+        return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
+
+    def _state(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepState:
+        micro_batches = micro_batches_of(instructions)
+        parts: dict[str, int] = {}
+        for i in instructions:
+            for partition in i.partition:
+                parts[i.name] = max(parts.get(i.name, 0), partition + 1)
+        arrived = [next(batches) for _ in range(micro_batches)]
+        again = (i.name.removesuffix(f".{RECOMPUTE}") for i in instructions if i.name.endswith(f".{RECOMPUTE}"))
+        return StepState(
+            Buffers(lambda i: parts.get(i.name, 1)),
+            arrived,
+            self._optimizer.loss_scale * (1.0 if self._per_token else self._context_size / micro_batches),
+            self._clock.seed,
+            first_micro_batch(self.step),
+            frozenset(again),
+        )
+
+    def _follow(self, instructions: Sequence[Instruction], state: StepState) -> None:
+        started: dict[int, _Started] = {}
+        ends = last_uses(instructions)
+        for i in instructions:
+            for number in i.after:
+                self._wait(number, started)
+            if i.kind == "compute":
+                self._enter(i)
+                self._operators[i.chunk or 0].compute(i, state)
+            elif i.kind in ("collective", "point-to-point"):
+                started[i.id] = _Started(i.channel, self._start(i, state))
+                if self.waits and i.kind == "collective":
+                    self._wait(i.id, started)
+            elif i.kind == "weight-gradient":
+                self._enter(i)
+                self._queue.run(i.name)
+            else:
+                raise ValueError(f"no binding for {i}")
+            # What a communication under way reads, it holds itself.
+            for buffer in ends[i.id]:
+                state.buffers.drop(buffer)
+        for number in list(started):
+            self._wait(number, started)
+        self._recorder.end()
+        assert not state.islands or not torch.is_grad_enabled(), f"left without backward: {list(state.islands)[:3]}"
+
+    def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
+        """Start a communication; the answer waits for it and ends its span."""
+        self._recorder.place(i.chunk or 0, i.micro_batch or 0)
+        span = self._recorder.background(i.name, i.channel.partition(".")[0])
+        with naming(i.name):
+            if i.name.startswith(PIECES):
+                assert self._pieces is not None
+                part, (piece,) = i.name.removeprefix(PIECES), i.partition
+                wait = self._pieces.start(part, piece, state.buffers.partitions(i))
+            elif i.kind == "collective":
+                wait = self._operators[i.chunk or 0].exchange(i, state)
+            else:
+                wait = self._transfers.start(i, state.buffers)
+
+        def finish() -> None:
+            with naming(i.name):
+                wait()
+            self._recorder.finish_background(span)
+
+        return finish
+
+    def _wait(self, number: int, started: dict[int, _Started]) -> None:
+        """Wait for a communication and, as a channel runs in order, for what was started on its channel before."""
+        if number not in started:
+            return
+        channel = started[number].channel
+        for earlier in [n for n, other in started.items() if n <= number and other.channel == channel]:
+            self._recorder.end()
+            started.pop(earlier).finish()
+
+    def _enter(self, i: Instruction) -> None:
+        self._recorder.place(i.chunk or 0, i.micro_batch or 0)
+        self._recorder.begin(i.name)
+
+
+def is_update(i: Instruction) -> bool:
+    """Whether an instruction stands behind the passes."""
+    return i.name.startswith(UPDATE_PARTS) and not i.name.startswith(PIECES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A communication under way; `finish` waits for it and ends its span."""
+
+    channel: str
+    finish: Callable[[], None]
+
+
+def _is_backward(i: Instruction) -> bool:
+    return i.name.startswith(PIECES) or ".backward" in i.name or i.name.endswith((".recompute", ".dW"))
+
+
+def _tokens_of(reports: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tokens that count in this rank's micro-batches, int64; 0 off the last stage."""
+    return sum((report[1].long() for report in reports), torch.zeros((), dtype=torch.int64, device=device))
+
+
+def _summed_loss(losses_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Loss for --calculate-per-token-loss: the gradients are divided by the tokens of the step when all are summed."""
+    total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
+    return total, torch.stack([total.detach(), tokens.detach()])
+
+
+def _mean_loss(losses_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Mean over the tokens of the micro-batch; where ranks share its sequences, each sums its own part."""
+    total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
+    return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), torch.stack([total.detach(), tokens.detach()])

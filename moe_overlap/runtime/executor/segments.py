@@ -1,0 +1,122 @@
+"""What an operator that runs twice needs, so that both passes do the same.
+
+The first pass keeps no graph: what it was given waits in the buffers. The second stands in the list (`.recompute`), makes the
+island that the backward pass needs, and draws what the first has drawn. Gates repeat their decision from the routing state of
+the micro-batch (routing/state.py); megatron-core's router counts and logs in passes with gradients only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import (
+    _fork_rng,
+    _get_all_rng_states,
+    _set_all_rng_states,
+    get_cuda_rng_tracker,
+)
+from torch import Tensor
+
+# A stretch of computation whose backward runs when the instruction list says so.
+#
+# An island cuts the autograd graph at its inputs and outputs: what lies between two communications is one island, so no
+# collective ever stands inside a backward pass that autograd schedules.
+
+
+class Island:
+    """One call of a function under autograd, with its graph cut at both ends; without gradients, no graph at all.
+
+    Attributes:
+        outputs: what the function returned, detached from nothing: consumers cut it at their own inputs.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> None:
+        with_graph = torch.is_grad_enabled()
+        self._inputs = [
+            x.detach().requires_grad_(with_graph and x.is_floating_point()) if x is not None else None for x in inputs
+        ]
+        returned = function(*self._inputs)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        # megatron-core adds the residual with gradients enabled; what it returns would keep its input alive.
+        self.outputs: tuple[Any, ...] = outputs if with_graph else tuple(map(_detached, outputs))
+
+    def backward(self, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the backward of this stretch once; parameters accumulate, the graph is freed.
+
+        Args:
+            gradients: of each output, None where nothing depends on it.
+        Returns:
+            Gradients of each input, None where the output does not depend on it.
+        """
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(self.outputs, gradients, strict=True)
+            if gradient is not None and isinstance(output, Tensor) and output.requires_grad
+        ]
+        if pairs:
+            # Not torch.autograd.grad: DDP's hooks stand on the accumulation of parameters, which only this call runs.
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        found = tuple(x.grad if x is not None else None for x in self._inputs)
+        self._inputs, self.outputs = [], ()
+        return found
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+class LayerDraws:
+    """The random draws of a chunk's layers, as megatron-core's block and its checkpoints make them.
+
+    Args:
+        config: the chunk's TransformerConfig; a model that draws nothing costs nothing.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._draws = bool(
+            config.hidden_dropout
+            or config.attention_dropout
+            or config.moe_input_jitter_eps
+            or config.moe_router_force_load_balancing
+        )
+        self._split = config.sequence_parallel
+        self._states: dict[Hashable, Any] = {}
+
+    @contextlib.contextmanager
+    def first(self, place: Hashable, repeated: bool) -> Iterator[None]:
+        """Around an operator's forward pass; `repeated`: it will run again."""
+        if self._draws and repeated:
+            self._states[place] = _get_all_rng_states()
+        with self._own_part():
+            yield
+
+    @contextlib.contextmanager
+    def again(self, place: Hashable) -> Iterator[None]:
+        """Around the second pass: the same draws, and none of the later ones moved."""
+        if not self._draws:
+            yield
+            return
+        with _fork_rng():
+            _set_all_rng_states(*self._states.pop(place))
+            with self._own_part():
+                yield
+
+    def _own_part(self) -> contextlib.AbstractContextManager[None]:
+        """With the sequence split, every tensor-parallel rank draws for its own part of it."""
+        fork: contextlib.AbstractContextManager[None] = (
+            get_cuda_rng_tracker().fork() if self._draws and self._split else contextlib.nullcontext()
+        )
+        return fork
+
+
+def recompute_by_the_list(layer: Any) -> None:
+    """Have a layer run its MLP and its shared expert once per call: what runs twice stands in the list.
+
+    What a module recomputes inside an operator (`core_attn`) stays as it is.
+    """
+    layer.recompute_mlp = False
+    if layer.is_moe_layer:
+        layer.mlp.moe_layer_recompute = layer.mlp.shared_experts_recompute = False

@@ -1,0 +1,1 @@
+"""Runs a step on megatron-core's own pipeline schedules."""

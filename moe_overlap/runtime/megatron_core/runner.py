@@ -1,0 +1,255 @@
+"""The step runner over megatron-core's pipeline schedules.
+
+The schedule does the running, the instruction list says what must come out: a test compares the recorded order with the list.
+The number of micro-batches and the order of the optimizer are read from the list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from torch import Tensor
+
+from moe_overlap.describe.model import TOKEN_COUNT
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.runtime.groups import StageGroups
+from moe_overlap.runtime.routing.state import DrawClock, first_micro_batch
+from moe_overlap.runtime.spans import SpanRecorder
+from moe_overlap.runtime.state.optimizer import LayerwiseOptimizer
+from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
+from moe_overlap.runtime.step import Batch, StepResult
+
+# megatron-core's pipeline transfers, with a span for every send and receive.
+
+
+class RecordedTransfers(P2PCommunicator):
+    """P2PCommunicator that names its transfers `send.S0>S1`, `receive.S0>S1`, with `.backward` for gradients."""
+
+    def __init__(self, pp_group: Any, config: Any, recorder: SpanRecorder) -> None:
+        super().__init__(pp_group, config)
+        self._recorder = recorder
+        stage, stages = pp_group.rank(), pp_group.size()
+        before, after = (stage - 1) % stages, (stage + 1) % stages
+        self._into, self._out = f"S{before}>S{stage}", f"S{stage}>S{after}"
+
+    def _communicate(self, **transfer: Any) -> Any:
+        names = [
+            name
+            for name, wanted in (
+                (f"send.{self._out}", transfer["tensor_send_next"] is not None),
+                (f"send.{self._into}.backward", transfer["tensor_send_prev"] is not None),
+                (f"receive.{self._into}", transfer["recv_prev"]),
+                (f"receive.{self._out}.backward", transfer["recv_next"]),
+            )
+            if wanted
+        ]
+        if not names:
+            return super()._communicate(**transfer)
+        blocking = transfer.get("wait_on_reqs", True)
+        if blocking:
+            self._recorder.end()
+        opened = [self._recorder.background(name, "pp") for name in names]
+        received_previous, received_next, requests = super()._communicate(**transfer)
+        if blocking or not requests:
+            for span in opened:
+                self._recorder.finish_background(span)
+            return received_previous, received_next, requests
+        pending = _PendingSpans(self._recorder, opened, len(requests))
+        if isinstance(requests, dict):
+            requests = {key: _RecordedRequest(request, pending) for key, request in requests.items()}
+        else:
+            requests = [_RecordedRequest(request, pending) for request in requests]
+        return received_previous, received_next, requests
+
+
+class _PendingSpans:
+    """Spans of one exchange; they end when its last request has been waited for."""
+
+    def __init__(self, recorder: SpanRecorder, opened: list[Any], requests: int) -> None:
+        self.recorder, self.opened, self.waiting = recorder, opened, requests
+
+    def one_finished(self) -> None:
+        self.waiting -= 1
+        if self.waiting == 0:
+            for span in self.opened:
+                self.recorder.finish_background(span)
+
+
+class _RecordedRequest:
+    def __init__(self, request: Any, pending: _PendingSpans) -> None:
+        self._request, self._pending = request, pending
+
+    def wait(self) -> None:
+        self._pending.recorder.end()
+        self._request.wait()
+        self._pending.one_finished()
+
+
+class MegatronStepRunner:
+    """Runs uniform plans without overlap on megatron-core's 1F1B and interleaved schedules.
+
+    Args:
+        chunks: this rank's DDP-wrapped model chunks; the gradient hooks of their TransformerConfig are set here.
+        optimizer: the layerwise optimizer of the same chunks.
+        groups: this rank's groups.
+        recorder, clock: those the layers were built with.
+        sequence_length, micro_batch_size: sizes of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: LayerwiseOptimizer,
+        groups: StageGroups,
+        recorder: SpanRecorder,
+        *,
+        clock: DrawClock,
+        sequence_length: int,
+        micro_batch_size: int,
+    ) -> None:
+        config = chunks[0].config
+        self._chunks, self._config, self._optimizer = list(chunks), config, optimizer
+        self._groups, self._recorder = groups, recorder
+        self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
+        self._sequence_length, self._micro_batch_size = sequence_length, micro_batch_size
+        self._clock, self.step = clock, 0
+        self._loss_scale = 1.0
+        pipeline = groups.collection.pp
+        self._schedule = get_forward_backward_func(
+            pp_size=pipeline.size(), vp_size=len(chunks) if len(chunks) > 1 else None
+        )
+        self._transfers = RecordedTransfers(pipeline, config, recorder) if pipeline.size() > 1 else None
+        config.finalize_model_grads_func = self._finalize
+        config.grad_scale_func = self._scaled
+        overlapped = self._chunks[0].ddp_config.overlap_grad_reduce
+        no_sync = [chunk.no_sync for chunk in self._chunks]
+        config.no_sync_func = (no_sync if len(no_sync) > 1 else no_sync[0]) if overlapped else None
+        if overlapped and len(self._chunks) > 1:
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in self._chunks]
+        for chunk_index, chunk in enumerate(self._chunks):
+            _record_ends(chunk, chunk_index, recorder)
+
+    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+        """Forward and backward of every micro-batch, gradient reduction, optimizer step."""
+        self._recorder.start_step()
+        self._loss_scale = self._optimizer.loss_scale
+        self._optimizer.zero_grad()
+        for chunk in self._chunks:
+            chunk.train()
+        reports = self._pass(instructions, batches, forward_only=False)
+        get_moe_layer_wise_logging_tracker().clear()
+        return self._update.finish(instructions, reports)
+
+    @torch.no_grad()
+    def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+        """Forward of every micro-batch of the list, without gradients."""
+        self._recorder.start_step()
+        for chunk in self._chunks:
+            chunk.eval()
+        reports = self._pass(instructions, batches, forward_only=True)
+        loss, tokens, predictions = self._update.mean_losses(reports)
+        get_moe_layer_wise_logging_tracker().clear()
+        return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()), predictions)
+
+    def _pass(self, instructions: Sequence[Instruction], batches: Iterator[Batch], forward_only: bool) -> list[Tensor]:
+        micro_batches = micro_batches_of(instructions)
+        arrived = [next(batches) for _ in range(micro_batches)]
+        chunks = self._chunks if len(self._chunks) > 1 else self._chunks[0]
+        feeds = [enumerate(arrived) for _ in self._chunks]
+        return self._schedule(
+            forward_step_func=self._forward_step,
+            data_iterator=feeds if len(feeds) > 1 else feeds[0],
+            model=chunks,
+            num_microbatches=micro_batches,
+            seq_length=self._sequence_length,
+            micro_batch_size=self._micro_batch_size,
+            forward_only=forward_only,
+            p2p_communicator=self._transfers,
+            pg_collection=self._groups.collection,
+        )
+
+    def _forward_step(self, feed: Iterator[tuple[int, Batch]], chunk: Any) -> tuple[Tensor, Any]:
+        micro_batch, batch = next(feed)
+        chunk_index = next(i for i, mine in enumerate(self._chunks) if mine is chunk)
+        self._recorder.forward(chunk_index, micro_batch)
+        self._clock.micro_batch = first_micro_batch(self.step) + micro_batch
+        inputs = batch["tokens"], batch["position_ids"], batch.get("attention_mask")
+        output = chunk(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
+        return output, partial(self._loss, batch, getattr(_model_in(chunk), "prediction_report", None))
+
+    def _loss(self, batch: Batch, predicted: Tensor | None, losses_BS: Tensor) -> tuple[Any, ...]:
+        """Loss of one micro-batch; the pair (sum, tokens) of every micro-batch makes the reported mean.
+
+        Where ranks share the sequences, each divides its sum by the tokens of all of them.
+
+        Args:
+            predicted: the pairs of the prediction layers, where there are any.
+        """
+        total, tokens = micro_batch_loss(losses_BS, batch["loss_mask"])
+        report = torch.stack([total.detach(), tokens.detach()])
+        if predicted is not None:
+            report = torch.cat([report, predicted])
+        if self._config.calculate_per_token_loss:
+            return total, tokens.to(torch.int), report
+        return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss * self._loss_scale
+
+    def _finalize(self, chunks: Any, token_count: Tensor | None = None, **_: Any) -> None:
+        self._update.reduce(token_count)
+
+
+def _record_ends(chunk: Any, chunk_index: int, recorder: SpanRecorder) -> None:
+    """Spans of what stands before and after the layers: embedding, final norm, head and loss, and around those that predict."""
+    module = _model_in(chunk)
+
+    def begins(name: str) -> Any:
+        return lambda *_: recorder.begin(name)
+
+    def marks(name: str) -> Any:
+        return lambda _module, _inputs, output: recorder.on_backward(name, output)
+
+    if module.pre_process:
+        module.embedding.register_forward_pre_hook(begins("embedding"))
+        module.embedding.register_forward_hook(marks("embedding.backward"))
+    if module.post_process:
+        if module.decoder.final_layernorm is not None:
+            module.decoder.final_layernorm.register_forward_pre_hook(begins("head.norm"))
+            module.decoder.final_layernorm.register_forward_hook(marks("head.norm.backward"))
+        predicting = module.mtp.layers if module.mtp_process else ()
+        for depth, layer in enumerate(predicting):
+            _record_prediction(layer, f"mtp{depth}", recorder)
+        if predicting:
+            predicting[-1].loss.register_forward_hook(begins("head.loss"))
+        else:
+            module.output_layer.register_forward_pre_hook(begins("head.loss"))
+        module.register_forward_hook(marks("head.loss.backward"))
+
+
+def _record_prediction(layer: Any, operator: str, recorder: SpanRecorder) -> None:
+    """Spans of a prediction layer around the transformer layer inside it."""
+
+    def projected(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        return recorder.on_backward(f"{operator}.project.backward", output[0]), output[1]
+
+    # Its first norm begins a recomputation, which leaves the embedding out.
+    for module in (layer, layer.enorm):
+        module.register_forward_pre_hook(lambda *_: recorder.begin(f"{operator}.project"))
+    layer.eh_proj.register_forward_hook(projected)
+    layer.loss.register_forward_pre_hook(lambda *_: recorder.begin(f"{operator}.loss"))
+    layer.loss.register_forward_hook(lambda _m, _i, loss: recorder.on_backward(f"{operator}.loss.backward", loss))
+
+
+def _model_in(chunk: Any) -> Any:
+    """The GPTModel inside wrappers."""
+    while not hasattr(chunk, "decoder"):
+        chunk = chunk.module
+    return chunk

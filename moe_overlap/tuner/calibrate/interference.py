@@ -1,0 +1,352 @@
+"""Fits the factors of the interference model to measurements, and writes them down with their error on rows not fitted to.
+
+    python -m moe_overlap.tuner.calibrate.interference tests/validation/data/concurrency.csv.gz \\
+        moe_overlap/tuner/cost/interference.json
+
+Method, on calibration rows, mean absolute relative error throughout:
+1. Sets of two, then of three, then of four streams, each on the rows in which exactly this set is busy at the start: what
+   follows when its first stream ends is known by then (Mist, section 5.2.2).
+2. All sets again, each on the rows that begin with it or with a larger set, until nothing improves: rows of larger sets tell
+   about the smaller ones, too.
+Each fit is a descent over multiples of 1/256 from coarse to fine, so that the same data gives the same bytes.
+
+Factors are fitted to a whole host; to groups of devices inside a node and across nodes apart, since their all-gathers take
+different ways; and to every group by itself. Each begins with those of the one before, which it keeps where it has no rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations, product
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.serialize import as_values, format_json
+from moe_overlap.tuner.cost.interference import (
+    NO_INTERFERENCE,
+    SETS,
+    STREAMS,
+    Factors,
+    Fitted,
+    Floats,
+    Host,
+    Interference,
+    place_of,
+    serial_share,
+)
+
+# Measurements of streams that run at the same time, and the alone seconds that go with them.
+#
+# A sample is one repeated measurement on one group of devices: `nodes` × `per_node` of them all-gather, each also computes and
+# copies, everything begins together, and `seconds` pass until all has ended. Samples in which one stream is busy give the alone
+# seconds of that stream: latency and seconds per unit of size (rows of the product for computation, MB for the others).
+
+SIZE_KEYS = ("N", "g2g_allgather_MB", "h2d_MB", "d2h_MB")
+"""Keys of the sizes in the file, in the order of STREAMS."""
+HIGHEST_SPREAD = 0.1
+"""Samples whose repetitions differ more (standard deviation over mean) are not used (Mist does the same)."""
+
+Group = tuple[int, int]
+"""Nodes, devices per node."""
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Samples of one host; N of them.
+
+    Attributes:
+        gpu: its devices.
+        groups_N: nodes × devices per node, as `2x4`.
+        sizes_SN: per stream, 0 where it is not busy.
+        seconds_N: until all had ended.
+        spread_N: standard deviation over mean of the repetitions.
+        is_test_N: not to be fitted to.
+    """
+
+    gpu: str
+    groups_N: NDArray[np.str_]
+    sizes_SN: Floats
+    seconds_N: Floats
+    spread_N: Floats
+    is_test_N: Mask
+
+    def at(self, chosen: Mask) -> Samples:
+        """Some of them."""
+        return Samples(
+            self.gpu,
+            self.groups_N[chosen],
+            self.sizes_SN[:, chosen],
+            self.seconds_N[chosen],
+            self.spread_N[chosen],
+            self.is_test_N[chosen],
+        )
+
+    @property
+    def busy_N(self) -> NDArray[np.int64]:
+        """Busy streams."""
+        return (self.sizes_SN > 0).sum(axis=0)
+
+
+def read_samples(path: Path) -> dict[str, Samples]:
+    """Samples of a file by host, where they were measured (`source_path`).
+
+    The format stands in tests/validation/data/concurrency.md.
+
+    Raises:
+        ConfigError: the file is not there or a row cannot be read.
+    """
+    rows: dict[str, list[tuple[str, dict[str, float], float, bool]]] = {}
+    gpus: dict[str, str] = {}
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for number, row in enumerate(csv.DictReader(file), start=2):
+                try:
+                    setting = {key: float(value) for key, value in json.loads(row["stage_config_json"]).items()}
+                    group = f"{int(setting['inter'])}x{int(setting['intra'])}"
+                    sample = (group, setting, float(row["value"]), row["split"] == "test")
+                    rows.setdefault(row["source_path"], []).append(sample)
+                    gpus[row["source_path"]] = row["gpu"]
+                except (KeyError, TypeError, ValueError) as error:
+                    rule = f"line {number} is no sample: {error!r}"
+                    raise ConfigError(
+                        str(path), "", rule, "give the columns of tests/validation/data/concurrency.md"
+                    ) from error
+    except (OSError, EOFError) as error:
+        raise ConfigError(str(path), "", "no file in gzip's format", "name one") from error
+    return {
+        host: Samples(
+            gpus[host],
+            np.array([group for group, *_ in found]),
+            np.array([[setting[key] for _, setting, *_ in found] for key in SIZE_KEYS]),
+            np.array([seconds for *_, seconds, _ in found]),
+            np.array([setting["std_over_mean"] for _, setting, *_ in found]),
+            np.array([is_test for *_, is_test in found]),
+        )
+        for host, found in rows.items()
+    }
+
+
+def alone_seconds(samples: Samples) -> Floats:
+    """Alone seconds of every stream of every sample, [4, N], from the calibration samples in which one stream is busy.
+
+    A group's all-gathers and copies are its own; what a device computes does not depend on its group.
+    """
+    alone_SN = np.zeros_like(samples.sizes_SN)
+    known_N = (samples.busy_N == 1) & (samples.spread_N <= HIGHEST_SPREAD) & ~samples.is_test_N
+    for group in np.unique(samples.groups_N):
+        inside_N = samples.groups_N == group
+        for stream, sizes_N in enumerate(samples.sizes_SN):
+            fitted_N = known_N & (sizes_N > 0) & (inside_N | (stream == 0))
+            if not fitted_N.any():
+                rule = f"no calibration sample of {STREAMS[stream]} alone in group {group}"
+                raise ConfigError("samples", "", rule, "measure one")
+            latency, per_unit = _line(sizes_N[fitted_N], samples.seconds_N[fitted_N])
+            at = inside_N & (sizes_N > 0)
+            alone_SN[stream, at] = latency + per_unit * sizes_N[at]
+    return alone_SN
+
+
+def _line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
+    """Intercept and slope with the least squared relative error; through 0 where all sizes are the same."""
+    weights = 1 / seconds**2
+    total, size, second = (math.fsum(weights * column) for column in (np.ones_like(sizes), sizes, seconds))
+    square, product = math.fsum(weights * sizes**2), math.fsum(weights * sizes * seconds)
+    if (sizes == sizes[0]).all():
+        return 0.0, product / square
+    per_unit = (total * product - size * second) / (total * square - size**2)
+    return (second - per_unit * size) / total, per_unit
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Which samples are used, and how many were dropped why.
+
+    Attributes:
+        mixed_N: more than one stream is busy, and neither of the two below.
+        noisy: spread above HIGHEST_SPREAD.
+        slower_than_serial: took longer than the streams one after the other, which no factors allow.
+    """
+
+    mixed_N: Mask
+    noisy: int
+    slower_than_serial: int
+
+
+def used_samples(samples: Samples, alone_SN: Floats) -> Used:
+    """Leave out what Mist leaves out."""
+    mixed_N = samples.busy_N > 1
+    noisy_N = samples.spread_N > HIGHEST_SPREAD
+    slower_N = mixed_N & ~noisy_N & (samples.seconds_N > alone_SN.sum(axis=0))
+    return Used(mixed_N & ~noisy_N & ~slower_N, int(noisy_N.sum()), int(slower_N.sum()))
+
+
+STEPS = tuple(2.0**-n for n in range(1, 9))
+GRID = (1.0, 1.5, 2.5, 4.0)
+"""Where a fit looks first; the error has more than one valley."""
+STARTS = 3
+"""Best places of the grid from which it descends."""
+HIGHEST_FACTOR = 50.0
+PREFERENCE = 2e-4
+"""Error that a factor may be larger by 1 for. Rows in which the same stream always ends first tell only how the factors of
+a set combine; of those that fit alike the most even are taken."""
+FactorLists = dict[str, list[float]]
+
+
+def fit_factors(alone_SN: Floats, seconds_N: Floats, start: Factors) -> FactorLists:
+    """Factors with the least mean error on these rows.
+
+    Args:
+        alone_SN: alone seconds of the four streams.
+        seconds_N: measured.
+        start: kept for sets that no row begins with or passes through.
+    """
+    factors = {word: list(start[word]) for word in SETS}
+    set_N = np.array([8, 4, 2, 1]) @ (alone_SN > 0)
+    for word in reversed(SETS):
+        exact_N = set_N == int(word, 2)
+        if exact_N.any():
+            _search(factors, word, alone_SN[:, exact_N], seconds_N[exact_N])
+    before, now = math.inf, mean_error(Interference(factors), alone_SN, seconds_N)
+    while now < before:
+        for word in SETS:
+            through_N = (set_N & int(word, 2)) == int(word, 2)
+            if through_N.any():
+                factors[word], _ = _descend(
+                    factors, word, factors[word], alone_SN[:, through_N], seconds_N[through_N], STEPS[2:]
+                )
+        before, now = now, mean_error(Interference(factors), alone_SN, seconds_N)
+    return factors
+
+
+def mean_error(model: Interference, alone_SN: Floats, seconds_N: Floats) -> float:
+    """Mean absolute relative error, summed exactly; 0 of no rows."""
+    errors = np.abs(model.seconds(*alone_SN) / seconds_N - 1)
+    return math.fsum(errors.tolist()) / max(1, len(errors))
+
+
+def _search(factors: FactorLists, word: str, alone_SN: Floats, seconds_N: Floats) -> None:
+    """The factors of one set, from a grid and from where they stand."""
+    grid = [list(values) for values in product(GRID, repeat=word.count("1")) if serial_share(values) >= 1]
+    errors = [mean_error(Interference({**factors, word: values}), alone_SN, seconds_N) for values in grid]
+    starts = [grid[place] for place in sorted(range(len(grid)), key=errors.__getitem__)[:STARTS]]
+    found = [_descend(factors, word, values, alone_SN, seconds_N, STEPS) for values in (factors[word], *starts)]
+    factors[word], _ = min(found, key=itemgetter(1))
+
+
+def _descend(
+    factors: FactorLists,
+    word: str,
+    values: list[float],
+    alone_SN: Floats,
+    seconds_N: Floats,
+    steps: tuple[float, ...],
+) -> tuple[list[float], float]:
+    """From these factors of one set to the best near them, with ever smaller steps; and their error."""
+
+    def error_of(tried: list[float]) -> float:
+        return mean_error(Interference({**factors, word: tried}), alone_SN, seconds_N) + PREFERENCE * max(tried)
+
+    best = error_of(values)
+    for step in steps:
+        improved = True
+        while improved:
+            improved = False
+            for tried in _neighbours(values, step):
+                error = error_of(tried)
+                if error < best:
+                    values, best, improved = tried, error, True
+                    break
+    return values, best
+
+
+def _neighbours(values: list[float], step: float) -> Iterator[list[float]]:
+    """One factor more or less by a step, or one more and another less; those that the model allows."""
+    places = range(len(values))
+    moves = [{place: sign * step} for place in places for sign in (1, -1)]
+    moves += [{more: step, less: -step} for more, less in permutations(places, 2)]
+    for move in moves:
+        tried = [value + move.get(place, 0.0) for place, value in enumerate(values)]
+        if all(1 <= value <= HIGHEST_FACTOR for value in tried) and serial_share(tried) >= 1:
+            yield tried
+
+
+def fit_host(source: str, samples: Samples) -> Host:
+    """Everything about one host."""
+    alone_SN = alone_seconds(samples)
+    used = used_samples(samples, alone_SN)
+
+    def fitted(inside_N: Mask, start: Factors) -> Fitted:
+        calibration_N = inside_N & used.mixed_N & ~samples.is_test_N
+        factors = fit_factors(alone_SN[:, calibration_N], samples.seconds_N[calibration_N], start)
+        kept = {word: tuple(values) for word, values in factors.items()}
+        test_N = inside_N & used.mixed_N & samples.is_test_N
+        return Fitted(kept, int(calibration_N.sum()), int(test_N.sum()), error_percent(factors, test_N))
+
+    def error_percent(factors: Factors, rows_N: Mask) -> float:
+        return round(100 * mean_error(Interference(factors), alone_SN[:, rows_N], samples.seconds_N[rows_N]), 3)
+
+    whole = fitted(np.ones(len(samples.seconds_N), dtype=bool), NO_INTERFERENCE.factors)
+    place_N = np.array([place_of(group) for group in samples.groups_N])
+    names = [str(place) for place in np.unique(place_N)]
+    places = {place: fitted(place_N == place, whole.factors) for place in names} if len(names) > 1 else {}
+    groups = {
+        str(group): fitted(samples.groups_N == group, places.get(place_of(group), whole).factors)
+        for group in np.unique(samples.groups_N)
+    }
+    return Host(source, samples.gpu, used.noisy, used.slower_than_serial, whole, places, groups)
+
+
+def report(host: Host, samples: Samples) -> Iterator[str]:
+    """Lines: mean error on test rows in %, with the factors of the host, of the place and of the group."""
+    yield f"{host.gpu} {host.source}"
+    yield f"  not used: {host.noisy} noisy, {host.slower_than_serial} slower than one after the other"
+    yield "  group   rows  host  place  group"
+    alone_SN = alone_seconds(samples)
+    test_N = used_samples(samples, alone_SN).mixed_N & samples.is_test_N
+    total = np.zeros(4)
+    for group, own in host.groups.items():
+        rows_N = test_N & (samples.groups_N == group)
+        levels = (host.whole, host.places.get(place_of(group), host.whole), own)
+        errors = [
+            100 * mean_error(Interference(one.factors), alone_SN[:, rows_N], samples.seconds_N[rows_N])
+            for one in levels
+        ]
+        yield _cells(group, own.test_rows, *errors)
+        total += own.test_rows * np.array([1.0, *errors])
+    yield _cells("all", int(total[0]), *(total[1:] / total[0]))
+
+
+def _cells(name: str, rows: int, *errors: float) -> str:
+    return f"  {name:<6} {rows:>5}" + "".join(f" {error:5.2f}" for error in errors)
+
+
+def main(words: list[str]) -> int:
+    """Read, fit, write, print."""
+    if len(words) != 2:
+        print("usage: python -m moe_overlap.tuner.calibrate.interference SAMPLES.csv.gz OUT.json", file=sys.stderr)
+        return 2
+    try:
+        samples = dict(sorted(read_samples(Path(words[0])).items()))
+        hosts = [fit_host(source, found) for source, found in samples.items()]
+        Path(words[1]).write_text(format_json([as_values(host) for host in hosts]) + "\n", encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for host in hosts:
+        print("\n".join(report(host, samples[host.source])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

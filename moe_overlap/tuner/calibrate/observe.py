@@ -1,0 +1,240 @@
+"""Factors that make the simulated steps of measured plans take what was measured, kind by kind.
+
+What runs beside something else is slowed down, in the measurement as in the simulation. So the factors of prices alone are found
+by repetition: simulate at the factors so far, and multiply each by measured over simulated, until no kind moves.
+Exchanges of which only a bound is known are shortened to it at most.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_overlap.plan.instructions import COMPUTING, Span
+from moe_overlap.plan.operators import NORM, STATE_PREFIXES, kind_of
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
+
+# What the spans of a measured step say of prices: seconds of every kind of operator as one rank has them, exchanges alone.
+#
+# Terms. Ranks that exchange with each other are a group. Clocks of ranks are laid on each other at the end of the norm, where all
+# meet. The span of an exchange goes from where its rank starts it to where the rank has waited for it; it is exposed where the
+# rank computes nothing at the end of it.
+# 1. Computation: the mean of a stage's ranks.
+# 2. An exchange begins when the last rank of its group has started it. Where it is exposed on a rank it ends there with its span,
+# and from the one to the other is what it took alone. Where it is exposed on none it may have ended before: that is a bound.
+# 3. What an exposed span has more is waiting for slower ranks. The simulator has one rank stand for all, and so the one that
+# others wait for: computation is taken longer by the mean share that is waited. Transfers between stages and copies are left
+# out: what their spans wait for is the pipeline's.
+
+EXCHANGING = ("ep", "dp")
+EXPOSED = 0.1
+"""Share of an exchange's span at its end in which its rank has to wait, from which on the end is taken for the exchange's own."""
+Spans = Mapping[int, Sequence[Span]]
+"""By rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A measured step, as one rank has it; the stages' seconds are added.
+
+    Attributes:
+        seconds: of a step.
+        bounds: kinds among them that took at most as long.
+        waiting: seconds that a rank waits for slower ones, over those that it computes; `seconds` of computation have it.
+        step_seconds: from the first start to the last end, of the slowest rank.
+    """
+
+    plan: Plan
+    seconds: dict[Kind, float]
+    bounds: frozenset[Kind]
+    waiting: float
+    step_seconds: float
+
+
+def observe(plan: Plan, spans: Spans, cut: Iterable[str]) -> Observed:
+    """Read a step.
+
+    Args:
+        spans: of at least one rank of every stage.
+        cut: names of what the plan has in pieces.
+    """
+    pieces = frozenset(cut)
+    computed: dict[Kind, float] = defaultdict(float)
+    known: dict[Kind, list[float]] = defaultdict(list)
+    bounds: dict[Kind, list[float]] = defaultdict(list)
+    waited = 0.0
+    for stage in plan.stages:
+        ranks = [spans[rank] for rank in stage.devices.ranks if rank in spans]
+        for span in (span for mine in ranks for span in mine if span.channel in COMPUTING):
+            computed[kind_of(span.name), span.name in pieces] += (span.end - span.start) / len(ranks)
+        groups = _groups(stage, spans)
+        for group in groups:
+            for name, alone, more in _exchanges(group):
+                found = bounds if more is None else known
+                found[kind_of(name), name in pieces].append(alone / len(groups))
+                waited += (more or 0.0) / len(groups)
+    share = waited / sum(computed.values()) if computed else 0.0
+    seconds = {kind: taken * (1.0 + share) for kind, taken in computed.items()}
+    most = set()
+    for kind in known.keys() | bounds.keys():
+        exact, count = known[kind], len(known[kind]) + len(bounds[kind])
+        if 2 * len(exact) >= count:
+            seconds[kind] = sum(exact) / len(exact) * count
+        else:
+            seconds[kind] = sum(exact) + sum(bounds[kind])
+            most.add(kind)
+    steps = [max(span.end for span in mine) - min(span.start for span in mine) for mine in spans.values()]
+    return Observed(plan, seconds, frozenset(most), share, max(steps))
+
+
+def _groups(stage: StagePlan, spans: Spans) -> list[list[Sequence[Span]]]:
+    """The ranks of a stage that share its experts, as far as they were measured."""
+    size, ranks = stage.expert * stage.expert_tensor, stage.devices.ranks
+    blocks = ([spans[rank] for rank in ranks[at : at + size] if rank in spans] for at in range(0, len(ranks), size))
+    return [block for block in blocks if block]
+
+
+def _exchanges(group: Sequence[Sequence[Span]]) -> Iterable[tuple[str, float, float | None]]:
+    """Name, seconds alone, and the mean of what the ranks of a group waited more; None where the seconds are a bound."""
+    by_rank = [_taken(spans) for spans in group]
+    for key in by_rank[0]:
+        ends = [taken[key] for taken in by_rank if key in taken]
+        together = max(start for start, _, _ in ends)
+        exposed = [(end - together, together - start) for start, end, waits in ends if waits and end > together]
+        if exposed:
+            alone = sum(seconds for seconds, _ in exposed) / len(exposed)
+            waited = sum(more for _, more in exposed) / len(ends) if key[0] != NORM else 0.0
+            yield key[0], alone, waited
+        else:
+            yield key[0], sum(max(0.0, end - together) for _, end, _ in ends) / len(ends), None
+
+
+def _taken(spans: Sequence[Span]) -> dict[tuple[str, int, int, int], tuple[float, float, bool]]:
+    """Start, end and whether it is exposed, of every exchange of a rank, by name, chunk, micro-batch and number of the piece.
+
+    On its channel an exchange begins behind the one before, whose end is known where that one is exposed.
+    """
+    meeting = max((span.end for span in spans if span.name == NORM), default=max(span.end for span in spans))
+    computing = sorted((span.start, span.end) for span in spans if span.channel in COMPUTING)
+    free: dict[str, float] = {}
+    seen: dict[tuple[str, int, int], int] = defaultdict(int)
+    found = {}
+    for span in sorted((span for span in spans if span.channel in EXCHANGING), key=lambda span: span.start):
+        least = EXPOSED * (span.end - span.start)
+        place = bisect.bisect_left(computing, (span.end, 0.0)) - 1
+        busy_until = computing[place][1] if place >= 0 else span.start
+        is_exposed = span.end - max(span.start, busy_until) > least
+        behind = max(span.start, free.get(span.channel, span.start))
+        start = behind if span.end - behind > least else span.start
+        if is_exposed:
+            free[span.channel] = span.end
+        key = (span.name, span.chunk, span.micro_batch)
+        found[*key, seen[key]] = (start - meeting, span.end - meeting, is_exposed)
+        seen[key] += 1
+    return found
+
+
+ROUNDS = 12
+CLOSE = 1e-3
+"""Of measured over simulated, from 1, where the repetition ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a kind takes in a simulated step, as one rank has it."""
+
+    seconds: float
+    instructions: float
+
+
+Play = Callable[[Plan, Refined], Mapping[Kind, Played]]
+
+
+@dataclass(frozen=True, slots=True)
+class KindFit:
+    """One kind.
+
+    Attributes:
+        predicted_seconds, measured_seconds: of the steps of all traces; 0 where there are none.
+        is_bound: it took at most as long.
+        factor: of its price; None where that has none.
+        is_taken: it has no price, and takes what was measured.
+    """
+
+    kind: Kind
+    predicted_seconds: float
+    measured_seconds: float
+    is_bound: bool
+    factor: float | None
+    is_taken: bool
+
+
+def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit]]:
+    """Factors of all kinds together.
+
+    Args:
+        play: simulates a plan at refined prices.
+    Returns:
+        The factors, and every kind that was measured or predicted, the longest first.
+    """
+    first = [play(one.plan, NOT_REFINED) for one in observed]
+    refined = Refined({}, _unpriced(observed, first))
+    factors: dict[Kind, float] = {}
+    bounds: set[Kind] = set()
+    for _ in range(ROUNDS):
+        real, simulated, bounds = _sums(observed, [play(one.plan, refined) for one in observed])
+        moved = {kind: real[kind] / seconds for kind, seconds in simulated.items() if seconds and real.get(kind)}
+        moved = {kind: min(1.0, ratio) if kind in bounds else ratio for kind, ratio in moved.items()}
+        moved = {kind: ratio for kind, ratio in moved.items() if kind[0] not in refined.unpriced}
+        factors = {kind: factors.get(kind, 1.0) * ratio for kind, ratio in moved.items()}
+        refined = Refined(factors, refined.unpriced)
+        if all(abs(ratio - 1.0) < CLOSE for ratio in moved.values()):
+            break
+    real, predicted, bounds = _sums(observed, first)
+    kinds = [
+        KindFit(
+            kind,
+            predicted.get(kind, 0.0),
+            real.get(kind, 0.0),
+            kind in bounds,
+            factors.get(kind),
+            kind[0] in refined.unpriced,
+        )
+        for kind in real.keys() | predicted.keys()
+    ]
+    return refined, sorted(kinds, key=lambda one: (-max(one.predicted_seconds, one.measured_seconds), one.kind))
+
+
+def _sums(
+    observed: Sequence[Observed], played: Sequence[Mapping[Kind, Played]]
+) -> tuple[dict[Kind, float], dict[Kind, float], set[Kind]]:
+    """Measured and simulated seconds of the steps that tell of a kind, and kinds of which only bounds are known.
+
+    A bound tells nothing where another trace has more. What no trace tells of is simulated seconds of all.
+    """
+    measured = {kind for one in observed for kind in one.seconds}
+    told = {kind for one in observed for kind in one.seconds if kind not in one.bounds}
+    real: dict[Kind, float] = defaultdict(float)
+    simulated: dict[Kind, float] = defaultdict(float)
+    for one, here in zip(observed, played, strict=True):
+        for kind in one.seconds.keys() | here.keys():
+            tells = kind in one.seconds and (kind not in one.bounds or kind not in told)
+            if tells:
+                real[kind] += one.seconds[kind]
+            if kind in here and (tells or kind not in measured):
+                simulated[kind] += here[kind].seconds
+    return dict(real), dict(simulated), measured - told
+
+
+def _unpriced(observed: Sequence[Observed], played: Sequence[Mapping[Kind, Played]]) -> dict[str, float]:
+    """Seconds of one instruction where the model has nothing: of what stands behind the passes."""
+    real, simulated, _ = _sums(observed, played)
+    found = {}
+    for kind, seconds in real.items():
+        count = sum(here[kind].instructions for here in played if kind in here)
+        if kind[0].startswith(STATE_PREFIXES) and seconds and count and not simulated.get(kind):
+            found[kind[0]] = seconds / count
+    return found

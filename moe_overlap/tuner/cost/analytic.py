@@ -1,0 +1,514 @@
+"""What a plan costs on a cluster: seconds of a step, their breakdown, and the peak memory of every stage.
+
+1. Each part of the model (layer kinds, embedding, head) is priced alone from its captured graph (`layer.py`, `memory.py`).
+2. Stages are sums of parts under what is decided for their states (`stage.py`).
+3. A step is the pipeline of its stages and the optimizer (`pipeline.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.describe.cluster import GIB, Cluster, Gpu, NodeGroup
+from moe_overlap.describe.model import ModelDescription, training_flops_per_token
+from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
+from moe_overlap.plan.overlap import NO_OVERLAP
+from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
+from moe_overlap.plan.sizes import boundary_bytes
+from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.cost.exchange_costs import ExchangeCosts
+from moe_overlap.tuner.cost.hardware import NOT_REFINED, Constants, Features, GpuConstants, Refined, ReleaseConstants
+from moe_overlap.tuner.cost.interference import (
+    Concurrent,
+    Interference,
+    interference_of,
+    partly_concurrent,
+    slowed_down,
+)
+from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_exchanges, part_cost
+from moe_overlap.tuner.cost.links import (
+    Group,
+    boundary_group,
+    collective_seconds,
+    host_seconds,
+    point_to_point_seconds,
+    stage_groups,
+)
+from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
+from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable, tabulate
+from moe_overlap.tuner.cost.pipeline import in_flight, step_seconds, transfer_waits
+from moe_overlap.tuner.cost.stage import (
+    KindTerms,
+    LayerTerms,
+    StageCosts,
+    StateRates,
+    Strategy,
+    layer_terms,
+    stage_costs,
+)
+
+# The numbers of a plan before any rate is known: operators and bytes of its parts, how many of each a stage has.
+#
+# Stages that are alike but for their layers are priced together; a plan of equal stages has one such family.
+
+Floats = NDArray[np.float64]
+CAPTURED_BYTES = {"fp32": 4.0}
+"""Of a captured parameter; 2 in every other precision."""
+WORDS = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Stages of one layout. K parts, M stages."""
+
+    stage: StagePlan
+    """The first of them."""
+    stages: tuple[int, ...]
+    tables: tuple[OpTable, ...]
+    sizes: tuple[PartBytes, ...]
+    counts: Floats
+    """[K, M]"""
+    in_flight: Floats
+    """[M]"""
+    boundary_bytes: float
+    """Hidden states that cross a stage's edge for one micro-batch, on one rank."""
+
+    @property
+    def held_once(self) -> list[bool]:
+        """[K] parts of which one micro-batch alone is ever held."""
+        return [table.part.kind == "head" or table.part.kind.startswith("mtp.") for table in self.tables]
+
+
+def prepare(
+    plan: Plan,
+    model: ModelDescription,
+    graphs: Mapping[int, CapturedModel],
+    features: Features,
+    load: float = 1.0,
+) -> tuple[Family, ...]:
+    """Evaluate the graphs of every stage at its micro-batch and sequence.
+
+    Args:
+        graphs: the captured model of every stage.
+        load: rows of the busiest rank of an expert group over the mean.
+    """
+    families: dict[StagePlan, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        chunks = tuple((0, 0) for _ in stage.chunks)
+        alike = replace(stage, chunks=chunks, devices=plan.stages[0].devices, overlap=NO_OVERLAP)
+        families.setdefault(alike, []).append(index)
+    return tuple(_family(plan, model, graphs, features, indices, load) for indices in families.values())
+
+
+def _family(
+    plan: Plan,
+    model: ModelDescription,
+    graphs: Mapping[int, CapturedModel],
+    features: Features,
+    indices: list[int],
+    load: float,
+) -> Family:
+    stage, length = plan.stages[indices[0]], plan.sequence_length
+    counted = [part_counts(plan, index, graphs[index]) for index in indices]
+    parts = {id(part): part for one in counted for part, _ in one}
+    rows = {key: row for row, key in enumerate(parts)}
+    counts = np.zeros((len(parts), len(indices)))
+    for column, one in enumerate(counted):
+        for part, count in one:
+            counts[rows[id(part)], column] += count
+    captured = CAPTURED_BYTES.get(plan.precision, 2.0)
+    flying = [_flying(plan, index) for index in indices]
+    size = stage.micro_batch_size
+    tables = tuple(tabulate(part, size, length) for part in parts.values())
+    sizes = (part_bytes(table, size, length, captured, features, load) for table in tables)
+    return Family(
+        stage=stage,
+        stages=tuple(indices),
+        tables=tables,
+        sizes=tuple(sizes),
+        counts=counts,
+        in_flight=np.array(flying),
+        boundary_bytes=float(boundary_bytes(plan, stage, model)),
+    )
+
+
+def _flying(plan: Plan, index: int) -> float:
+    """Micro-batches whose activations a stage holds at once."""
+    stage = plan.stages[index]
+    if plan.transfers or stage.overlap.micro_batches_in_flight > 1:
+        return float(most_in_flight(pipeline_blocks(plan, index)))
+    return in_flight(len(stage.chunks), len(plan.stages), index, stage.gradient_accumulation_steps)
+
+
+def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part, float]]:
+    """The parts of a stage and how often each is there."""
+    stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
+    variants: dict[tuple[str, str], int] = {}
+    for first, last in stage.chunks:
+        for place, layer in enumerate(range(first, last)):
+            key = (graph.layer_kinds[layer], layer_variant(stage, place))
+            variants[key] = variants.get(key, 0) + 1
+    counted = [(graph.part(kind, variant, samples), float(count)) for (kind, variant), count in variants.items()]
+    if index == plan.embedding_stage:
+        counted.append((graph.part("embedding", samples=samples), 1.0))
+    if index == plan.mtp_stage:
+        predictions = [graph.part(kind, prediction_variant(stage), samples) for kind in graph.mtp_kinds]
+        if index != plan.embedding_stage and graph.part("head", samples=samples).holds(WORDS) is None:
+            predictions[0] = _holding_words(predictions[0])
+        counted += [(part, 1.0) for part in predictions]
+    if index == plan.loss_stage:
+        counted.append((graph.part("head", samples=samples), 1.0))
+    return counted
+
+
+def _holding_words(part: Part) -> Part:
+    """A prediction layer on another stage than the embedding, whose copy of the words is counted here."""
+    words = part.holds(WORDS, "constant")
+    assert words is not None, f"{part.kind} reads no word embedding"
+    storages = list(part.storages)
+    storages[words] = replace(storages[words], role="parameter")
+    return replace(part, storages=tuple(storages))
+
+
+def layer_variant(stage: StagePlan, place: int) -> str:
+    """What the layer at a place of its chunk recomputes, as the capture names it."""
+    recompute = stage.recompute
+    if recompute.granularity == "none" or (recompute.granularity != "uniform" and place >= recompute.layers):
+        return "none"
+    return "+".join(sorted(recompute.modules)) if recompute.granularity == "selective" else "full"
+
+
+def prediction_variant(stage: StagePlan) -> str:
+    """What a prediction layer recomputes: megatron-core leaves it out where it recomputes the first layers of a chunk."""
+    recompute = stage.recompute
+    if recompute.granularity == "selective":
+        return "+".join(sorted(recompute.modules))
+    return "full" if recompute.granularity == "uniform" else "none"
+
+
+def stage_variants(stage: StagePlan) -> set[str]:
+    """What the layers of a stage recompute, and prediction layers if it has any."""
+    layers = {layer_variant(stage, place) for first, last in stage.chunks for place in range(last - first)}
+    return {*layers, prediction_variant(stage), "none"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What is expected of a plan."""
+
+    predicted: Predicted
+    breakdown: dict[str, float]
+    """Seconds by what they are spent on; they add up to the step."""
+    mfu: float
+    capacity_bytes: int
+    extrapolating: tuple[str, ...]
+    """Why the figures reach beyond what was measured; empty where they do not."""
+    not_modelled: tuple[str, ...]
+    """Flags that change seconds or bytes and are not counted."""
+    computed_early: tuple[str, ...] = ()
+    """Deferred weight gradients that find no room to wait, by stage; they are counted where they are computed."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage stays below the capacity of its GPU."""
+        return not self.overflow
+
+    @property
+    def overflow(self) -> list[str]:
+        """The stages that exceed the capacity, each with its largest category."""
+        lines = []
+        for index, stage in enumerate(self.predicted.stages):
+            if stage.peak_bytes > self.capacity_bytes:
+                peaks = dataclasses.asdict(stage.peak_bytes_by_category)
+                most = max(peaks, key=lambda name: peaks[name])
+                sizes = f"{stage.peak_bytes / GIB:.1f} GiB of {self.capacity_bytes / GIB:.1f}"
+                lines.append(f"stage {index} needs {sizes}, most of it {most} ({peaks[most] / GIB:.1f})")
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A family of stages with its costs."""
+
+    family: Family
+    costs: StageCosts
+    parts: tuple[PartCost, ...]
+    terms: LayerTerms
+    """Of the parts under the stages' strategy; [K, 1] each."""
+    rates: StateRates
+    setting: Setting
+
+    def exposed(self, kind: str) -> Floats:
+        """[M] exposed seconds of a kind of communication in one micro-batch."""
+        both = [cost.forward.exposed.get(kind, 0.0) + cost.backward.exposed.get(kind, 0.0) for cost in self.parts]
+        return np.array(both) @ self.family.counts
+
+    @property
+    def compute(self) -> Floats:
+        """[M] seconds of computation of one micro-batch."""
+        return (
+            np.array([c.forward.compute_seconds + c.backward.compute_seconds for c in self.parts]) @ self.family.counts
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a prediction is made for.
+
+    Attributes:
+        load: rows of the busiest rank of an expert group over the mean.
+        lookup: the database of measured operators.
+        exchanges: what exchanges cost beside their rows; None where that was not measured.
+        refined: what traces say of the prices of instructions; the closed form does not read it.
+    """
+
+    cluster: Cluster
+    constants: GpuConstants
+    release: ReleaseConstants
+    fragmentation: float = 0.0
+    load: float = 1.0
+    lookup: Lookup | None = None
+    exchanges: ExchangeCosts | None = None
+    refined: Refined = NOT_REFINED
+
+    @property
+    def queue_seconds(self) -> float:
+        """How much longer counts take that start while rows are on their way."""
+        return self.exchanges.queue_seconds if self.exchanges is not None else 0.0
+
+
+def machine_of(
+    cluster: Cluster,
+    constants: Constants,
+    release: str | None = None,
+    load: float = 1.0,
+    lookup: Lookup | None = None,
+) -> tuple[Machine, tuple[str, ...]]:
+    """What a prediction is made for, and why it reaches beyond what was measured.
+
+    Args:
+        release: software release whose efficiencies count; the newest where None.
+        load: rows of the busiest rank of an expert group over the mean.
+        lookup: the database of measured operators.
+    Raises:
+        ConfigError: not a release's name.
+    """
+    gpu = cluster.group_of(0).gpu
+    of_gpu, other_gpu = constants.of_gpu(gpu)
+    of_release, other_release = constants.of_release(release)
+    reasons = [f"no measured steps of {gpu.name}"] if other_gpu else []
+    reasons += [f"no measured steps of release {release}"] if other_release else []
+    machine = Machine(
+        cluster=cluster,
+        constants=of_gpu,
+        release=of_release,
+        fragmentation=constants.fragmentation,
+        load=load,
+        lookup=lookup,
+    )
+    return machine, tuple(reasons)
+
+
+def price(
+    plan: Plan,
+    model: ModelDescription,
+    families: tuple[Family, ...],
+    machine: Machine,
+    features: Features,
+    extrapolating: tuple[str, ...] = (),
+) -> Prediction:
+    """Seconds and bytes from prepared numbers."""
+    priced = [price_family(plan, model, family, machine, features) for family in families]
+    return _whole(plan, model, machine, priced, features, extrapolating)
+
+
+def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
+    """Costs of stages of one layout."""
+    constants, stage = machine.constants, family.stage
+    links = machine.cluster.group_of(stage.devices.ranks[0])
+    groups = stage_groups(plan, stage, machine.cluster)
+    setting = Setting(
+        gpu=links.gpu,
+        groups=groups,
+        features=features,
+        constants=constants,
+        release=machine.release,
+        concurrent=concurrency(machine, groups["dp_cp"])[0],
+        topk=max(1, model.router_topk),
+        load=machine.load,
+        lookup=machine.lookup,
+    )
+    parts = [cost_of(table, setting) for table in family.tables]
+    rates = _state_rates(groups, links, constants, features)
+    terms = layer_terms(_kind_terms(parts, family.sizes), _strategy(stage), rates, setting.concurrent)
+    boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
+    summed = stage_costs(terms, family.counts, family.in_flight, boundary, machine.fragmentation, family.held_once)
+    return Priced(family, summed, tuple(parts), terms, rates, setting)
+
+
+def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interference]:
+    """What runs at the same time takes: by the factors of a host that was measured with these GPUs, else by one constant.
+
+    Args:
+        replicas: the ranks that share a stage's states, whose collectives run beside its computation.
+    Returns:
+        In closed form, and as factors for a simulation.
+    """
+    if machine.cluster.measured is None:
+        fitted = interference_of(replicas.links.gpu.name, replicas.nodes, min(replicas.per_node, replicas.size))
+        if fitted is not None:
+            return fitted.seconds, fitted
+    slowdown = machine.constants.overlap_slowdown
+    return partly_concurrent(slowdown), slowed_down(slowdown)
+
+
+def cost_of(table: OpTable, setting: Setting) -> PartCost:
+    """Seconds of a part, its exchanges under another micro-batch where the run does that."""
+    cost = part_cost(table, setting)
+    return hide_exchanges(cost, setting.concurrent) if setting.features.overlap_experts else cost
+
+
+def _state_rates(
+    groups: Mapping[str, Group], links: NodeGroup, constants: GpuConstants, features: Features
+) -> StateRates:
+    one, unit, rates = np.ones(1), 1 << 30, constants.link_rates
+    return StateRates(
+        dense_scatter=one * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
+        expert_scatter=one * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,
+        latency_seconds=rates.latency_seconds,
+        host_copy=float(host_seconds(unit, links, rates)) / unit,
+        optimizer_sweep=1.0 / (links.gpu.memory_gb_per_s * 1e9 * constants.memory),
+        weight_bytes=features.weight_bytes,
+        gradient_bytes=features.gradient_bytes,
+        optimizer_bytes=features.optimizer_bytes,
+        gathered_bytes=features.gathered_bytes,
+        overlap_grad_reduce=features.overlap_grad_reduce,
+        overlap_param_gather=features.overlap_param_gather,
+    )
+
+
+def _kind_terms(costs: Sequence[PartCost], sizes: Sequence[PartBytes]) -> KindTerms:
+    return KindTerms(
+        forward_seconds=np.array([cost.forward.seconds for cost in costs]),
+        backward_seconds=np.array([cost.backward.seconds for cost in costs]),
+        saved_bytes=np.array([size.saved for size in sizes]),
+        working_bytes=np.array([size.working for size in sizes]),
+        dense_parameters=np.array([size.dense_parameters for size in sizes]),
+        expert_parameters=np.array([size.expert_parameters for size in sizes]),
+    )
+
+
+def _strategy(stage: StagePlan) -> Strategy:
+    one, offload = np.ones(1), stage.offload
+    return Strategy(
+        data=one * stage.data * stage.context,
+        expert_data=one * stage.expert_data,
+        zero_level=one * stage.zero_level,
+        offload_weights=one * offload.weights,
+        offload_gradients=one * offload.gradients,
+        offload_optimizer=one * offload.optimizer,
+        offload_activations=one * offload.activations,
+    )
+
+
+def _whole(
+    plan: Plan,
+    model: ModelDescription,
+    machine: Machine,
+    priced: list[Priced],
+    features: Features,
+    extrapolating: tuple[str, ...],
+) -> Prediction:
+    """The step from its stages."""
+    stage, cluster, constants = plan.stages[0], machine.cluster, machine.constants
+    virtual, count = len(stage.chunks), stage.gradient_accumulation_steps
+    place = {index: (one, column) for one in priced for column, index in enumerate(one.family.stages)}
+    order = [place[index] for index in range(len(plan.stages))]
+    one_way = one_way_seconds(plan, priced[0].family.boundary_bytes, machine) if len(plan.stages) > 1 else 0.0
+    beside = constants.overlap_slowdown if features.overlap_transfers else None
+    transfers, filling = transfer_waits(len(plan.stages), virtual, one_way, beside)
+    stable = [
+        float(one.costs.stable_seconds[0, m]) + transfer for (one, m), transfer in zip(order, transfers, strict=True)
+    ]
+    first = [float(one.costs.first_extra_seconds[0, m]) for one, m in order]
+    last = [float(one.costs.last_extra_seconds[0, m]) for one, m in order]
+    step = step_seconds(stable, first, last, count, virtual)
+    update = max(float(one.costs.optimizer_seconds[0, m]) for one, m in order) + constants.step_seconds
+    seconds = step.total + filling + update
+    slowest, column = order[int(np.argmax(stable))]
+    transfer = transfers[int(np.argmax(stable))]
+    inside = {kind: count * float(slowest.exposed(kind)[column]) for kind in KINDS}
+    compute = count * float(slowest.compute[column])
+    # What sharded or offloaded states add to a stable micro-batch is communication of the data ranks, or copies.
+    states = step.steady - compute - sum(inside.values()) - count * transfer
+    tokens = plan.global_batch_size * plan.sequence_length / plan.world_size / seconds
+    tflops = tokens * training_flops_per_token(model, plan.sequence_length) / 1e12
+    gpu = cluster.group_of(0).gpu
+    provenance = _provenance(priced)
+    return Prediction(
+        predicted=Predicted(
+            step_seconds=seconds,
+            tokens_per_second_per_gpu=tokens,
+            model_tflops_per_gpu=tflops,
+            stages=tuple(
+                _stage(one, m, stable[i], first[i], last[i], transfers[i], provenance)
+                for i, (one, m) in enumerate(order)
+            ),
+            provenance=provenance,
+        ),
+        breakdown={
+            "compute_seconds": compute,
+            "bubble_seconds": step.bubble,
+            **{f"exposed_{kind}_seconds": value for kind, value in inside.items()},
+            "exposed_data_seconds": step.edges + states,
+            "exposed_transfer_seconds": count * transfer + filling,
+            "optimizer_seconds": update,
+        },
+        mfu=tflops / peak_tflops(gpu, plan.precision),
+        capacity_bytes=int(gpu.memory_gib * GIB),
+        extrapolating=extrapolating,
+        not_modelled=features.not_modelled,
+    )
+
+
+def peak_tflops(gpu: Gpu, precision: str) -> float:
+    """Peak rate of the precision that the products run in; bf16's where the GPU has no such units."""
+    if precision == "nvfp4" and gpu.fp4_tflops:
+        return gpu.fp4_tflops
+    return gpu.fp8_tflops if precision in LOW_PRECISIONS and gpu.fp8_tflops else gpu.bf16_tflops
+
+
+def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> float:
+    """Seconds of one transfer between neighbouring stages."""
+    pair = boundary_group(plan, machine.cluster)
+    return float(point_to_point_seconds(boundary_bytes, pair, machine.constants.link_rates))
+
+
+def _stage(
+    priced: Priced, column: int, stable: float, first: float, last: float, transfer: float, provenance: Provenance
+) -> PredictedStage:
+    peaks = {name: int(values[0, column]) for name, values in priced.costs.peaks.items()}
+    return PredictedStage(
+        stable_seconds=stable,
+        first_seconds=stable + first,
+        last_seconds=stable + last,
+        peak_bytes=sum(peaks.values()),
+        peak_bytes_by_category=PeakBytes(**peaks),
+        exposed_communication_seconds=sum(float(priced.exposed(kind)[column]) for kind in KINDS) + transfer,
+        provenance=provenance,
+    )
+
+
+def _provenance(priced: list[Priced]) -> Provenance:
+    sums = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}
+    for one in priced:
+        for cost, counts in zip(one.parts, one.family.counts, strict=True):
+            for origin, seconds in cost.provenance.items():
+                sums[origin] += seconds * float(counts.sum())
+    total = sum(sums.values()) or 1.0
+    return Provenance(**{origin: seconds / total for origin, seconds in sums.items()})

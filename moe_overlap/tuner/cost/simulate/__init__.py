@@ -1,0 +1,1 @@
+"""Event simulation of instruction lists: seconds and live bytes of a step."""

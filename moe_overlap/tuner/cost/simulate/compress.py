@@ -1,0 +1,319 @@
+"""Inner stages of a pipeline that are alike: looked at once, and renamed.
+
+Two stages are alike if they have the same parallelism, layers of the same kinds in the same order, and the same overlap at the
+same places. The first and the last stage are like no other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
+from moe_overlap.plan.lowering.update import DATA_CHANNEL
+from moe_overlap.plan.operators import NORM
+from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.simulate.engine import Ran, Simulation, pass_of, simulate
+
+# Instruction lists, folded: what a rank does between two contacts with other stages becomes one instruction.
+#
+# Terms. A block is what `pipeline_blocks` says: a pass, or a backward and a forward pass that run interleaved. A contact is
+# where a block needs what another stage sends, or has made what it sends itself.
+# 1. A few passes with every kind of block (`sample_blocks`) are lowered, and simulated on one rank alone, transfers taking
+# nothing.
+# 2. Every kind of block is cut at its contacts (`fold`).
+# 3. A step of any number of micro-batches is written from those pieces (`folded_list`) and simulated with all stages together.
+#
+# A block computes in the order of its list and behind the block before, so that little is lost: exchanges that share their link
+# with a transfer between stages, and gradient pieces that travel under more than the last two backward passes of a chunk. Stages
+# whose parts step by themselves move states across blocks; their lists are not folded.
+
+LEAST_SECONDS = 1e-9
+Key = tuple[tuple[str, int, bool], ...]
+"""Kind of a block: direction, chunk, and whether gradients are complete behind it, of each of its passes."""
+Blocks = Sequence[Sequence[Step]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """A transfer of a block.
+
+    Attributes:
+        number: of the pass it belongs to.
+        at: seconds after the beginning of the block when it is needed, or can be sent.
+        posted: the same when a receive is posted; negative: before the block.
+    """
+
+    transfer: Instruction
+    number: int
+    at: float
+    posted: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one kind of block takes when nothing is waited for.
+
+    Attributes:
+        name: of its first operator.
+        busy: seconds of `seconds` in which it computes.
+        tail: the last of `seconds`: weight gradients behind its sends, before which the next block's receives are posted.
+    """
+
+    name: str
+    seconds: float
+    busy: float
+    contacts: tuple[Contact, ...]
+    tail: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """One rank of a stage.
+
+    Attributes:
+        before_norm: seconds from the last computation until the norm of all gradients begins.
+        after_norm: seconds from there to the end of the step.
+        optimizer: seconds of them in which the optimizer computes.
+    """
+
+    rank: int
+    stage: int
+    blocks: dict[Key, Block]
+    before_norm: float
+    norm: float
+    after_norm: float
+    optimizer: float
+
+
+def sample_blocks(plan: Plan, stage: int) -> Blocks:
+    """A few passes in which every kind of block of a stage stands, those that complete its gradients at the end."""
+    chunks = range(len(plan.stages[stage].chunks))
+    if any(len(block) > 1 for block in pipeline_blocks(plan, stage)):
+        first, second, third = (Step("forward", 0, m) for m in range(3))
+        back = [Step("backward", 0, m) for m in range(3)]
+        return ((first,), (second,), (back[0], third), (back[1],), (back[2],))
+    numbers = range(min(2, plan.stages[stage].gradient_accumulation_steps))
+    forward = [Step("forward", chunk, m) for chunk in chunks for m in numbers]
+    backward = [Step("backward", chunk, m) for chunk in reversed(chunks) for m in numbers]
+    return tuple((step,) for step in (*forward, *backward))
+
+
+def run_alone(
+    made: Sequence[Instruction],
+    rank: int,
+    seconds: Callable[[Instruction], float],
+    model: Interference,
+    queue_seconds: float = 0.0,
+) -> Simulation:
+    """Simulate one rank's list as if its transfers took nothing; arguments as `simulate` takes them."""
+    alone = [replace(i, kind="copy", peers=()) if i.kind == "point-to-point" else i for i in made]
+    return simulate(
+        {rank: alone}, lambda _, i: 0.0 if i.channel.startswith("pp.") else seconds(i), model, queue_seconds
+    )
+
+
+def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulation) -> Folded:
+    """Cut the blocks of a list at their contacts.
+
+    Args:
+        blocks: the passes of the list, as `sample_blocks` gives them.
+        made: the list.
+        alone: how it ran (`run_alone`).
+    """
+    ran = {one.instruction.id: one for one in alone.ran}
+    of_pass: dict[Step, list[Instruction]] = {step: [] for block in blocks for step in block}
+    for i in made:
+        if i.micro_batch is not None:
+            of_pass[pass_of(i)].append(i)
+    needs: dict[int, float] = {}
+    for i in made:
+        for number in i.after:
+            needs[number] = min(needs.get(number, ran[i.id].start), ran[i.id].start)
+    last = max(step.micro_batch for step in of_pass)
+    folded: dict[Key, Block] = {}
+    end = 0.0
+    for block in blocks:
+        start = end
+        computed = [ran[i.id] for step in block for i in of_pass[step] if i.channel == COMPUTE]
+        end = max(one.end for one in computed)
+        contacts = [
+            Contact(
+                i,
+                number,
+                at=(needs.get(i.id, start) if i.name.startswith("receive.") else ran[i.id].start) - start,
+                posted=ran[i.id].start - start,
+            )
+            for number, step in enumerate(block)
+            for i in of_pass[step]
+            if i.kind == "point-to-point"
+        ]
+        busy = sum(one.end - one.start for one in computed)
+        behind = _behind_sends([i for step in block for i in of_pass[step]])
+        tail = sum(_seconds(ran[i.id]) for i in behind)
+        folded[_key(block, last)] = Block(computed[0].instruction.name, end - start, busy, tuple(contacts), tail)
+    norm = next(one for one in alone.ran if one.instruction.name == NORM)
+    return Folded(
+        rank=norm.rank,
+        stage=stage,
+        blocks=folded,
+        before_norm=norm.start - end,
+        norm=norm.end - norm.start,
+        after_norm=alone.step_seconds - norm.end,
+        optimizer=sum(_seconds(one) for one in alone.ran if one.instruction.kind == "optimizer"),
+    )
+
+
+def _behind_sends(block: Sequence[Instruction]) -> list[Instruction]:
+    """The weight gradients behind the last send of a block."""
+    ordered = sorted(block, key=lambda i: i.id)
+    last = max((n for n, i in enumerate(ordered) if i.name.startswith("send.")), default=len(ordered))
+    behind = ordered[last + 1 :]
+    return behind if all(i.kind == "weight-gradient" for i in behind) else []
+
+
+def blocks_of(folded: Folded, plan: Plan) -> list[Block]:
+    """The blocks of a whole step of a plan, in order."""
+    last = plan.stages[folded.stage].gradient_accumulation_steps - 1
+    return [folded.blocks[_key(steps, last)] for steps in pipeline_blocks(plan, folded.stage)]
+
+
+def folded_list(folded: Folded, plan: Plan) -> tuple[list[Instruction], dict[int, float]]:
+    """The list of a step of a plan, which may have another number of micro-batches, and seconds by id, transfers apart."""
+    writer = _Writer(folded.stage)
+    for steps, block in zip(pipeline_blocks(plan, folded.stage), blocks_of(folded, plan), strict=True):
+        writer.block(steps, block)
+    writer.end(folded)
+    return writer.made, writer.seconds
+
+
+class _Writer:
+    """Appends pieces of blocks to a list."""
+
+    def __init__(self, stage: int) -> None:
+        self.made: list[Instruction] = []
+        self.seconds: dict[int, float] = {}
+        self._stage = stage
+        self._computed = -1
+        self._open, self._tail = -1, 0.0
+
+    def block(self, steps: Sequence[Step], block: Block) -> None:
+        """Receives, then the pieces between contacts, each followed by what it lets go."""
+        received = [c for c in block.contacts if c.transfer.name.startswith("receive.")]
+        incoming = [(c.at, self._transfer(c, steps, self._before(c))) for c in received if c.posted <= 0.0]
+        later = sorted((c for c in received if c.posted > 0.0), key=lambda c: c.posted)
+        outgoing = sorted((c for c in block.contacts if c.transfer.name.startswith("send.")), key=lambda c: c.at)
+        opens = block.seconds - block.tail
+        cuts = {c.at for c in block.contacts} | {c.posted for c in later} | {opens}
+        ends = sorted({at for at in cuts if 0.0 < at < block.seconds} | {block.seconds})
+        begin = 0.0
+        for end in ends:
+            after = tuple(number for at, number in incoming if at <= begin)
+            incoming = [(at, number) for at, number in incoming if at > begin]
+            piece = Instruction(
+                id=len(self.made),
+                kind="compute",
+                name=block.name,
+                stage=self._stage,
+                chunk=steps[0].chunk,
+                micro_batch=steps[0].micro_batch,
+                after=after,
+            )
+            self._computed = self._append(piece, end - begin)
+            if begin < opens:
+                self._open = self._computed
+            while later and (later[0].posted <= end or end == block.seconds):
+                one = later.pop(0)
+                incoming.append((one.at, self._transfer(one, steps, (self._computed,))))
+            while outgoing and (outgoing[0].at <= end or end == block.seconds):
+                self._transfer(outgoing.pop(0), steps, (self._computed,))
+            begin = end
+        self._tail = block.tail
+
+    def _before(self, contact: Contact) -> tuple[int, ...]:
+        """What a receive at the beginning of a block waits for: the block before but its tail, if it is posted no earlier."""
+        return (self._open,) if contact.posted >= -self._tail - LEAST_SECONDS and self._open >= 0 else ()
+
+    def end(self, folded: Folded) -> None:
+        """What stands behind the passes: gradients, the norm, where all ranks meet, and the update."""
+        after = (self._computed,)
+        for name, seconds in (
+            ("gradients", folded.before_norm),
+            (NORM, folded.norm),
+            ("parameters", folded.after_norm),
+        ):
+            made = Instruction(
+                id=len(self.made), kind="collective", name=name, stage=self._stage, channel=DATA_CHANNEL, after=after
+            )
+            after = (self._append(made, seconds),)
+
+    def _transfer(self, contact: Contact, steps: Sequence[Step], after: tuple[int, ...] = ()) -> int:
+        micro_batch = steps[contact.number].micro_batch
+        self.made.append(replace(contact.transfer, id=len(self.made), micro_batch=micro_batch, after=after))
+        return len(self.made) - 1
+
+    def _append(self, made: Instruction, seconds: float) -> int:
+        self.made.append(made)
+        self.seconds[made.id] = seconds
+        return made.id
+
+
+def _key(block: Sequence[Step], last: int) -> Key:
+    return tuple((s.direction, s.chunk, s.direction == "backward" and s.micro_batch == last) for s in block)
+
+
+def _seconds(one: Ran) -> float:
+    return one.end - one.start
+
+
+LAYER = re.compile(r"(?<=\bL)\d+|(?<=\blayer=)\d+")
+STAGE = re.compile(r"(?<=\bS)\d+|(?<=>S)\d+")
+
+
+def likeness(plan: Plan, index: int, model: ModelDescription, here: StagePrices) -> Hashable:
+    """Equal for stages that are alike.
+
+    Args:
+        here: prices of the stage; those of one family share their `priced`.
+    """
+    if index in (0, len(plan.stages) - 1) or plan.transfers:
+        return index
+    stage = plan.stages[index]
+    place = {layer: f"{chunk}:{n}" for chunk, span in enumerate(stage.chunks) for n, layer in enumerate(range(*span))}
+    overlap = LAYER.sub(lambda found: place[int(found[0])], repr(stage.overlap))
+    overlap = STAGE.sub(lambda found: f"{int(found[0]) - index:+}", overlap)
+    kinds = tuple(tuple((model.moe_layers[n], model.windows[n]) for n in range(*span)) for span in stage.chunks)
+    return id(here.priced), here.priced.family.counts[:, here.column].tobytes(), kinds, overlap
+
+
+def renamed(folded: Folded, plan: Plan, index: int) -> Folded:
+    """What a stage does, as another one that is like it does it."""
+    shift = index - folded.stage
+
+    def shifted(name: str) -> str:
+        return STAGE.sub(lambda found: str(int(found[0]) + shift), name)
+
+    def transfer(i: Instruction) -> Instruction:
+        peers = tuple(plan.stages[plan.stage_of(peer) + shift].devices.ranks[0] for peer in i.peers)
+        return replace(i, name=shifted(i.name), channel=shifted(i.channel), stage=index, peers=peers)
+
+    def contact(one: Contact) -> Contact:
+        return replace(one, transfer=transfer(one.transfer))
+
+    def block(one: Block) -> Block:
+        return replace(one, contacts=tuple(map(contact, one.contacts)))
+
+    blocks = {key: block(one) for key, one in folded.blocks.items()}
+    return replace(folded, rank=plan.stages[index].devices.ranks[0], stage=index, blocks=blocks)
+
+
+def renames(plan: Plan, index: int, other: int) -> Callable[[str], str]:
+    """Names of a stage's operators -> those of the other one at the same places."""
+    here, there = plan.stages[index].layers, plan.stages[other].layers
+    layers = dict(zip(here, there, strict=True))
+    return lambda name: LAYER.sub(lambda found: str(layers[int(found[0])]), name)

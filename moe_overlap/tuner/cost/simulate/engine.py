@@ -1,0 +1,306 @@
+"""Event simulation of instruction lists: when everything runs, given what each instruction takes alone.
+
+Terms. The head of a channel is its first instruction that has not run. A head is ready when all of `after` have ended. Transfers
+between stages and the norm of all gradients meet: they begin when the heads of all their ranks are ready and end together.
+Rules, as instructions.py states them:
+1. A ready head starts when its channel is free and, if it meets others, when they are ready, too.
+2. While it runs it does its work at a rate of 1, or, with an interference model, at 1 / slowdown: the factor of its stream among
+   the busy streams of its rank, times the channels that share the stream (two collectives at a time halve each other; what is
+   sent to another stage and what is received from one do not: links carry both ways; counts of an exchange take a latency and
+   leave the link to the others, but may queue behind rows on their way). What meets goes at the rate of its slowest rank.
+3. Everything has run, or nothing can: then the grid of passes is shown with the place.
+
+Lists: of all ranks, or of one rank per stage (at the same place of each), whose collectives inside a stage then stand for all.
+Time: instructions × log(instructions), with interference also × channels.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_overlap.plan import operators
+from moe_overlap.plan.instructions import (
+    COMPUTE,
+    OPTIMIZER,
+    TO_DEVICE,
+    TO_HOST,
+    Instruction,
+    ScheduleError,
+    Span,
+    communication_seconds,
+)
+from moe_overlap.plan.lowering.layers import COUNT_CHANNEL
+from moe_overlap.plan.lowering.pipeline_order import Step, format_grid
+from moe_overlap.tuner.cost.interference import Interference
+
+Lists = Mapping[int, Sequence[Instruction]]
+"""Rank -> its list, which `check_races` accepts."""
+Seconds = Callable[[int, Instruction], float]
+"""Seconds of a rank's instruction when nothing else runs."""
+End = tuple[int, Instruction]
+"""A rank, and what it takes part in."""
+STREAM_OF = {COMPUTE: 0, OPTIMIZER: 0, TO_DEVICE: 2, TO_HOST: 3}
+"""Channel -> its place in interference.STREAMS; the others join devices."""
+COMPUTING, BETWEEN_DEVICES = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One instruction of one rank, in time."""
+
+    rank: int
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A simulated step; `ran` in order of the ends."""
+
+    ran: tuple[Ran, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """Until the last rank has finished."""
+        return max((one.end for one in self.ran), default=0.0)
+
+    def spans(self, rank: int) -> list[Span]:
+        """What one rank did, as the runtime records it, in order of the starts."""
+        mine = sorted((one for one in self.ran if one.rank == rank), key=lambda one: (one.start, one.end))
+        return [
+            Span(i.name, i.channel.partition(".")[0], i.chunk or 0, i.micro_batch or 0, one.start, one.end)
+            for one in mine
+            for i in (one.instruction,)
+        ]
+
+    def exposed_seconds(self, rank: int) -> float:
+        """Seconds of a rank in which it communicates or copies and computes nothing."""
+        return communication_seconds(self.spans(rank))[1]
+
+
+def simulate(
+    lists: Lists,
+    seconds: Seconds,
+    interference: Interference | Mapping[int, Interference] | None = None,
+    queue_seconds: float = 0.0,
+    half_duplex: bool = False,
+) -> Simulation:
+    """Run the lists of a step together.
+
+    Args:
+        interference: how what runs at the same time on a rank slows down, on all ranks or by rank; None: not at all.
+        queue_seconds: how much longer counts take that start while their rank sends something else: what a link has queued.
+        half_duplex: as gloo's connections are where a send stands before a receive: permission to send queues behind the data.
+    Raises:
+        ScheduleError: the lists wait for each other for ever, or a peer's list is not there.
+    """
+    if isinstance(interference, Interference):
+        interference = dict.fromkeys(lists, interference)
+    return _Engine(lists, seconds, interference, queue_seconds, half_duplex).run()
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """What runs: one instruction, or the two ends of a transfer, or everybody's norm."""
+
+    ends: tuple[End, ...]
+    left: float
+    """Alone seconds still to do at `since`."""
+    start: float
+    since: float
+    rate: float = 1.0
+    version: int = 0
+    """Counts changes of the rate; older ends of it in the queue are void."""
+
+
+class _Engine:
+    """State of a run."""
+
+    def __init__(
+        self,
+        lists: Lists,
+        seconds: Seconds,
+        interference: Mapping[int, Interference] | None,
+        queue_seconds: float,
+        half_duplex: bool,
+    ) -> None:
+        self._lists, self._seconds, self._interference = lists, seconds, interference
+        self._queue_seconds, self._half_duplex = queue_seconds, half_duplex
+        self._queues: dict[tuple[int, str], list[Instruction]] = defaultdict(list)
+        self._waits: dict[tuple[int, int], int] = {}
+        self._wakes: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
+        for rank, made in lists.items():
+            for i in made:
+                self._queues[rank, i.channel].append(i)
+                self._waits[rank, i.id] = len(set(i.after))
+                for number in set(i.after):
+                    self._wakes[rank, number].append(i)
+        for queue in self._queues.values():
+            queue.reverse()
+        self._running: dict[int, dict[str, _Task]] = {rank: {} for rank in lists}
+        self._events: list[tuple[float, int, int, _Task]] = []
+        self._ran: list[Ran] = []
+        self._pushed = 0
+
+    def run(self) -> Simulation:
+        """From the first event to the last."""
+        for rank, channel in list(self._queues):
+            self._try(rank, channel, 0.0)
+        while self._events:
+            now, _, version, task = heapq.heappop(self._events)
+            if version == task.version:
+                self._finish(task, now)
+        if any(self._queues.values()):
+            raise ScheduleError(_stuck({rank: self._first_left(rank) for rank in self._lists}, self._lists))
+        return Simulation(tuple(self._ran))
+
+    def _try(self, rank: int, channel: str, now: float) -> None:
+        """Rule 1."""
+        head = self._head(rank, channel)
+        if head is None:
+            return
+        ends = [(rank, head)]
+        for other in self._partners(rank, head):
+            theirs = self._head(other, channel)
+            if theirs is None or not _meets(head, theirs, rank):
+                return
+            ends.append((other, theirs))
+        if self._half_duplex and any(self._sends_to_sender(place, i) for place, i in ends):
+            return
+        alone = max(self._seconds(place, i) for place, i in ends)
+        if channel == COUNT_CHANNEL and any(_stream(other) == BETWEEN_DEVICES for other in self._running[rank]):
+            alone += self._queue_seconds
+        task = _Task(tuple(ends), alone, now, now)
+        for place, _ in ends:
+            self._running[place][channel] = task
+        self._push(task, now)
+        self._rates([place for place, _ in ends], now)
+
+    def _head(self, rank: int, channel: str) -> Instruction | None:
+        """What a channel could start."""
+        queue = self._queues.get((rank, channel))
+        if not queue or channel in self._running[rank] or self._waits[rank, queue[-1].id]:
+            return None
+        return queue[-1]
+
+    def _partners(self, rank: int, i: Instruction) -> Sequence[int]:
+        """Ranks that an instruction meets."""
+        if i.kind == "collective" and i.name == operators.NORM:
+            return [other for other in self._lists if other != rank]
+        for peer in i.peers:
+            if peer not in self._lists:
+                raise ScheduleError(f"rank {rank}: the list of its peer {peer} is not there\n> {i}")
+        return i.peers
+
+    def _sends_to_sender(self, rank: int, i: Instruction) -> bool:
+        """Whether the rank that would receive something has data on their way to who sends it."""
+        return i.name.startswith("receive.") and any(
+            place == rank and other.name.startswith("send.") and other.peers == i.peers
+            for task in self._running[rank].values()
+            for place, other in task.ends
+        )
+
+    def _finish(self, task: _Task, now: float) -> None:
+        """Everything that may start now starts."""
+        channels: list[tuple[int, str]] = []
+        for rank, i in task.ends:
+            del self._running[rank][i.channel]
+            self._queues[rank, i.channel].pop()
+            self._ran.append(Ran(rank, i, task.start, now))
+            channels.append((rank, i.channel))
+            for later in self._wakes[rank, i.id]:
+                self._waits[rank, later.id] -= 1
+                channels.append((rank, later.channel))
+        self._rates([rank for rank, _ in task.ends], now)
+        if self._half_duplex:
+            channels += [place for place in self._queues if place[0] in {rank for rank, _ in task.ends}]
+        for rank, channel in dict.fromkeys(channels):
+            self._try(rank, channel, now)
+
+    def _rates(self, ranks: Sequence[int], now: float) -> None:
+        """Rule 2, for everything that runs on these ranks."""
+        if self._interference is None:
+            return
+        for task in {task: None for rank in ranks for task in self._running[rank].values()}:
+            rate = min(1 / self._slowdown(rank, i) for rank, i in task.ends)
+            if rate != task.rate:
+                task.left -= (now - task.since) * task.rate
+                task.since, task.rate, task.version = now, rate, task.version + 1
+                self._push(task, now)
+
+    def _slowdown(self, rank: int, i: Instruction) -> float:
+        assert self._interference is not None
+        running = self._running[rank]
+        if len(running) == 1 or i.channel == COUNT_CHANNEL:
+            return 1.0
+        stream = _stream(i.channel)
+        shares, busy = 0, []
+        for channel, task in running.items():
+            if channel == COUNT_CHANNEL:
+                continue
+            busy.append(_stream(channel))
+            shares += busy[-1] == stream and not (i.peers and _is_opposite(i, task, rank))
+        return self._interference[rank].factor(stream, busy) * shares
+
+    def _push(self, task: _Task, now: float) -> None:
+        self._pushed += 1
+        end = now + max(0.0, task.left) / task.rate
+        heapq.heappush(self._events, (end, self._pushed, task.version, task))
+
+    def _first_left(self, rank: int) -> Instruction | None:
+        """The first instruction of a list that has not run."""
+        heads = [queue[-1] for (place, _), queue in self._queues.items() if place == rank and queue]
+        return min(heads, key=lambda i: i.id, default=None)
+
+
+def _stream(channel: str) -> int:
+    return STREAM_OF.get(channel, BETWEEN_DEVICES)
+
+
+def _is_opposite(mine: Instruction, task: _Task, rank: int) -> bool:
+    """Whether one of two transfers between stages is sent and the other received."""
+    theirs = next(i for place, i in task.ends if place == rank)
+    return bool(theirs.peers) and mine.name.startswith("send.") != theirs.name.startswith("send.")
+
+
+def _meets(mine: Instruction, theirs: Instruction, rank: int) -> bool:
+    """Whether two heads are the two ends of one transfer, or both the norm."""
+    if mine.kind != "point-to-point":
+        return theirs.name == mine.name
+    ends = {mine.name.partition(".")[0], theirs.name.partition(".")[0]}
+    same = mine.partition == theirs.partition  # of tiles, whose ends may belong to unlike micro-batches
+    same = same and (bool(mine.partition) or mine.micro_batch == theirs.micro_batch)
+    return ends == {"send", "receive"} and theirs.peers == (rank,) and same
+
+
+def _stuck(left: Mapping[int, Instruction | None], lists: Lists) -> str:
+    """The grid of passes with the first rank that is stuck, and what every rank stands at."""
+    ranks = list(lists)
+    orders = {rank: _passes(made) for rank, made in lists.items()}
+    stuck = next(rank for rank in ranks if left[rank] is not None)
+    lines = [f"rank {rank} waits for ever at {i}" for rank, i in left.items() if i is not None]
+    at = left[stuck]
+    assert at is not None
+    marked = next((n for n, step in enumerate(orders[stuck]) if _is_of(step, at)), len(orders[stuck]))
+    grid = format_grid([orders[rank] for rank in ranks], (ranks.index(stuck), marked))
+    return "\n".join([*lines, f"passes by rank ({', '.join(map(str, ranks))}):", grid])
+
+
+def _passes(made: Sequence[Instruction]) -> list[Step]:
+    """The passes of a list in order of their first computation."""
+    return list(dict.fromkeys(pass_of(i) for i in made if i.kind == "compute" and i.micro_batch is not None))
+
+
+def pass_of(i: Instruction) -> Step:
+    """The pass that an instruction with a micro-batch belongs to."""
+    backward = i.name.endswith((f".{operators.BACKWARD}", f".{operators.RECOMPUTE}", f".{operators.WEIGHT_GRADIENT}"))
+    return Step("backward" if backward else "forward", i.chunk or 0, i.micro_batch or 0)
+
+
+def _is_of(step: Step, i: Instruction) -> bool:
+    """Whether an instruction belongs to a pass; what belongs to none stands at the end of the grid."""
+    return i.micro_batch is not None and step == pass_of(i)

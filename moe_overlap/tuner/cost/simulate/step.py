@@ -1,0 +1,439 @@
+"""The step of a plan that the closed form prices, at refined prices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
+from moe_overlap.plan.overlap import NO_OVERLAP
+from moe_overlap.plan.plan import Plan, PredictedStage
+from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.analytic import Machine, Prediction, Priced, prepare, price_family
+from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, refuse_unpriced
+from moe_overlap.tuner.cost.hardware import NOT_REFINED, Features
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.layer import KINDS
+from moe_overlap.tuner.cost.simulate.compress import (
+    Block,
+    Folded,
+    blocks_of,
+    fold,
+    folded_list,
+    likeness,
+    renamed,
+    renames,
+    run_alone,
+    sample_blocks,
+)
+from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
+from moe_overlap.tuner.cost.simulate.memory import ListedBytes, listed_bytes, live_bytes
+
+# A step of a plan, simulated: the instruction lists of one rank per stage at the prices of the cost model; of all ranks where
+# stages of unlike shape send tiles to each other.
+#
+# Beside each other, work is slowed down as the closed form says (`predict.concurrency`). Simulated steps and the closed form
+# (`pipeline.py`) agree where nothing overlaps. Lists of megatron-core's 1F1B wait for their transfers, as it does; those of its
+# interleaved pipeline, of stages that follow their own lists and of unlike stages have them beside computation. Where the
+# executor follows lists, it starts one instruction after the other (`issued_in_order`).
+
+MOVES = ("collective", "point-to-point")
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """When everything runs.
+
+    Attributes:
+        prices: by rank, the first of every stage.
+    """
+
+    simulation: Simulation
+    prices: dict[int, StagePrices]
+
+    def kept_bytes(self, rank: int) -> list[tuple[float, float]]:
+        """When what a rank keeps changes, and the bytes from then on: states, and activations for backward passes."""
+        return live_bytes([one for one in self.simulation.ran if one.rank == rank], self.prices[rank].buffer_bytes)
+
+
+def simulate_step(
+    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
+) -> SimulatedStep:
+    """Lower, price and simulate a plan.
+
+    Raises:
+        ConfigError: the plan uses a field that is not lowered yet.
+    """
+    listed = any(stage.overlap.is_listed for stage in plan.stages)
+    waits = plan.pipeline_schedule == "1f1b" and not listed and not plan.transfers
+    of_stage = price_stages(plan, model, graphs, machine, features)
+    lists: dict[int, Sequence[Instruction]] = {}
+    for stage, here in zip(plan.stages, of_stage, strict=True):
+        saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
+        for rank in stage.devices.ranks if plan.transfers else stage.devices.ranks[:1]:
+            made = lower(plan, model, rank, saved)
+            lists[rank] = issued_in_order(made) if listed else waiting_for_transfers(made) if waits else made
+        here.read(lists[stage.devices.ranks[0]])
+    slowed = {rank: of_stage[plan.stage_of(rank)].slowed for rank in lists}
+    simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed, machine.queue_seconds)
+    return SimulatedStep(simulation, {here.stage.devices.ranks[0]: here for here in of_stage})
+
+
+def price_stages(
+    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
+) -> list[StagePrices]:
+    """Prices of the instructions of every stage, whose lists they have not read yet.
+
+    Raises:
+        ConfigError: a fused layer has no block left to compute, or its GPU's number of blocks is not known.
+    """
+    refuse_unpriced(plan, machine.cluster)
+    place: dict[int, tuple[Priced, int]] = {}
+    for family in prepare(plan, model, graphs, features, machine.load):
+        priced = price_family(plan, model, family, machine, features)
+        place.update({index: (priced, column) for column, index in enumerate(family.stages)})
+    return [StagePrices(plan, stage, graphs[index], *place[index], machine) for index, stage in enumerate(plan.stages)]
+
+
+def waiting_for_transfers(made: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """A list whose transfers wait for the computation before them, and computation for the transfers before it."""
+    waiting: list[Instruction] = []
+    computed: tuple[int, ...] = ()
+    moved: tuple[int, ...] = ()
+    for i in made:
+        before: tuple[int, ...] = ()
+        if i.kind == "point-to-point":
+            before, moved = computed, (*moved, i.id)
+        elif i.channel == COMPUTE:
+            before, computed, moved = moved, (i.id,), ()
+        waiting.append(replace(i, after=tuple(sorted({*i.after, *before}))) if before else i)
+    return tuple(waiting)
+
+
+def issued_in_order(made: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """A list as the executor goes through it. A communication begins behind the computation before it: a receive is not posted
+    earlier, and nothing is sent to a stage that has not posted it. Where starting one waits for another, such as a dispatch for
+    its counts, so does the computation behind it.
+    """
+    waiting: list[Instruction] = []
+    moves = {i.id for i in made if i.kind in MOVES}
+    computed: tuple[int, ...] = ()
+    waited: set[int] = set()
+    for i in made:
+        before: set[int] = set()
+        if i.channel == COMPUTE:
+            before, waited, computed = waited, set(), (i.id,)
+        elif i.kind in MOVES:
+            before = set(computed)
+            waited |= moves.intersection(i.after)
+        waiting.append(replace(i, after=tuple(sorted({*i.after, *before}))) if before else i)
+    return tuple(waiting)
+
+
+# What a plan costs whose stages overlap communication by their own lists (`StageOverlap.is_listed`), or are of unlike shape.
+#
+# The step is that of the simulated lists, in place of the closed form of `pipeline.py`; what a micro-batch takes and exposes, and
+# the bytes that overlap adds, are read off them, too. Long steps are not simulated whole: lists are folded (`compress.py`), and
+# of many micro-batches so many are run that each further group of them adds the same. Of unlike stages the lists of all ranks
+# are simulated; what they wait for tiles counts as bubble.
+
+SHOWN = 4
+"""Weight gradients that are named."""
+GROUPS = 4
+"""Groups of micro-batches, as many as stages in each, behind which every further one takes as long as the one before."""
+
+
+def with_lists(
+    closed: Prediction,
+    plan: Plan,
+    model: ModelDescription,
+    graphs: Mapping[int, CapturedModel],
+    machine: Machine,
+    features: Features,
+) -> Prediction:
+    """A prediction with the step, the stages and the breakdown of simulated lists.
+
+    Args:
+        closed: the closed form's, which knows no overlap inside a stage; states and bytes that overlap leaves alone stay.
+    Raises:
+        ConfigError: the plan uses a field that is not lowered yet.
+    """
+    listed = _Lists(plan, model, graphs, machine, features)
+    ones = listed.alone()
+    if plan.transfers:  # micro-batches of unlike stages do not correspond: nothing is told from fewer of them
+        played = still = simulate_step(plan, model, graphs, machine, features).simulation.step_seconds
+    else:
+        played = step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
+        still = step_of_many(lambda count: listed.seconds(ones, count, 0.0), listed.micro_batches, len(ones))
+    slowest = max(ones, key=lambda one: one.stable * plan.stages[one.folded.stage].gradient_accumulation_steps)
+    stages = tuple(_stage(one, before) for one, before in zip(ones, closed.predicted.stages, strict=True))
+    scale = closed.predicted.step_seconds / played
+    predicted = replace(
+        closed.predicted,
+        step_seconds=played,
+        tokens_per_second_per_gpu=closed.predicted.tokens_per_second_per_gpu * scale,
+        model_tflops_per_gpu=closed.predicted.model_tflops_per_gpu * scale,
+        stages=stages,
+    )
+    fused = any(stage.overlap.fused_layers for stage in plan.stages)
+    early = tuple(
+        f"stage {one.folded.stage} could hold {one.bytes.deferred:.3g} bytes and may hold "
+        f"{plan.stages[one.folded.stage].overlap.max_deferred_bytes}: {len(one.early)} of {one.deferred} weight gradients "
+        f"({', '.join(one.early[:SHOWN])}{', …' * (len(one.early) > SHOWN)})"
+        for one in ones
+        if one.early
+    )
+    return replace(
+        closed,
+        predicted=predicted,
+        breakdown=_breakdown(slowest, plan, played, still),
+        mfu=closed.mfu * scale,
+        extrapolating=(*closed.extrapolating, *([UNMEASURED] if fused else [])),
+        computed_early=early,
+    )
+
+
+def listed_seconds(
+    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
+) -> float:
+    """Seconds of a step of simulated lists, as `with_lists` says; of equal stages, for which nothing else is looked at.
+
+    Raises:
+        ConfigError: the plan uses a field that is not lowered yet.
+    """
+    assert not plan.transfers
+    listed = _Lists(plan, model, graphs, machine, features)
+    ones = listed.alone()
+    return step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
+
+
+def step_of_many(play: Callable[[int], float], micro_batches: int, stages: int) -> float:
+    """Seconds of a step of any number of micro-batches.
+
+    Args:
+        play: seconds of a step of so many; called for few of them, beyond which a group takes as long as the last one.
+    """
+    beyond = max(0, -(-(micro_batches - GROUPS * stages) // stages))
+    few = micro_batches - beyond * stages
+    seconds = play(few)
+    return seconds if not beyond else seconds + beyond * (seconds - play(few - stages))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """Everything that lists of a plan are made and priced from."""
+
+    plan: Plan
+    model: ModelDescription
+    graphs: Mapping[int, CapturedModel]
+    machine: Machine
+    features: Features
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.plan.stages[0].gradient_accumulation_steps
+
+    def alone(self) -> list[_Alone]:
+        """The stages, each by itself; of those that are alike one."""
+        prices = price_stages(self.plan, self.model, self.graphs, self.machine, self.features)
+        known: dict[Hashable, _Alone] = {}
+        found = []
+        for index, here in enumerate(prices):
+            key = likeness(self.plan, index, self.model, here)
+            if key not in known:
+                known[key] = _stage_alone(self, index, here)
+            found.append(_as_stage(known[key], self.plan, index))
+        return found
+
+    def of(self, micro_batches: int) -> Plan:
+        """The plan with another number of them."""
+        stages = (replace(stage, gradient_accumulation_steps=micro_batches) for stage in self.plan.stages)
+        return replace(self.plan, stages=tuple(stages))
+
+    def seconds(self, ones: Sequence[_Alone], micro_batches: int, transfers: float = 1.0) -> float:
+        """Seconds of a step; of each transfer between stages this share."""
+        plan = self.of(micro_batches)
+        if any(stage.is_decoupled for stage in plan.stages):
+            return simulate_step(plan, self.model, self.graphs, self.machine, self.features).simulation.step_seconds
+        written = {one.folded.rank: folded_list(one.folded, plan) for one in ones}
+        sent = {one.folded.rank: one.transfer * transfers for one in ones}
+        slowed = {one.folded.rank: one.slowed for one in ones}
+        lists = {rank: made for rank, (made, _) in written.items()}
+        return simulate(lists, lambda rank, i: written[rank][1].get(i.id, sent[rank]), slowed).step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """What one stage takes when it waits for no other.
+
+    Attributes:
+        whole: the blocks of the whole step.
+        stable, first, last: seconds of such a micro-batch.
+        exposed: seconds of a stable one in which it communicates and computes nothing.
+        inside: of them those of KINDS that instructions of computation hold, for they run inside their operators.
+        transfer: seconds of one transfer to a neighbour.
+        slowed: how what runs at the same time slows down.
+        early: names of the deferred weight gradients that are computed early for lack of room.
+        deferred: how many are deferred.
+    """
+
+    folded: Folded
+    whole: list[Block]
+    stable: float
+    first: float
+    last: float
+    exposed: float
+    inside: dict[str, float]
+    transfer: float
+    slowed: Interference
+    bytes: ListedBytes
+    fragmentation: float
+    early: tuple[str, ...]
+    deferred: int
+
+
+def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
+    plan = listed.plan
+    stage, blocks = plan.stages[index], sample_blocks(plan, index)
+    rank, slowed = stage.devices.ranks[0], here.slowed
+    saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
+    made = lower(plan, listed.model, rank, saved, blocks=blocks)
+    here.read(issued_in_order(made) if any(other.overlap.is_listed for other in plan.stages) else made)
+    alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds)
+    folded = fold(index, blocks, here.made, alone)
+    whole = blocks_of(folded, plan)
+    stable = _micro_batch(folded, plan, is_last=False)
+    seconds, last = (sum(b.seconds for b in some) for some in (stable, _micro_batch(folded, plan, is_last=True)))
+    inside = {kind: float(here.priced.exposed(kind)[here.column]) for kind in KINDS if kind != "expert"}
+    inside["expert"] = here.exposed_inside()
+    bare = replace(stage, overlap=NO_OVERLAP)
+    without = replace(plan, stages=(*plan.stages[:index], bare, *plan.stages[index + 1 :]))
+    plain = sample_blocks(without, index)
+    return _Alone(
+        folded=folded,
+        whole=whole,
+        stable=seconds,
+        first=seconds + float(here.priced.costs.first_extra_seconds[0, here.column]),
+        last=last + folded.before_norm,
+        exposed=seconds - sum(block.busy for block in stable) + sum(inside.values()),
+        inside=inside,
+        transfer=here.transfer_seconds(),
+        slowed=slowed,
+        bytes=listed_bytes(here, listed.model, alone, lower(without, listed.model, rank, saved, blocks=plain), slowed),
+        fragmentation=listed.machine.fragmentation,
+        early=tuple(here.computed.early_names),
+        deferred=len({i.name for i in here.made if i.kind == "weight-gradient"}),
+    )
+
+
+def _as_stage(one: _Alone, plan: Plan, index: int) -> _Alone:
+    """What a stage takes, as another one that is like it."""
+    if index == one.folded.stage:
+        return one
+    of_other = renames(plan, one.folded.stage, index)
+    return replace(one, folded=renamed(one.folded, plan, index), early=tuple(map(of_other, one.early)))
+
+
+def _micro_batch(folded: Folded, plan: Plan, is_last: bool) -> list[Block]:
+    """The blocks that one micro-batch passes; a pair counts for both of its passes, as there is one for every micro-batch."""
+    pairs = [block for key, block in folded.blocks.items() if len(key) > 1]
+    if pairs and not is_last and any(len(steps) > 1 for steps in pipeline_blocks(plan, folded.stage)):
+        return pairs
+    found = []
+    for chunk in range(len(plan.stages[folded.stage].chunks)):
+        found.append(folded.blocks[(("forward", chunk, False),)])
+        backward = folded.blocks.get((("backward", chunk, is_last),))
+        found.append(backward or folded.blocks[(("backward", chunk, True),)])
+    return found
+
+
+def _stage(one: _Alone, closed: PredictedStage) -> PredictedStage:
+    peaks = closed.peak_bytes_by_category
+    extra = round(one.bytes.extra)
+    reserved = round(one.fragmentation * one.bytes.extra)
+    peaks = replace(peaks, temporaries=peaks.temporaries + extra, fragmentation=peaks.fragmentation + reserved)
+    return replace(
+        closed,
+        stable_seconds=one.stable,
+        first_seconds=one.first,
+        last_seconds=one.last,
+        exposed_communication_seconds=one.exposed,
+        peak_bytes=closed.peak_bytes + extra + reserved,
+        peak_bytes_by_category=peaks,
+    )
+
+
+def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float) -> dict[str, float]:
+    """Seconds of the slowest stage by what they are spent on.
+
+    Args:
+        played, still: the step with transfers between stages, and where they take nothing.
+    """
+    count = plan.stages[slowest.folded.stage].gradient_accumulation_steps
+    inside = {kind: count * seconds for kind, seconds in slowest.inside.items()}
+    busy = sum(block.busy for block in slowest.whole)
+    expert = sum(block.seconds for block in slowest.whole) - busy
+    folded = slowest.folded
+    update = folded.optimizer + folded.norm
+    data = folded.before_norm + folded.after_norm - folded.optimizer
+    found = {
+        "compute_seconds": busy - sum(inside.values()),
+        "bubble_seconds": 0.0,
+        **{f"exposed_{kind}_seconds": inside[kind] + (expert if kind == "expert" else 0.0) for kind in KINDS},
+        "exposed_data_seconds": data,
+        "exposed_transfer_seconds": played - still,
+        "optimizer_seconds": update,
+    }
+    found["bubble_seconds"] = played - sum(found.values())
+    return found
+
+
+def with_refined(
+    closed: Prediction,
+    plan: Plan,
+    model: ModelDescription,
+    graphs: Mapping[int, CapturedModel],
+    machine: Machine,
+    features: Features,
+) -> Prediction:
+    """A prediction whose seconds are scaled as refined prices scale its simulated step, all alike.
+
+    Args:
+        closed: the closed form's, which knows no refined prices; so do bytes.
+    """
+
+    def played(on: Machine, micro_batches: int) -> float:
+        stages = (replace(stage, gradient_accumulation_steps=micro_batches) for stage in plan.stages)
+        few = replace(plan, stages=tuple(stages))
+        return simulate_step(few, model, graphs, on, features).simulation.step_seconds
+
+    def step(on: Machine) -> float:
+        count = plan.stages[0].gradient_accumulation_steps
+        return step_of_many(lambda micro_batches: played(on, micro_batches), count, len(plan.stages))
+
+    scale = step(machine) / step(replace(machine, refined=NOT_REFINED))
+    predicted = closed.predicted
+    stages = (
+        replace(
+            stage,
+            stable_seconds=stage.stable_seconds * scale,
+            first_seconds=stage.first_seconds * scale,
+            last_seconds=stage.last_seconds * scale,
+            exposed_communication_seconds=stage.exposed_communication_seconds * scale,
+        )
+        for stage in predicted.stages
+    )
+    predicted = replace(
+        predicted,
+        step_seconds=predicted.step_seconds * scale,
+        tokens_per_second_per_gpu=predicted.tokens_per_second_per_gpu / scale,
+        model_tflops_per_gpu=predicted.model_tflops_per_gpu / scale,
+        stages=tuple(stages),
+    )
+    breakdown = {name: seconds * scale for name, seconds in closed.breakdown.items()}
+    return replace(closed, predicted=predicted, breakdown=breakdown, mfu=closed.mfu / scale)

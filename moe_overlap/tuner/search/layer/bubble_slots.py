@@ -1,0 +1,151 @@
+"""Weight gradients behind the send of a chunk: what no exchange hides need not make the stage before wait.
+
+Terms. Behind its send a chunk may compute any weight gradient of its pass. It hides nothing there by itself; but at the ends of a
+step, where stages wait for each other, every stage before gets its gradients that much earlier, once a step. Under an exchange it
+saves time in every micro-batch, so that exchanges are filled first.
+What waits for the send holds its bytes under all exchanges that come after its pass. Where not everything has room, what takes
+longest for its bytes is taken first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.lowering.deferral import gradients_of_pass, sends_of
+from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.search.layer.assignment import Assignment, Gradient, Problem
+from moe_overlap.tuner.search.layer.slots import DIGITS, ChunkProblem, Slots, holds_head
+
+
+@dataclass(frozen=True, slots=True)
+class SendSlot:
+    """The slot of a chunk behind its send.
+
+    Attributes:
+        name: of the send.
+        layer: in whose entry the slot stands.
+        gradients: names of the problem's weight gradients.
+        problem: the chunk's, with every weight gradient of it and, behind its slots, this one, in which nothing is hidden.
+    """
+
+    name: str
+    layer: int
+    gradients: tuple[str, ...]
+    problem: Problem
+
+    @property
+    def place(self) -> int:
+        """In the problem."""
+        return len(self.problem.slots) - 1
+
+    def named(self, assignment: Assignment) -> tuple[str, ...]:
+        """What an assignment has in the slot."""
+        return tuple(n for n, place in zip(self.gradients, assignment, strict=True) if place == self.place)
+
+    def seconds(self, assignment: Assignment) -> float:
+        """Of what an assignment has in the slot."""
+        return self.problem.filled_seconds(assignment)[self.place]
+
+
+def with_rest_behind(slots: Slots, plan: Plan, index: int, model: ModelDescription) -> Slots:
+    """Slots of a stage, and behind every send what the chunk computes in none of them."""
+    found = {layer: dict(of_layer) for layer, of_layer in slots.items()}
+    placed = {name for of_layer in slots.values() for names in of_layer.values() for name in names}
+    for chunk, (send, layer) in _sends(plan, index, model).items():
+        names = gradients_of_pass(range(*chunk), model, holds_head(plan, index, model, chunk))
+        if rest := tuple(name for name in names if name not in placed):
+            found.setdefault(layer, {})[send] = rest
+    return found
+
+
+def send_slots(
+    plan: Plan, index: int, model: ModelDescription, prices: StagePrices, problems: Mapping[int, ChunkProblem]
+) -> dict[int, SendSlot]:
+    """The slots of a stage by chunk.
+
+    Args:
+        prices: of a list with every weight gradient in a slot.
+        problems: by chunk.
+    """
+    sends = _sends(plan, index, model)
+    chunks = plan.stages[index].chunks
+    return {n: _send_slot(*sends[chunk], prices, n, problems[n]) for n, chunk in enumerate(chunks) if chunk in sends}
+
+
+def behind(slot: SendSlot, gradients: Sequence[str], assignment: Assignment) -> Assignment:
+    """An assignment of a chunk's problem, and in its send's slot what has room of the rest.
+
+    Args:
+        gradients: names of those that the assignment is of.
+    Returns:
+        An assignment of the slot's problem.
+    """
+    problem, known = slot.problem, dict(zip(gradients, assignment, strict=True))
+    chosen = [known.get(name) for name in slot.gradients]
+    held = problem.held_bytes(tuple(chosen))
+
+    def worth(index: int) -> tuple[float, int]:
+        one = problem.gradients[index]
+        return -one.seconds / max(1, one.bytes), index
+
+    for index in sorted((i for i, place in enumerate(chosen) if place is None), key=worth):
+        there = problem.held_at(index, slot.place)
+        size = problem.gradients[index].bytes
+        if problem.gradients[index].seconds > 0 and all(held[n] + size <= problem.max_bytes for n in there):
+            chosen[index] = slot.place
+            for n in there:
+                held[n] += size
+    return tuple(chosen)
+
+
+def hiding(problem: Problem, assignment: Assignment, share: float) -> Assignment:
+    """An assignment without weight gradients of which their slot hides less than a share; what hides least goes first."""
+    kept = list(assignment)
+    filled = problem.filled_seconds(assignment)
+
+    def hidden(index: int, slot: int) -> float:
+        seconds = problem.gradients[index].seconds
+        return max(0.0, seconds - max(0.0, filled[slot] - problem.slots[slot]))
+
+    while True:
+        shares = [
+            (hidden(index, slot) / problem.gradients[index].seconds, -index)
+            for index, slot in enumerate(kept)
+            if slot is not None and problem.gradients[index].seconds > 0
+        ]
+        least, index = min(shares, default=(share, 0))
+        if least >= share:
+            return tuple(kept)
+        slot = kept[-index]
+        assert slot is not None
+        filled[slot] -= problem.gradients[-index].seconds
+        kept[-index] = None
+
+
+def _sends(plan: Plan, index: int, model: ModelDescription) -> dict[tuple[int, int], tuple[str, int]]:
+    """Chunk -> its send and its first MoE layer, whose entry holds the slot; without one there is no entry."""
+    found = {}
+    for send, chunk in zip(sends_of(plan, index), plan.stages[index].chunks, strict=True):
+        layer = next((n for n in range(*chunk) if model.moe_layers[n]), None)
+        if send and layer is not None:
+            found[chunk] = send, layer
+    return found
+
+
+def _send_slot(name: str, layer: int, prices: StagePrices, chunk: int, one: ChunkProblem) -> SendSlot:
+    last = len(one.slots)
+    known = dict(zip(one.gradients, one.problem.gradients, strict=True))
+    made = [i for i in prices.made if (i.kind, i.chunk, i.micro_batch) == ("weight-gradient", chunk, 0)]
+    gradients = []
+    for i in made:
+        if i.name in known:
+            before = known[i.name]
+            gradients.append(Gradient(before.seconds, before.bytes, before.first, (*before.under, last)))
+        else:
+            seconds, size = round(prices.seconds(i), DIGITS), round(prices.deferred_bytes(i.name))
+            gradients.append(Gradient(seconds, size, first=last, under=(last,)))
+    problem = Problem(tuple(gradients), (*one.problem.slots, 0.0), one.problem.max_bytes)
+    return SendSlot(name, layer, tuple(i.name for i in made), problem)

@@ -1,0 +1,414 @@
+"""Seconds of ranges of one stage: every operator at the size of a part, each pipeline simulated once.
+
+What cuts the hidden states that enter a pipeline, and joins those that leave it, reads and writes them once and takes a kernel
+for every part. Equal pipelines, those of repeated layers, are simulated once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan import sizes as payload
+from moe_overlap.plan.lowering.chunk_order import stage_major
+from moe_overlap.plan.lowering.deferral import backward_of
+from moe_overlap.plan.lowering.dependencies import Draft
+from moe_overlap.plan.lowering.layers import LayerLowering, LayerOperator, LayerSequence
+from moe_overlap.plan.operators import GATE
+from moe_overlap.plan.overlap import LayerOverlap, Place
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.tuner.cost.analytic import Machine
+from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.simulate.engine import BETWEEN_DEVICES, COMPUTING
+
+# Seconds of a pipeline of partitions: P(i, n, k) of the range search.
+#
+# Terms. A step of a pipeline computes or exchanges, in k parts or, where it is not cut, whole. There are two streams, one for
+# computation and one for exchanges. What is issued in which order is the plan's: stage after stage, in a stage part after part
+# (plan/lowering/chunk_order.py), uncut steps between stages.
+# Rules.
+# 1. Each stream starts its steps in that order.
+# 2. A part starts when its stream is free and what it reads is there: the same part of an earlier step, or all parts where
+# one of the two steps is not cut.
+# 3. While both streams work, each goes at a rate of 1 / (1 + slowdown).
+# Then, without slowdown, P >= the sum of each stream, P >= the longest path, and P grows with every step's seconds.
+#
+# The order is not always the best one: `gap_to_best` compares it with all orders where there are few.
+#
+# Source: Lancet, section 5.3.
+
+MOST_PIECES = 20
+"""Parts of stages for which all orders are looked at: a tenth of a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operator of a pipeline.
+
+    Attributes:
+        exchange: whether it runs on the stream of exchanges.
+        after: places of the earlier steps whose results it reads.
+        whole: not cut, whatever the number of parts.
+    """
+
+    exchange: bool
+    after: tuple[int, ...] = ()
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A part of a step, in time."""
+
+    step: int
+    part: int
+    start: float
+    end: float
+
+
+def pipeline_seconds(
+    steps: Sequence[Step],
+    seconds: Sequence[float],
+    parts: int,
+    slowdown: float = 0.0,
+    prelude: float = 0.0,
+    epilogue: float = 0.0,
+) -> float:
+    """P: seconds from the start of a pipeline to its end.
+
+    Args:
+        seconds: of one part of every step; of the whole step where it is not cut.
+        slowdown: by how much two busy streams slow each other down.
+        prelude, epilogue: seconds that cut what enters, before everything, and join what leaves, behind everything.
+    """
+    return prelude + max((one.end for one in run(steps, seconds, parts, slowdown)), default=0.0) + epilogue
+
+
+def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: float = 0.0) -> list[Timed]:
+    """Every part, in order of the ends. Arguments as above."""
+    queues: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    counts = [1 if step.whole else parts for step in steps]
+    places = range(len(steps))
+    for place, piece in stage_major(places, counts.__getitem__, lambda place: steps[place].exchange, last_first=False):
+        queues[steps[place].exchange].append((place, piece.index))
+    left, done = [*counts], set[tuple[int, int]]()
+    heads, running = [0, 0], dict[int, tuple[float, float]]()
+    now, timed = 0.0, list[Timed]()
+    while len(timed) < len(queues[0]) + len(queues[1]):
+        for stream in (0, 1):
+            if stream in running or heads[stream] == len(queues[stream]):
+                continue
+            place, part = queues[stream][heads[stream]]
+            if _is_ready(steps, place, part, left, done):
+                running[stream] = now, seconds[place]
+        pace = 1.0 + slowdown if len(running) > 1 else 1.0
+        first = min(running, key=lambda stream: running[stream][1])
+        spent = running[first][1]
+        now += spent * pace
+        started, _ = running.pop(first)
+        running = {stream: (since, work - spent) for stream, (since, work) in running.items()}
+        place, part = queues[first][heads[first]]
+        heads[first] += 1
+        left[place] -= 1
+        done.add((place, part))
+        timed.append(Timed(place, part, started, now))
+    return timed
+
+
+def _is_ready(steps: Sequence[Step], place: int, part: int, left: Sequence[int], done: set[tuple[int, int]]) -> bool:
+    """Rule 2."""
+    return all(
+        left[other] == 0 if steps[place].whole or steps[other].whole else (other, part) in done
+        for other in steps[place].after
+    )
+
+
+def gap_to_best(steps: Sequence[Step], seconds: Sequence[float], parts: int) -> float | None:
+    """How much longer the plan's order takes than the best one, as a share of the best; None where there are too many.
+
+    Runs of steps on one stream stay together, as they do in a stage. No slowdown.
+    """
+    merged, sums = _joined(steps, seconds)
+    if sum(1 if step.whole else parts for step in merged) > MOST_PIECES:
+        return None
+    ours = pipeline_seconds(merged, sums, parts)
+    best = best_order_seconds(merged, sums, parts)
+    return ours / best - 1.0 if best > 0 else 0.0
+
+
+def best_order_seconds(steps: Sequence[Step], seconds: Sequence[float], parts: int) -> float:
+    """The shortest time over all orders of both streams: every sequence of starts, cut off where it cannot win.
+
+    Parts of a step are alike, so that it is enough to start them in ascending order.
+    """
+    counts = [1 if step.whole else parts for step in steps]
+    best = pipeline_seconds(steps, seconds, parts)
+    seen: set[tuple[object, ...]] = set()
+
+    def ready(place: int, part: int, ends: tuple[tuple[float, ...], ...]) -> float | None:
+        """When what it reads is there; None while that is not known."""
+        latest = 0.0
+        for other in steps[place].after:
+            needed = counts[other] if steps[place].whole or steps[other].whole else part + 1
+            if len(ends[other]) < needed:
+                return None
+            latest = max(latest, ends[other][needed - 1])
+        return latest
+
+    def visit(ends: tuple[tuple[float, ...], ...], free: tuple[float, float], work: tuple[float, float]) -> None:
+        nonlocal best
+        if (ends, free) in seen or max(free[0] + work[0], free[1] + work[1]) >= best:
+            return
+        seen.add((ends, free))
+        if all(len(one) == count for one, count in zip(ends, counts, strict=True)):
+            best = max(free)
+            return
+        for place, step in enumerate(steps):
+            part = len(ends[place])
+            start = ready(place, part, ends) if part < counts[place] else None
+            if start is None:
+                continue
+            end = max(start, free[step.exchange]) + seconds[place]
+            rest = work[step.exchange] - seconds[place]
+            after = (*ends[:place], (*ends[place], end), *ends[place + 1 :])
+            if step.exchange:
+                visit(after, (free[0], end), (work[0], rest))
+            else:
+                visit(after, (end, free[1]), (rest, work[1]))
+
+    sums = [
+        sum(count * each for step, count, each in zip(steps, counts, seconds, strict=True) if step.exchange == exchange)
+        for exchange in (False, True)
+    ]
+    visit(((),) * len(steps), (0.0, 0.0), (sums[0], sums[1]))
+    return best
+
+
+def _joined(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[list[Step], list[float]]:
+    """Runs of steps of one kind as one step each."""
+    merged: list[Step] = []
+    sums: list[float] = []
+    place_of: list[int] = []
+    for step, each in zip(steps, seconds, strict=True):
+        here = {place_of[other] for other in step.after}
+        if merged and (merged[-1].exchange, merged[-1].whole) == (step.exchange, step.whole):
+            here = {*merged[-1].after, *here} - {len(merged) - 1}
+            merged[-1] = Step(step.exchange, tuple(sorted(here)), step.whole)
+            sums[-1] += each
+        else:
+            merged.append(Step(step.exchange, tuple(sorted(here)), step.whole))
+            sums.append(each)
+        place_of.append(len(merged) - 1)
+    return merged, sums
+
+
+# The passes of a chunk's layers as pipelines: what a range of operators runs, forward and backward.
+#
+# A range runs forward once and, in reverse, backward, with what is recomputed and with weight gradients under its exchanges. Each
+# unbroken run of its operators in a pass is a pipeline. Operators, order and buffers are those of the plan's lists
+# (plan/lowering/layers.py), so that a simulated list of one range takes as long.
+
+
+@dataclass(frozen=True, slots=True)
+class PassStep:
+    """One operator of a pass.
+
+    Attributes:
+        place: layer and part whose range it runs with.
+        draft: the instruction of the whole operator.
+        whole: not cut in a range that is.
+    """
+
+    place: Place
+    draft: Draft
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A run of neighbours in a pass.
+
+    Attributes:
+        names: of its operators, as they stand in a list.
+    """
+
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
+
+
+class ChunkPasses:
+    """One micro-batch through the layers of a chunk.
+
+    Args:
+        plan: its overlap gives weight gradients and their slots; its ranges do not count.
+        whole_gate: whether the gate of a layer decides on the whole micro-batch.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stage: StagePlan,
+        model: ModelDescription,
+        layers: range,
+        whole_gate: Callable[[int], bool],
+    ) -> None:
+        uncut = dataclasses.replace(stage, overlap=without_ranges(stage).overlap)
+        lowering = LayerLowering(plan, uncut, model)
+        self.operators: tuple[LayerOperator, ...] = tuple(LayerSequence(uncut, model, lambda _: False).forward(layers))
+        drafts = {one.name: one for write in (lowering.forward, lowering.backward) for one in write(layers, 0, 0)}
+        slots = {name: under for one in uncut.overlap.layers for name, under in one.weight_gradient_slots.items()}
+        self._passes: dict[bool, tuple[list[PassStep], ...]] = {}
+        self._places: dict[bool, dict[Place, list[tuple[int, int]]]] = {}
+        for cut in (False, True):
+            sequence = LayerSequence(uncut, model, lambda _, cut=cut: cut)  # type: ignore[misc]
+            passes = (sequence.forward(layers), sequence.backward(layers))
+            self._passes[cut] = tuple(
+                [step for one in members for step in _steps_of(one, drafts, slots, whole_gate)] for members in passes
+            )
+            found: dict[Place, list[tuple[int, int]]] = {}
+            for number, members in enumerate(self._passes[cut]):
+                for at, step in enumerate(members):
+                    found.setdefault(step.place, []).append((number, at))
+            self._places[cut] = found
+        self._found: dict[tuple[int, int, bool], tuple[Pipeline, ...]] = {}
+
+    def pipelines(self, first: int, last: int, cut: bool) -> tuple[Pipeline, ...]:
+        """What the operators first, …, last - 1 of the chunk run, forward first.
+
+        Args:
+            cut: whether in partitions.
+        """
+        key = first, last, cut
+        if key not in self._found:
+            self._found[key] = tuple(_pipeline_of(run, cut) for run in self._runs(*key))
+        return self._found[key]
+
+    def _runs(self, first: int, last: int, cut: bool) -> Iterator[Sequence[PassStep]]:
+        places = (self._places[cut][one.layer, one.part] for one in self.operators[first:last])
+        begin = end = (0, 0)
+        for at in sorted(at for several in places for at in several):
+            if at != end:
+                if begin != end:
+                    yield self._passes[cut][begin[0]][begin[1] : end[1]]
+                begin = at
+            end = (at[0], at[1] + 1)
+        if begin != end:
+            yield self._passes[cut][begin[0]][begin[1] : end[1]]
+
+
+def without_ranges(stage: StagePlan) -> StagePlan:
+    """A stage in which nothing is cut; gates, dispatchers and slots of weight gradients stay."""
+    layers = tuple(
+        LayerOverlap(
+            layer=one.layer,
+            gate=one.gate,
+            dispatcher=one.dispatcher,
+            weight_gradient_slots=one.weight_gradient_slots,
+        )
+        for one in stage.overlap.layers
+    )
+    return dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=layers))
+
+
+def _steps_of(
+    one: LayerOperator,
+    drafts: dict[str, Draft],
+    slots: dict[str, tuple[str, ...]],
+    whole_gate: Callable[[int], bool],
+) -> Iterator[PassStep]:
+    """An operator, and the weight gradients under it."""
+    place = one.layer, one.part
+    yield PassStep(place, drafts[one.name], one.part == GATE and whole_gate(one.layer))
+    yield from (PassStep(place, drafts[name], True) for name in slots.get(one.name, ()))
+
+
+def _pipeline_of(run: Sequence[PassStep], cut: bool) -> Pipeline:
+    writer: dict[str, int] = {}
+    steps = []
+    for place, one in enumerate(run):
+        after = {writer[buffer] for buffer in one.draft.reads if buffer in writer}
+        steps.append(Step(one.draft.kind == "collective", tuple(sorted(after)), cut and one.whole))
+        writer |= dict.fromkeys(one.draft.writes, place)
+    return Pipeline(tuple(one.draft.name for one in run), tuple(steps))
+
+
+Priced = tuple[tuple[Step, ...], tuple[float, ...], int]
+"""Steps of a pipeline, seconds of a part of each, parts: all that its time depends on."""
+
+
+class Prices(Protocol):
+    """Of the operators of one stage: instruction_seconds.StagePrices, once it has read the stage's list."""
+
+    @property
+    def machine(self) -> Machine: ...
+    @property
+    def slowed(self) -> Interference: ...
+    def piece_seconds(self, name: str, pieces: int) -> float: ...
+
+
+class RangePrices:
+    """Prices of the ranges of one stage.
+
+    Attributes:
+        hidden_bytes: of the hidden states between operators.
+    """
+
+    def __init__(self, plan: Plan, stage: StagePlan, model: ModelDescription, prices: Prices) -> None:
+        self.hidden_bytes = payload.boundary_bytes(plan, stage, model)
+        self._prices = prices
+        together = (COMPUTING, BETWEEN_DEVICES)
+        self._slowdown = sum(prices.slowed.factor(stream, together) for stream in together) / 2.0 - 1.0
+        self._pieces: dict[tuple[str, int], float] = {}
+        self._simulated: dict[Priced, float] = {}
+        self._gaps: dict[Priced, float | None] = {}
+
+    @property
+    def simulated(self) -> int:
+        """Pipelines so far, equal ones counted once."""
+        return len(self._simulated)
+
+    def operator_seconds(self, name: str, pieces: int = 1) -> float:
+        """Of one of so many pieces of an operator."""
+        key = name, pieces
+        if key not in self._pieces:
+            self._pieces[key] = self._prices.piece_seconds(name, pieces)
+        return self._pieces[key]
+
+    def seconds(self, pipelines: Iterable[Pipeline], parts: int) -> float:
+        """P of a range."""
+        return sum(self._simulate(self._price(one, parts)) for one in pipelines)
+
+    def order_gap(self, pipeline: Pipeline, parts: int) -> float | None:
+        """How much longer it takes than in the best order, as a share; None where there are too many orders."""
+        priced = self._price(pipeline, parts)
+        if priced not in self._gaps:
+            self._gaps[priced] = gap_to_best(*priced)
+        return self._gaps[priced]
+
+    def _price(self, pipeline: Pipeline, parts: int) -> Priced:
+        named = tuple(zip(pipeline.names, pipeline.steps, strict=True))
+        cut = {name for name, step in named if not step.whole}
+
+        def seconds(name: str, whole: bool) -> float:
+            if whole and backward_of(name) in cut:  # a weight gradient runs whole, but as a product for each part
+                return parts * self.operator_seconds(name, parts)
+            return self.operator_seconds(name, 1 if whole else parts)
+
+        return pipeline.steps, tuple(seconds(name, step.whole) for name, step in named), parts
+
+    def _simulate(self, priced: Priced) -> float:
+        if priced not in self._simulated:
+            edge = self._edge_seconds(priced[2])
+            self._simulated[priced] = pipeline_seconds(*priced, self._slowdown, edge, edge)
+        return self._simulated[priced]
+
+    def _edge_seconds(self, parts: int) -> float:
+        """What cuts, or joins, the hidden states."""
+        if parts == 1:
+            return 0.0
+        machine = self._prices.machine
+        rate = machine.cluster.group_of(0).gpu.memory_gb_per_s * 1e9 * machine.constants.memory
+        return 2.0 * self.hidden_bytes / rate + parts * machine.constants.kernel_seconds

@@ -1,0 +1,525 @@
+"""The ranges of a plan: which operators of every stage run in partitions, from the prices of its instructions.
+
+1. Operators of a chunk are grouped, and ranges of groups priced: forward and backward pass of a micro-batch, what is recomputed
+   and weight gradients under exchanges included; one part at its own size, not at its share of the whole.
+2. A range may be cut if it holds an exchange, if the plan's rules and the runtime accept it, and if its tensors have axes.
+3. The best ranges (partition_ranges.py) become the plan's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.capabilities import refuse_cuts_of, refuse_what_cannot_be_lowered
+from moe_overlap.plan.lowering.layers import LayerOperator
+from moe_overlap.plan.operators import GATE, MERGE, Operator
+from moe_overlap.plan.overlap import Axis, Gate, LayerOverlap, LoweredLimit, SearchLimits
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.rules.overlap import indivisible, validate_ranges
+from moe_overlap.tuner.search.layer.partition_axes import Conflict, CutAxes, Form, cut_axes
+from moe_overlap.tuner.search.layer.partition_pipeline import ChunkPasses, Prices, RangePrices, without_ranges
+
+# Which ranges of a sequence of operators run in partitions, and in how many: dynamic programming over groups of operators.
+#
+# Terms. Groups are neighbouring operators that no range takes apart. A range (i, n] holds the groups i, …, n - 1; it runs in k
+# parts, k = 1 whole. P(i, n, k) are its seconds (partition_pipeline.py), without anything beside it.
+# 1. Operators are grouped: a mixture of experts, from its gate to its merge, is a group; between them groups end where they reach
+# γ seconds.
+# 2. T(0) = 0, T(n) = min over i in [n - ι, n), k in {1, candidates} of T(i) + P(i, n, k). A range that may not be cut has k = 1;
+# so has one without an exchange, which is not asked. k whose bytes do not fit are left out, range by range.
+# 3. Among equals the shorter last range and the smaller k win.
+# T is exact for ranges one after the other; neighbours of equal k that the runtime joins to one pipeline take less.
+# Time: groups × ι × candidates calls of P.
+#
+# Source: Lancet, section 5.1, whose recurrence begins at 1 and counts the instruction between two ranges twice.
+
+SAME = 1e-12
+"""Shorter by less than this share is not shorter."""
+Span = tuple[int, int]
+"""Half open: from a group or an operator to before another."""
+
+
+def group(operators: Sequence[LayerOperator], seconds: Callable[[LayerOperator], float], least: float) -> list[Span]:
+    """Step 1.
+
+    Args:
+        operators: forward operators in order.
+        seconds: of an operator, whole.
+        least: γ; 0 leaves every operator outside a mixture of experts alone.
+    Returns:
+        The groups, as spans of operators.
+    """
+    groups: list[Span] = []
+    begin, inside, total = 0, False, 0.0
+    for place, operator in enumerate(operators):
+        if operator.part == GATE:
+            if begin < place:
+                groups.append((begin, place))
+            begin, inside, total = place, True, 0.0
+        total += seconds(operator)
+        if operator.part == MERGE or (not inside and total >= least):
+            groups.append((begin, place + 1))
+            begin, inside, total = place + 1, False, 0.0
+    if begin < len(operators):
+        groups.append((begin, len(operators)))
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class RangeProblem:
+    """What the search is asked.
+
+    Attributes:
+        groups: their number.
+        range_limit: ι, most groups in a range.
+        candidates: numbers of partitions beside 1, ascending.
+        may_be_cut: whether a range holds an exchange and can be cut.
+        seconds: P, for k = 1 of every range, for the candidates of those that may be cut.
+        bytes: what a range holds beyond the whole one when it is cut.
+        free_bytes: what there is for that.
+    """
+
+    groups: int
+    range_limit: int
+    candidates: Sequence[int]
+    may_be_cut: Callable[[Span], bool]
+    seconds: Callable[[Span, int], float]
+    bytes: Callable[[Span, int], float]
+    free_bytes: float
+
+    def fitting(self, span: Span) -> list[int]:
+        """Candidates of a range that may be cut."""
+        return [parts for parts in self.candidates if self.bytes(span, parts) <= self.free_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A range of the answer."""
+
+    span: Span
+    partitions: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A range of the answer for which memory allows fewer partitions than the limit.
+
+    Attributes:
+        most: partitions that fit; 1: none.
+        needed_bytes: of the smallest number beyond.
+    """
+
+    span: Span
+    most: int
+    needed_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """The answer: ranges from the first group to the last, and the seconds of all of them."""
+
+    cuts: tuple[Cut, ...]
+    seconds: float
+    lowered: tuple[Lowered, ...]
+    evaluations: int
+    """Calls of P."""
+
+
+def solve(problem: RangeProblem) -> Ranges:
+    """Steps 2 and 3."""
+    best = [0.0] + [math.inf] * problem.groups
+    last: list[Cut | None] = [None] * (problem.groups + 1)
+    evaluations = 0
+    for end in range(1, problem.groups + 1):
+        for begin in range(end - 1, max(0, end - problem.range_limit) - 1, -1):
+            span = begin, end
+            for parts in (1, *(problem.fitting(span) if problem.may_be_cut(span) else ())):
+                seconds = problem.seconds(span, parts)
+                evaluations += 1
+                total = best[begin] + seconds
+                if last[end] is None or total < best[end] - SAME * abs(best[end]):
+                    best[end], last[end] = total, Cut(span, parts, seconds)
+    cuts = tuple(_backwards(last))[::-1]
+    return Ranges(cuts, best[-1], tuple(_lowered(problem, cuts)), evaluations)
+
+
+def _backwards(last: Sequence[Cut | None]) -> Iterator[Cut]:
+    end = len(last) - 1
+    while end > 0:
+        cut = last[end]
+        assert cut is not None
+        yield cut
+        end = cut.span[0]
+
+
+def _lowered(problem: RangeProblem, cuts: Sequence[Cut]) -> Iterator[Lowered]:
+    for cut in cuts:
+        if not problem.may_be_cut(cut.span):
+            continue
+        too_large = [parts for parts in problem.candidates if parts not in problem.fitting(cut.span)]
+        if too_large:
+            most = max((parts for parts in problem.candidates if parts < too_large[0]), default=1)
+            yield Lowered(cut.span, most, problem.bytes(cut.span, too_large[0]))
+
+
+# What the search of ranges finds for a stage, and the stage with it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutRange:
+    """A range in partitions; `layer` is the mixture of experts in whose entry it stands, the first of the range."""
+
+    first_operator: str
+    last_operator: str
+    layer: int
+    partitions: int
+    axis: Axis
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenRange(CutRange):
+    """A range that was chosen.
+
+    Attributes:
+        seconds, uncut_seconds: of one micro-batch, with and without partitions.
+        order_gap: how much longer its forward pass takes than in the best order, as a share; None where there are too many.
+    """
+
+    seconds: float
+    uncut_seconds: float
+    order_gap: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoweredRange:
+    """A range for which memory allows fewer partitions than asked; 1: it stays whole."""
+
+    first_operator: str
+    last_operator: str
+    most_partitions: int
+    needed_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRanges:
+    """What was found for a stage; seconds of one micro-batch through its layers, both directions.
+
+    Attributes:
+        seconds: as the runtime runs them, neighbours of equal k as one pipeline.
+        separate_seconds: T, one range after the other.
+        uncut_seconds: without partitions.
+        excluded: why ranges with an exchange may not be cut: the first range with a reason, layers apart, and the reason.
+        evaluations: prices asked for; `simulated`: pipelines among them that were unlike all before.
+        solve_seconds: what the search took.
+    """
+
+    ranges: tuple[ChosenRange, ...]
+    seconds: float
+    separate_seconds: float
+    uncut_seconds: float
+    lowered: tuple[LoweredRange, ...]
+    excluded: tuple[tuple[str, str], ...]
+    evaluations: int
+    simulated: int
+    solve_seconds: float
+
+
+def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimits | None) -> StagePlan:
+    """A stage with these ranges, whose layers it has entries for, in place of its own; entries that say nothing go."""
+    whole = without_ranges(stage)
+    entries = {one.layer: one for one in whole.overlap.layers}
+    for chosen in ranges:
+        entries[chosen.layer] = dataclasses.replace(
+            entries[chosen.layer],
+            mechanism="partitioned",
+            partitions=chosen.partitions,
+            first_operator=chosen.first_operator,
+            last_operator=chosen.last_operator,
+            axis=chosen.axis,
+        )
+    layers = tuple(one for _, one in sorted(entries.items()) if one != LayerOverlap(layer=one.layer))
+    return dataclasses.replace(whole, overlap=dataclasses.replace(whole.overlap, layers=layers, search_limits=limits))
+
+
+# The search of ranges for one stage: chunk after chunk, what may be cut along which axis, and what it takes.
+
+HeldBytes = Callable[[str, str, int], float]
+"""First and last operator of a range, partitions -> bytes that it holds beyond the whole range."""
+
+
+@dataclass(slots=True)
+class StageSearch:
+    """The search of one stage; the arguments of `partition_ranges`, of this stage."""
+
+    plan: Plan
+    index: int
+    model: ModelDescription
+    prices: RangePrices
+    limits: SearchLimits
+    free_bytes: float
+    held_bytes: HeldBytes | None
+    _excluded: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _axes: dict[tuple[object, ...], CutAxes | Conflict] = field(default_factory=dict)
+
+    def solve(self) -> StageRanges:
+        """Chunk after chunk; seconds and counts are sums."""
+        begun = time.perf_counter()
+        form = Form.of(self.model, self.stage)
+        chunks = [_ChunkSearch(self, form, range(*chunk)) for chunk in self.stage.chunks]
+        found = [(chunk, chunk.solve()) for chunk in chunks]
+        return StageRanges(
+            ranges=tuple(one for chunk, answer in found for one in chunk.chosen(answer.cuts)),
+            seconds=sum(chunk.joined_seconds(answer.cuts) for chunk, answer in found),
+            separate_seconds=sum(answer.seconds for _, answer in found),
+            uncut_seconds=sum(chunk.seconds((0, len(chunk.groups)), 1) for chunk in chunks),
+            lowered=tuple(one for chunk, answer in found for one in chunk.lowered(answer)),
+            excluded=tuple(self._excluded.values()),
+            evaluations=sum(answer.evaluations for _, answer in found),
+            simulated=self.prices.simulated,
+            solve_seconds=time.perf_counter() - begun,
+        )
+
+    @property
+    def stage(self) -> StagePlan:
+        """As the plan has it."""
+        return self.plan.stages[self.index]
+
+    def candidates(self) -> list[int]:
+        """Numbers of partitions that divide the samples of a micro-batch."""
+        samples, most = self.stage.micro_batch_size, self.limits.max_partitions
+        return [parts for parts in range(2, min(samples, most) + 1) if samples % parts == 0]
+
+    def axes(self, operators: Sequence[LayerOperator], form: Form) -> CutAxes | Conflict:
+        """How operators can be cut; solved once for equal ones."""
+        base = operators[0].layer
+        key = tuple((one.layer - base, one.part, form.takes_samples(one.layer)) for one in operators)
+        if key not in self._axes:
+            self._axes[key] = cut_axes([Operator(one.part, layer=one.layer) for one in operators], form)
+        return self._axes[key]
+
+    def exclude(self, ends: str, reason: str) -> None:
+        """Take down why a range may not be cut, unless another layer's may not for the same reason."""
+        self._excluded.setdefault(re.sub(r"\d+", "", reason), (ends, reason))
+
+    def refusal(self, chosen: CutRange, layers: Collection[int]) -> str | None:
+        """Why the plan's rules or the runtime refuse a range over these layers; None where they do not."""
+        entries = tuple(one for one in self.stage.overlap.layers if one.layer in layers)
+        around = dataclasses.replace(self.stage, overlap=dataclasses.replace(self.stage.overlap, layers=entries))
+        stage = with_ranges(around, [chosen], None)
+        stages = (*self.plan.stages[: self.index], stage, *self.plan.stages[self.index + 1 :])
+        try:
+            validate_ranges(stage, self.model, "overlap")
+            refuse_what_cannot_be_lowered(dataclasses.replace(self.plan, stages=stages))
+            refuse_cuts_of(stage, "stage")
+        except ConfigError as error:
+            field_name = error.subject.replace(".", " ").split()[-1]
+            return f"{field_name} {error.value}: {error.rule}"
+        return None
+
+
+class _ChunkSearch:
+    """The search of one chunk of a stage.
+
+    Attributes:
+        groups: of its operators.
+    """
+
+    def __init__(self, stage: StageSearch, form: Form, layers: range) -> None:
+        self._stage, self._form = stage, form
+        self._passes = ChunkPasses(
+            stage.plan, stage.stage, stage.model, layers, lambda layer: not form.takes_samples(layer)
+        )
+        self._operators = self._passes.operators
+        self.groups = group(
+            self._operators, lambda one: stage.prices.operator_seconds(one.name), stage.limits.group_seconds
+        )
+        self._axis: dict[Span, Axis | None] = {}
+
+    def solve(self) -> Ranges:
+        """The best ranges."""
+        return solve(
+            RangeProblem(
+                groups=len(self.groups),
+                range_limit=self._stage.limits.range_limit,
+                candidates=self._stage.candidates(),
+                may_be_cut=lambda span: self._axis_of(span) is not None,
+                seconds=self.seconds,
+                bytes=self._held_bytes,
+                free_bytes=self._stage.free_bytes,
+            )
+        )
+
+    def seconds(self, span: Span, parts: int) -> float:
+        """P of a range, forward and backward."""
+        return self._stage.prices.seconds(self._passes.pipelines(*self._places(span), parts > 1), parts)
+
+    def _held_bytes(self, span: Span, parts: int) -> float:
+        if self._stage.held_bytes is None:
+            return 2.0 * self._stage.prices.hidden_bytes
+        return self._stage.held_bytes(*self._ends(span), parts)
+
+    def joined_seconds(self, cuts: Sequence[Cut]) -> float:
+        """Of ranges of which neighbours of equal k are one pipeline."""
+        total, begin = 0.0, 0
+        for place, cut in enumerate(cuts):
+            if place + 1 == len(cuts) or cuts[place + 1].partitions != cut.partitions:
+                total += self.seconds((cuts[begin].span[0], cut.span[1]), cut.partitions)
+                begin = place + 1
+        return total
+
+    def chosen(self, cuts: Sequence[Cut]) -> Iterator[ChosenRange]:
+        """The ranges that are cut."""
+        for cut in cuts:
+            if cut.partitions > 1:
+                axis = self._axis_of(cut.span)
+                assert axis is not None
+                forward, *_ = self._passes.pipelines(*self._places(cut.span), True)
+                yield ChosenRange(
+                    **dataclasses.asdict(self._range(cut.span, cut.partitions, axis)),
+                    seconds=cut.seconds,
+                    uncut_seconds=self.seconds(cut.span, 1),
+                    order_gap=self._stage.prices.order_gap(forward, cut.partitions),
+                )
+
+    def lowered(self, answer: Ranges) -> Iterator[LoweredRange]:
+        """By names."""
+        for one in answer.lowered:
+            first, last = self._ends(one.span)
+            yield LoweredRange(
+                first_operator=first, last_operator=last, most_partitions=one.most, needed_bytes=one.needed_bytes
+            )
+
+    def _axis_of(self, span: Span) -> Axis | None:
+        """What a range is cut along; None where it may not be."""
+        if span not in self._axis:
+            self._axis[span] = self._find_axis(span)
+        return self._axis[span]
+
+    def _find_axis(self, span: Span) -> Axis | None:
+        first, last = self._places(span)
+        operators = self._operators[first:last]
+        if not any(one.is_exchange for one in operators):
+            return None
+        layers, candidates = {one.layer for one in operators}, self._stage.candidates()
+        axis: Axis | None = None
+        if not candidates:
+            samples, most = self._stage.stage.micro_batch_size, self._stage.limits.max_partitions
+            reason: str | None = (
+                f"no number of partitions up to {most} divides the micro-batch of {samples}: {indivisible(samples)[1]}"
+            )
+        else:
+            # Cheap rules first; the axis they ask for is what the solver must find.
+            reason = self._stage.refusal(self._range(span, candidates[0], "batch"), layers)
+        if reason is None:
+            found = self._stage.axes(operators, self._form)
+            axis = None if isinstance(found, Conflict) else found.axis
+            reason = found.reason if isinstance(found, Conflict) else None
+            if axis is not None and axis != "batch":
+                reason = self._stage.refusal(self._range(span, candidates[0], axis), layers)
+        if reason is not None:
+            self._stage.exclude(" … ".join(self._ends(span)), reason)
+            return None
+        return axis
+
+    def _range(self, span: Span, partitions: int, axis: Axis) -> CutRange:
+        """A range that holds an exchange."""
+        first, last = self._ends(span)
+        operators = self._operators[slice(*self._places(span))]
+        owner = next(one.layer for one in operators if one.part == GATE)
+        return CutRange(first_operator=first, last_operator=last, layer=owner, partitions=partitions, axis=axis)
+
+    def _places(self, span: Span) -> Span:
+        """Operators of groups."""
+        return self.groups[span[0]][0], self.groups[span[1] - 1][1]
+
+    def _ends(self, span: Span) -> tuple[str, str]:
+        first, last = self._places(span)
+        return self._operators[first].name, self._operators[last - 1].name
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedPlan:
+    """A plan with its ranges, and what was found for each stage."""
+
+    plan: Plan
+    stages: tuple[StageRanges, ...]
+
+
+def partition_ranges(
+    plan: Plan,
+    model: ModelDescription,
+    prices: Mapping[int, Prices],
+    limits: SearchLimits,
+    free_bytes: Sequence[float],
+    gate: Gate | None = None,
+    held_bytes: HeldBytes | None = None,
+) -> PartitionedPlan:
+    """Cut the micro-batches of a plan where that is predicted to be shorter.
+
+    Args:
+        plan: ranges and other mechanisms of its layers are replaced; gates, dispatchers and slots of weight gradients stay.
+        prices: first rank of every stage -> prices of this plan, as `SimulatedStep` has them.
+        free_bytes: of a device of every stage, beyond what the plan without ranges holds.
+        gate: of the run, for layers to which the plan gives none; None leaves them whole.
+        held_bytes: None charges the hidden states twice: what is cut beside its parts, what is joined beside them.
+    Raises:
+        ConfigError: a limit makes no sense, or micro-batches of the plan are interleaved.
+        UndecidedError: the solver of axes ran out of time.
+    """
+    _check(plan, limits)
+    gated = dataclasses.replace(plan, stages=tuple(_with_gate(stage, model, gate) for stage in plan.stages))
+    answers, stages = [], []
+    for index, stage in enumerate(gated.stages):
+        priced = RangePrices(gated, stage, model, prices[stage.devices.ranks[0]])
+        search = StageSearch(gated, index, model, priced, limits, free_bytes[index], held_bytes)
+        answer = search.solve()
+        answers.append(answer)
+        # Gates are written down where something is cut.
+        said = dataclasses.replace(limits, lowered=tuple(map(_limit, answer.lowered)))
+        stages.append(with_ranges(stage if answer.ranges else plan.stages[index], answer.ranges, said))
+    return PartitionedPlan(dataclasses.replace(plan, stages=tuple(stages), predicted=None), tuple(answers))
+
+
+def _with_gate(stage: StagePlan, model: ModelDescription, gate: Gate | None) -> StagePlan:
+    """A stage with a gate in every entry, and an entry for every mixture of experts."""
+    entries = {one.layer: one for one in stage.overlap.layers}
+    experts = (layer for layer in stage.layers if model.moe_layers[layer])
+    found = (entries.get(layer, LayerOverlap(layer=layer)) for layer in experts)
+    layers = tuple(dataclasses.replace(one, gate=one.gate or gate) for one in found)
+    return dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=layers))
+
+
+def _limit(lowered: LoweredRange) -> LoweredLimit:
+    return LoweredLimit(
+        first_operator=lowered.first_operator,
+        last_operator=lowered.last_operator,
+        max_partitions=lowered.most_partitions,
+    )
+
+
+def check_limits(limits: SearchLimits) -> None:
+    """ConfigError for a limit that makes no sense."""
+    for flag, value, least in (
+        ("--overlap-max-partitions", limits.max_partitions, 1),
+        ("--overlap-group-seconds", limits.group_seconds, 0),
+        ("--overlap-range-limit", limits.range_limit, 1),
+    ):
+        if not least <= value < math.inf:
+            raise ConfigError(flag, value, f"must be at least {least} and finite", f"use {least}")
+
+
+def _check(plan: Plan, limits: SearchLimits) -> None:
+    check_limits(limits)
+    for index, stage in enumerate(plan.stages):
+        if stage.overlap.micro_batches_in_flight > 1:
+            rule = "ranges are priced for one micro-batch after the other"
+            subject = f"plan stages[{index}].overlap.micro_batches_in_flight"
+            raise ConfigError(subject, stage.overlap.micro_batches_in_flight, rule, "write 1")

@@ -1,0 +1,300 @@
+"""Weight-gradient slots of a plan, by name: those it would have in program order, and the plan with others."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.lowering.deferral import default_slots
+from moe_overlap.plan.lowering.layers import COUNT_CHANNEL, EXPERT_CHANNEL
+from moe_overlap.plan.operators import parse_operator
+from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, Mechanism, StageOverlap
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.simulate.engine import Ran
+from moe_overlap.tuner.search.layer.assignment import Assignment, Gradient, LayerSpan, Problem
+
+# Which weight gradients may run under which exchange: labelling by reachability.
+#
+# Terms. An instruction depends on an earlier one
+# - that wrote what it reads, or wrote or read what it writes (RAW, WAW, WAR),
+# - that stands in its `after`, or in front of it on a channel other than `compute`: collectives start in one order on all ranks.
+# Additions to one sum of gradients commute, so that they do not depend on each other; what reads the sum (its reduction, the
+# optimizer) depends on all of them.
+# Label. A weight gradient may run under an exchange if no path of dependencies joins the two.
+# Beyond the paper: it is issued right behind the exchange, so that what it depends on must stand in front of the exchange, and
+# what depends on it, such as the reduction of its sum, behind it.
+#
+# Ancestors are bit sets, a bit per place in the list. Time: dependencies × places / 64.
+#
+# Source: Lancet, section 4.1 and algorithm 1, lines 1-9; edges of writes after reads and writes are added.
+
+SUMMED = ("gradient", "dweights")
+"""First words of buffers that computation only adds to."""
+
+
+def may_run_under(
+    instructions: Sequence[Instruction], exchanges: Iterable[int], gradients: Iterable[int]
+) -> dict[int, tuple[int, ...]]:
+    """The label of every exchange, as far as issue order allows.
+
+    Args:
+        instructions: one rank's list or a part of it; dependencies on what is left out are ignored.
+        exchanges, gradients: places in it.
+    Returns:
+        Place of an exchange -> places of the weight gradients, ascending.
+    """
+    before = ancestors(dependencies(instructions))
+    wanted = list(gradients)
+    first_dependent = {place: len(before) for place in wanted}
+    for place in wanted:
+        bit = 1 << place
+        first_dependent[place] = next((n for n in range(place, len(before)) if before[n] & bit), len(before))
+    return {
+        a: tuple(w for w in wanted if not related(before, a, w) and before[w] < 1 << a < 1 << first_dependent[w])
+        for a in exchanges
+    }
+
+
+def related(before: Sequence[int], one: int, other: int) -> bool:
+    """Whether a path joins two places."""
+    return bool(before[one] >> other & 1 or before[other] >> one & 1)
+
+
+def ancestors(dependencies_of: Sequence[Iterable[int]]) -> list[int]:
+    """Bit sets of everything that must end before each place starts.
+
+    Args:
+        dependencies_of: by place, earlier places.
+    """
+    before: list[int] = []
+    for needed in dependencies_of:
+        bits = 0
+        for place in needed:
+            bits |= before[place] | 1 << place
+        before.append(bits)
+    return before
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """Accesses of a buffer since its last write, and that write."""
+
+    writer: tuple[int, ...] = ()
+    readers: list[int] = field(default_factory=list)
+    additions: list[int] = field(default_factory=list)
+
+
+def dependencies(instructions: Sequence[Instruction]) -> list[set[int]]:
+    """By place, the earlier places that an instruction depends on."""
+    places = {i.id: place for place, i in enumerate(instructions)}
+    buffers: dict[str, _Accesses] = defaultdict(_Accesses)
+    last_on: dict[str, int] = {}
+    found: list[set[int]] = []
+    for place, i in enumerate(instructions):
+        needed = {places[number] for number in i.after if number in places}
+        if i.channel != COMPUTE:
+            if i.channel in last_on:
+                needed.add(last_on[i.channel])
+            last_on[i.channel] = place
+        for name in dict.fromkeys((*i.reads, *i.writes)):
+            accesses = buffers[name]
+            if name in i.writes and _adds(i, name):
+                needed.update(accesses.writer, accesses.readers)
+                accesses.additions.append(place)
+            elif name in i.writes:
+                needed.update(accesses.writer, accesses.readers, accesses.additions)
+                buffers[name] = _Accesses((place,))
+            else:
+                needed.update(accesses.writer, accesses.additions)
+                accesses.readers.append(place)
+        found.append(needed)
+    return found
+
+
+def _adds(i: Instruction, name: str) -> bool:
+    return i.kind in ("compute", "weight-gradient") and name.partition(".")[0] in SUMMED
+
+
+# Slots of one rank's list: how long nothing computes where weight gradients stand, and what may stand there.
+#
+# Read from a list in which every weight gradient that can be deferred is, in program order, and from its simulation with weight
+# gradients that take no time: what is idle then is what they can fill. Around a whole exchange that is the exchange itself;
+# behind the last part of a cut one, what the other parts leave of it; under two micro-batches in turn, what neither fills.
+
+DIGITS = 9
+"""Of seconds: below a nanosecond, equal layers differ by rounding alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkProblem:
+    """The assignment problem of one chunk.
+
+    Attributes:
+        gradients, slots: names of the problem's weight gradients and slots.
+        layers: where each layer stands in the problem.
+    """
+
+    problem: Problem
+    gradients: tuple[str, ...]
+    slots: tuple[str, ...]
+    layers: tuple[LayerSpan, ...]
+
+
+def idle_seconds(ran: Sequence[Ran], slot_of: Mapping[str, str]) -> dict[str, float]:
+    """Seconds of every slot in which nothing computes, the mean over micro-batches.
+
+    Args:
+        ran: of one rank.
+        slot_of: weight gradient -> the slot it stands in.
+    """
+    total: dict[str, float] = defaultdict(float)
+    times: Counter[str] = Counter()
+    free, slot = 0.0, ""
+    for one in sorted(ran, key=lambda one: one.instruction.id):
+        i = one.instruction
+        if i.channel != COMPUTE:
+            continue
+        if i.kind == "weight-gradient":
+            slot = slot_of[i.name]
+            continue
+        if slot:
+            total[slot] += one.start - free
+            times[slot] += 1
+            slot = ""
+        free = one.end
+    return {slot: round(total[slot] / times[slot], DIGITS) for slot in times}
+
+
+def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], max_bytes: int) -> ChunkProblem:
+    """What one backward pass through a chunk leaves to decide.
+
+    Reductions, transfers and copies are no constraints: lowering places them anew, behind what they wait for.
+
+    Args:
+        prices: of the stage, its list read.
+        idle: `idle_seconds`.
+    """
+    made = [i for i in prices.made if (i.chunk, i.micro_batch) == (chunk, 0) and _is_decided(i)]
+    last = {i.name: place for place, i in enumerate(made) if i.name in idle}
+    gradients = {place: i.name for place, i in enumerate(made) if i.kind == "weight-gradient"}
+    label = may_run_under(made, last.values(), gradients)
+    slots = sorted(last, key=last.__getitem__)
+    under = {place: tuple(j for j, slot in enumerate(slots) if place in label[last[slot]]) for place in gradients}
+    names = [(place, name) for place, name in gradients.items() if under[place]]
+    return ChunkProblem(
+        problem=Problem(
+            gradients=tuple(
+                Gradient(
+                    seconds=round(prices.seconds(made[place]), DIGITS),
+                    bytes=round(prices.deferred_bytes(name)),
+                    first=under[place][0],
+                    under=under[place],
+                )
+                for place, name in names
+            ),
+            slots=tuple(idle[slot] for slot in slots),
+            max_bytes=max_bytes,
+        ),
+        gradients=tuple(name for _, name in names),
+        slots=tuple(slots),
+        layers=_layers([name for _, name in names], slots),
+    )
+
+
+def _is_decided(i: Instruction) -> bool:
+    return i.kind in ("compute", "weight-gradient") or i.channel in (EXPERT_CHANNEL, COUNT_CHANNEL)
+
+
+def _layers(gradients: Sequence[str], slots: Sequence[str]) -> tuple[LayerSpan, ...]:
+    """Layers in backward order; the head counts as one in front of them."""
+    places = [[_layer(name) for name in names] for names in (gradients, slots)]
+    spans, start = [], (0, 0)
+    for layer in sorted({layer for names in places for layer in names}, reverse=True):
+        end = tuple(first + names.count(layer) for first, names in zip(start, places, strict=True))
+        spans.append(LayerSpan((start[0], end[0]), (start[1], end[1])))
+        start = (end[0], end[1])
+    return tuple(spans)
+
+
+def _layer(name: str) -> float:
+    layer = parse_operator(name).layer
+    return float("inf") if layer is None else layer
+
+
+Slots = Mapping[int, Mapping[str, tuple[str, ...]]]
+"""Layer -> backward exchange, or send of a chunk -> weight gradients."""
+
+
+def program_order(plan: Plan, index: int, model: ModelDescription) -> Slots:
+    """Every weight gradient of a stage under the next exchange."""
+    stage = plan.stages[index]
+    found: dict[int, dict[str, tuple[str, ...]]] = {}
+    for chunk in stage.chunks:
+        exchanges = stage.expert * stage.expert_tensor > 1
+        found |= default_slots(range(*chunk), model, exchanges, holds_head(plan, index, model, chunk))
+    return found
+
+
+def holds_head(plan: Plan, index: int, model: ModelDescription, chunk: tuple[int, int]) -> bool:
+    """Whether a chunk of a stage ends in a head with a weight of its own."""
+    is_tied = model.tied_embeddings and index == plan.embedding_stage
+    return index == plan.loss_stage and not is_tied and chunk == plan.stages[index].chunks[-1]
+
+
+def without_pieces(plan: Plan) -> Plan:
+    """Gradients reduced at the end: their pieces are placed anew behind what completes them, and decide nothing here."""
+    stages = (replace(stage, overlap=replace(stage.overlap, gradient_chunk_bytes=0)) for stage in plan.stages)
+    return replace(plan, stages=tuple(stages))
+
+
+def shortened(plan: Plan, micro_batches: int) -> Plan:
+    """The plan with fewer micro-batches a step, for simulations; the same where it has no more."""
+    whole = plan.stages[0].gradient_accumulation_steps
+    count = min(whole, micro_batches)
+    stages = tuple(replace(stage, gradient_accumulation_steps=count) for stage in plan.stages)
+    return replace(plan, stages=stages, global_batch_size=plan.global_batch_size // whole * count)
+
+
+def with_slots(plan: Plan, slots: Sequence[Slots], max_deferred_bytes: int) -> Plan:
+    """The plan with other slots in place of those that it has.
+
+    Args:
+        slots: by stage.
+        max_deferred_bytes: of stages that have any.
+    """
+    stages = (
+        replace(stage, overlap=_with_slots(stage, of_stage, max_deferred_bytes))
+        for stage, of_stage in zip(plan.stages, slots, strict=True)
+    )
+    return replace(plan, stages=tuple(stages))
+
+
+def _with_slots(stage: StagePlan, slots: Slots, max_deferred_bytes: int) -> StageOverlap:
+    overlap = stage.overlap
+    whole: Mechanism = "cross_micro_batch" if overlap.micro_batches_in_flight > 1 else "none"
+    layers = {layer: LayerOverlap(layer=layer, mechanism=whole) for layer in slots}
+    layers |= {layer.layer: layer for layer in overlap.layers}
+    decided = (replace(layers[n], weight_gradient_slots=dict(slots.get(n, {}))) for n in stage.layers if n in layers)
+    return replace(
+        overlap,
+        max_deferred_bytes=max_deferred_bytes if slots else NO_OVERLAP.max_deferred_bytes,
+        layers=tuple(layer for layer in decided if layer != LayerOverlap(layer=layer.layer)),
+    )
+
+
+def named_slots(assigned: Iterable[tuple[ChunkProblem, Assignment]]) -> Slots:
+    """What assignments of the chunks of a stage say; in program order inside a slot."""
+    found: dict[int, dict[str, tuple[str, ...]]] = {}
+    for one, assignment in assigned:
+        for name, place in zip(one.gradients, assignment, strict=True):
+            if place is not None:
+                slot = one.slots[place]
+                layer = parse_operator(slot).layer
+                assert layer is not None, slot
+                of_layer = found.setdefault(layer, {})
+                of_layer[slot] = (*of_layer.get(slot, ()), name)
+    return found

@@ -1,0 +1,102 @@
+"""`tools/predict.py`: what it prints, its one-line errors, and that torch stays out where layouts are cached."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moe_overlap.predicting as predicting
+from moe_overlap.commands.predict import main
+from tests.unit.tuner.test_cost_predict import by_hand
+
+ROOT = Path(__file__).resolve().parents[3]
+JOB = ["--megatron-args", str(ROOT / "examples" / "mixtral-8x7b.args")]
+H100 = ["--gpu", "H100", "--num-gpus", "64"]
+KEYS = "step_seconds tokens_per_second_per_gpu model_tflops_per_gpu mfu fits extrapolating breakdown stages not_modelled".split()
+
+
+@pytest.fixture
+def hand_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicting, "cached_graphs", by_hand)
+
+
+@pytest.mark.usefixtures("hand_made")
+def test_json_has_the_keys_that_scripts_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB, *H100, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert set(KEYS) <= set(answer)
+    assert sum(answer["breakdown"].values()) == pytest.approx(answer["step_seconds"])
+    assert all(name.endswith("_seconds") for name in answer["breakdown"])
+    for stage in answer["stages"]:
+        assert sum(stage["peak_bytes_by_category"].values()) == stage["peak_bytes"]
+        assert {"stable_seconds", "first_seconds", "last_seconds"} <= set(stage)
+
+
+@pytest.mark.usefixtures("hand_made")
+def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*JOB, *H100])
+    short = capsys.readouterr().out
+    main([*JOB, "--cluster", str(ROOT / "examples" / "clusters" / "h100.json")])
+    assert capsys.readouterr().out == short
+    assert short.startswith("step ")
+    assert "MFU" in short
+
+
+@pytest.mark.usefixtures("hand_made")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*JOB, "--gpu", "H1000", "--num-gpus", "8"], "--gpu H1000: unknown GPU; did you mean H100?"),
+        ([*JOB, "--gpu", "H100"], "--gpu H100: the machines are unknown"),
+        ([*JOB, *H100, "--cluster", "x.json"], "--cluster x.json: stands beside --gpu"),
+        ([*JOB, "--gpu", "H100", "--num-gpus", "24"], "world size 24"),
+        ([*JOB, *H100, "--software", "latest"], "--software latest: is no release"),
+        (["--megatron-args", "none.args", *H100], "cannot read none.args"),
+        ([*JOB, *H100, "--model", "none.json"], "--model none.json: is no model file"),
+        ([*JOB, *H100, "--plan", "none.json"], "none.json"),
+        ([*JOB, *H100, "--expert-load", "none"], "none: cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert message in said
+
+
+@pytest.mark.slow
+def test_torch_is_imported_once_for_a_layout(tmp_path: Path) -> None:
+    """The first prediction captures, in another process; a second one reads the cache; a spoiled file is captured again."""
+    script = (
+        "import sys; from moe_overlap.commands.predict import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    )
+    job = ["--megatron-args", "examples/tiny-mixtral-8x7b.args", "--gpu", "H100", "--num-gpus", "2", "--json"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", script, *job]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+
+    first = run()
+    files = list(tmp_path.rglob("*.json"))
+    assert files
+    second = run()
+    assert first.stdout == second.stdout
+    assert second.stdout.rstrip().endswith("False")
+    files[0].write_text(files[0].read_text()[:-100])
+    third = run()
+    assert third.stdout == first.stdout
+    assert "warning" in third.stderr
+
+
+def test_the_package_offers_predict() -> None:
+    import moe_overlap
+
+    assert moe_overlap.predict is predicting.predict
+    with pytest.raises(AttributeError, match="no attribute 'predictions'"):
+        _ = moe_overlap.predictions

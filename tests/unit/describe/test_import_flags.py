@@ -1,0 +1,133 @@
+"""The flags of a shell script: variables, arrays, defaults, sums, comments; what has no value is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.cli.arguments import parse
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.shell_script import script_flags
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "tests/golden/train_moe.sh"
+WORDS = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 2048 "
+    "--position-embedding-type rope --no-position-embedding --num-experts 8 --moe-layer-freq ([0]*1+[1]*3) "
+    "--tokenizer-type Llama2Tokenizer --tokenizer-model /workspace/tokenizer.model --data-path ${3} "
+    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --train-iters 7 --eval-iters 10 --no-load-optim"
+)
+
+
+def test_a_script_as_users_write_them() -> None:
+    flags = script_flags(SCRIPT.read_text(), {}, "train_moe.sh")
+    assert " ".join(flags.words) == WORDS
+    assert flags.unresolved == ("3",)
+    logged = script_flags(SCRIPT.read_text(), {"WANDB_API_KEY": "x"}, "train_moe.sh")
+    assert " ".join(logged.words) == f"{WORDS} --wandb-project Mixtral"
+
+
+def test_values_from_outside_win() -> None:
+    flags = script_flags(SCRIPT.read_text(), {"LAYERS": "12", "3": "/data/text", "GPUS_PER_NODE": "4"}, "train_moe.sh")
+    assert " ".join(flags.words) == WORDS.replace("layers 4", "layers 12").replace("${3}", "/data/text").replace(
+        "global-batch-size 8", "global-batch-size 16"
+    )
+    assert flags.unresolved == ()
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("A=1\nB=$A\npython pretrain_gpt.py --x ${B}2", "--x 12"),
+        ("A='--x $B'\nB=3\npython p.py $A", "--x 3"),
+        ('options=" --x 1 \\\n --y 2"\nrun_cmd="torchrun p.py ${options}"\npython p.py ${options}', "--x 1 --y 2"),
+        ("srun python p.py --x $(( 2 + 3*4 )) --y ${Z:-5} --z ${Z-}", "--x 14 --y 5 --z"),
+        ('A+=( --x 1 )\nA+=( --y 2 )\ntorchrun p.py "${A[@]}" > log 2>&1', "--x 1 --y 2"),
+        ("torchrun p.py --x $HOME/$USER_DIR", "--x ${HOME}/${USER_DIR}"),
+        ('S=$D/p.py\nexec torchrun --nproc-per-node 8 "$S" --x 1 "$@"', "--x 1"),
+        ("A=1 OMP_NUM_THREADS=1 python -u p.py --x 1 &> log", "--x 1"),
+        (
+            "python tools/preprocess_data.py --input a\ntorchrun pretrain_gpt.py --x 1\necho done.py $A",
+            "--x 1",
+        ),
+        (
+            "A=(--x 1)\nif [ $P = fp8 ]; then A+=(--fp8); elif [[ $P == bf* ]]; then A+=(--bf); fi\npython p.py ${A[@]}",
+            "--x 1",
+        ),
+        (
+            'P=bf16\nif [ "$P" = fp8 ]; then\n  A=--f\nelif [[ $P == bf* ]]\nthen A=--b\nelse A=--n\nfi\npython p.py $A',
+            "--b",
+        ),
+        ("if [ -z ${V} ]; then\n  A=\nelse\n  A=--v\nfi\npython p.py --x 1 $A", "--x 1"),
+        ("T=2; if (( T > 1 )) ; then A=--sequence-parallel; else A=--x; fi\npython p.py $A", "--sequence-parallel"),
+        ("T=1\n[ $T -gt 1 ] && A=--s\n[[ -z $A ]] && B='--b 1'\npython p.py $A $B", "${A} --b 1"),
+        ("if [ ! -f p.py ]; then\n  echo missing; exit 1\nfi\npython p.py --x 1", "--x 1"),
+        ('M=13B\ncase "$M" in\n 7B) L=32 ;;\n 13B|14B)\n  L=40\n  ;;\n *) L=1 ;;\nesac\npython p.py --x $L', "--x 40"),
+        ("A+=(\n  \"--split '99,1,0'\"\n)\npython p.py ${A[@]}", "--split 99,1,0"),
+        ("if [ $X = true ]; then A=--x; elif [ $X = false ]; then A=--y; fi\npython p.py --z 1 $A", "--z 1"),
+        ("A=--x\nif [ -d /data ]; then D=1; fi\nA=--y\npython p.py $A", "--y"),
+    ],
+)
+def test_ways_of_writing(script: str, words: str) -> None:
+    assert " ".join(" ".join(script_flags(script, {}, "x.sh").words).split()) == words
+
+
+@pytest.mark.parametrize(
+    ("script", "line"),
+    [
+        ("A=1\nif [ -d /data ]; then\n  A=2\nfi\npython p.py --x $A", "x.sh line 2: decides ${A}, and cannot be read"),
+        ("case $(m) in\n 7B) L=32 ;;\n 13B) L=40 ;;\nesac\npython p.py --x $L", "x.sh line 1: decides ${L}"),
+        ("A=(--x)\nfor i in 1 2; do A+=(--y $i); done\npython p.py ${A[@]}", "x.sh line 2: decides ${A}"),
+        ("python pretrain_a.py --x 1\n\npython pretrain_b.py --x 2", "x.sh: starts training in lines 1 and 3"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_its_line(script: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        script_flags(script, {}, "x.sh")
+    assert str(caught.value).startswith(line)
+    assert "line" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_value_from_outside_settles_what_cannot_be_followed() -> None:
+    script = "case $(m) in\n 7B) L=32 ;;\nesac\npython p.py --x $L"
+    assert script_flags(script, {"L": "40"}, "x.sh").words == ("--x", "40")
+
+
+def test_a_flag_and_its_value_in_one_pair_of_quotes_are_two_words() -> None:
+    flags = script_flags("A+=(\n  \"--split '99,1,0'\"\n)\npython p.py ${A[@]}", {}, "x.sh")
+    assert flags.words == ("--split", "99,1,0")
+
+
+def test_no_command() -> None:
+    with pytest.raises(ConfigError, match="x.sh: holds no command that starts a Python program"):
+        script_flags("A=1\necho $A\n", {}, "x.sh")
+
+
+def test_a_script_is_read_as_an_argument_file() -> None:
+    parsed = parse([f"@{SCRIPT}", "--data-path", "text"])
+    assert (parsed.config.model.num_layers, parsed.config.training.global_batch_size) == (4, 8)
+    assert parsed.config.moe.moe_layer_freq == (0, 1, 1, 1)
+    assert parsed.name == "train_moe"
+
+
+def test_the_tool_writes_a_file_that_parses_alike(tmp_path: Path) -> None:
+    out = tmp_path / "train.args"
+    command = [
+        sys.executable,
+        "-m",
+        "moe_overlap.commands.import_flags",
+        str(SCRIPT),
+        "--output",
+        str(out),
+        "--set",
+        "LAYERS=6",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{out}: 18 flags\n", "unresolved: ${3}\n")
+    assert (
+        parse([f"@{out}", "--moe-layer-freq", "2"]).config
+        == parse([f"@{SCRIPT}", "--moe-layer-freq", "2", "--num-layers", "6"]).config
+    )

@@ -1,0 +1,202 @@
+"""The dispatcher in a group of one: what the host is asked, what is refused, and megatron-core's layer on top."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.runtime.dispatch.capacity_chunks import CapacityChunks
+from moe_overlap.runtime.dispatch.irregular import Counts, IrregularDispatcher, Wires
+from moe_overlap.runtime.dispatch.plug_in import IrregularTokenDispatcher, refuse_padding
+from moe_overlap.runtime.dispatch.wire import Exchange, ExchangeError
+from moe_overlap.runtime.megatron_core.moe_layer import adapt_layer
+from moe_overlap.runtime.spans import SpanRecorder
+from tests.unit.runtime import one_process
+
+READS_THE_DEVICE = {"_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2", "is_nonzero", "equal"}
+
+
+@pytest.fixture(scope="module")
+def groups():
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=60)
+    )
+    world = dist.group.WORLD
+    return SimpleNamespace(ep=world, expt_tp=world, tp_ep=world)
+
+
+class HostReads(TorchDispatchMode):
+    """Operators whose result the host must wait for on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, kinds, arguments=(), named=None):
+        if function.overloadpacket.__name__ in READS_THE_DEVICE:
+            self.found.append(function.overloadpacket.__name__)
+        return function(*arguments, **(named or {}))
+
+
+def one_pass(dispatcher, hidden, probs, chosen):
+    rows, handle = dispatcher.permute(hidden, probs, chosen)
+    dispatcher.start_counts(handle)
+    received = dispatcher.start_dispatch(rows, handle).wait().detach().requires_grad_()
+    tokens, per_expert, weights = dispatcher.sort(received, handle)
+    output = dispatcher.unsort(tokens * weights.unsqueeze(1), handle)
+    merged = dispatcher.unpermute(dispatcher.start_combine(output, handle).wait(), handle)
+    torch.autograd.backward(output, dispatcher.start_combine_backward(torch.ones_like(output), handle).wait())
+    torch.autograd.backward(rows, dispatcher.start_dispatch_backward(received.grad, handle).wait())
+    return merged, per_expert
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_one_copy_of_counts_and_no_other_wait(groups, monkeypatch, dropped):
+    tokens, experts, k = 9, 4, 2
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(
+        1, torch.rand(tokens, experts).topk(k).indices, True
+    )
+    if dropped:
+        chosen[3:6] = False
+    hidden, probs = torch.randn(tokens, 5, requires_grad=True), torch.rand(tokens, experts, requires_grad=True)
+    lists = []
+    stock = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (lists.append(tensor.shape), stock(tensor))[1])
+    dispatcher = IrregularDispatcher(Wires(groups), rows_per_token=k)
+    with HostReads() as reads:
+        merged, per_expert = one_pass(dispatcher, hidden, probs, chosen)
+    assert reads.found == [] and len(lists) == 1 and dispatcher.host_copies == 1
+    weights = (probs * chosen).sum(dim=1, keepdim=True)
+    assert torch.allclose(merged, hidden * weights)
+    assert stock(per_expert) == stock(chosen.sum(dim=0))
+    expected = torch.autograd.grad((hidden * weights).sum(), (hidden, probs))
+    assert torch.allclose(hidden.grad, expected[0], atol=1e-5) and torch.allclose(probs.grad, expected[1], atol=1e-5)
+
+
+def test_counting_the_rows_asks_the_host(groups):
+    """The control of the test above: without a bound, permute has to know the number of rows."""
+    with HostReads() as reads:
+        one_pass(
+            IrregularDispatcher(Wires(groups)),
+            torch.randn(3, 2, requires_grad=True),
+            torch.rand(3, 2),
+            torch.ones(3, 2) > 0,
+        )
+    assert reads.found == ["_local_scalar_dense"]
+
+
+def test_more_rows_than_allowed_for_is_caught(groups):
+    dispatcher = IrregularDispatcher(Wires(groups), rows_per_token=1)
+    rows, handle = dispatcher.permute(torch.randn(3, 2), torch.rand(3, 2), torch.ones(3, 2) > 0, "L7.moe")
+    dispatcher.start_counts(handle)
+    with pytest.raises(AssertionError, match=r"L7\.moe: 6 rows routed, 3 allowed for"):
+        dispatcher.start_dispatch(rows, handle)
+
+
+def test_counts_come_before_rows(groups):
+    dispatcher = IrregularDispatcher(Wires(groups))
+    rows, handle = dispatcher.permute(torch.randn(3, 2), torch.rand(3, 2), torch.ones(3, 2) > 0, "L7.moe")
+    with pytest.raises(AssertionError, match=r"L7\.moe: the counts were not exchanged"):
+        dispatcher.start_dispatch(rows, handle)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+def test_chunks_add_up(degree):
+    counts = Counts((5, 0, 9, 1), (((5, 0), (3, 2)), ((0, 0), (7, 11))), tensor_rank=1)
+    chunks = [counts.chunk(index, degree) for index in range(degree)]
+    assert [sum(rows) for rows in zip(*(chunk.to_expert for chunk in chunks), strict=True)] == [5, 0, 9, 1]
+    assert [sum(rows) for rows in zip(*(chunk.by_source for chunk in chunks), strict=True)] == counts.by_source
+    assert counts.sent == [5, 10] and counts.received == [0, 18] and counts.gathered == [10, 18]
+    assert counts.per_expert == [15, 13]
+
+
+def test_chunks_under_no_grad_and_with_untouched_rows(groups):
+    hidden, probs, chosen = torch.randn(4, 3, requires_grad=True), torch.rand(4, 2), torch.ones(4, 2) > 0
+    stages = IrregularDispatcher(Wires(groups))
+    with torch.no_grad():
+        output = CapacityChunks(stages, lambda rows, counts, probs: rows, 2).layer(hidden, probs, chosen)
+    assert torch.equal(output, hidden * 2) and not output.requires_grad
+    CapacityChunks(stages, lambda rows, counts, probs: torch.ones_like(rows), 2).layer(
+        hidden, probs, chosen
+    ).sum().backward()
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+
+
+def test_tags_do_not_meet(groups):
+    exchange = Exchange(groups.ep)
+    assert [exchange.take_tags(8) for _ in range(3)] == [0, 8, 16]
+
+
+def test_error_names_operation_and_peers():
+    error = ExchangeError("L3.moe.combine.backward", 0, [2, 1], RuntimeError("Timed out\nmore"))
+    assert str(error) == ("L3.moe.combine.backward: rank 0 could not complete its exchange with rank 2, 1: Timed out")
+    assert error.peers == (2, 1)
+
+
+def test_refusals(groups):
+    with pytest.raises(ConfigError, match="tutel_degree 3: must be 1, 2, 4 or 8"):
+        CapacityChunks(IrregularDispatcher(Wires(groups)), lambda rows, counts, probs: rows, 3)
+    accepted = dict.fromkeys(
+        ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization", "moe_shared_expert_overlap"), False
+    )
+    refuse_padding(SimpleNamespace(**accepted))
+    for field in accepted:
+        with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
+            refuse_padding(SimpleNamespace(**{**accepted, field: True}))
+
+
+def test_counts_have_a_span_of_their_own(groups):
+    config = SimpleNamespace(
+        moe_pad_expert_input_to_capacity=False,
+        moe_router_padding_for_quantization=False,
+        moe_shared_expert_overlap=False,
+        moe_router_topk=1,
+    )
+    dispatcher = IrregularTokenDispatcher(2, [0, 1], config=config, pg_collection=groups)
+    recorder = SpanRecorder()
+    recorder.start_step()
+    dispatcher.layer = SimpleNamespace(recorder=recorder, operator="L2.moe", exchanges=True)
+    recorder.begin("L2.moe.gate")
+    dispatcher.dispatch_preprocess(torch.randn(4, 1, 3), torch.eye(2).repeat(2, 1) > 0, torch.rand(4, 2))
+    assert [(span.name, span.channel) for span in recorder.spans()] == [
+        ("L2.moe.gate", "compute"),
+        ("L2.moe.count", "ep"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["", f"{one_process.SHARED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"],
+)
+def test_inside_megatron_core_models(groups, extra):
+    made = one_process.small(f"{one_process.MOE} {extra}")
+    recorder = SpanRecorder()
+    plain = adapt_layer(recorder, made.groups.collection)
+
+    def adapt(spec):
+        spec = plain(spec)
+        mlp = spec.submodules.mlp
+        mlp = dataclasses.replace(mlp, params={**mlp.params, "make_dispatcher": IrregularTokenDispatcher})
+        return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, mlp=mlp))
+
+    stock, ours = made.stock(), made.adapted(recorder, adapt)
+    assert type(ours.decoder.layers[0].mlp.token_dispatcher) is IrregularTokenDispatcher
+    ours.load_state_dict(stock.state_dict())
+    losses = []
+    for model in (stock, ours):
+        loss = one_process.loss_of(model)
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    mine = dict(ours.named_parameters())
+    for name, parameter in stock.named_parameters():
+        if parameter.grad is not None:
+            difference = (mine[name].grad - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-12)
+            assert difference < 1e-5, name

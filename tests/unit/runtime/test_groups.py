@@ -1,0 +1,111 @@
+"""The rank sets of a stage: disjoint, covering, and those of megatron-core's RankGenerator."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model
+from megatron.training.plan_flags import plan_from_flags
+from moe_overlap.plan.plan import Devices, Offload, Recompute, StagePlan
+from moe_overlap.runtime.groups import build_groups, stage_rank_sets
+from tests.unit.runtime.one_process import MOE, VOCABULARY, small
+
+SIZES = [
+    (tp, cp, dp, ep, etp, pp)
+    for tp, cp, dp, pp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 6), (1, 2, 3))
+    for ep, etp in itertools.product((1, 2, 3, 4, 8), (1, 2, 4))
+    if (tp * cp * dp) % (ep * etp) == 0
+]
+DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "tp_cp": "tp-cp", "dp_cp": "dp-cp", "tp_dp_cp": "tp-dp-cp"}
+EXPERT = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep"}
+
+
+def stage(ranks: tuple[int, ...], tp: int, cp: int, dp: int, ep: int, etp: int) -> StagePlan:
+    return StagePlan(
+        chunks=((0, 1),),
+        devices=Devices(mesh=(1, len(ranks)), ranks=ranks),
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        tensor=tp,
+        context=cp,
+        data=dp,
+        expert=ep,
+        expert_tensor=etp,
+        zero_level=1,
+        recompute=Recompute(),
+        offload=Offload(),
+    )
+
+
+def test_equal_to_megatron_core() -> None:
+    assert len(SIZES) > 300
+    for tp, cp, dp, ep, etp, pp in SIZES:
+        size = tp * cp * dp
+        dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+        expert = RankGenerator(tp=etp, ep=ep, dp=size // ep // etp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+        stages = [stage(tuple(range(s * size, (s + 1) * size)), tp, cp, dp, ep, etp) for s in range(pp)]
+        mine = [stage_rank_sets(one) for one in stages]
+        assert set(mine[0]) == {*DENSE, *EXPERT}
+        for kind in mine[0]:
+            generator, token = (dense, DENSE[kind]) if kind in DENSE else (expert, EXPERT[kind])
+            expected = {tuple(ranks) for ranks in generator.get_ranks(token)}
+            got = [ranks for sets in mine for ranks in sets[kind]]
+            assert set(got) == expected and len(got) == len(expected), (kind, tp, cp, dp, ep, etp, pp)
+            assert sorted(rank for ranks in got for rank in ranks) == list(range(size * pp)), kind
+
+
+def test_any_ranks_in_any_order() -> None:
+    sets = stage_rank_sets(stage((9, 4, 7, 2), tp=2, cp=1, dp=2, ep=4, etp=1))
+    assert sets["tp"] == [(9, 4), (7, 2)] and sets["dp"] == [(9, 7), (4, 2)]
+    assert sets["ep"] == [(9, 4, 7, 2)] and sets["expt_dp"] == [(9,), (4,), (7,), (2,)]
+
+
+def test_built_groups_are_the_sets() -> None:
+    """Every rank of a pretended world of eight: TP2 × DP2 × PP2 with EP2, ETP2."""
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2"
+    config = parse(f"{MOE} {flags} --sequence-parallel".split()).config
+    plan = plan_from_flags(config, describe_model(config, VOCABULARY), 8)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    try:
+        for rank in range(8):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+            groups = build_groups(plan)
+            collection, first = groups.collection, 4 * (rank // 4)
+            ranks = {
+                kind: tuple(dist.get_process_group_ranks(getattr(collection, kind)))
+                for kind in ("tp", "dp", "ep", "expt_dp", "pp", "embd", "mp", "tp_ep_pp", "tp_dp_cp", "intra_dist_opt")
+            }
+            pair, column = first + rank % 4 // 2 * 2, rank % 4
+            assert ranks["tp"] == (pair, pair + 1)
+            assert ranks["dp"] == (first + rank % 2, first + rank % 2 + 2)
+            assert ranks["ep"] == ranks["dp"] and ranks["expt_dp"] == (rank,)
+            assert ranks["pp"] == ranks["embd"] == (column, column + 4)
+            assert ranks["mp"] == tuple(sorted((pair % 4, pair % 4 + 1, pair % 4 + 4, pair % 4 + 5)))
+            assert ranks["tp_ep_pp"] == ranks["intra_dist_opt"] == tuple(range(8))
+            assert ranks["tp_dp_cp"] == tuple(range(first, first + 4))
+            assert (groups.stage, groups.data_rank, groups.data_size) == (rank // 4, rank % 4 // 2, 2)
+            assert (collection.pos_embd is None) == (rank >= 4)
+            with pytest.raises(AttributeError):
+                _ = collection.hcp  # was not built
+            assert not parallel_state.is_initialized()
+            dist.destroy_process_group()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_stages_of_unequal_size_have_no_pipeline_group_yet() -> None:
+    made = small(MOE)
+    one = made.plan.stages[0]
+    other = dataclasses.replace(one, devices=Devices(mesh=(1, 2), ranks=(1, 2)))
+    with pytest.raises(ValueError):
+        build_groups(dataclasses.replace(made.plan, stages=(one, other)))

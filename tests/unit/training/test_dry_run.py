@@ -1,0 +1,106 @@
+"""What a dry run prints, that it needs no torch, and what it does with the argument lists of real jobs."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.dry_run import dry_run
+from moe_overlap.describe.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+LISTS = {
+    entry["name"]: entry["arguments"] for entry in json.loads((ROOT / "tests/golden/argument_lists.json").read_text())
+}
+ANSWERS = {
+    "mixtral_8x7b_tp1pp4ep8vpp8_release": "",
+    "deepseek_proxy_fsdp_ep2_fsdp2": "--use-megatron-fsdp: not supported: the model is sharded by --plan",
+    "gpt3_mcore_te_tp2_pp1_te_8experts2parallel_dist_optimizer": "",
+    "gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel": "",
+    "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_resume_torch_dist_dist_optimizer": "",
+    "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph": "",
+}
+
+
+def printed(words: list[str], world_size: int | None = None) -> str:
+    """The text of a dry run."""
+    out = io.StringIO()
+    dry_run(parse(words), world_size, out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_argument_lists_are_accepted_or_refused_with_a_reason(name: str) -> None:
+    if ANSWERS[name]:
+        with pytest.raises(ConfigError) as refused:
+            printed(LISTS[name])
+        assert str(refused.value).startswith(ANSWERS[name])
+    else:
+        text = printed(LISTS[name])
+        assert "flags without effect" in text
+        assert "  --data-path         ${DATA_PATH}" in text or "mixtral" in name
+        assert "  --vocab-file        ${DATA_PATH}" in text or "  --tokenizer-model   ${DATA_PATH}" in text
+
+
+def test_a_real_job_after_its_tokenizer_is_replaced() -> None:
+    text = printed(
+        [*LISTS["mixtral_8x7b_tp1pp4ep8vpp8_release"], "--vocab-size", "32000", "--tokenizer-type", "NullTokenizer"]
+    )
+    assert "8 experts top-2, 46.7 B parameters (12.9 B active, 262.1 M embedding)" in text
+    assert "32 processes: TP 2, PP 4, virtual stages 8, EP 8, ETP 1, DP 4 with ZeRO-1" in text
+    assert "  3      24-31           3-3 7-7" in text
+    assert "--tokenizer-model   ${DATA_PATH}" not in text
+
+
+def test_layout_on_a_given_world_and_its_errors() -> None:
+    words = [f"@{ROOT}/examples/tiny-mixtral-8x7b.args"]
+    assert "4 processes: EP 2, DP 4 with ZeRO-1, micro-batch 4, global batch 16 in 1 micro-batches" in printed(words, 4)
+    with pytest.raises(
+        ConfigError, match=r"^--world-size 3: not a multiple of ETP × EP × PP = 1 × 2 × 1; use a multiple"
+    ):
+        printed(words, 3)
+
+
+def test_what_is_missing_is_listed(tmp_path: Path) -> None:
+    words = [
+        f"@{ROOT}/examples/tiny-mixtral-8x7b.args",
+        "--data-path",
+        f"{tmp_path}/none",
+        "--load",
+        f"{tmp_path}/gone",
+    ]
+    text = printed(words)
+    assert f"--data-path         {tmp_path}/none.idx does not exist" in text
+    assert f"--load              {tmp_path}/gone does not exist: training would start afresh" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["@examples/deepseek-v3.args", "--dry-run"],
+        ["--model", "examples/models/mixtral-8x7b.json", "--dry-run"],
+        ["--num-layer", "3"],
+    ],
+)
+def test_torch_is_not_imported(words: list[str]) -> None:
+    code = (
+        "import sys, pretrain_moe\n"
+        "try:\n    pretrain_moe.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'numpy', 'megatron.core'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_micro_batches_in_flight_are_said() -> None:
+    words = [*LISTS["gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel"], "--moe-token-dispatcher-type", "irregular"]
+    assert "in flight" not in printed(words)
+    text = printed([*words, "--moe-overlap-micro-batches", "2"])
+    assert "activations of at most 4, 2 micro-batches (stages 0, 1); 2, 1 without --moe-overlap-micro-batches" in text

@@ -1,0 +1,34 @@
+"""Evaluations in batches of a size of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.cli.arguments import parse
+from megatron.training.report.metrics import MetricsLog
+from moe_overlap.commands import train as pretrain_moe
+from tests.unit.runtime.one_process import MOE, small
+
+
+def test_the_size_of_its_batches_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(MetricsLog, "log_evaluation", lambda log, split, loss, step, note: told.append((split, loss)))
+    for sizes in (
+        "--eval-iters 6",
+        "--eval-global-batch-size 2 --eval-iters 12",
+        "--eval-global-batch-size 12 --eval-iters 2",
+    ):
+        words = f"{MOE} {sizes} --eval-interval 2 --data-cache-path {tmp_path} --num-workers 0"
+        small(words)  # makes the group
+        loop = pretrain_moe.assemble(parse(words.split()), 0)
+        for evaluated in (1, 2):
+            loop.evaluate("valid")
+            assert loop.progress.valid_samples == evaluated * 24
+    assert told[0] != told[1]
+    for evaluation in (0, 1):
+        for split, loss in told[evaluation::2]:
+            assert split == "valid" and loss == pytest.approx(told[evaluation][1], rel=1e-6)
+    assert len(told) == 6

@@ -1,0 +1,61 @@
+"""What transfers add to a step, in closed form, against simulated lists, over a grid of pipelines of equal stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.tuner.cost.interference import slowed_down
+from moe_overlap.tuner.cost.pipeline import step_seconds, transfer_waits
+from moe_overlap.tuner.cost.simulate.engine import simulate
+from moe_overlap.tuner.cost.simulate.step import waiting_for_transfers
+from tests.unit.plan import plan_samples
+
+FORWARD, BACKWARD, BESIDE = 1.0, 2.0, 0.15
+
+
+def simulated(stages: int, virtual: int, micro_batches: int, one_way: float) -> float:
+    """A chunk is one layer, whose seconds are those of attention."""
+    plan = plan_samples.plan(stages * virtual, stages, virtual, micro_batches)
+    lists = {rank: lower(plan, plan_samples.model("d" * stages * virtual), rank) for rank in range(stages)}
+    if virtual == 1:
+        lists = {rank: waiting_for_transfers(made) for rank, made in lists.items()}
+
+    def seconds(_: int, i: Instruction) -> float:
+        if i.kind == "point-to-point":
+            return one_way
+        return {"attention": FORWARD, "backward": BACKWARD}.get(i.name.rpartition(".")[2], 0.0) * ("atten" in i.name)
+
+    return simulate(lists, seconds, slowed_down(BESIDE)).step_seconds
+
+
+def closed(stages: int, virtual: int, micro_batches: int, one_way: float) -> float:
+    waits, filling = transfer_waits(stages, virtual, one_way, BESIDE)
+    stable = [virtual * (FORWARD + BACKWARD) + wait for wait in waits]
+    nothing = [0.0] * stages
+    return step_seconds(stable, nothing, nothing, micro_batches, virtual).total + filling
+
+
+@pytest.mark.parametrize("one_way", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("micro_batches", [1, 4, 12])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_1f1b_waits_for_every_transfer(stages: int, micro_batches: int, one_way: float) -> None:
+    """Exactly, but for one transfer of the step where three or more stages have several micro-batches."""
+    played = simulated(stages, 1, micro_batches, one_way)
+    once = one_way if stages > 2 and micro_batches > 1 else 0.0
+    assert closed(stages, 1, micro_batches, one_way) == pytest.approx(played + once)
+
+
+@pytest.mark.parametrize("one_way", [0.02, 0.1])
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("virtual", [2, 4])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_interleaving_hides_them_but_for_its_ends(stages: int, virtual: int, rounds: int, one_way: float) -> None:
+    """Within 1 % of the step, and four transfers."""
+    played = simulated(stages, virtual, stages * rounds, one_way)
+    found = closed(stages, virtual, stages * rounds, one_way)
+    assert found == pytest.approx(played, rel=0.01)
+    assert found == pytest.approx(played, abs=4 * one_way)
+    bare = (stages * rounds * virtual + stages - 1) * (FORWARD + BACKWARD)
+    assert played > bare

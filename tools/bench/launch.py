@@ -1,0 +1,194 @@
+"""Ranks of one command on the hosts of a bed, or on this machine; they can be told what to do, line by line.
+
+Every rank gets the environment of torchrun, a CPU of its own as far as there are any, and a pair of pipes: it reads orders as
+JSON lines from its standard input and writes answers to the descriptor `--reply-fd`. When one rank ends, all are ended; when
+this program ends, however it ends, the kernel ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from moe_overlap.describe.errors import ConfigError
+from tools.bench.bed import Bed, CpuGroup
+
+FIRST_PORT = 29400
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # Large tensors come from the heap and stay there: no page faults in the middle of a measurement.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
+}
+
+
+Tell = Callable[..., list[Any]]
+"""Sends one order, given by keywords, to every rank; their answers."""
+
+
+class RankFailed(Exception):
+    """A rank ended, or did not answer in time; the message says which and how.
+
+    Attributes:
+        status: its exit status; None while it runs.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def report_failure(error: ConfigError | RankFailed) -> int:
+    """Say why a benchmark ended, where its rank has not said so itself; returns the exit status."""
+    if isinstance(error, RankFailed) and error.status == 2:  # a user's mistake, and the rank has said which
+        return 2
+    print(f"error: {error}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+class Ranks:
+    """Processes of one job; all are ended when the `with` block is left.
+
+    Args:
+        command: program and arguments; `--reply-fd N` is appended.
+        ranks: number of processes, spread evenly over the bed's hosts, neighbours together.
+        bed: None: this machine, without limited links.
+        priority: the CPU group they join.
+        folder: they start in; this program's unless given.
+        port: of the rendezvous; jobs that run at the same time need different ones.
+        timeout_seconds: longest wait for an answer.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        ranks: int,
+        bed: Bed | None,
+        priority: CpuGroup,
+        *,
+        folder: Path | None = None,
+        port: int = FIRST_PORT,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        assert bed is None or ranks % bed.hosts == 0, f"{ranks} ranks on {bed and bed.hosts} hosts"
+        self.timeout_seconds, self._priority, self._folder = timeout_seconds, priority, folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._replies: list[int] = []
+        self._unread: list[bytes] = [b""] * ranks
+        meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if bed is None:
+            meeting |= {"MASTER_PORT": str(_free_port())}
+        else:
+            meeting |= {"MASTER_ADDR": bed.address(0), "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+        try:
+            for rank in range(ranks):
+                self._start(rank, command, meeting, bed, rank * bed.hosts // ranks if bed is not None else 0)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, rank: int, command: Sequence[str], meeting: dict[str, str], bed: Bed | None, host: int) -> None:
+        cpus = sorted(os.sched_getaffinity(0))
+        reads, writes = os.pipe()
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        words = ["setpriv", "--pdeathsig", "KILL", "--", "taskset", "-c", str(cpus[rank % len(cpus)]), *command]
+        try:
+            process = subprocess.Popen(
+                [*(bed.prefix(host) if bed is not None else ()), *words, "--reply-fd", str(writes)],
+                env={**_outside_torchrun(), **ENVIRONMENT, **meeting, **place},
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(writes,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writes)
+        self._processes.append(process)
+        self._replies.append(reads)
+        self._priority.join(process.pid)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def tell(self, **order: Any) -> list[Any]:
+        """Send one order to every rank.
+
+        Returns:
+            Their answers, in order of rank.
+        Raises:
+            RankFailed: a rank ended or was silent for too long.
+        """
+        line = (json.dumps(order) + "\n").encode()
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # the missing answer tells
+                process.stdin.write(line)
+                process.stdin.flush()
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        """One line of every rank."""
+        deadline = time.monotonic() + self.timeout_seconds
+        found: dict[int, Any] = {}
+        while len(found) < len(self._processes):
+            waiting = {self._replies[rank]: rank for rank in range(len(self._processes)) if rank not in found}
+            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = ", ".join(map(str, sorted(waiting.values())))
+                raise RankFailed(f"rank {silent}: no answer in {self.timeout_seconds:g} s")
+            for descriptor in ready:
+                rank = waiting[descriptor]
+                data = os.read(descriptor, 1 << 16)
+                if not data:
+                    status = self._processes[rank].wait(self.timeout_seconds)
+                    raise RankFailed(f"rank {rank}: ended with status {status}", status)
+                line, newline, rest = (self._unread[rank] + data).partition(b"\n")
+                if newline:
+                    found[rank], self._unread[rank] = json.loads(line), rest
+                else:
+                    self._unread[rank] = line
+        return [found[rank] for rank in range(len(self._processes))]
+
+    def kill(self) -> None:
+        """End every process, and what it started."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        for descriptor in self._replies:
+            os.close(descriptor)
+        self._replies = []
+
+
+def _outside_torchrun() -> dict[str, str]:
+    """The environment without what torchrun told this program: a job of its own meets at a store of its own."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,162 @@
+"""How long each operator of a list computes: CPU seconds measured in steps without partitions.
+
+With deferred weight gradients a backward operator and its weight gradients are measured apart. A list that names a weight
+gradient is charged for it there, a list that does not is charged for it in the backward operator. One of K partitions takes 1/K
+of the whole: what partitioning costs in efficiency is not in these figures; real computation shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, WEIGHT_GRADIENT, parse_operator
+from moe_overlap.tuner.profile.database import Database, OperatorKey
+
+# Orders to ranks that measure themselves and their links; measuring.py follows them. No torch.
+
+ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN, ORDER_COUNTS = "operators", "links", "slowdown", "counts"
+ORDERS = (ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN, ORDER_COUNTS)
+TRANSFERS = "point_to_point"
+"""Kind of link that leads to the next stage."""
+
+
+def order_of(database: Database, keys: Sequence[OperatorKey], seconds_each: float) -> dict[str, Any]:
+    """The order to measure operators into a database."""
+    return {
+        "do": ORDER_OPERATORS,
+        "path": str(database.path.resolve()),
+        "device": dataclasses.asdict(database.device),
+        "operators": [[key.kind, key.direction, key.dtype, list(key.shape)] for key in keys],
+        "seconds_each": seconds_each,
+    }
+
+
+UPDATE_PARTS = ("gradients", "parameters", "optimizer")
+COMPUTING_KINDS = ("compute", "weight-gradient")
+
+
+def is_update(name: str) -> bool:
+    """Whether an operator stands behind the passes. Reductions in pieces (`gradients.L3`) stand among them."""
+    return name.startswith(UPDATE_PARTS) and not name.startswith("gradients.")
+
+
+class ProcessorClock:
+    """A clock for the span recorder: processor seconds of this thread, which other processes do not lengthen."""
+
+    def mark(self) -> float:
+        """A point in time."""
+        return time.thread_time()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Between two points."""
+        return end - start
+
+    def finish(self) -> None:
+        """Every mark is readable at once."""
+
+
+def median_seconds(steps: Iterable[Sequence[Any]]) -> dict[str, float]:
+    """Median seconds of one micro-batch of every operator over several steps' spans; updates left out.
+
+    An operator that is recorded in several pieces counts with their sum.
+    """
+    found: dict[str, list[float]] = {}
+    for spans in steps:
+        sums: dict[tuple[str, int], float] = {}
+        for span in spans:
+            if span.channel == "compute" and not span.name.startswith(UPDATE_PARTS):
+                key = (span.name, span.micro_batch)
+                sums[key] = sums.get(key, 0.0) + span.end - span.start
+        for (name, _), seconds in sums.items():
+            found.setdefault(name, []).append(seconds)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def mean_of_ranks(profiles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One profile for all ranks; each operator counts on the ranks that have it."""
+    names = dict.fromkeys(name for profile in profiles for name in profile)
+    return {name: statistics.fmean(profile[name] for profile in profiles if name in profile) for name in names}
+
+
+def step_seconds(seconds: Mapping[str, float], micro_batches: int) -> float:
+    """Computation of a whole step."""
+    return sum(seconds.values()) * micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class ListSeconds:
+    """A profile applied to the instructions of one list.
+
+    Attributes:
+        whole: operator -> seconds of an uncut micro-batch.
+        parts: operator -> number of pieces the list cuts it into; 1 where missing.
+    """
+
+    whole: Mapping[str, float]
+    parts: Mapping[str, int]
+
+    def of(self, i: Instruction) -> float:
+        """Seconds of one instruction."""
+        share = len(i.partition) / self.parts.get(i.name, 1) if i.partition else 1.0
+        return self.whole[i.name] * share
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSeconds:
+    """Seconds of every instruction of one list, by its number."""
+
+    by_id: Mapping[int, float]
+
+    def of(self, i: Instruction) -> float:
+        """Seconds of one instruction."""
+        return self.by_id[i.id]
+
+
+def given_seconds(sleeps: Sequence[tuple[str, float]], instructions: Sequence[Instruction]) -> GivenSeconds:
+    """Seconds that were given for the computation of a list, in its order.
+
+    Args:
+        sleeps: name and seconds of every operator of the passes.
+    Raises:
+        ValueError: they are those of another list.
+    """
+    computed = computation_of(instructions)
+    if [name for name, _ in sleeps] != [i.name for i in computed]:
+        raise ValueError(f"seconds of {len(sleeps)} operators for another list of {len(computed)}")
+    return GivenSeconds({i.id: seconds for i, (_, seconds) in zip(computed, sleeps, strict=True)})
+
+
+def computation_of(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """What computes in the passes of a list, the update left out."""
+    return [i for i in instructions if i.kind in COMPUTING_KINDS and i.micro_batch is not None]
+
+
+def apply_profile(profile: Mapping[str, float], instructions: Sequence[Instruction]) -> ListSeconds:
+    """Spread a profile over a list.
+
+    Raises:
+        KeyError: the list has an operator that was not measured.
+    """
+    computed = computation_of(instructions)
+    listed = {i.name for i in computed}
+    parts: dict[str, int] = {}
+    for i in computed:
+        parts[i.name] = max([parts.get(i.name, 1), *(piece + 1 for piece in i.partition)])
+    return ListSeconds({name: _whole_seconds(name, profile, listed) for name in listed}, parts)
+
+
+def _whole_seconds(name: str, profile: Mapping[str, float], listed: set[str]) -> float:
+    operator = parse_operator(name)
+    if operator.suffix == RECOMPUTE:
+        return profile[name.removesuffix("." + RECOMPUTE)]
+    if operator.suffix != BACKWARD:
+        return profile[name]
+    before = name.removesuffix(BACKWARD)
+    inside = (n for n in profile if n.startswith(before) and n.endswith("." + WEIGHT_GRADIENT) and n not in listed)
+    return profile[name] + sum(profile[n] for n in inside)

@@ -1,0 +1,198 @@
+"""Timer compute: the executor with every operator replaced by a sleep of its profiled time; communication stays real.
+
+Ranks then need no processor, so there may be more of them than cores, and the figures vary by a few per cent at most. Routing is
+balanced: token t goes to experts t·k, …, t·k + k - 1 (mod E). What is sent has the real sizes and no meaning.
+
+T tokens of a micro-batch on this rank, E experts, k experts per token, H hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, parse_operator
+from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
+from moe_overlap.runtime.dispatch.wire import Exchange, Pending, extra_columns
+from moe_overlap.runtime.executor.bindings import StepState, handle_of, travelling
+from moe_overlap.runtime.executor.buffers import Buffers
+from moe_overlap.runtime.executor.execute import PIECES, PlanExecutor, StageTransfers, is_update
+from moe_overlap.runtime.step import Batch, StepResult
+from tools.bench.profile import GivenSeconds, ListSeconds, apply_profile
+
+LATE_SECONDS = 1e-4
+"""A sleep ends so much later than asked for (0.07 to 0.14 ms here)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """What decides the size of a message."""
+
+    tokens: int
+    experts: int
+    experts_per_token: int
+    hidden: int
+    dtype: torch.dtype
+
+
+class TimerOperators:
+    """In the place of `ChunkOperators`: sleeps, and exchanges rows of zeros."""
+
+    def __init__(self, dispatcher: IrregularDispatcher, sizes: Sizes) -> None:
+        self._dispatcher, self._sizes = dispatcher, sizes
+        self.seconds: ListSeconds | GivenSeconds = ListSeconds({}, {})
+        self.scale = 1.0
+        self.parts: Mapping[str, int] = {}
+        self._openings: dict[int, Handle] = {}
+        self._zeros: dict[tuple[int, int], Tensor] = {}
+
+    def compute(self, instruction: Instruction, state: StepState) -> None:
+        """Take the time of a compute or weight-gradient instruction; a gate also decides the routing."""
+        begun = time.perf_counter()
+        operator = parse_operator(instruction.name, "instruction")
+        if operator.part == GATE and not operator.suffix:
+            assert operator.layer is not None
+            places = travelling(instruction, operator.layer, instruction.writes, "rows")
+            parts = max(self.parts.get(instruction.name, 1), len(places))
+            state.handles |= {place: self._open(operator.layer, parts) for place in places}
+        left = begun + self.seconds.of(instruction) * self.scale - LATE_SECONDS - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+    def exchange(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
+        """Start an exchange; the answer waits for it."""
+        operator = parse_operator(instruction.name, "instruction")
+        handle, dispatcher = handle_of(instruction, operator, state, self._dispatcher), self._dispatcher
+        if operator.part == COUNT:
+            counting = dispatcher.start_counts(handle)
+            return lambda: _drop(counting.wait())
+        routed, arrived = sum(handle.counts.sent), sum(handle.counts.received)
+        packed = self._sizes.hidden + extra_columns(self._sizes.dtype, handle.probs_dtype)
+        back = operator.suffix == BACKWARD
+        start: Callable[[Tensor, Handle], Pending[Tensor]]
+        if operator.part == DISPATCH:
+            start = dispatcher.start_dispatch_backward if back else dispatcher.start_dispatch
+            rows = self._rows(arrived if back else routed, packed)
+        else:
+            start = dispatcher.start_combine_backward if back else dispatcher.start_combine
+            rows = self._rows(routed if back else arrived, self._sizes.hidden)
+        pending = start(rows, handle)
+        return lambda: _drop(pending.wait())
+
+    def _open(self, layer: int, parts: int) -> Handle:
+        tokens = self._sizes.tokens // parts
+        if tokens not in self._openings:
+            experts, k = self._sizes.experts, self._sizes.experts_per_token
+            chosen_TK = (torch.arange(tokens)[:, None] * k + torch.arange(k)[None, :]) % experts
+            map_TE = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, chosen_TK, True)
+            self._openings[tokens] = self._dispatcher.open(map_TE, torch.float32, "moe")
+        name, tag = f"L{layer}.moe", self._dispatcher.take_tags()
+        return dataclasses.replace(self._openings[tokens], name=name, tag=tag, arriving=None)
+
+    def _rows(self, rows: int, columns: int) -> Tensor:
+        if (rows, columns) not in self._zeros:
+            self._zeros[rows, columns] = torch.zeros(rows, columns, dtype=self._sizes.dtype)
+        return self._zeros[rows, columns]
+
+
+class ZeroPieces:
+    """In the place of `GradientPieces`: exchanges as many zeros as the list says."""
+
+    def __init__(self, replicas: Exchange) -> None:
+        self.replicas = replicas
+        self._sent_bytes: dict[tuple[str, int], int] = {}
+
+    def take_sizes(self, instructions: Sequence[Instruction]) -> None:
+        """The pieces of the next step."""
+        pieces = [i for i in instructions if i.name.startswith(PIECES)]
+        self._sent_bytes = {(i.name, i.partition[0]): i.bytes for i in pieces}
+
+    def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
+        """Start one piece; the answer waits for it."""
+        name, size = PIECES + part, self.replicas.size
+        rows = torch.zeros(size, self._sent_bytes[name, piece] // (size - 1), dtype=torch.uint8)
+        pending = self.replicas.start(rows, [1] * size, [1] * size, tag=self.replicas.take_tags(1), name=name)
+        return lambda: _drop(pending.wait())
+
+
+class ZeroTransfers(StageTransfers):
+    """In the place of `StageTransfers`: sends as many zeros, and keeps nothing of what arrives."""
+
+    @classmethod
+    def like(cls, transfers: StageTransfers) -> ZeroTransfers:
+        """With the sizes and the group of another one."""
+        made = cls.__new__(cls)
+        made.__dict__.update(transfers.__dict__)
+        return made
+
+    def start(self, i: Instruction, buffers: Buffers) -> Callable[[], None]:
+        """Start one transfer; the answer waits for it."""
+        empty = Buffers(lambda _: 1)
+        hidden = dataclasses.replace(i, reads=("h.m0",), writes=("h.m0",))
+        empty.write(hidden, "h", torch.zeros(self._shape, dtype=self._dtype))
+        return super().start(hidden, empty)
+
+
+class TimedExecutor(PlanExecutor):
+    """The executor over `TimerOperators`: forward and backward of a list, without the update.
+
+    Attributes:
+        profile: operator -> seconds of an uncut micro-batch (profile.py).
+        given: seconds of the list that runs next, in place of the profile; None: the profile decides.
+        scale: factor of all of them; 0 leaves the communication alone.
+    """
+
+    profile: Mapping[str, float]
+    given: GivenSeconds | None = None
+    scale: float = 1.0
+
+    @classmethod
+    def over(cls, executor: PlanExecutor, sizes: Sizes, replicas: Exchange) -> TimedExecutor:
+        """An executor that shares everything but the operators with another one.
+
+        Args:
+            replicas: what gradients are exchanged over.
+        """
+        made = cls.__new__(cls)
+        made.__dict__.update(executor.__dict__)
+        made._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
+        made._pieces = ZeroPieces(replicas)  # type: ignore[assignment]
+        made._transfers = ZeroTransfers.like(executor._transfers)
+        made.profile = {}
+        return made
+
+    @torch.no_grad()
+    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+        """Forward and backward. Loss and norm are not numbers, and no weight moves."""
+        listed = [_as_compute(i) for i in instructions if not is_update(i)]
+        seconds = self.given or apply_profile(self.profile, listed)
+        for operators in self._operators:
+            assert isinstance(operators, TimerOperators)
+            operators.seconds, operators.parts, operators.scale = seconds, _parts(listed), self.scale
+        assert isinstance(self._pieces, ZeroPieces)
+        self._pieces.take_sizes(listed)
+        self._recorder.start_step()
+        self._follow(listed, self._state(listed, batches))
+        return StepResult(math.nan, 0, math.nan, False, None, tuple(self._recorder.spans()))
+
+
+def _as_compute(i: Instruction) -> Instruction:
+    """A sleep is a sleep: weight gradients need no queue."""
+    return dataclasses.replace(i, kind="compute") if i.kind == "weight-gradient" else i
+
+
+def _parts(instructions: Sequence[Instruction]) -> dict[str, int]:
+    parts: dict[str, int] = {}
+    for i in instructions:
+        parts[i.name] = max([parts.get(i.name, 1), *(piece + 1 for piece in i.partition)])
+    return parts
+
+
+def _drop(arrived: object) -> None:
+    """What arrives has no meaning."""
