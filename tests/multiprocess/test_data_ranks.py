@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.multiprocessing import spawn
 
 from megatron.training.cli.config import DataConfig
-from megatron.training.data import indexed as corpus
+from megatron.training.data import sources as corpus
 from megatron.training.data.datasets import Dataset, build_datasets
 from megatron.training.data.indexed import indexed_dataset
 from megatron.training.data.tokenizers import ByteTokenizer

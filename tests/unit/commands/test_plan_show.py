@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from moe_overlap.commands import show_plan
 from moe_overlap.plan.instructions import parse_list
 from moe_overlap.plan.overlap import LoweredLimit, SearchLimits, StageOverlap
 from tests.unit.plan import plan_samples
@@ -22,11 +22,7 @@ MODEL = str(plan_samples.GOLDEN / "pp2_ep2_model.json")
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("show_plan", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return show_plan
 
 
 def test_example_as_text(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

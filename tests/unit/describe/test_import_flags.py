@@ -118,7 +118,7 @@ def test_the_tool_writes_a_file_that_parses_alike(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "moe_overlap.commands.import_flags",
+        "tools.import_flags",
         str(SCRIPT),
         "--output",
         str(out),

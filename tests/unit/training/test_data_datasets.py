@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.cli.config import DataConfig
 from megatron.training.data import datasets as data
 from megatron.training.data import indexed
-from megatron.training.data import indexed as corpus
+from megatron.training.data import sources as corpus
 from megatron.training.data.datasets import BatchSampler, Dataset, batches, build_datasets, unigram_entropy
 from megatron.training.data.indexed import indexed_dataset
 from megatron.training.data.sources import check_indexed_dataset

@@ -106,7 +106,7 @@ def test_a_missing_file_is_named_with_the_likely_fix(tmp_path: Path) -> None:
 
 
 def test_no_torch() -> None:
-    modules = "megatron.training.data.tokenizers, megatron.training.data.indexed, megatron.training.data.sources"
+    modules = "megatron.training.data.tokenizers, megatron.training.data.sources"
     code = f"import sys, {modules}; print([m for m in sys.modules if m in ('torch', 'numpy', 'transformers')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
