@@ -1,0 +1,234 @@
+"""NCCL's rules, checked on instruction lists before anything runs: would these ranks ever finish their step?
+
+NCCL knows no tags. What meets what is decided by order alone, and an order that gloo forgives stops a GPU cluster for good.
+
+Terms. A *communicator* joins the ranks of one group; a stage boundary has one per pair of ranks and direction. A *meeting* is one
+operation of a communicator, seen from all of its ranks. What the model says:
+
+1. On every rank a communicator is a queue: its operations start in list order, the next when the one before has ended.
+2. A meeting ends only when every rank has reached it. The k-th operation of a rank meets the k-th of the others: a send meets a
+   receive of the same tensor, a collective the same collective.
+3. Operations that start together (between ncclGroupStart and ncclGroupEnd; torch's `batch_isend_irecv`) are one entry of the
+   queue: none of them waits for another.
+4. Different communicators do not wait for each other. That they share a device's multiprocessors is not modelled here.
+5. An instruction starts when all of its `after` and what stands before it on its channel have ended.
+
+Merging every meeting into one node turns rule 2 into edges of a graph, so the step ends exactly if the graph has no cycle: the
+rules leave no choice in which a lucky timing could help.
+
+One rank per stage is enough where the ranks of a stage follow the same list and send to the rank of the same place (equal
+stages): a cycle among all ranks is one among their representatives, too. Of stages of unlike shape all ranks are needed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from moe_overlap.plan.instructions import Instruction, ScheduleError
+from moe_overlap.plan.operators import NORM
+
+SHOWN_RANKS = 4
+"""Ranks whose first stuck instruction an error shows."""
+
+Lists = Mapping[int, Sequence[Instruction]]
+Communicator = Callable[[int, Instruction], Hashable]
+"""Rank and communication -> what it is queued on; equal on all ranks that meet."""
+
+
+def one_per_direction(rank: int, communication: Instruction) -> Hashable:
+    """The communicators of this runtime: a pair of ranks has one per direction of a boundary, a group one per channel."""
+    if communication.kind == "point-to-point":
+        return (*_pair(rank, communication), communication.channel)
+    return _group(communication)
+
+
+def one_per_pair(rank: int, communication: Instruction) -> Hashable:
+    """One communicator for everything that two ranks send each other, as a single process group of the pipeline has it."""
+    return _pair(rank, communication) if communication.kind == "point-to-point" else _group(communication)
+
+
+def check_rendezvous(
+    lists: Lists,
+    communicator: Communicator = one_per_direction,
+    starts_together: Callable[[Instruction], Hashable] = lambda communication: communication.id,
+) -> None:
+    """Check that all ranks finish their lists under NCCL's rules.
+
+    Args:
+        lists: the lists of the ranks that take part; every peer of a transfer is among them.
+        communicator: the queue that a communication of a rank belongs to.
+        starts_together: neighbours in a queue with equal answers start together; each by itself unless given.
+    Raises:
+        ScheduleError: an operation meets another one than its own or none at all, or ranks wait for each other in a circle; the
+            message shows the first lines that cannot start.
+    """
+    graph = _Graph(lists)
+    queues = _queues(lists, communicator)
+    for key, of_rank in queues.items():
+        _meet(graph, lists, key, of_rank)
+        for rank, places in of_rank.items():
+            graph.queue(rank, _entries(lists[rank], places, starts_together))
+    stuck = graph.stuck()
+    if stuck:
+        raise ScheduleError(f"ranks wait for each other in a circle\n{_first_lines(lists, stuck)}")
+
+
+def _pair(rank: int, transfer: Instruction) -> tuple[int, int]:
+    (peer,) = transfer.peers
+    return min(rank, peer), max(rank, peer)
+
+
+def _group(collective: Instruction) -> Hashable:
+    """The norm of the gradients meets on all ranks; any other collective within its stage."""
+    return ("world", NORM) if collective.name == NORM else (collective.stage, collective.channel)
+
+
+def _queues(lists: Lists, communicator: Communicator) -> dict[Hashable, dict[int, list[int]]]:
+    """Communicator -> rank -> places in its list, in order."""
+    queues: dict[Hashable, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, instructions in lists.items():
+        for place, instruction in enumerate(instructions):
+            if instruction.kind in ("collective", "point-to-point"):
+                queues[communicator(rank, instruction)][rank].append(place)
+    return queues
+
+
+def _meet(graph: _Graph, lists: Lists, key: Hashable, of_rank: Mapping[int, Sequence[int]]) -> None:
+    """Rule 2: the k-th of every rank is one meeting, and they are the same operation.
+
+    Transfers of a pair are matched per direction: what both ranks send crosses, so the k-th send of the one meets the k-th receive
+    of the other.
+    """
+    transfers = any(lists[rank][places[0]].kind == "point-to-point" for rank, places in of_rank.items())
+    if not transfers:
+        _meet_in_order(graph, lists, key, of_rank)
+        return
+    sends, receives = _directions(lists, of_rank)
+    for source, (peer, places) in sends.items():
+        _meet_in_order(graph, lists, key, {source: places, peer: receives.pop(peer, (source, []))[1]})
+    for target, (peer, places) in receives.items():
+        _meet_in_order(graph, lists, key, {target: places, peer: []})
+
+
+def _directions(
+    lists: Lists, of_rank: Mapping[int, Sequence[int]]
+) -> tuple[dict[int, tuple[int, list[int]]], dict[int, tuple[int, list[int]]]]:
+    """Rank -> its peer, and the places of what it sends; the same for what it receives."""
+    sends: dict[int, tuple[int, list[int]]] = {}
+    receives: dict[int, tuple[int, list[int]]] = {}
+    for rank, places in of_rank.items():
+        for place in places:
+            transfer = lists[rank][place]
+            side = receives if transfer.writes else sends
+            side.setdefault(rank, (transfer.peers[0], []))[1].append(place)
+    return sends, receives
+
+
+def _meet_in_order(graph: _Graph, lists: Lists, key: Hashable, of_rank: Mapping[int, Sequence[int]]) -> None:
+    most = max(of_rank, key=lambda rank: len(of_rank[rank]))
+    for k in range(len(of_rank[most])):
+        first = lists[most][of_rank[most][k]]
+        for rank, places in of_rank.items():
+            if k >= len(places):
+                raise ScheduleError(f"rank {rank} never meets rank {most} on {key}\n  rank {most}: {first}")
+            other = lists[rank][places[k]]
+            if _identity(other) != _identity(first):
+                raise ScheduleError(
+                    f"two different operations meet on {key}\n  rank {most}: {first}\n  rank {rank}: {other}"
+                )
+            graph.merge((most, of_rank[most][k]), (rank, places[k]))
+
+
+def _identity(communication: Instruction) -> tuple[object, ...]:
+    """The facts in which both sides of a meeting agree; a stage boundary may join unlike chunks and micro-batches."""
+    if communication.kind == "point-to-point":
+        buffers = communication.writes or communication.reads
+        return (communication.channel, communication.micro_batch, communication.partition, len(buffers) > 0)
+    return (communication.name, communication.micro_batch, communication.partition)
+
+
+def _entries(
+    instructions: Sequence[Instruction], places: Sequence[int], starts_together: Callable[[Instruction], Hashable]
+) -> list[list[int]]:
+    """Rule 3: the entries of a queue."""
+    entries: list[list[int]] = []
+    last: Hashable = None
+    for place in places:
+        batch = starts_together(instructions[place])
+        if entries and batch == last:
+            entries[-1].append(place)
+        else:
+            entries.append([place])
+        last = batch
+    return entries
+
+
+Node = tuple[int, int]
+"""Rank and place in its list."""
+
+
+@dataclass(slots=True)
+class _Graph:
+    """All instructions of all ranks; those that meet are one node."""
+
+    lists: Lists
+    _meeting: dict[Node, Node] = field(default_factory=dict)
+    _before: list[tuple[Node, Node]] = field(default_factory=list)
+
+    def merge(self, one: Node, other: Node) -> None:
+        """Both are the same meeting."""
+        self._meeting[other] = self._meeting.setdefault(one, one)
+
+    def queue(self, rank: int, entries: Sequence[Sequence[int]]) -> None:
+        """Rule 1: each entry waits for all of the one before."""
+        for earlier, later in zip(entries, entries[1:], strict=False):
+            self._before += [((rank, first), (rank, second)) for first in earlier for second in later]
+
+    def stuck(self) -> dict[int, int]:
+        """Rank -> place of its first instruction that never ends; empty where all ranks finish (Kahn's algorithm)."""
+        edges = [*self._before, *self._own_order()]
+        successors: dict[Node, list[Node]] = defaultdict(list)
+        waits_for: dict[Node, int] = defaultdict(int)
+        for first, second in edges:
+            earlier, later = self._node(first), self._node(second)
+            successors[earlier].append(later)
+            waits_for[later] += 1
+        nodes = {self._node((rank, place)) for rank, made in self.lists.items() for place in range(len(made))}
+        ready = deque(node for node in nodes if not waits_for[node])
+        ended: set[Node] = set()
+        while ready:
+            node = ready.popleft()
+            ended.add(node)
+            for later in successors[node]:
+                waits_for[later] -= 1
+                if not waits_for[later]:
+                    ready.append(later)
+        return {
+            rank: place
+            for rank, made in self.lists.items()
+            if (place := next((p for p in range(len(made)) if self._node((rank, p)) not in ended), None)) is not None
+        }
+
+    def _node(self, node: Node) -> Node:
+        return self._meeting.get(node, node)
+
+    def _own_order(self) -> list[tuple[Node, Node]]:
+        """Rule 5."""
+        edges: list[tuple[Node, Node]] = []
+        for rank, instructions in self.lists.items():
+            place_of = {instruction.id: place for place, instruction in enumerate(instructions)}
+            last: dict[str, int] = {}
+            for place, instruction in enumerate(instructions):
+                edges += [((rank, place_of[number]), (rank, place)) for number in instruction.after]
+                if instruction.kind not in ("collective", "point-to-point"):
+                    if instruction.channel in last:
+                        edges.append(((rank, last[instruction.channel]), (rank, place)))
+                    last[instruction.channel] = place
+        return edges
+
+
+def _first_lines(lists: Lists, stuck: Mapping[int, int]) -> str:
+    shown = list(stuck.items())[:SHOWN_RANKS]
+    return "\n".join(f"  rank {rank} stops at: {lists[rank][place]}" for rank, place in shown)

@@ -1,0 +1,179 @@
+"""Lists under NCCL's rules: they end, and broken ones are refused; a step-by-step twin agrees."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from moe_overlap.plan.instructions import Instruction, ScheduleError, parse_list
+from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.rendezvous import check_rendezvous, one_per_direction, one_per_pair
+from moe_overlap.plan.plan import Plan
+from tests.unit.plan import plan_samples
+
+Lists = dict[int, tuple[Instruction, ...]]
+
+
+def lists_of(plan: Plan, moe: str) -> Lists:
+    """One rank per stage."""
+    model = plan_samples.model(moe)
+    return {stage.devices.ranks[0]: lower(plan, model, stage.devices.ranks[0]) for stage in plan.stages}
+
+
+def golden() -> Lists:
+    names = {0: "pp2_ep2_rank0.txt", 2: "pp2_ep2_rank2.txt"}
+    return {rank: parse_list((plan_samples.GOLDEN / name).read_text()) for rank, name in names.items()}
+
+
+def ends(lists: Lists, **how: object) -> bool:
+    try:
+        check_rendezvous(lists, **how)  # type: ignore[arg-type]
+    except ScheduleError:
+        return False
+    return True
+
+
+def run_by_hand(lists: Lists, communicator: object = one_per_direction) -> bool:
+    """The obvious twin: again and again, end whatever can end, until nothing is left or nothing moves."""
+    left = {rank: list(instructions) for rank, instructions in lists.items()}
+    done: dict[int, set[int]] = {rank: set() for rank in lists}
+
+    def front(rank: int, wanted: Instruction) -> bool:
+        """Whether it is the first that is left of its queue, and all it waits for has ended."""
+        for other in left[rank]:
+            if other is wanted:
+                return set(wanted.after) <= done[rank]
+            same = other.channel == wanted.channel
+            if wanted.kind in ("collective", "point-to-point"):
+                moves = other.kind in ("collective", "point-to-point")
+                same = moves and communicator(rank, other) == communicator(rank, wanted)  # type: ignore[operator]
+            elif other.kind in ("collective", "point-to-point"):
+                same = False
+            if same:
+                return False
+        raise AssertionError
+
+    def end(rank: int, instruction: Instruction) -> None:
+        left[rank].remove(instruction)
+        done[rank].add(instruction.id)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, instruction in [(rank, i) for rank in left for i in left[rank]]:
+            if instruction not in left[rank] or not front(rank, instruction):
+                continue
+            if instruction.kind == "point-to-point":
+                peer = instruction.peers[0]
+                facing = [
+                    other
+                    for other in left[peer]
+                    if other.kind == "point-to-point"
+                    and rank in other.peers
+                    and bool(other.writes) != bool(instruction.writes)
+                    and other.channel == instruction.channel
+                ]
+                if not facing or not front(peer, facing[0]):
+                    continue
+                end(peer, facing[0])
+            elif instruction.name == "optimizer.norm" and instruction.kind == "collective":
+                facing_norms = [(r, next((i for i in left[r] if i.name == "optimizer.norm"), None)) for r in left]
+                if any(norm is None or not front(r, norm) for r, norm in facing_norms):
+                    continue
+                for r, norm in facing_norms:
+                    if r != rank and norm is not None:
+                        end(r, norm)
+            end(rank, instruction)
+            moved = True
+    return not any(left.values())
+
+
+def test_golden_pipeline_ends_with_a_communicator_for_each_direction() -> None:
+    assert ends(golden()) and run_by_hand(golden())
+
+
+def test_it_stops_where_issue_order_shares_one_communicator_per_pair() -> None:
+    """Stage 0 starts its second send while stage 1 starts its first backward send: on one communicator both wait for good."""
+    with pytest.raises(ScheduleError, match="circle"):
+        check_rendezvous(golden(), one_per_pair)
+    assert not run_by_hand(golden(), one_per_pair)
+
+
+def test_what_starts_together_does_not_wait_for_each_other() -> None:
+    """A send and a receive of each of two ranks, each rank sending first: a deadlock, unless both start as one group."""
+
+    def side(peer: int) -> tuple[Instruction, ...]:
+        up, down = ("a", "b") if peer else ("b", "a")
+        common = {"kind": "point-to-point", "stage": 0, "peers": (peer,), "micro_batch": 0}
+        send = Instruction(id=0, name=f"send.{up}", channel=up, reads=("x",), **common)  # type: ignore[arg-type]
+        receive = Instruction(id=1, name=f"receive.{down}", channel=down, writes=("y",), **common)  # type: ignore[arg-type]
+        return send, receive
+
+    lists = {0: side(1), 1: side(0)}
+    assert not ends(lists, communicator=one_per_pair)
+    assert ends(lists, communicator=one_per_pair, starts_together=lambda transfer: "both")
+    assert ends(lists)
+
+
+def swapped(instructions: Sequence[Instruction], first: int, second: int) -> tuple[Instruction, ...]:
+    """Two transfers trade places: each keeps the id, the channel's slot and the dependencies of the place it moves to."""
+    result = list(instructions)
+    for here, there in ((first, second), (second, first)):
+        kept = instructions[here]
+        result[here] = dataclasses.replace(instructions[there], id=kept.id, after=kept.after)
+    return tuple(result)
+
+
+@pytest.mark.parametrize("moe", ["mm", "mdmd"])
+def test_one_swapped_transfer_is_refused(moe: str) -> None:
+    lists = lists_of(plan_samples.plan(len(moe), 2, micro_batches=4), moe)
+    assert ends(lists)
+    for rank, instructions in lists.items():
+        places = [n for n, i in enumerate(instructions) if i.kind == "point-to-point"]
+        for first, second in itertools.pairwise(places):
+            if instructions[first].channel == instructions[second].channel:
+                assert not ends({**lists, rank: swapped(instructions, first, second)}), (rank, first, second)
+
+
+def test_a_transfer_that_nobody_meets_is_refused() -> None:
+    lists = golden()
+    last = max(n for n, i in enumerate(lists[2]) if i.kind == "point-to-point")
+    cut = tuple(
+        dataclasses.replace(i, after=tuple(n for n in i.after if n != lists[2][last].id))
+        for n, i in enumerate(lists[2])
+        if n != last
+    )
+    with pytest.raises(ScheduleError, match="never meets"):
+        check_rendezvous({**lists, 2: cut})
+
+
+def random_plan(draw: random.Random) -> tuple[Plan, str]:
+    stages, chunks = draw.choice([(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (2, 3)])
+    layers = stages * chunks * draw.choice([1, 2])
+    micro_batches = stages * draw.choice([1, 2, 3]) if chunks > 1 else draw.randint(1, 7)
+    sizes = {"expert": 2, "data": 2, "zero_level": draw.choice([0, 1])}
+    moe = "".join(draw.choice("md") for _ in range(layers))
+    return plan_samples.plan(layers, stages, chunks, micro_batches, stage=sizes), moe
+
+
+def test_random_pipelines_end_and_the_twin_agrees() -> None:
+    draw = random.Random(7)
+    verdicts = set()
+    for _ in range(40):
+        plan, moe = random_plan(draw)
+        lists = lists_of(plan, moe)
+        assert ends(lists)
+        rank = draw.choice(list(lists))
+        places = [n for n, i in enumerate(lists[rank]) if i.kind == "point-to-point"]
+        broken = {**lists, rank: swapped(lists[rank], *draw.sample(places, 2))} if len(places) > 1 else lists
+        for some in (lists, broken):
+            for communicator in (one_per_direction, one_per_pair):
+                verdict = ends(some, communicator=communicator)
+                if verdict:
+                    assert run_by_hand(some, communicator)
+                verdicts.add((some is lists, communicator is one_per_pair, verdict))
+    assert {(True, False, True), (False, False, False), (True, True, False)} <= verdicts
