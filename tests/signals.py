@@ -1,7 +1,7 @@
 """Signals for child processes that a test interrupts.
 
-A shell ignores SIGINT for what it runs in the background, and `nohup` ignores SIGHUP; both are inherited. Python installs no handler
-for a signal that is ignored at its start, so a test's child would be deaf to the very signal that the test sends.
+A shell ignores SIGINT for what it runs in the background, and `nohup` ignores SIGHUP; children inherit both. Python installs no
+handler for a signal that is ignored at its start, so a test's child would be deaf to the very signal that the test sends.
 """
 
 from __future__ import annotations

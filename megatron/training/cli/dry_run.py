@@ -24,7 +24,7 @@ from megatron.training.cli.start import Machine, obstacles, this_machine
 from megatron.training.cli.validation import validate
 from megatron.training.data.sources import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.data.tokenizers import MODEL_TYPES
-from megatron.training.plan_flags import plan_from_flags, plan_of_run
+from megatron.training.plan_flags import gate_of_run, plan_from_flags, plan_of_run
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription, ParameterCount, Share, model_parameters, rank_parameters
 from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
@@ -68,6 +68,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         ),
         _line("layout", layout_line(layout, config)),
         *([_line("in flight", in_flight_line(plan))] if has_pairs(plan) else []),
+        *([_line("gate", gate_line(gate))] if (gate := gate_of_run(config, plan)) != config.overlap.moe_gate else []),
         *(_line(subject, text) for subject, text in parsed.told),
         "",
         "flags that differ from the defaults",
@@ -131,6 +132,11 @@ def in_flight_line(plan: Plan) -> str:
     )
     where = f" (stages {', '.join(map(str, stages))})" if len(stages) > 1 else ""
     return f"activations of at most {held} micro-batches{where}; {before} without --moe-overlap-micro-batches"
+
+
+def gate_line(gate: str | None) -> str:
+    """`topk, without --moe-gate: …`: the gate that partitions take where the flags name none."""
+    return f"{gate}, without --moe-gate: where no token is dropped it decides as megatron-core's router does"
 
 
 def quantity(number: int) -> str:

@@ -6,6 +6,7 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.rules.rule import Rule, at_least, divisors, fraction, require
 from megatron.training.cli.sizes import dense_width, expert_tensor_size, virtual_stages
 from moe_overlap.plan.gates import check_gate, require_partitionable
+from moe_overlap.plan.overlap import Gate
 
 # Rules for the gate, the dispatcher and the overlap.
 
@@ -61,13 +62,25 @@ def require_executable(config: Config, why: str) -> None:
     require(recompute is None or not chunked, "--recompute-granularity", recompute, rule, fix)
 
 
+def unnamed_gate(config: Config) -> Gate | None:
+    """The gate that partitions take where --moe-gate names none; None where they need a name.
+
+    Without a capacity the top-k gate makes the same decisions as megatron-core's router, so nothing is left to choose. With one,
+    the two drop different tokens, and the user says which.
+    """
+    return "topk" if config.moe.moe_expert_capacity_factor is None else None
+
+
 def partitions_keep_the_mathematics(config: Config) -> None:
-    flag, gate, parts = "--moe-overlap-partitions", config.overlap.moe_gate, config.overlap.moe_overlap_partitions
-    if parts is None or parts == 1:
+    flag, partitions = "--moe-overlap-partitions", config.overlap.moe_overlap_partitions
+    if partitions is None or partitions == 1:
         return
+    gate = config.overlap.moe_gate or unnamed_gate(config)
     rule = "capacity passes from part to part in our gates only"
-    require(gate is not None, flag, parts, rule, "add --moe-gate topk")
+    require(gate is not None, flag, partitions, rule, "add --moe-gate topk")
     assert gate is not None
+    if config.moe.num_experts is not None:
+        check_gate(gate, config.moe)
     require_partitionable(gate, config.overlap.moe_overlap_range)
     require_cuttable(config)
 
