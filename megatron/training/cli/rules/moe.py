@@ -1,4 +1,8 @@
-"""Rules for mixtures of experts. Several repeat what megatron-core would raise later, deep inside a layer."""
+"""Rules for mixtures of experts: sizes, router, capacity and dispatcher, and how computation overlaps their all-to-alls.
+
+Several repeat what megatron-core would raise later, deep inside a layer. The overlap's rules hold for flags and, where a function
+takes the flag or plan that is to blame, for `--plan` as well (`plan_flags.py` calls them).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,10 @@ from megatron.training.cli.sizes import dense_width, expert_tensor_size, virtual
 from moe_overlap.plan.gates import check_gate, require_partitionable
 from moe_overlap.plan.overlap import Gate
 
-# Rules for the gate, the dispatcher and the overlap.
+_AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+# Gate and overlap
 
 
 def gate_agrees_with_router_flags(config: Config) -> None:
@@ -42,7 +49,7 @@ def executor_has_what_it_needs(config: Config) -> None:
 
 
 def require_executable(config: Config, why: str) -> None:
-    """The flags that the executor needs, or does not go with.
+    """Require the flags that the executor needs, and refuse those it does not go with.
 
     Args:
         why: the flag or the plan that has the executor run the step.
@@ -86,7 +93,7 @@ def partitions_keep_the_mathematics(config: Config) -> None:
 
 
 def require_cuttable(config: Config) -> None:
-    """What the flags must leave out where micro-batches are cut, by flags or by a plan."""
+    """Refuse flags that change the mathematics where micro-batches run in partitions, by flags or by a plan."""
     again = config.parallel.recompute_modules or ()
     rule = "a layer keeps one normed input to compute again, and parts are under way together"
     require("layernorm" not in again, "--recompute-modules", " ".join(again), rule, "drop layernorm")
@@ -111,7 +118,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
 )
 
 
-_AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+# Experts, router, capacity and dispatcher
 
 
 def dense_models_have_no_expert_ranks(config: Config) -> None:
