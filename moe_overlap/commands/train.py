@@ -112,6 +112,7 @@ def build_machinery(config: Config, model: ModelDescription, plan: Plan, total_s
     from megatron.training.initialize import seed_everything
     from megatron.training.model.build import build_model, unwrap
     from megatron.training.optimizer import make_optimizer, make_scheduler, wrap_chunks
+    from megatron.training.plan_flags import gate_of_run
     from moe_overlap.runtime.build import defer_planned_gradients, gate_and_dispatcher, gradient_marks, make_runner
     from moe_overlap.runtime.groups import build_groups
     from moe_overlap.runtime.megatron_core.moe_layer import adapt_layer
@@ -124,7 +125,7 @@ def build_machinery(config: Config, model: ModelDescription, plan: Plan, total_s
     stage = plan.stages[groups.stage]
     seed_everything(config.training.seed, groups.collection)
     recorder, clock = SpanRecorder(), DrawClock(config.training.seed)
-    parts = gate_and_dispatcher(config.overlap.moe_gate, config.moe.moe_token_dispatcher_type, clock)
+    parts = gate_and_dispatcher(gate_of_run(config, plan), config.moe.moe_token_dispatcher_type, clock)
     adapt = adapt_layer(recorder, groups.collection, *parts)
     modules = build_model(config, model, plan, groups.collection, groups.stage, adapt)
     queue = WeightGradQueue(stage.overlap.max_deferred_bytes or None)
