@@ -263,7 +263,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--micro-batches", type=int, default=1, help="of a step, on every rank")
     parser.add_argument("--experts-per-rank", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=600.0, help="longest wait for a rank, in seconds")
-    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="also write a trace of one more step of each variant")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="also write a trace of one more step of each variant"
+    )
     parser.add_argument("--json", action="store_true", help="print nothing but JSON")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.namespaces is None:
