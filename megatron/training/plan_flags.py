@@ -1,28 +1,36 @@
-"""The plan a run follows: made from the flags, or read from --plan and held against them."""
+"""The plan a run follows: what flags say as a plan, what a plan says as flags, and `--plan FILE`, which completes the flags.
+
+plan_from_flags    flags -> plan: stages of one shape, the same overlap on every layer
+flags_from_plan    its inverse, for every plan that flags can say
+with_plan          --plan FILE: flags that were not written take the plan's values; written ones must agree with it
+plan_of_run        the plan that a run builds and executes, checked
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.training.cli.config import Config
+from megatron.training.cli.config import Config, ModelConfig, OverlapConfig
+from megatron.training.cli.flags.table import config_flags, flag_texts
 from megatron.training.cli.rules.moe import overlap_flag, require_cuttable, require_executable, unnamed_gate
 from megatron.training.cli.rules.rule import require
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.capabilities import refuse_unsupported
+from moe_overlap.plan.capabilities import refuse_narrow_precision, refuse_unsupported
 from moe_overlap.plan.gates import check_gate
-from moe_overlap.plan.overlap import StageOverlap
+from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute, StagePlan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.sizes import GRADIENT_BYTES
-from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
+from moe_overlap.plan.uniform_overlap import BYTES_FLAG, OverlapWords, overlap_from_words
 
-# The plan that flags describe: all stages alike, the same overlap on every layer. Flags and `--plan` take one path from here.
+# From flags to a plan
 
 
 def plan_from_flags(config: Config, model: ModelDescription, world_size: int) -> Plan:
@@ -43,7 +51,7 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
         cluster=Named(name=f"{world_size}-processes", sha256=content_sha256({"processes": world_size})),
         sequence_length=config.model.seq_length,
         global_batch_size=layout.global_batch_size,
-        precision=_precision(config),
+        precision=precision_of(config),
         pipeline_schedule="interleaved-1f1b" if layout.virtual > 1 else "1f1b",
         embedding_stage=0,
         mtp_stage=layout.pipeline - 1 if model.mtp_layers else None,
@@ -65,7 +73,8 @@ def with_global_batch(plan: Plan, global_batch_size: int) -> Plan:
     return dataclasses.replace(plan, global_batch_size=global_batch_size, stages=tuple(stages))
 
 
-def _precision(config: Config) -> Precision:
+def precision_of(config: Config) -> Precision:
+    """The precision that flags choose; the narrowest product names it."""
     precision = config.precision
     if precision.fp4 is not None:
         return "nvfp4"
@@ -149,25 +158,193 @@ def _recompute(config: Config, chunks: tuple[tuple[int, int], ...]) -> Recompute
     return Recompute(layers=parallel.recompute_num_layers, granularity="uniform" if uniform else "full")
 
 
+# From a plan to flags
+
+Values = dict[str, Any]
+"""`group.field` of the configuration -> value."""
 _DESCRIPTIVE = frozenset({"model", "cluster", "predicted", "mesh", "search_limits"})
 """Fields of a plan that say where it comes from, not what runs."""
+CHUNK_FIELDS = (
+    "parallel.pipeline_model_parallel_layout",
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.num_virtual_stages_per_pipeline_rank",
+    "parallel.decoder_first_pipeline_num_layers",
+    "parallel.decoder_last_pipeline_num_layers",
+    "parallel.account_for_embedding_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split",
+)
+"""Fields that say together which layers a chunk holds; one of them says nothing alone."""
+_PRECISIONS: dict[Precision, Values] = {
+    "fp32": {},
+    "bf16": {"optimizer.bf16": True},
+    "fp16": {"precision.fp16": True},
+    "fp8": {"optimizer.bf16": True, "precision.fp8": "hybrid"},
+    "mxfp8": {"optimizer.bf16": True, "precision.fp8": "hybrid", "precision.fp8_recipe": "mxfp8"},
+    "nvfp4": {"optimizer.bf16": True, "precision.fp4": "e2m1"},
+}
+"""Flags of a precision. A plan tells mxfp8 from the other recipes of fp8, of which `delayed` is the default."""
+
+
+def flags_from_plan(plan: Plan, model: ModelDescription, source: str = "plan.json") -> Values:
+    """The flags that say what a plan says: `plan_from_flags` of them is the plan.
+
+    Args:
+        plan: a plan that `validate_plan` accepts for `model`.
+        source: what the plan was read from, for errors.
+    Returns:
+        The value of every configuration field that the plan decides.
+    Raises:
+        ConfigError: names the first field of the plan that flags cannot say.
+    """
+    refuse_unsupported(dataclasses.replace(plan, precision="fp32"), source)
+    facts = ModelConfig(num_layers=model.num_layers, mtp_num_layers=model.mtp_layers or None)
+    layout = layout_values(plan, model.mtp_layers)
+    differences = []
+    for overlap in _overlap_values(plan):
+        values = layout | overlap
+        said = plan_from_flags(with_values(Config(model=facts), values), model, plan.world_size)
+        difference = next(_differences("", dataclasses.asdict(plan), dataclasses.asdict(said)), None)
+        if difference is None:
+            return values
+        differences.append(difference)
+    place, planned, said_value = differences[0]
+    rule = f"flags say one thing for every layer, here {_shown(said_value)}"
+    raise ConfigError(f"{source} {place}", _shown(planned), rule, "follow the plan by --plan")
+
+
+def arguments_of(values: Mapping[str, Any]) -> list[str]:
+    """The command line of configuration fields; a value that is the default needs no argument."""
+    arguments: list[str] = []
+    for flag in config_flags():
+        value = values.get(f"{flag.group}.{flag.field}", flag.default)
+        if value != flag.default:
+            arguments += flag_texts(flag, value)
+    return arguments
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """A configuration with other values of some fields."""
+    groups: dict[str, Values] = {}
+    for path, value in values.items():
+        group, field = path.split(".")
+        groups.setdefault(group, {})[field] = value
+    changed = {group: dataclasses.replace(getattr(config, group), **fields) for group, fields in groups.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def layout_values(plan: Plan, predictions: int) -> Values:
+    """The fields of a plan whose stages have one shape, without its overlap.
+
+    Args:
+        predictions: multi-token-prediction layers of the model.
+    """
+    stage, parallel = plan.stages[0], "parallel."
+    neighbours = stage.devices.ranks == tuple(range(len(stage.devices.ranks)))
+    return {
+        "model.seq_length": plan.sequence_length,
+        "training.micro_batch_size": stage.micro_batch_size,
+        "training.global_batch_size": plan.global_batch_size,
+        f"{parallel}tensor_model_parallel_size": stage.tensor,
+        f"{parallel}sequence_parallel": stage.tensor > 1,
+        f"{parallel}context_parallel_size": stage.context,
+        f"{parallel}expert_model_parallel_size": stage.expert,
+        f"{parallel}expert_tensor_parallel_size": None if stage.expert_tensor == stage.tensor else stage.expert_tensor,
+        f"{parallel}pipeline_model_parallel_size": len(plan.stages),
+        f"{parallel}use_tp_pp_dp_mapping": not neighbours,
+        **_chunk_values(plan, predictions),
+        **_recompute_values(stage.recompute),
+        "optimizer.bf16": False,
+        "precision.fp16": False,
+        "precision.fp8": None,
+        "precision.fp4": None,
+        **_PRECISIONS[plan.precision],
+    }
+
+
+def _chunk_values(plan: Plan, predictions: int) -> Values:
+    """Which layers each chunk holds, by the shortest flags that say it."""
+    values: Values = dict.fromkeys(CHUNK_FIELDS) | {path: False for path in CHUNK_FIELDS if ".account_" in path}
+    sizes = [[last - first for first, last in stage.chunks] for stage in plan.stages]
+    virtual, depths = len(sizes[0]), [sum(chunks) for chunks in sizes]
+    middle = set(depths[1:-1]) or {depths[-1]}
+    if all(len(set(chunks)) == 1 and chunks[0] > 0 for chunks in sizes) and len(middle) == 1:
+        (depth,) = middle
+        if virtual > 1:
+            values["parallel.num_virtual_stages_per_pipeline_rank"] = virtual
+        if depths[0] != depth:
+            values["parallel.decoder_first_pipeline_num_layers"] = depths[0]
+        if depths[-1] != depth:
+            values["parallel.decoder_last_pipeline_num_layers"] = depths[-1]
+        return values
+    parts = ["t" * chunks[chunk] for chunk in range(virtual) for chunks in sizes]
+    parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * predictions + "L"
+    return values | {"parallel.pipeline_model_parallel_layout": "|".join(parts)}
+
+
+def _recompute_values(recompute: Recompute) -> Values:
+    granularity, method, layers, modules = {
+        "none": (None, None, None, None),
+        "selective": ("selective", None, None, recompute.modules),
+        "full": ("full", "block", recompute.layers, None),
+        "uniform": ("full", "uniform", recompute.layers, None),
+    }[recompute.granularity]
+    return {
+        "parallel.recompute_granularity": granularity,
+        "parallel.recompute_method": method,
+        "parallel.recompute_num_layers": layers,
+        "parallel.recompute_modules": modules,
+    }
+
+
+def _overlap_values(plan: Plan) -> Iterator[Values]:
+    """The fields that may say a plan's overlap: what its first layer says, once for each word of a range."""
+    overlaps = [stage.overlap for stage in plan.stages]
+    if not any(overlap.is_listed for overlap in overlaps):
+        yield {}
+        return
+    layers = [layer for overlap in overlaps for layer in overlap.layers]
+    first = layers[0] if layers else LayerOverlap(layer=0)
+    chunk_bytes = overlaps[0].gradient_chunk_bytes
+    values: Values = {
+        "moe.moe_token_dispatcher_type": "irregular",
+        "overlap.moe_gate": first.gate,
+        "overlap.moe_overlap_partitions": first.partitions,
+        "overlap.moe_overlap_capacity_chunks": first.tutel_degree,
+        "overlap.moe_overlap_micro_batches": overlaps[0].micro_batches_in_flight,
+        "parallel.overlap_grad_reduce": chunk_bytes > 0,
+        "parallel.ddp_bucket_size": chunk_bytes // GRADIENT_BYTES or None,
+    }
+    deferring = [overlap for overlap in overlaps if any(layer.weight_gradient_slots for layer in overlap.layers)]
+    if deferring:
+        values["overlap.defer_weight_gradients"] = True
+        values["overlap.max_deferred_bytes"] = deferring[0].max_deferred_bytes
+    for word in ("around", "experts", "after") if first.partitions else ("around",):
+        yield values | {"overlap.moe_overlap_range": word}
+
+
+# The plan of a run
 
 
 def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Plan:
-    """The plan of a validated configuration.
+    """The plan of a validated configuration, from which model, groups, optimizer and data are built.
 
     Raises:
         ConfigError: the file is no valid plan of this model, asks for what the runtime cannot do yet, or disagrees with the
-            flags, from which the model and its layout are built.
+            flags (which `with_plan` completes by it).
     """
-    from_flags = plan_from_flags(config, model, world_size)
-    if config.overlap.plan is None:
-        _require_pairs_in_every_step(config, from_flags, "--moe-overlap-micro-batches")
-        return from_flags
     source = config.overlap.plan
+    if source is None:
+        from_flags = plan_from_flags(config, model, world_size)
+        _require_pairs_in_every_step(config, from_flags, "--moe-overlap-micro-batches")
+        for flag, value in (("--fp8-format", config.precision.fp8), ("--fp4-format", config.precision.fp4)):
+            if value is not None:
+                refuse_narrow_precision(from_flags, flag, value, f"drop it or {overlap_flag(config)}")
+        return from_flags
     plan = load_plan(source)
     validate_plan(plan, model, source)
     refuse_unsupported(plan, source)
+    require_world(plan, source, world_size, "world size", "start")
+    from_flags = plan_from_flags(config, model, world_size)
     if overlap_flag(config) is None:
         _require_gate(source, plan, config)
         from_flags = _with_overlap_of(plan, from_flags)
@@ -175,6 +352,12 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
     _require_pairs_in_every_step(config, plan, f"{source} micro_batches_in_flight")
     return plan
+
+
+def require_world(plan: Plan, source: str, world_size: int | None, subject: str, verb: str) -> None:
+    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    fits = world_size in (None, plan.world_size)
+    require(fits, subject, world_size, f"{source} is for {processes}", f"{verb} {plan.world_size}")
 
 
 def _require_pairs_in_every_step(config: Config, plan: Plan, subject: str) -> None:
@@ -198,8 +381,27 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
         at_the_end = not any(overlap.gradient_chunk_bytes for overlap in overlaps)
         rule = f"{source} reduces gradients at the end of the step (gradient_chunk_bytes 0)"
         require(not (config.parallel.overlap_grad_reduce and at_the_end), "--overlap-grad-reduce", "", rule, "drop it")
+        _require_bytes(source, plan, config)
     if any(layer.mechanism == "partitioned" for layer in layers):
         require_cuttable(config)
+
+
+def refuse_flag(subject: str, planned: Any, flag: str, said: Any) -> None:
+    shown = " ".join(map(str, said)) if isinstance(said, tuple) else said
+    rule = f"{flag} is written" if said is True else f"{flag} says {shown}"
+    raise ConfigError(subject, planned, rule, "drop the flag or correct the plan")
+
+
+def _require_bytes(source: str, plan: Plan, config: Config) -> None:
+    """Hold the bytes of gradient reductions and of deferred weight gradients against flags that were set to other ones."""
+    parameters, bound = config.parallel.ddp_bucket_size, config.overlap.max_deferred_bytes
+    for s, stage in enumerate(plan.stages):
+        subject, overlap = f"{source} stages[{s}].overlap", stage.overlap
+        if parameters is not None and overlap.gradient_chunk_bytes not in (0, parameters * GRADIENT_BYTES):
+            said = f"{parameters} parameters of {GRADIENT_BYTES} bytes"
+            refuse_flag(f"{subject}.gradient_chunk_bytes", overlap.gradient_chunk_bytes, "--ddp-bucket-size", said)
+        if bound != OverlapConfig().max_deferred_bytes and overlap.max_deferred_bytes not in (0, bound):
+            refuse_flag(f"{subject}.max_deferred_bytes", overlap.max_deferred_bytes, BYTES_FLAG, bound)
 
 
 def gate_of_run(config: Config, plan: Plan) -> str | None:
@@ -231,12 +433,27 @@ def _with_overlap_of(plan: Plan, flagged: Plan) -> Plan:
 
 
 def _require_equal(place: str, planned: Any, flagged: Any) -> None:
-    if isinstance(planned, dict):
+    for where, value, said in _differences(place, planned, flagged):
+        raise ConfigError(where, value, f"the flags say {said}", "make the flags and the plan agree")
+
+
+def _differences(place: str, planned: Any, flagged: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Where two plans, or two values of one field, differ: the place, and both values."""
+    both_are_dicts = isinstance(planned, dict) and isinstance(flagged, dict)
+    if both_are_dicts and planned.keys() == flagged.keys():
         for name, value in planned.items():
             if name not in _DESCRIPTIVE:
-                _require_equal(f"{place} {name}" if " " not in place else f"{place}.{name}", value, flagged[name])
-    elif isinstance(planned, (list, tuple)) and len(planned) == len(flagged):
-        for index, (mine, theirs) in enumerate(zip(planned, flagged, strict=True)):
-            _require_equal(f"{place}[{index}]", mine, theirs)
+                inside = f"{place} {name}" if place and " " not in place else f"{place}.{name}".lstrip(".")
+                yield from _differences(inside, value, flagged[name])
+    elif isinstance(planned, (list, tuple)) and isinstance(flagged, (list, tuple)) and len(planned) == len(flagged):
+        for index, (value, said) in enumerate(zip(planned, flagged, strict=True)):
+            yield from _differences(f"{place}[{index}]", value, said)
     elif planned != flagged:
-        raise ConfigError(place, planned, f"the flags say {flagged}", "make the flags and the plan agree")
+        yield place, planned, flagged
+
+
+def _shown(value: Any) -> Any:
+    """A value in a short form: the entries of a structure are counted."""
+    if isinstance(value, list | tuple | dict):
+        return f"({len(value)} entries)"
+    return "null" if value is None else value

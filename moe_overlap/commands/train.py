@@ -42,13 +42,15 @@ def main(argv: Sequence[str]) -> int:
         from megatron.training.cli.dry_run import dry_run
         from megatron.training.cli.start import require_startable, this_machine
         from megatron.training.cli.validation import validate
+        from megatron.training.plan_argument import with_plan
 
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         with ends_with_its_reader():
-            parsed = with_checkpoint_arguments(parse(argv))
+            parsed = with_plan(with_checkpoint_arguments(parse(argv)), world_size)
             if parsed.dry_run:
                 dry_run(parsed, parsed.world_size, sys.stdout)
                 return 0
-        validate(parsed.config, int(os.environ.get("WORLD_SIZE", "1")))
+        validate(parsed.config, world_size)
         require_startable(parsed, this_machine())
         return train(parsed, argv)
     except ConfigError as error:

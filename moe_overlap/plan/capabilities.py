@@ -79,6 +79,8 @@ NOTHING_OVERLAPPED = (
     Limit("overlap.gradient_chunk_bytes", _only(0), "no layer of this plan overlaps anything", "write 0"),
 )
 """What only the executor does, which follows plans with overlapped layers."""
+NARROW = ("fp8", "mxfp8", "nvfp4")
+"""Precisions whose matrix products have 8 or 4 bits."""
 SHAPE_FIELDS = ("micro_batch_size", "gradient_accumulation_steps", "tensor", "context", "data")
 """Stages that differ here need transfers."""
 UNIFORM_FIELDS = (
@@ -127,6 +129,19 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
         _refuse_differences(plan, SHAPE_FIELDS, source)
 
 
+def refuse_narrow_precision(plan: Plan, subject: str, value: str, fix: str) -> None:
+    """ConfigError for fp8 or fp4 where the executor runs the step: it calls the layers, and not megatron-core's block of layers,
+    which opens the library's context of narrow products around them.
+
+    Args:
+        subject, value: the field or flag that asks for it.
+        fix: the rest of the error.
+    """
+    if plan.precision in NARROW and any(stage.overlap.is_listed for stage in plan.stages):
+        rule = "layers that overlap are not executed in 8 or 4 bits: their products would run in the weights' type"
+        raise ConfigError(subject, value, rule, fix)
+
+
 def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
     """ConfigError for the first field of a valid plan that the runtime does not execute today.
 
@@ -134,6 +149,7 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
         source: what the plan was read from, for the error.
     """
     refuse_what_cannot_be_lowered(plan, source)
+    refuse_narrow_precision(plan, f"{source} precision", plan.precision, "use bf16 or overlap nothing")
     _refuse_limits(plan, EXECUTED, source)
     for path, stage in _stages(plan):
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.training.cli.arguments import ParsedArguments, parse
 from megatron.training.cli.config import Config
-from megatron.training.cli.flags.table import Flag, config_flags, flag_texts
+from megatron.training.cli.flags.table import Flag, config_flags, flag_texts, spelling
 from megatron.training.cli.rules.checkpoint import Start, start_of
 from moe_overlap.describe.errors import ConfigError
 
@@ -62,7 +62,9 @@ def with_checkpoint_arguments(parsed: ParsedArguments) -> ParsedArguments:
         return dataclasses.replace(parsed, told=(*parsed.told, ("arguments", line)))
     config, overruled = _merged(parsed, _saved_config(start))
     told = [("arguments", f"of {start.stored.path}"), *(("arguments", line) for line in overruled)]
-    return dataclasses.replace(parsed, config=config, told=(*parsed.told, *told))
+    # --plan may not overrule parallel sizes that the user asked to be taken from the checkpoint.
+    asked = frozenset(spelling(path) for path in PARALLEL) if flags.use_mp_args_from_checkpoint_args else frozenset()
+    return dataclasses.replace(parsed, config=config, told=(*parsed.told, *told), given=parsed.given | asked)
 
 
 def _saved_config(start: Start) -> Config:

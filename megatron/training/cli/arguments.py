@@ -71,6 +71,17 @@ class ParsedArguments:
     world_size: int | None
     told: tuple[tuple[str, str], ...] = ()
     """Remarks for the user on how the command line was understood: subject and text."""
+    implied: frozenset[str] = frozenset()
+    """Those names of `given` that only the file of --model states."""
+
+    def written_fields(self) -> frozenset[str]:
+        """The configuration fields ("group.field") whose flags the user wrote."""
+        written = self.given - self.implied
+        return frozenset(
+            f"{flag.group}.{flag.field}"
+            for flag in config_flags()
+            if not written.isdisjoint((*flag.names, *([flag.off] if flag.off else [])))
+        )
 
 
 def parse(argv: Sequence[str]) -> ParsedArguments:
@@ -86,6 +97,7 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
     own = {name: flag for flag in config_flags() for name in (*flag.names, flag.off) if name is not None}
     upstream = load_upstream_flags()
     written = _values_by_flag(arguments, own, upstream)
+    by_hand = frozenset(written)
     model = read_model(*written["--model"]) if "--model" in written else None
     if model is not None:
         written = _values_by_flag([*model.arguments, *arguments], own, upstream)
@@ -122,6 +134,7 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
         given=frozenset(name for name in written if name in own),
         dry_run="--dry-run" in written,
         world_size=_world_size(written),
+        implied=frozenset(name for name in written if name in own and name not in by_hand),
     )
 
 

@@ -1,0 +1,110 @@
+"""`--plan FILE` on a command line: the plan decides what it says, and flags that were written must agree with it.
+
+A plan says the parallel layout, the batch, the precision, recomputation and overlap of a run. What it does not say stays with the
+flags: the model (its gate and router included) and the settings of training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.training.cli.arguments import ParsedArguments
+from megatron.training.cli.config import Config
+from megatron.training.cli.flags.table import spelling
+from megatron.training.plan_flags import (
+    CHUNK_FIELDS,
+    layout_values,
+    precision_of,
+    refuse_flag,
+    require_world,
+    with_values,
+)
+from moe_overlap.plan.capabilities import refuse_unsupported
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan.serialize import load_plan
+
+
+def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedArguments:
+    """A command line completed by its --plan: layout, batch, precision and recomputation that were not written.
+
+    The gate stays a fact of the model that flags state, because it changes the mathematics.
+
+    Args:
+        world_size: processes of a run; a dry run takes its own --world-size, or the plan's.
+    Raises:
+        ConfigError: the plan cannot be read or executed, is for another number of processes, or disagrees with a written flag.
+    """
+    source = parsed.config.overlap.plan
+    if source is None or (parsed.dry_run and not Path(source).exists()):
+        return parsed
+    plan = load_plan(source)
+    validate_plan(plan, source=source)
+    refuse_unsupported(plan, source)
+    if parsed.dry_run:
+        require_world(plan, source, parsed.world_size, "--world-size", "use")
+    else:
+        require_world(plan, source, world_size, "world size", "start")
+    written = parsed.written_fields()
+    values = layout_values(plan, parsed.config.model.mtp_num_layers or 0)
+    for path, field, planned, expected in _written_as_flags(plan):
+        said = _value_at(parsed.config, path)
+        if path in written and said != expected:
+            refuse_flag(f"{source} {field}", planned, spelling(path), said)
+    _require_precision(plan, source, parsed.config, written)
+    if not written.isdisjoint(CHUNK_FIELDS):  # `plan_of_run` compares the chunks that they make together.
+        values = {path: value for path, value in values.items() if path not in CHUNK_FIELDS}
+    if parsed.config.training.step_batch_size_schedule is not None:
+        del values["training.global_batch_size"]
+    if any(layer.dispatcher == "irregular" for stage in plan.stages for layer in stage.overlap.layers):
+        values["moe.moe_token_dispatcher_type"] = "irregular"
+    config = with_values(parsed.config, {path: value for path, value in values.items() if path not in written})
+    return dataclasses.replace(
+        parsed, config=config, world_size=plan.world_size if parsed.dry_run else parsed.world_size
+    )
+
+
+def _written_as_flags(plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
+    """Configuration field, plan field, its value, and the value that a flag must have if it is written."""
+    stage, values = plan.stages[0], layout_values(plan, 0)
+    yield "model.seq_length", "sequence_length", plan.sequence_length, plan.sequence_length
+    yield "training.global_batch_size", "global_batch_size", plan.global_batch_size, plan.global_batch_size
+    stages = len(plan.stages)
+    yield "parallel.pipeline_model_parallel_size", "stages", f"({stages} entries)", stages
+    for path, field in (
+        ("training.micro_batch_size", "micro_batch_size"),
+        ("parallel.tensor_model_parallel_size", "tensor"),
+        ("parallel.context_parallel_size", "context"),
+        ("parallel.expert_model_parallel_size", "expert"),
+        ("parallel.expert_tensor_parallel_size", "expert_tensor"),
+    ):
+        yield path, f"stages[0].{field}", getattr(stage, field), getattr(stage, field)
+    if stages > 1 and stage.data > 1:
+        path, ranks = "parallel.use_tp_pp_dp_mapping", f"({len(stage.devices.ranks)} ranks)"
+        yield path, "stages[0].devices.ranks", ranks, values[path]
+    granularity, layers, modules = stage.recompute.granularity, stage.recompute.layers, stage.recompute.modules
+    for name, field, planned in (
+        ("granularity", "granularity", granularity),
+        ("method", "granularity", granularity),
+        ("num_layers", "layers", layers),
+        ("modules", "modules", " ".join(modules)),
+    ):
+        path = f"parallel.recompute_{name}"
+        if name == "granularity" or values[path] is not None:  # Beside another granularity the flag is listed as idle.
+            yield path, f"stages[0].recompute.{field}", planned, values[path]
+
+
+def _require_precision(plan: Plan, source: str, config: Config, written: frozenset[str]) -> None:
+    """Hold the plan's precision against --bf16, --fp16, --fp8-format and --fp4-format, those that are written."""
+    for path in ("precision.fp4", "precision.fp8", "precision.fp16", "optimizer.bf16"):
+        said = precision_of(config)
+        if path in written and _value_at(config, path) and said != plan.precision:
+            refuse_flag(f"{source} precision", plan.precision, spelling(path), said)
+
+
+def _value_at(config: Config, path: str) -> Any:
+    group, field = path.split(".")
+    return getattr(getattr(config, group), field)
