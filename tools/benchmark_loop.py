@@ -41,8 +41,9 @@ def make_bare_step(parsed: Any, plan: Any, model: Any, groups: Any, feed: Any) -
 
     config = parsed.config
     seed_everything(config.training.seed, groups.collection)
-    chunks = wrap_chunks(config, build_model(config, model, plan, groups.collection, groups.stage), groups.collection)
-    optimizer = make_optimizer(config, chunks, groups.collection)
+    modules = build_model(config, model, plan, groups.collection, groups.stage)
+    chunks = wrap_chunks(config, plan, modules, groups.collection)
+    optimizer = make_optimizer(config, plan, chunks, groups.collection)
     chunks[0].config.finalize_model_grads_func = finalize_model_grads
     schedule = get_forward_backward_func(pp_size=1, vp_size=None)
     stage = plan.stages[groups.stage]

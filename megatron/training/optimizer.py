@@ -16,10 +16,12 @@ from megatron.core.utils import get_model_config
 from megatron.training.cli.config import Config
 from megatron.training.cli.config import OptimizerConfig as OptimizerFlags
 from megatron.training.model.stage_config import weight_type
+from moe_overlap.plan.plan import Plan
 
 
 def wrap_chunks(
     config: Config,
+    plan: Plan,
     chunks: Sequence[torch.nn.Module],
     groups: ProcessGroupCollection,
     bucket_marks: Sequence[torch.nn.Parameter] = (),
@@ -28,6 +30,7 @@ def wrap_chunks(
     """Give every chunk gradient buffers that are reduced over the data-parallel ranks.
 
     Args:
+        plan: says the precision.
         bucket_marks: parameters that begin a new bucket each; reductions are then started from outside, not by DDP.
         weight_gradients_come_later: modules announce their weights' gradients themselves, after their backward pass.
     """
@@ -35,7 +38,7 @@ def wrap_chunks(
     bucket_by_bucket = parallel.overlap_grad_reduce and not bucket_marks
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32
-        or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16),
+        or (weight_type(config, plan) == torch.bfloat16 and not optimizer.grad_reduce_in_bf16),
         overlap_grad_reduce=bucket_by_bucket,
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=True,
@@ -72,9 +75,11 @@ def _alone_in_their_buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterato
             del parameter.shared_embedding
 
 
-def make_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection) -> Any:
+def make_optimizer(
+    config: Config, plan: Plan, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
+) -> Any:
     """megatron-core's distributed optimizer (ZeRO-1, also at one data-parallel rank)."""
-    flags = config.optimizer
+    flags, dtype = config.optimizer, weight_type(config, plan)
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=flags.lr,
@@ -87,12 +92,12 @@ def make_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], gr
         decoupled_lr=flags.decoupled_lr,
         decoupled_min_lr=flags.decoupled_min_lr,
         apply_wd_to_qk_layernorm=flags.apply_wd_to_qk_layernorm,
-        bf16=flags.bf16,
-        params_dtype=weight_type(config),
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
         use_distributed_optimizer=True,
         overlap_param_gather=config.parallel.overlap_param_gather,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
-        **_loss_scale_fields(config),
+        **(_loss_scale_fields(config) if dtype == torch.float16 else {}),
         **_gpu_fields(config),
     )
     optimizer = get_megatron_optimizer(
@@ -112,10 +117,8 @@ def make_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], gr
 
 
 def _loss_scale_fields(config: Config) -> dict[str, Any]:
-    """What megatron-core's scalers are told; without fp16 there is none."""
+    """The fields of megatron-core's loss scale, which fp16 has."""
     precision = config.precision
-    if not precision.fp16:
-        return {}
     names = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     return {"fp16": True} | {name: getattr(precision, name) for name in names}
 

@@ -57,6 +57,8 @@ def with_plan(parsed: ParsedArguments, world_size: int | None = None) -> ParsedA
     _require_precision(plan, source, parsed.config, written)
     if not written.isdisjoint(CHUNK_FIELDS):  # `plan_of_run` compares the chunks that they make together.
         values = {path: value for path, value in values.items() if path not in CHUNK_FIELDS}
+    if "parallel.tensor_model_parallel_size" in written:  # --sequence-parallel belongs to it, and has no off switch.
+        del values["parallel.sequence_parallel"]
     if parsed.config.training.step_batch_size_schedule is not None:
         del values["training.global_batch_size"]
     if any(layer.dispatcher == "irregular" for stage in plan.stages for layer in stage.overlap.layers):

@@ -164,7 +164,7 @@ def settings_of(config: Config, plan: Plan) -> Settings:
 
 
 def builders_of(config: Config, model: ModelDescription, plan: Plan) -> Builders:
-    """The builders of the training package, bound to a run's flags."""
+    """The builders of the training package, bound to a run's plan and flags."""
     from megatron.training.initialize import seed_everything
     from megatron.training.model.build import build_model
     from megatron.training.optimizer import make_optimizer, wrap_chunks
@@ -173,8 +173,8 @@ def builders_of(config: Config, model: ModelDescription, plan: Plan) -> Builders
     return Builders(
         seed=functools.partial(seed_everything, config.training.seed),
         model=lambda groups, adapt: build_model(config, model, plan, groups.collection, groups.stage, adapt),
-        wrap=functools.partial(wrap_chunks, config),
-        optimizer=functools.partial(make_optimizer, config),
+        wrap=functools.partial(wrap_chunks, config, plan),
+        optimizer=functools.partial(make_optimizer, config, plan),
     )
 
 
@@ -203,6 +203,8 @@ def batches_of(config: Config, context: RunContext, tokenizer: Tokenizer, total_
     return BatchSource(
         config,
         tokenizer,
+        sequence_length=context.plan.sequence_length,
+        micro_batch_size=context.stage.micro_batch_size,
         total_steps=total_steps,
         global_batch_size=context.plan.global_batch_size,
         data_rank=context.groups.data_rank,

@@ -382,6 +382,8 @@ class BatchSource:
     """Micro-batches of one data-parallel rank.
 
     Args:
+        sequence_length: tokens of a sample.
+        micro_batch_size: samples of a micro-batch.
         total_steps, global_batch_size: size the datasets.
         data_rank, data_size: this rank's place among the replicas.
         context_rank, context_size: its place among the ranks that share a sequence.
@@ -394,6 +396,8 @@ class BatchSource:
         config: Config,
         tokenizer: Tokenizer,
         *,
+        sequence_length: int,
+        micro_batch_size: int,
         total_steps: int,
         global_batch_size: int,
         data_rank: int,
@@ -403,7 +407,6 @@ class BatchSource:
         device: torch.device,
     ) -> None:
         training = config.training
-        assert config.model.seq_length is not None
         evaluations = 1 + (total_steps // training.eval_interval if training.eval_interval else 0)
         evaluated = training.eval_iters * (training.eval_global_batch_size or global_batch_size)
         grows = training.rampup_batch_size is not None or training.step_batch_size_schedule is not None
@@ -411,12 +414,12 @@ class BatchSource:
         self._datasets = build_datasets(
             config.data,
             tokenizer,
-            sequence_length=config.model.seq_length,
+            sequence_length=sequence_length,
             seed=training.seed,
             samples=(total_samples, evaluations * evaluated, evaluated),
         )
         self._config, self._vocab_size, self._device = config, tokenizer.vocab_size, device
-        self._data_rank, self._data_size = data_rank, data_size
+        self._micro_batch_size, self._data_rank, self._data_size = micro_batch_size, data_rank, data_size
         self._context_rank, self._context_size = context_rank, context_size
         self._entropies: dict[str, float] = {}
 
@@ -439,11 +442,10 @@ class BatchSource:
         dataset: Dataset | None = getattr(self._datasets, split)
         if dataset is None:
             return None
-        assert self._config.training.micro_batch_size is not None
         sampler = BatchSampler(
             total_samples=len(dataset),
             consumed_samples=consumed_samples,
-            micro_batch_size=self._config.training.micro_batch_size,
+            micro_batch_size=self._micro_batch_size,
             data_parallel_rank=self._data_rank,
             data_parallel_size=self._data_size,
             order=self._config.data.dataloader_type or "single",

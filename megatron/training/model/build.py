@@ -35,7 +35,7 @@ from megatron.training.model.layers.local_modules import (
     transformer_engine_is_installed,
 )
 from megatron.training.model.layers.output import LanguageModel, PredictingModel, prediction_spec
-from megatron.training.model.stage_config import StageLayout, transformer_config, weight_type
+from megatron.training.model.stage_config import StageLayout, transformer_config
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 
@@ -101,7 +101,7 @@ def build_model(
     """This rank's part of the model.
 
     Args:
-        plan: says which layers each chunk of `stage` holds.
+        plan: says which layers each chunk of `stage` holds, how many ranks share them, what is recomputed, and the precision.
         groups: the stage's process groups.
         adapt_layer: replaces parts of a layer's spec before it is built.
     Returns:
@@ -110,7 +110,7 @@ def build_model(
     if not transformer_engine_is_installed():
         repair_imports()
     layout = StageLayout(plan, stage, model.mtp_layers) if len(plan.stages) > 1 else None
-    tc = transformer_config(config, model, layout)
+    tc = transformer_config(config, model, plan, stage, layout)
     chunks = plan.stages[stage].chunks
     last_stage, last_chunk = len(plan.stages) - 1, len(chunks) - 1
     adapt = adapt_layer or (lambda spec: spec)
@@ -157,7 +157,7 @@ def build_model(
                 # Experts that fewer ranks share have more replicas than the dense layers have; megatron-core reduces them
                 # as experts under expert parallelism only (tensor_parallel/layers.py, `allreduce`).
                 parameter.allreduce = False  # type: ignore[attr-defined]
-        modules.append(module if weight_type(config) == torch.float32 else Float16Module(tc, module))
+        modules.append(module if tc.params_dtype == torch.float32 else Float16Module(tc, module))
     return modules
 
 

@@ -1,4 +1,7 @@
-"""The plan's layers in megatron-core's form, which numbers the layers of a stage by it."""
+"""A stage of a plan in megatron-core's form: its TransformerConfig, and the layout by which megatron-core numbers its layers.
+
+Layout, recomputation and precision come from the plan; the flags give facts of the model and settings of training.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,27 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megatron.training.cli.config import Config
-from megatron.training.cli.sizes import uses_sequence_parallel, virtual_stages
 from megatron.training.model.layers.local_modules import transformer_engine_is_installed
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.capabilities import NARROW
+from moe_overlap.plan.plan import Plan, Recompute
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 
 
-def transformer_config(config: Config, model: ModelDescription, layout: StageLayout | None = None) -> TransformerConfig:
-    """megatron-core's configuration of a run.
+def transformer_config(
+    config: Config, model: ModelDescription, plan: Plan, stage: int, layout: StageLayout | None = None
+) -> TransformerConfig:
+    """megatron-core's configuration of one stage.
 
     Args:
         config: validated flags.
         model: the derived sizes (`describe_model`).
+        plan: the plan of the run.
+        stage: index of the stage.
         layout: what the stages of a pipeline hold; None without one.
     """
+    dtype = weight_type(config, plan)
     has_cuda = torch.cuda.is_available()
     sizes: dict[str, Any] = {
         "num_layers": model.num_layers,
@@ -53,11 +61,11 @@ def transformer_config(config: Config, model: ModelDescription, layout: StageLay
         "hidden_dropout": config.model.hidden_dropout,
         "init_method_std": config.model.init_method_std,
         "embedding_init_method_std": config.model.embedding_init_method_std,
-        "params_dtype": weight_type(config),
-        "bf16": config.optimizer.bf16,
-        "fp16": config.precision.fp16,
-        "autocast_dtype": weight_type(config),
-        "pipeline_dtype": weight_type(config),
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "autocast_dtype": dtype,
+        "pipeline_dtype": dtype,
         "calculate_per_token_loss": config.training.calculate_per_token_loss,
         "bias_dropout_fusion": has_cuda,
         "gradient_accumulation_fusion": False,
@@ -67,7 +75,7 @@ def transformer_config(config: Config, model: ModelDescription, layout: StageLay
         "mtp_num_layers": model.mtp_layers or None,
         "mtp_loss_scaling_factor": config.model.mtp_loss_scaling_factor,
     }
-    fields = sizes | _parallel_fields(config) | _precision_fields(config) | _offload_fields(config)
+    fields = sizes | _parallel_fields(config, plan, stage) | _precision_fields(config, plan) | _offload_fields(config)
     if model.num_experts:
         fields |= _moe_fields(config, model)
     if model.latent_attention is None:
@@ -92,28 +100,31 @@ def transformer_config(config: Config, model: ModelDescription, layout: StageLay
     return MLATransformerConfig(**fields, **latent)
 
 
-def weight_type(config: Config) -> torch.dtype:
-    """Of weights and activations; master weights are fp32."""
-    if config.precision.fp16:
-        return torch.float16
-    return torch.bfloat16 if config.optimizer.bf16 else torch.float32
+def weight_type(config: Config, plan: Plan) -> torch.dtype:
+    """The type of weights and activations; master weights are fp32.
+
+    A plan of fp8 or fp4 names the type of the products; which type the weights have then is a setting of training.
+    """
+    if plan.precision in NARROW:
+        return torch.float16 if config.precision.fp16 else torch.bfloat16 if config.optimizer.bf16 else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.precision]
 
 
-def _precision_fields(config: Config) -> dict[str, Any]:
-    """fp8 and fp4 by Transformer Engine. Not run on a GPU so far."""
+def _precision_fields(config: Config, plan: Plan) -> dict[str, Any]:
+    """fp8 and fp4 by Transformer Engine: the plan says whether, the flags choose the recipe. Not run on a GPU so far."""
     precision = config.precision
     fields: dict[str, Any] = {
         "moe_router_padding_for_quantization": precision.moe_router_padding_for_quantization
         or precision.moe_router_padding_for_fp8,
     }
-    if precision.fp8 is not None:
+    if plan.precision in ("fp8", "mxfp8"):
         names = (
             "fp8 fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
             "fp8_quantizer_factory first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         )
         fields |= {name: getattr(precision, name) for name in names.split()}
         fields["fp8_param"] = precision.fp8_param_gather
-    if precision.fp4 is not None:
+    if plan.precision == "nvfp4":
         fields |= {name: getattr(precision, name) for name in ("fp4", "fp4_recipe", "fp4_quantizer_factory")}
         fields["fp4_param"] = precision.fp4_param_gather
     return fields
@@ -142,29 +153,40 @@ def _offload_fields(config: Config) -> dict[str, Any]:
     return fields
 
 
-def _parallel_fields(config: Config) -> dict[str, Any]:
-    parallel = config.parallel
-    chunks = virtual_stages(config)
+def _parallel_fields(config: Config, plan: Plan, stage: int) -> dict[str, Any]:
+    planned = plan.stages[stage]
+    chunks = len(planned.chunks)
     fields: dict[str, Any] = {
-        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "tensor_model_parallel_size": planned.tensor,
+        "pipeline_model_parallel_size": len(plan.stages),
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-        "expert_model_parallel_size": parallel.expert_model_parallel_size,
-        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
-        "context_parallel_size": parallel.context_parallel_size,
-        "sequence_parallel": uses_sequence_parallel(config),
-        "recompute_granularity": parallel.recompute_granularity,
-        "recompute_method": parallel.recompute_method,
-        "recompute_num_layers": parallel.recompute_num_layers,
+        "expert_model_parallel_size": planned.expert,
+        "expert_tensor_parallel_size": planned.expert_tensor,
+        "context_parallel_size": planned.context,
+        # Dense models may leave it out, which no plan says: with a --plan the flags are completed by what the plan means.
+        "sequence_parallel": planned.tensor > 1 and config.parallel.sequence_parallel,
+        **_recompute_fields(planned.recompute),
         # Two stages are each other's next and previous rank: batched transfers would pair up wrongly.
         "overlap_p2p_comm": chunks > 1,
         "batch_p2p_comm": chunks == 1,
     }
-    if parallel.recompute_modules is not None:
-        fields["recompute_modules"] = list(parallel.recompute_modules)
-    if parallel.microbatch_group_size_per_vp_stage is not None:
-        fields["microbatch_group_size_per_vp_stage"] = parallel.microbatch_group_size_per_vp_stage
+    if config.parallel.microbatch_group_size_per_vp_stage is not None:
+        fields["microbatch_group_size_per_vp_stage"] = config.parallel.microbatch_group_size_per_vp_stage
     return fields
+
+
+def _recompute_fields(recompute: Recompute) -> dict[str, Any]:
+    """Recomputation in megatron-core's words, which are those of the flags."""
+    if recompute.granularity == "none":
+        return {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    method = "uniform" if recompute.granularity == "uniform" else "block"
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": recompute.layers,
+    }
 
 
 def _moe_fields(config: Config, model: ModelDescription) -> dict[str, Any]:

@@ -59,8 +59,8 @@ class Small:
 
     def wrapped(self) -> tuple[Any, Any]:
         """A model of our layers in DDP, and megatron-core's optimizer of it."""
-        chunks = wrap_chunks(self.config, [self.adapted(SpanRecorder())], self.groups.collection)
-        return chunks[0], make_optimizer(self.config, chunks, self.groups.collection)
+        chunks = wrap_chunks(self.config, self.plan, [self.adapted(SpanRecorder())], self.groups.collection)
+        return chunks[0], make_optimizer(self.config, self.plan, chunks, self.groups.collection)
 
 
 def small(flags: str) -> Small:
