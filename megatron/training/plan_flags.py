@@ -203,13 +203,13 @@ def flags_from_plan(plan: Plan, model: ModelDescription, source: str = "plan.jso
     for overlap in _overlap_values(plan):
         values = layout | overlap
         said = plan_from_flags(with_values(Config(model=facts), values), model, plan.world_size)
-        difference = next(_differences("", dataclasses.asdict(plan), dataclasses.asdict(said)), None)
+        difference = next(_differences(source, dataclasses.asdict(plan), dataclasses.asdict(said)), None)
         if difference is None:
             return values
         differences.append(difference)
     place, planned, said_value = differences[0]
     rule = f"flags say one thing for every layer, here {_shown(said_value)}"
-    raise ConfigError(f"{source} {place}", _shown(planned), rule, "follow the plan by --plan")
+    raise ConfigError(place, _shown(planned), rule, "follow the plan by --plan")
 
 
 def arguments_of(values: Mapping[str, Any]) -> list[str]:
@@ -443,7 +443,7 @@ def _differences(place: str, planned: Any, flagged: Any) -> Iterator[tuple[str, 
     if both_are_dicts and planned.keys() == flagged.keys():
         for name, value in planned.items():
             if name not in _DESCRIPTIVE:
-                inside = f"{place} {name}" if place and " " not in place else f"{place}.{name}".lstrip(".")
+                inside = f"{place} {name}" if " " not in place else f"{place}.{name}"
                 yield from _differences(inside, value, flagged[name])
     elif isinstance(planned, (list, tuple)) and isinstance(flagged, (list, tuple)) and len(planned) == len(flagged):
         for index, (value, said) in enumerate(zip(planned, flagged, strict=True)):

@@ -23,6 +23,7 @@ from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model
 from megatron.training.data.indexed import indexed_dataset
 from megatron.training.plan_flags import plan_from_flags
+from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.serialize import save_plan
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import PROGRAM, SMALL, Ended, alone, environment, torchrun
@@ -122,8 +123,15 @@ class Wrong:
             "--plan F/nowhere.json": "F/nowhere.json: ",
             "--plan F/value.json": "F/value.json stages[0].zero_level 7: ",
             "--plan F/key.json": "F/key.json stages[0].colour: unknown key; ",
-            "--plan F/other.json": "F/other.json stages[0].micro_batch_size 1: the flags say 2; "
-            "make the flags and the plan agree",
+            "--plan F/other.json": "F/other.json stages[0].micro_batch_size 1: --micro-batch-size says 2; "
+            "drop the flag or correct the plan",
+            "--plan F/two.json": "world size 1: F/two.json is for 2 processes; start 2",
+            "--plan F/two.json --dry-run --world-size 1": "--world-size 1: F/two.json is for 2 processes; use 2",
+            "--plan F/narrow.json --dry-run": "F/narrow.json precision fp8: layers that overlap are not executed in 8 or 4 bits: "
+            "their products would run in the weights' type; use bf16 or overlap nothing",
+            "--dry-run --world-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type irregular "
+            "--defer-weight-gradients --bf16 --fp8-format hybrid": "--fp8-format hybrid: layers that overlap are not executed "
+            "in 8 or 4 bits: their products would run in the weights' type; drop it or --defer-weight-gradients",
             "--load F/incomplete": "--load F/incomplete: step 40 is incomplete (no completion mark); "
             "there is no complete checkpoint: delete step-000040 to start afresh",
             "--load F/damaged": "--load F/damaged/step-000040/__0_0.distcp: is corrupt: its content is not what was written; "
@@ -161,6 +169,10 @@ def wrong(tmp_path_factory: pytest.TempPathFactory, undisturbed: Undisturbed) ->
         (folder / f"{name}.json").write_text(right.replace(before, after))
     smaller = dataclasses.replace(plan.stages[0], micro_batch_size=1, gradient_accumulation_steps=8)
     save_plan(dataclasses.replace(plan, stages=(smaller,)), folder / "other.json")
+    save_plan(plan_from_flags(config, describe_model(config, 257, "small"), 2), folder / "two.json")
+    overlap = StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel", tutel_degree=2),))
+    overlapped = dataclasses.replace(plan.stages[0], overlap=overlap)
+    save_plan(dataclasses.replace(plan, precision="fp8", stages=(overlapped,)), folder / "narrow.json")
     for name in ("saved", "incomplete", "damaged"):
         shutil.copytree(undisturbed.folder / "saved", folder / name)
     (folder / "incomplete/step-000040/complete.json").unlink()

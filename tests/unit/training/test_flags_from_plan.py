@@ -1,4 +1,4 @@
-"""Flags and plans say the same: plan → flags → plan is the identity, and --plan completes a command line or is refused by field."""
+"""Flags and plans say the same: plan → flags → plan is the identity, and --plan completes flags or is refused by field."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.training.cli.arguments import parse
+from megatron.training.cli.config import Config
 from megatron.training.cli.sizes import describe_model
 from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
@@ -17,6 +18,7 @@ from megatron.training.plan_flags import (
     arguments_of,
     content_sha256,
     flags_from_plan,
+    layout_values,
     plan_from_flags,
     plan_of_run,
 )
@@ -29,8 +31,9 @@ from moe_overlap.plan.serialize import save_plan
 from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
 
 FACTS = (
-    "--hidden-size 512 --ffn-hidden-size 512 --num-attention-heads 8 --max-position-embeddings 512 --position-embedding-type rope "
-    "--hidden-dropout 0 --attention-dropout 0 --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 8 "
+    "--hidden-size 512 --ffn-hidden-size 512 --num-attention-heads 8 --max-position-embeddings 512 "
+    "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --num-experts 8 "
     "--moe-ffn-hidden-size 512"
 )
 """The model, and nothing that a plan decides."""
@@ -75,14 +78,13 @@ def drawn_sizes(draw: random.Random, stages: int, virtual: int) -> list[list[int
     return sizes
 
 
-def drawn_recompute(draw: random.Random, sizes: list[list[int]], with_norms: bool) -> list[Recompute]:
+def drawn_recompute(draw: random.Random, sizes: list[list[int]]) -> list[Recompute]:
     """The same recomputation on every stage."""
     depths = [depth for chunks in sizes for depth in chunks if depth]
     kind = draw.choice(("none", "none", "selective", "full", "uniform"))
     if kind == "selective":
-        names = ["core_attn", "mlp", "moe", *(["layernorm"] if with_norms else [])]
-        modules = tuple(draw.sample(names, draw.randint(1, len(names))))
-        return [Recompute(layers=max(1, *chunks, 0), granularity="selective", modules=modules) for chunks in sizes]
+        modules = tuple(draw.sample(("core_attn", "mlp", "moe"), draw.randint(1, 3)))
+        return [Recompute(layers=max(1, *chunks), granularity="selective", modules=modules) for chunks in sizes]
     if kind == "full":
         return [Recompute(layers=draw.randint(1, min(depths)), granularity="full")] * len(sizes)
     if kind == "uniform":
@@ -102,7 +104,7 @@ def drawn_words(draw: random.Random, stage: StagePlan, virtual: int) -> OverlapW
         partitions=partitions,
         range_word=draw.choice(("experts", "after", "around")),
         capacity_chunks=chunks,
-        gate=draw.choice(("topk", "random")) if partitions > 1 else draw.choice((None, "topk")),
+        gate=draw.choice(("topk", "hash")) if partitions > 1 else draw.choice((None, "topk")),
         dispatcher="irregular",
         defer=draw.random() < 0.5,
         max_deferred_bytes=draw.choice((1, 12_345, 1 << 30, 1 << 40)),
@@ -128,19 +130,16 @@ def drawn_plan(seed: int) -> tuple[Plan, ModelDescription]:
     by_replica = by_replica and draw.random() < 0.5
     shared = ranks["tensor"] * ranks["context"]
     micro_batches = draw.choice((1, 2, 3)) * (stages if virtual > 1 else 1)
-    recompute = drawn_recompute(draw, sizes, with_norms=False)
-    firsts = iter_firsts(sizes)
+    recompute = drawn_recompute(draw, sizes)
+    chunks = layer_ranges(sizes)
     built = []
     for index in range(stages):
-        own = range(index * size, (index + 1) * size)
+        own = list(range(index * size, (index + 1) * size))
         if by_replica:
-            own = [  # type: ignore[assignment]
-                replica * shared * stages + index * shared + place
-                for replica in range(ranks["data"])
-                for place in range(shared)
-            ]
+            firsts = [(replica * stages + index) * shared for replica in range(ranks["data"])]
+            own = [first + place for first in firsts for place in range(shared)]
         stage = StagePlan(
-            chunks=firsts[index],
+            chunks=chunks[index],
             devices=Devices(mesh=(1, size), ranks=tuple(own)),
             gradient_accumulation_steps=micro_batches,
             zero_level=1,
@@ -174,7 +173,7 @@ def drawn_plan(seed: int) -> tuple[Plan, ModelDescription]:
     return plan, model
 
 
-def iter_firsts(sizes: list[list[int]]) -> list[tuple[tuple[int, int], ...]]:
+def layer_ranges(sizes: list[list[int]]) -> list[tuple[tuple[int, int], ...]]:
     """Layer ranges of every stage's chunks: chunk 0 of every stage, then chunk 1, …"""
     ranges: list[list[tuple[int, int]]] = [[] for _ in sizes]
     first = 0
@@ -185,9 +184,8 @@ def iter_firsts(sizes: list[list[int]]) -> list[tuple[tuple[int, int], ...]]:
     return [tuple(chunks) for chunks in ranges]
 
 
-def test_plan_to_flags_to_plan_is_the_identity(tmp_path: Path) -> None:
+def test_plan_to_flags_to_plan_is_the_identity() -> None:
     """Through the real command line; and the flags pass every rule, as the plan does."""
-    drawn = 0
     for seed in SEEDS:
         plan, model = drawn_plan(seed)
         validate_plan(plan, model)
@@ -196,5 +194,181 @@ def test_plan_to_flags_to_plan_is_the_identity(tmp_path: Path) -> None:
         validate(config, plan.world_size)
         assert describe_model(config, 257) == model, seed
         assert plan_from_flags(config, model, plan.world_size) == plan, (seed, arguments)
-        drawn += 1
-    assert drawn >= 200
+
+
+def two_layers(**changes: Any) -> tuple[Plan, ModelDescription]:
+    """Two ranks with two experts' ranks, two MoE layers, two partitions of each."""
+    words = f"{FACTS} --num-layers 2 --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --bf16"
+    words += " --expert-model-parallel-size 2 --moe-token-dispatcher-type irregular --moe-overlap-partitions 2"
+    words += " --defer-weight-gradients --overlap-grad-reduce --ddp-bucket-size 1000"
+    config = parse(words.split()).config
+    model = describe_model(config, 257)
+    plan = plan_from_flags(config, model, 2)
+    stage = dataclasses.replace(plan.stages[0], **changes)
+    return dataclasses.replace(plan, stages=(stage,)), model
+
+
+def test_plans_that_flags_cannot_say_are_refused_by_field() -> None:
+    plan, model = two_layers()
+    overlap = plan.stages[0].overlap
+    first, second = overlap.layers
+    for layers, rest in (
+        (
+            (first, dataclasses.replace(second, partitions=1)),
+            "layers[1].partitions 1: flags say one thing for every layer",
+        ),
+        (
+            (first,),
+            "layers (1 entries): flags say one thing for every layer, here (2 entries); follow the plan by --plan",
+        ),
+        (
+            (dataclasses.replace(first, weight_gradient_slots={}), second),
+            "layers[0].weight_gradient_slots (0 entries): ",
+        ),
+        ((first, dataclasses.replace(second, gate="hash")), "layers[1].gate hash: "),
+    ):
+        changed, _ = two_layers(overlap=dataclasses.replace(overlap, layers=layers))
+        with pytest.raises(ConfigError) as refused:
+            flags_from_plan(changed, model)
+        assert str(refused.value).startswith(f"plan.json stages[0].overlap.{rest}"), refused.value
+    odd, _ = two_layers(overlap=dataclasses.replace(overlap, gradient_chunk_bytes=4002))
+    with pytest.raises(
+        ConfigError, match=r"stages\[0\].overlap.gradient_chunk_bytes 4002: flags say one thing .* here 4000;"
+    ):
+        flags_from_plan(odd, model)
+    with pytest.raises(ConfigError, match=r"plan.json stages\[0\].zero_level 3: "):
+        flags_from_plan(two_layers(zero_level=3, overlap=StageOverlap())[0], model)
+
+
+def test_a_plan_completes_what_was_not_written(tmp_path: Path) -> None:
+    """Every drawn plan that is executed gives, beside the model alone, the stages that its flags give."""
+    path, completed = tmp_path / "plan.json", 0
+    for seed in range(60):
+        plan, model = drawn_plan(seed)
+        if plan.precision not in ("fp32", "bf16", "fp16"):
+            continue
+        save_plan(plan, path)
+        gates = {layer.gate for stage in plan.stages for layer in stage.overlap.layers} - {None}
+        named = ["--moe-gate", str(gates.pop())] if gates else []
+        for dry in ([], ["--dry-run"]):
+            parsed = with_plan(parse([*facts_of(plan, model), *named, "--plan", str(path), *dry]), plan.world_size)
+            validate(parsed.config, plan.world_size)
+            assert parsed.world_size == (plan.world_size if dry else None)
+            assert plan_of_run(parsed.config, model, plan.world_size) == plan
+            assert {**flags_of(parsed.config), "overlap.plan": None}.items() >= layout_values(plan, 0).items()
+        completed += 1
+    assert completed >= 20
+
+
+def flags_of(config: Config) -> dict[str, Any]:
+    """Every field of a configuration."""
+    return {
+        f"{group}.{name}": value
+        for group, fields in dataclasses.asdict(config).items()
+        for name, value in fields.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("written", "line"),
+    [
+        ("--tensor-model-parallel-size 4", "stages[0].tensor 1: --tensor-model-parallel-size says 4"),
+        ("--pipeline-model-parallel-size 2", "stages (1 entries): --pipeline-model-parallel-size says 2"),
+        ("--context-parallel-size 2", "stages[0].context 1: --context-parallel-size says 2"),
+        ("--expert-model-parallel-size 1", "stages[0].expert 2: --expert-model-parallel-size says 1"),
+        ("--expert-tensor-parallel-size 2", "stages[0].expert_tensor 1: --expert-tensor-parallel-size says 2"),
+        ("--micro-batch-size 1", "stages[0].micro_batch_size 2: --micro-batch-size says 1"),
+        ("--global-batch-size 16", "global_batch_size 8: --global-batch-size says 16"),
+        ("--seq-length 32", "sequence_length 64: --seq-length says 32"),
+        ("--fp16", "precision bf16: --fp16 says fp16"),
+        ("--fp8-format hybrid --bf16", "precision bf16: --fp8-format says fp8"),
+        (
+            "--recompute-granularity selective",
+            "stages[0].recompute.granularity full: --recompute-granularity says selective",
+        ),
+        ("--recompute-method uniform", "stages[0].recompute.granularity full: --recompute-method says uniform"),
+        ("--recompute-num-layers 2", "stages[0].recompute.layers 1: --recompute-num-layers says 2"),
+    ],
+)
+def test_a_written_flag_that_disagrees_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan, model = two_layers(recompute=Recompute(layers=1, granularity="full"))
+    save_plan(plan, "p.json")
+    words = [*facts_of(plan, model), *written.split(), "--plan", "p.json"]
+    for dry in ([], ["--dry-run"]):
+        with pytest.raises(ConfigError) as refused:
+            with_plan(parse([*words, *dry]), 2)
+        assert str(refused.value) == f"p.json {line}; drop the flag or correct the plan"
+
+
+@pytest.mark.parametrize(
+    ("written", "line"),
+    [
+        ("--ddp-bucket-size 500", "gradient_chunk_bytes 4000: --ddp-bucket-size says 500 parameters of 4 bytes"),
+        ("--max-deferred-bytes 5", "max_deferred_bytes 1073741824: --max-deferred-bytes says 5"),
+    ],
+)
+def test_bytes_of_an_overlap_are_held_against_the_flags(tmp_path: Path, written: str, line: str) -> None:
+    path = tmp_path / "p.json"
+    plan, model = two_layers()
+    save_plan(plan, path)
+    parsed = with_plan(parse([*facts_of(plan, model), *written.split(), "--plan", str(path)]), 2)
+    with pytest.raises(ConfigError) as refused:
+        plan_of_run(parsed.config, model, 2)
+    assert str(refused.value) == f"{path} stages[0].overlap.{line}; drop the flag or correct the plan"
+
+
+def test_a_plan_is_for_a_number_of_processes(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    plan, model = two_layers()
+    save_plan(plan, path)
+    words = [*facts_of(plan, model), "--plan", str(path)]
+    for arguments, world, line in (
+        (words, 4, f"world size 4: {path} is for 2 processes; start 2"),
+        ([*words, "--dry-run", "--world-size", "4"], None, f"--world-size 4: {path} is for 2 processes; use 2"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            with_plan(parse(arguments), world)
+        assert str(refused.value) == line
+
+
+def test_sizes_of_a_model_file_give_way_to_the_plan(tmp_path: Path) -> None:
+    """A Hugging Face config.json has no sample length: --model takes its number of positions, which nobody wrote."""
+    model = Path(__file__).resolve().parents[3] / "examples/models/tiny-mixtral-8x7b.json"
+    words = ["--model", str(model), "--micro-batch-size", "1"]
+    config = parse(words).config
+    shorter = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_length=32))
+    plan = plan_from_flags(shorter, describe_model(shorter, 257), 2)
+    save_plan(plan, tmp_path / "p.json")
+    completed = with_plan(parse([*words, "--plan", str(tmp_path / "p.json")]), 2)
+    assert completed.config.model.seq_length == 32
+
+
+NARROW = "are not executed in 8 or 4 bits: their products would run in the weights' type"
+
+
+@pytest.mark.parametrize("flag", ["--fp8-format hybrid", "--fp8-format e4m3 --fp8-recipe mxfp8", "--fp4-format e2m1"])
+def test_narrow_products_and_overlap_are_refused_together(tmp_path: Path, flag: str) -> None:
+    words = f"{FACTS} --num-layers 2 --seq-length 64 --micro-batch-size 2 --bf16 --expert-model-parallel-size 2 {flag}"
+    words += " --moe-token-dispatcher-type irregular"
+    alone = parse(words.split()).config
+    model = describe_model(alone, 257)
+    plan_of_run(alone, model, 2)
+    for overlap in ("--moe-overlap-partitions 2", "--defer-weight-gradients", "--moe-overlap-capacity-chunks 2"):
+        config = parse(f"{words} {overlap}".split()).config
+        validate(config, 2)
+        with pytest.raises(ConfigError) as refused:
+            plan_of_run(config, model, 2)
+        name, value = flag.split()[:2]
+        assert str(refused.value) == f"{name} {value}: layers that overlap {NARROW}; drop it or {overlap.split()[0]}"
+        plan = plan_from_flags(config, model, 2)  # It can be predicted.
+        validate_plan(plan, model)
+        path = tmp_path / "p.json"
+        save_plan(plan, path)
+        for dry in ([], ["--dry-run"]):
+            with pytest.raises(ConfigError) as refused:
+                with_plan(parse([*facts_of(plan, model), "--plan", str(path), *dry]), 2)
+            line = f"{path} precision {plan.precision}: layers that overlap {NARROW}; use bf16 or overlap nothing"
+            assert str(refused.value) == line

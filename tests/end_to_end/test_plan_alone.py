@@ -1,0 +1,70 @@
+"""A plan builds what runs: `--plan FILE` beside the model trains as the flags that say the plan do, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.sizes import describe_model
+from megatron.training.plan_flags import plan_from_flags
+from moe_overlap.commands import compare_losses
+from moe_overlap.plan.serialize import save_plan
+from tests.end_to_end.program import Launch, alone
+
+STEPS = 3
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 --position-embedding-type rope "
+    "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 4 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 32 --hidden-dropout 0 --attention-dropout 0"
+)
+TRAINING = f"--lr 1e-2 --train-iters {STEPS} --num-workers 0 --log-interval 1 --eval-iters 0 --mock-data"
+DECIDED = {
+    "expert ranks, recomputed": (
+        "--moe-token-dispatcher-type alltoall",
+        "--expert-model-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--seq-length 32 --micro-batch-size 2 --global-batch-size 8 --bf16",
+    ),
+    "pipeline of unequal stages, recomputed": (
+        "--moe-token-dispatcher-type alltoall",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|L --recompute-granularity selective "
+        "--recompute-modules moe --seq-length 32 --micro-batch-size 2 --global-batch-size 8",
+    ),
+    "overlapped": (
+        "",
+        "--moe-token-dispatcher-type irregular --expert-model-parallel-size 2 --moe-overlap-partitions 2 "
+        "--defer-weight-gradients --max-deferred-bytes 100000 --recompute-granularity selective --recompute-modules moe "
+        "--seq-length 32 --micro-batch-size 2 --global-batch-size 8",
+    ),
+}
+"""What flags alone say of the run -> what the plan says, too."""
+
+
+@pytest.mark.parametrize("kind", DECIDED)
+def test_a_run_from_the_plan_alone_has_the_losses_of_the_flags(tmp_path: Path, kind: str) -> None:
+    facts, decided = DECIDED[kind]
+    words = [*MODEL.split(), *TRAINING.split(), *facts.split()]
+    config = parse([*words, *decided.split()]).config
+    path = tmp_path / "plan.json"
+    save_plan(plan_from_flags(config, describe_model(config, 257), 2), path)
+    by_flags, by_plan = ([*words, *decided.split()], [*words, "--plan", str(path)])
+    logs = [tmp_path / "flags.jsonl", tmp_path / "plan.jsonl"]
+    for command, log in zip((by_flags, by_plan), logs, strict=True):
+        ended = Launch([*command, "--log-json", str(log)], tmp_path / log.stem).wait()
+        assert [rank.status for rank in ended] == [0, 0], ended[0].err
+    assert len([json.loads(line) for line in logs[1].read_text().splitlines()]) == STEPS
+    assert compare_losses.main(["--bitwise", *map(str, logs)]) == 0
+
+
+def test_a_dry_run_of_the_plan_prints_what_that_of_the_flags_prints(tmp_path: Path) -> None:
+    facts, decided = DECIDED["expert ranks, recomputed"]
+    words = [*MODEL.split(), *TRAINING.split(), *facts.split(), "--dry-run"]
+    config = parse([*words, *decided.split()]).config
+    path = tmp_path / "plan.json"
+    save_plan(plan_from_flags(config, describe_model(config, 257), 2), path)
+    pages = [alone([*words, *more]) for more in (decided.split(), ["--plan", str(path)])]
+    assert [page.status for page in pages] == [0, 0], pages
+    by_flags, by_plan = (page.out.splitlines() for page in pages)
+    assert [line for line in by_plan if not line.strip().endswith(f"--plan {path}")] == by_flags
