@@ -525,7 +525,7 @@ class OverlapConfig:
     """overlap"""
 
     plan: str | None = None
-    """A plan.json made by tools/autotune.py or by hand."""
+    """A plan.json made by tools/autotune.py or by hand: it decides layout, batch, precision, recomputation and overlap."""
     moe_gate: Literal["topk", "switch", "batch_prioritized", "random", "hash", "expert_choice"] | None = None
     """The gate; default: Megatron's router, and for partitions without a capacity topk, which decides as that router does."""
     moe_overlap_partitions: int | None = None
