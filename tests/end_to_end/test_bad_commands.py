@@ -170,9 +170,10 @@ def wrong(tmp_path_factory: pytest.TempPathFactory, undisturbed: Undisturbed) ->
     smaller = dataclasses.replace(plan.stages[0], micro_batch_size=1, gradient_accumulation_steps=8)
     save_plan(dataclasses.replace(plan, stages=(smaller,)), folder / "other.json")
     save_plan(plan_from_flags(config, describe_model(config, 257, "small"), 2), folder / "two.json")
+    spread = plan_from_flags(parse(SMALL).config, describe_model(config, 257, "small"), 2)
     overlap = StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel", tutel_degree=2),))
-    overlapped = dataclasses.replace(plan.stages[0], overlap=overlap)
-    save_plan(dataclasses.replace(plan, precision="fp8", stages=(overlapped,)), folder / "narrow.json")
+    overlapped = dataclasses.replace(spread.stages[0], overlap=overlap)
+    save_plan(dataclasses.replace(spread, precision="fp8", stages=(overlapped,)), folder / "narrow.json")
     for name in ("saved", "incomplete", "damaged"):
         shutil.copytree(undisturbed.folder / "saved", folder / name)
     (folder / "incomplete/step-000040/complete.json").unlink()
