@@ -355,6 +355,7 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
 
 
 def require_world(plan: Plan, source: str, world_size: int | None, subject: str, verb: str) -> None:
+    """ConfigError where a plan is for another number of processes; None is any number."""
     processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
     fits = world_size in (None, plan.world_size)
     require(fits, subject, world_size, f"{source} is for {processes}", f"{verb} {plan.world_size}")
@@ -387,6 +388,7 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
 
 
 def refuse_flag(subject: str, planned: Any, flag: str, said: Any) -> None:
+    """ConfigError for a flag that says something else than a plan's field."""
     shown = " ".join(map(str, said)) if isinstance(said, tuple) else said
     rule = f"{flag} is written" if said is True else f"{flag} says {shown}"
     raise ConfigError(subject, planned, rule, "drop the flag or correct the plan")
