@@ -1,9 +1,10 @@
-"""The plan a run follows: what flags say as a plan, what a plan says as flags, and `--plan FILE`, which completes the flags.
+"""The plan of a run, and the flags that say a plan.
 
-plan_from_flags    flags -> plan: stages of one shape, the same overlap on every layer
-flags_from_plan    its inverse, for every plan that flags can say
-with_plan          --plan FILE: flags that were not written take the plan's values; written ones must agree with it
-plan_of_run        the plan that a run builds and executes, checked
+    plan_from_flags    flags -> plan: stages of one shape, the same overlap on every layer
+    flags_from_plan    its inverse, for every plan that flags can say
+    plan_of_run        the plan that a run builds and executes: of its flags, or of --plan FILE, checked
+
+`plan_argument.py` completes the flags of a command line by its --plan.
 """
 
 from __future__ import annotations
