@@ -168,7 +168,7 @@ def _played(step: SimulatedStep, plan: Plan) -> dict[Kind, Played]:
     found: dict[Kind, Played] = {}
     for one in step.simulation.ran:
         i = one.instruction
-        if i.channel.partition(".")[0] not in (*COMPUTING, *EXCHANGING):
+        if i.channel_group not in (*COMPUTING, *EXCHANGING):
             continue
         stage = plan.stages[i.stage]
         here = step.prices[stage.devices.ranks[0]]

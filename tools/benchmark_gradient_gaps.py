@@ -73,14 +73,14 @@ def list_of(flags: Sequence[str]) -> tuple[Instruction, ...]:
 def seconds_of(name: str) -> float:
     """How long a computation sleeps."""
     operator = parse_operator(name)
-    if operator.suffix == WEIGHT_GRADIENT:
+    if operator.phase == WEIGHT_GRADIENT:
         return WEIGHT_GRADIENT_SECONDS
-    return SECONDS[operator.part] * (2 if operator.suffix == BACKWARD else 1)
+    return SECONDS[operator.kind] * (2 if operator.phase == BACKWARD else 1)
 
 
 def shortest_gap(instructions: Sequence[Instruction]) -> float:
     """Seconds of the shortest gap of the backward pass that an exchange follows."""
-    backward = [gap for gap in gaps(instructions)[:-1] if all(BACKWARD in i.name for i in gap)]
+    backward = [gap for gap in gaps(instructions)[:-1] if all(i.in_backward_pass for i in gap)]
     return min(sum(seconds_of(i.name) for i in gap) for gap in backward)
 
 

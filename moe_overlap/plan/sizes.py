@@ -17,6 +17,7 @@ from moe_overlap.describe.model import (
     norm_parameters,
     prediction_parameters,
 )
+from moe_overlap.plan.operators import GroupKind, parse_group
 from moe_overlap.plan.plan import Plan, Precision, StagePlan
 
 ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}
@@ -107,8 +108,9 @@ def part_size(part: str, plan: Plan, stage: StagePlan, model: ModelDescription) 
         before = embedding_parameters(model, replace(share, last_stage=False)) if alone.first_stage else 0
         output = embedding_parameters(model, alone) - before
         return PartSize(output + norm_parameters(model, model.hidden_size), 0)
-    predicts = part.startswith("mtp")
-    layer = model.num_layers - 1 if predicts else int(part.removeprefix("L"))
+    group = parse_group(part)
+    predicts = group.kind is GroupKind.PREDICTION
+    layer = model.num_layers - 1 if predicts or group.number is None else group.number
     experts = 0
     if model.moe_layers[layer]:
         experts = model.num_experts // stage.expert * expert_parameters(model, stage.expert_tensor)

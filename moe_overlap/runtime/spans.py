@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_overlap.plan.instructions import COMPUTE, Span
+from moe_overlap.plan.instructions import COMPUTE, EXPERT, PIPELINE, Span
+from moe_overlap.plan.operators import EXCHANGE_PARTS, FORWARD, RECOMPUTE, OperatorKind, parse_operator
 
 
 @dataclass(slots=True)
@@ -97,8 +98,8 @@ class SpanRecorder:
 
     def begin(self, name: str, channel: str = COMPUTE) -> None:
         """End the current span and begin the next. Forward work met during a backward pass is a recomputation."""
-        if self._in_backward and channel in (COMPUTE, "ep") and not name.endswith(".backward"):
-            name += ".recompute"
+        if self._in_backward and channel in (COMPUTE, "ep") and parse_operator(name).phase is FORWARD:
+            name = str(replace(parse_operator(name), phase=RECOMPUTE))
         self._switch(name, channel)
 
     def _switch(self, name: str, channel: str) -> None:
@@ -152,7 +153,7 @@ class SpanRecorder:
     def begin_backward(self, name: str, chunk: int, micro_batch: int) -> None:
         """A backward operator starts; called by the marks of `on_backward`."""
         self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, True
-        self._switch(name, "ep" if _is_exchange(name) else COMPUTE)
+        self._switch(name, EXPERT if parse_operator(name).kind in EXCHANGE_PARTS else COMPUTE)
 
     def spans(self) -> list[Span]:
         """The spans of the step, in order of their start; background work that nobody waited for ends now."""
@@ -166,10 +167,6 @@ class SpanRecorder:
             for o, end in self._raw
         ]
         return sorted(made, key=lambda span: (span.start, span.end))
-
-
-def _is_exchange(name: str) -> bool:
-    return name.endswith((".dispatch.backward", ".combine.backward"))
 
 
 class _BackwardMark(torch.autograd.Function):
@@ -190,7 +187,13 @@ class _BackwardMark(torch.autograd.Function):
 
 # Seconds of the phases of a step, from its spans, under the names of Megatron-LM's timers.
 
-EXCHANGES = {"ep": "expert-exchange", "pp": "pipeline-exchange"}
+EXCHANGES = {EXPERT: "expert-exchange", PIPELINE: "pipeline-exchange"}
+TIMER_OF = {
+    OperatorKind.OPTIMIZER: "optimizer",
+    OperatorKind.NORM: "optimizer",
+    OperatorKind.GRADIENTS: "all-grads-sync",
+    OperatorKind.PARAMETERS: "params-all-gather",
+}
 
 
 def phase_seconds(spans: Iterable[Span], level: int) -> dict[str, float]:
@@ -207,13 +210,8 @@ def phase_seconds(spans: Iterable[Span], level: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
     first, last = float("inf"), 0.0
     for span in spans if level else ():
-        part = span.name.partition(".")[0]
-        if part == "optimizer":
-            names = ["optimizer"]
-        elif part == "gradients":
-            names = ["all-grads-sync"]
-        elif part == "parameters":
-            names = ["params-all-gather"]
+        if span.operator.kind in TIMER_OF:
+            names = [TIMER_OF[span.operator.kind]]
         else:
             first, last = min(first, span.start), max(last, span.end)
             seconds["forward-backward"] = last - first
@@ -226,5 +224,7 @@ def phase_seconds(spans: Iterable[Span], level: int) -> dict[str, float]:
 def _part_of(span: Span) -> str:
     if span.channel != COMPUTE:
         return EXCHANGES.get(span.channel, span.channel)
-    is_backward = span.name.endswith((".backward", ".dW"))
+    operator = span.operator
+    # What is recomputed runs in the backward pass, but Megatron-LM's timer of forward computation counts it, too.
+    is_backward = operator.in_backward_pass and operator.phase is not RECOMPUTE
     return "backward-compute" if is_backward else "forward-compute"

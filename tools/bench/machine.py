@@ -12,6 +12,7 @@ from pathlib import Path
 from moe_overlap.commands.compare_trace import Trace, read_trace
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.plan.instructions import COMPUTE
+from moe_overlap.plan.operators import is_state_key
 from moe_overlap.predicting import cpu_graphs, job_operators, read_job
 from moe_overlap.speed_flags import features_of
 from moe_overlap.tuner.capture.graph import Op
@@ -25,7 +26,7 @@ from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, c
 from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators
 from tools.bench.bed import CpuGroup
 from tools.bench.launch import ENVIRONMENT, Ranks, Tell
-from tools.bench.profile import ORDER_COUNTS, ORDER_LINKS, ORDER_SLOWDOWN, TRANSFERS, is_update, order_of
+from tools.bench.profile import ORDER_COUNTS, ORDER_LINKS, ORDER_SLOWDOWN, TRANSFERS, order_of
 from tools.bench.variants import IRREGULAR, JOB, TOP_2, Variant, job_flags
 from tools.bench.worker import ORDER_STEP, command_of
 
@@ -113,7 +114,7 @@ def host_time(small: Calibration, large: Calibration) -> tuple[float, float]:
 def computing(trace: Trace) -> float:
     """Seconds of computation in the passes of a step."""
     kinds = trace.seconds.items()
-    return sum(seconds for (kind, channel), seconds in kinds if channel == COMPUTE and not is_update(kind))
+    return sum(seconds for (kind, channel), seconds in kinds if channel == COMPUTE and not is_state_key(kind))
 
 
 def _round(database: Database, cluster: Cluster, tell: Tell) -> tuple[float, float]:
@@ -158,7 +159,9 @@ def _passes_seconds(words: Sequence[str], cluster: Cluster, lookup: Lookup) -> f
     features = features_of(job.config, job.plan.precision, job.flags)
     ran = simulate_step(job.plan, job.model, graphs, machine, features).simulation.ran
     return sum(
-        one.end - one.start for one in ran if one.instruction.channel == COMPUTE and not is_update(one.instruction.name)
+        one.end - one.start
+        for one in ran
+        if one.instruction.channel == COMPUTE and not one.instruction.operator.is_update
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.plan.instructions import COMPUTE, OPTIMIZER, Instruction, Span
+from moe_overlap.plan.instructions import COMPUTE, EXPERT, OPTIMIZER, Instruction, Span
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL
 from moe_overlap.predicting import simulated
 from moe_overlap.tuner.cost.exchange_costs import start_seconds
@@ -14,7 +14,7 @@ from moe_overlap.tuner.cost.interference import NO_INTERFERENCE
 from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 from tools.bench.machine import BedLinks
-from tools.bench.profile import apply_profile, computation_of, is_update
+from tools.bench.profile import apply_profile, computation_of
 
 # A simulated step as the runtime's recorder would have written it, so that the two can be laid over each other.
 #
@@ -58,7 +58,7 @@ def recorded(made: Sequence[Instruction], simulation: Simulation, rank: int) -> 
 
 
 def _span(i: Instruction, start: float, end: float) -> Span:
-    return Span(i.name, i.channel.partition(".")[0], i.chunk or 0, i.micro_batch or 0, start, end)
+    return Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, start, end)
 
 
 def predicted_spans(
@@ -73,7 +73,7 @@ def predicted_spans(
     """
     step = simulated(words, cluster)
     lists = {
-        rank: [i for i in prices.made if profile is None or not is_update(i.name)]
+        rank: [i for i in prices.made if profile is None or not i.operator.is_update]
         for rank, prices in step.prices.items()
     }
     starts = {rank: start_seconds(made, links.starting) for rank, made in lists.items()}
@@ -117,8 +117,8 @@ class PricedList:
 def priced_list(step: SimulatedStep) -> PricedList:
     """What a simulated step of one stage computes, sends and takes. Starting exchanges is left to the run."""
     ((rank, prices),) = step.prices.items()
-    made = [i for i in prices.made if not is_update(i.name)]
+    made = [i for i in prices.made if not i.operator.is_update]
     simulation = simulate({rank: made}, lambda _, i: prices.seconds(i), prices.slowed, prices.machine.queue_seconds)
-    sent = sum(i.bytes for i in made if i.channel.startswith("ep"))
+    sent = sum(i.bytes for i in made if i.channel_group == EXPERT)
     sleeps = [(i.name, prices.seconds(i) - prices.starts.get(i.id, 0.0)) for i in computation_of(made)]
     return PricedList(sleeps, sent, simulation.step_seconds)

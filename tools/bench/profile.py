@@ -11,11 +11,12 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, WEIGHT_GRADIENT, parse_operator
+from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.lowering.deferral import backward_of
+from moe_overlap.plan.operators import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, is_state_key, parse_operator
 from moe_overlap.tuner.profile.database import Database, OperatorKey
 
 # Orders to ranks that measure themselves and their links; measuring.py follows them. No torch.
@@ -37,13 +38,7 @@ def order_of(database: Database, keys: Sequence[OperatorKey], seconds_each: floa
     }
 
 
-UPDATE_PARTS = ("gradients", "parameters", "optimizer")
 COMPUTING_KINDS = ("compute", "weight-gradient")
-
-
-def is_update(name: str) -> bool:
-    """Whether an operator stands behind the passes. Reductions in pieces (`gradients.L3`) stand among them."""
-    return name.startswith(UPDATE_PARTS) and not name.startswith("gradients.")
 
 
 class ProcessorClock:
@@ -70,7 +65,7 @@ def median_seconds(steps: Iterable[Sequence[Any]]) -> dict[str, float]:
     for spans in steps:
         sums: dict[tuple[str, int], float] = {}
         for span in spans:
-            if span.channel == "compute" and not span.name.startswith(UPDATE_PARTS):
+            if span.channel == COMPUTE and not is_state_key(span.name):
                 key = (span.name, span.micro_batch)
                 sums[key] = sums.get(key, 0.0) + span.end - span.start
         for (name, _), seconds in sums.items():
@@ -153,10 +148,14 @@ def apply_profile(profile: Mapping[str, float], instructions: Sequence[Instructi
 
 def _whole_seconds(name: str, profile: Mapping[str, float], listed: set[str]) -> float:
     operator = parse_operator(name)
-    if operator.suffix == RECOMPUTE:
-        return profile[name.removesuffix("." + RECOMPUTE)]
-    if operator.suffix != BACKWARD:
+    if operator.phase == RECOMPUTE:
+        return profile[str(replace(operator, phase=FORWARD))]
+    if operator.phase != BACKWARD:
         return profile[name]
-    before = name.removesuffix(BACKWARD)
-    inside = (n for n in profile if n.startswith(before) and n.endswith("." + WEIGHT_GRADIENT) and n not in listed)
+    inside = (other for other in profile if other not in listed and _is_gradient_of(other, name))
     return profile[name] + sum(profile[n] for n in inside)
+
+
+def _is_gradient_of(name: str, backward: str) -> bool:
+    """Whether a name is that of a weight gradient of a backward operator."""
+    return parse_operator(name).phase is WEIGHT_GRADIENT and backward_of(name) == backward

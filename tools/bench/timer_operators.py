@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, parse_operator
+from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, OperatorKind, state_operator
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.dispatch.wire import Exchange, Pending, extra_columns
 from moe_overlap.runtime.executor.bindings import StepState, handle_of, travelling
 from moe_overlap.runtime.executor.buffers import Buffers
-from moe_overlap.runtime.executor.execute import PIECES, PlanExecutor, StageTransfers, is_update
+from moe_overlap.runtime.executor.execute import PlanExecutor, StageTransfers, is_update
 from moe_overlap.runtime.step import Batch, StepResult
 from tools.bench.profile import GivenSeconds, ListSeconds, apply_profile
 
@@ -55,8 +55,8 @@ class TimerOperators:
     def compute(self, instruction: Instruction, state: StepState) -> None:
         """Take the time of a compute or weight-gradient instruction; a gate also decides the routing."""
         begun = time.perf_counter()
-        operator = parse_operator(instruction.name, "instruction")
-        if operator.part == GATE and not operator.suffix:
+        operator = instruction.operator
+        if operator.kind == GATE and not operator.phase:
             assert operator.layer is not None
             places = travelling(instruction, operator.layer, instruction.writes, "rows")
             parts = max(self.parts.get(instruction.name, 1), len(places))
@@ -67,16 +67,16 @@ class TimerOperators:
 
     def exchange(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
         """Start an exchange; the answer waits for it."""
-        operator = parse_operator(instruction.name, "instruction")
+        operator = instruction.operator
         handle, dispatcher = handle_of(instruction, operator, state, self._dispatcher), self._dispatcher
-        if operator.part == COUNT:
+        if operator.kind == COUNT:
             counting = dispatcher.start_counts(handle)
             return lambda: _drop(counting.wait())
         routed, arrived = sum(handle.counts.sent), sum(handle.counts.received)
         packed = self._sizes.hidden + extra_columns(self._sizes.dtype, handle.probs_dtype)
-        back = operator.suffix == BACKWARD
+        back = operator.phase == BACKWARD
         start: Callable[[Tensor, Handle], Pending[Tensor]]
-        if operator.part == DISPATCH:
+        if operator.kind == DISPATCH:
             start = dispatcher.start_dispatch_backward if back else dispatcher.start_dispatch
             rows = self._rows(arrived if back else routed, packed)
         else:
@@ -110,12 +110,12 @@ class ZeroPieces:
 
     def take_sizes(self, instructions: Sequence[Instruction]) -> None:
         """The pieces of the next step."""
-        pieces = [i for i in instructions if i.name.startswith(PIECES)]
+        pieces = [i for i in instructions if i.operator.is_bucket]
         self._sent_bytes = {(i.name, i.partition[0]): i.bytes for i in pieces}
 
     def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
         """Start one piece; the answer waits for it."""
-        name, size = PIECES + part, self.replicas.size
+        name, size = state_operator(OperatorKind.GRADIENTS, part), self.replicas.size
         rows = torch.zeros(size, self._sent_bytes[name, piece] // (size - 1), dtype=torch.uint8)
         pending = self.replicas.start(rows, [1] * size, [1] * size, tag=self.replicas.take_tags(1), name=name)
         return lambda: _drop(pending.wait())

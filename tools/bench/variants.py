@@ -35,7 +35,7 @@ def with_reduction(instructions: Sequence[Instruction], reduction: Reduction) ->
     if reduction == "as listed":
         return tuple(instructions)
     head = [i for i in instructions if i.name == HEAD]
-    others = [i for i in instructions if not i.name.startswith("gradients.")]
+    others = [i for i in instructions if not i.operator.is_bucket]
     if reduction == "none":
         return tuple(others)
     if reduction == "in gaps":

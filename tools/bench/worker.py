@@ -29,7 +29,7 @@ from typing import Any
 from moe_overlap.commands.exits import end_process
 from moe_overlap.describe.errors import ConfigError
 from tools.bench.emulator import EgressClock
-from tools.bench.profile import ORDERS, GivenSeconds, ProcessorClock, given_seconds, is_update, median_seconds
+from tools.bench.profile import ORDERS, GivenSeconds, ProcessorClock, given_seconds, median_seconds
 from tools.bench.variants import Variant
 
 OVERLAP_CODE = (
@@ -94,8 +94,8 @@ class Rank:
         if trace is not None:
             rank = dist.get_rank()
             write_trace(Path(f"{trace}.rank{rank}" if rank else trace), result.spans, rank)
-        passes = [span for span in result.spans if not is_update(span.name)]
-        update = min((span.start for span in result.spans if is_update(span.name)), default=whole)
+        passes = [span for span in result.spans if not span.operator.is_update]
+        update = min((span.start for span in result.spans if span.operator.is_update), default=whole)
         exchanges = sum(span.end - span.start for span in passes if span.channel == "ep")
         return {
             "step": update,

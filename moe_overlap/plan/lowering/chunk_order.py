@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
+from moe_overlap.plan.instructions import BufferRole, parse_buffer, partition_of
+
 T = TypeVar("T")
 
 
@@ -82,7 +84,7 @@ class CutBuffers:
         read = [name for buffer in reads for name in self._read(buffer, part)]
         written = []
         for buffer in writes:
-            if buffer not in reads and not buffer.startswith("gradient."):
+            if buffer not in reads and parse_buffer(buffer).role is not BufferRole.GRADIENT:
                 self._parts[buffer] = max(part.count, into)
             written += self._read(buffer, part)
         return read, written
@@ -96,4 +98,4 @@ class CutBuffers:
         if count == 1:
             return [buffer]
         indices = [part.index] if part.count == count else range(count)
-        return [f"{buffer}.p{index}" for index in indices]
+        return [partition_of(buffer, index) for index in indices]

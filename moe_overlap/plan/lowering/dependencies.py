@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind, ScheduleError
+from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind, ScheduleError, parse_buffer
+from moe_overlap.plan.operators import OperatorId, OperatorKind, parse_operator
 
 # Builds one rank's instruction list and finds the dependencies from the buffers.
 
@@ -35,6 +36,16 @@ class Draft:
     writes: tuple[str, ...] = ()
     bytes: int = 0
     peers: tuple[int, ...] = ()
+
+    @property
+    def operator(self) -> OperatorId:
+        """Its name, taken apart."""
+        return parse_operator(self.name, "draft")
+
+    @property
+    def receives(self) -> bool:
+        """Whether it receives over a stage boundary."""
+        return self.kind == "point-to-point" and self.operator.kind is OperatorKind.RECEIVE
 
     @classmethod
     def of(cls, instruction: Instruction) -> Draft:
@@ -200,7 +211,7 @@ def check_races(instructions: Sequence[Instruction], inputs: frozenset[str] = IN
         for name in instruction.reads:
             buffer = buffers.setdefault(name, _Buffer())
             if buffer.writer is None:
-                if name.split(".")[0] not in inputs:
+                if parse_buffer(name).word not in inputs:
                     raise ScheduleError(f"{name} is read before anything wrote it\n{_marked(instructions, here)}")
             elif not knows(here, buffer.writer):
                 raise _race(instructions, name, buffer.writer, here)

@@ -21,27 +21,35 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.instructions import Instruction, parse_buffer, stem_of
 from moe_overlap.plan.operators import (
+    ATTENTION,
     BACKWARD,
     COMBINE,
     COUNT,
     DISPATCH,
+    EMBEDDING,
+    EXPERTS,
+    FORWARD,
     GATE,
+    HEAD_LOSS,
+    HEAD_NORM,
     MERGE,
+    MLP,
     RECOMPUTE,
-    Operator,
-    parse_operator,
+    SHARED,
+    OperatorId,
+    OperatorKind,
 )
 from moe_overlap.runtime.dispatch.capacity_chunks import CapacityChunk, capacity_chunks, join_chunks
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
-from moe_overlap.runtime.executor.buffers import BATCH, Buffers, is_part, stem_of
+from moe_overlap.runtime.executor.buffers import BATCH, Buffers, is_part
 from moe_overlap.runtime.executor.segments import Island, LayerDraws, recompute_by_the_list
 from moe_overlap.runtime.routing.gate import Gate
 from moe_overlap.runtime.step import Batch
 
-Place = tuple[str, int | None, int, int]
-"""Part, layer, micro-batch, partition."""
+Place = tuple[OperatorKind, int | None, int, int]
+"""Operator kind, layer, micro-batch, partition."""
 
 
 @dataclass(slots=True)
@@ -71,6 +79,10 @@ class StepState:
     """Loss sum and token count of every micro-batch."""
 
 
+Binding = Callable[[Instruction, OperatorId, StepState], None]
+"""Runs one operator of a model chunk, forward or backward."""
+
+
 class ChunkOperators:
     """The operators of one model chunk.
 
@@ -92,16 +104,38 @@ class ChunkOperators:
         self._draws = LayerDraws(model.config)
         for layer in model.decoder.layers:
             recompute_by_the_list(layer)
+        self._forward_of: dict[OperatorKind, Binding] = {
+            EMBEDDING: self._embedding,
+            HEAD_NORM: self._head_norm,
+            HEAD_LOSS: self._head_loss,
+            ATTENTION: self._attention,
+            MLP: self._mlp,
+            GATE: self._gate,
+            SHARED: self._shared,
+            EXPERTS: self._experts,
+            MERGE: self._merge,
+        }
+        self._backward_of: dict[OperatorKind, Binding] = {
+            EMBEDDING: self._embedding_backward,
+            HEAD_NORM: self._head_norm_backward,
+            HEAD_LOSS: self._head_loss_backward,
+            ATTENTION: self._attention_backward,
+            MLP: self._mlp_backward,
+            GATE: self._gate_backward,
+            SHARED: self._shared_backward,
+            EXPERTS: self._experts_backward,
+            MERGE: self._merge_backward,
+        }
 
     def compute(self, instruction: Instruction, state: StepState) -> None:
         """Run a compute instruction."""
-        operator = parse_operator(instruction.name, "instruction")
-        place, name = _place(instruction, operator), "_" + operator.part.replace(".", "_")
-        if operator.suffix == BACKWARD:
-            getattr(self, name + "_backward")(instruction, operator, state)
+        operator = instruction.operator
+        place = _place(instruction, operator)
+        if operator.phase is BACKWARD:
+            self._backward_of[operator.kind](instruction, operator, state)
             return
-        run = partial(getattr(self, name), instruction, operator, state)
-        if operator.suffix == RECOMPUTE:
+        run = partial(self._forward_of[operator.kind], instruction, operator, state)
+        if operator.phase is RECOMPUTE:
             with self._draws.again(place):
                 run()
             return
@@ -113,27 +147,27 @@ class ChunkOperators:
             run()
         if not with_graph:
             del state.islands[place]
-            if operator.part == MERGE:
+            if operator.kind is MERGE:
                 del state.handles[(_layer(operator), *place[2:])]
 
     # Embedding, head
 
-    def _embedding(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _embedding(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         batch = state.batches[_micro_batch(i)]
         island = Island(lambda: self._model.embedding(batch["tokens"], batch["position_ids"]), ())
         state.islands[_place(i, operator)] = island
         state.buffers.write(i, _written(i, "h"), island.outputs[0])
 
-    def _embedding_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _embedding_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         state.islands.pop(_place(i, operator)).backward(state.buffers.read(i, _read(i, "dh")))
 
-    def _head_norm(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _head_norm(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         self._forward(i, operator, state, self._model.decoder.final_layernorm, [_read(i, "h")], ["normed"])
 
-    def _head_norm_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _head_norm_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         self._backward(i, operator, state, ["dnormed"], [_written(i, "dh")])
 
-    def _head_loss(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _head_loss(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         batch = state.batches[_micro_batch(i)]
 
         def head(hidden_SBH: Tensor) -> Tensor:
@@ -152,14 +186,14 @@ class ChunkOperators:
 
         state.islands[_place(i, operator)] = Island(head, [state.buffers.read(i, "normed")])
 
-    def _head_loss_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _head_loss_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         island = state.islands.pop(_place(i, operator))
         scale = torch.full_like(island.outputs[0], state.loss_scale)
         state.buffers.write(i, "dnormed", island.backward(scale)[0])
 
     # Attention, dense MLP
 
-    def _attention(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _attention(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         layer = self._layers[_layer(operator)]
         mask = state.batches[_micro_batch(i)].get("attention_mask")
         if mask is not None and i.partition:
@@ -170,20 +204,20 @@ class ChunkOperators:
 
         self._forward(i, operator, state, attend, [_read(i, "h")], [_written(i, "a")])
 
-    def _attention_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _attention_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         self._backward(i, operator, state, [_read(i, "da")], [_written(i, "dh")])
 
-    def _mlp(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _mlp(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         layer = self._layers[_layer(operator)]
         run = lambda hidden_SBH: TransformerLayer._forward_mlp(layer, hidden_SBH)  # noqa: E731
         self._forward(i, operator, state, run, [_read(i, "a")], [_written(i, "h")])
 
-    def _mlp_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _mlp_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         self._backward(i, operator, state, [_read(i, "dh")], [_written(i, "da")])
 
     # Mixture of experts
 
-    def _moe_gate(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _gate(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         n = _layer(operator)
         layer, keys = self._layers[n], travelling(i, n, i.writes, "rows")
 
@@ -223,7 +257,7 @@ class ChunkOperators:
             state.routing[(layer, _micro_batch(i))] = routing
         return moe.router.route(normed_SBH, routing, _partition(i))
 
-    def _moe_gate_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _gate_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         n, m = _layer(operator), _micro_batch(i)
         drows = state.buffers.read_each(i, _read(i, "drows"))
         keys = travelling(i, n, i.reads, "drows")
@@ -237,7 +271,7 @@ class ChunkOperators:
         dnormed_SBH = torch.cat(dnormed, dim=BATCH) if dnormed else None
         state.buffers.add(i, _written(i, "da"), island.backward(*drows, dnormed_SBH)[0])
 
-    def _moe_shared(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _shared(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         layer, key = self._layers[_layer(operator)], (_layer(operator), _micro_batch(i), _partition(i))
         normed = state.normed.pop(key, None)
         if normed is None:
@@ -246,13 +280,13 @@ class ChunkOperators:
         state.islands[_place(i, operator)] = island
         state.buffers.write(i, _written(i, "shared"), island.outputs[0])
 
-    def _moe_shared_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _shared_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         key = (_layer(operator), _micro_batch(i), _partition(i))
         gradient = state.islands.pop(_place(i, operator)).backward(state.buffers.read(i, _read(i, "dshared")))[0]
         assert gradient is not None
         state.normed[key] = gradient
 
-    def _moe_experts(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _experts(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         n = _layer(operator)
         layer, handle = self._layers[n], handle_of(i, operator, state, self._dispatcher)
         dispatcher = self._dispatcher
@@ -265,11 +299,11 @@ class ChunkOperators:
         source = next(stem for stem in ("received", "rows") if _reads(i, stem))
         self._forward(i, operator, state, experts, [_read(i, source)], [_written(i, "computed")])
 
-    def _moe_experts_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _experts_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         target = next(stem for stem in ("dreceived", "drows") if _writes(i, stem))
         self._backward(i, operator, state, [_read(i, "dcomputed")], [_written(i, target)])
 
-    def _moe_merge(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _merge(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         n = _layer(operator)
         layer, handle = self._layers[n], handle_of(i, operator, state, self._dispatcher)
 
@@ -290,7 +324,7 @@ class ChunkOperators:
         state.islands[_place(i, operator)] = island
         state.buffers.write(i, _written(i, "h"), island.outputs[0])
 
-    def _moe_merge_backward(self, i: Instruction, operator: Operator, state: StepState) -> None:
+    def _merge_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         target = next(stem for stem in ("dreturned", "dcomputed") if _writes(i, stem))
         stems = [_written(i, target), _written(i, "da"), _written(i, "dshared") if _writes(i, "dshared") else ""]
         self._backward(i, operator, state, [_read(i, "dh")], stems)
@@ -301,20 +335,20 @@ class ChunkOperators:
         Returns:
             What waits for it and stores what has arrived.
         """
-        i, operator = instruction, parse_operator(instruction.name, "instruction")
-        if operator.part == COUNT:
+        i, operator = instruction, instruction.operator
+        if operator.kind is COUNT:
             counts = self._dispatcher.start_counts(handle_of(i, operator, state, self._dispatcher))
             return lambda: _discard(counts.wait())
-        way = (operator.part, BACKWARD if operator.suffix == BACKWARD else "")
+        way = (operator.kind, BACKWARD if operator.phase is BACKWARD else FORWARD)
         source, target = _EXCHANGED[way]
         (outgoing,) = state.buffers.read_each(i, _read(i, source))
         handle = handle_of(i, operator, state, self._dispatcher)
         if i.partition and _reads_whole(i, source):
             outgoing = state.chunks[_layer(operator), _micro_batch(i)][_partition(i)].of(outgoing)
         start = {
-            (DISPATCH, ""): self._dispatcher.start_dispatch,
+            (DISPATCH, FORWARD): self._dispatcher.start_dispatch,
             (DISPATCH, BACKWARD): self._dispatcher.start_dispatch_backward,
-            (COMBINE, ""): self._dispatcher.start_combine,
+            (COMBINE, FORWARD): self._dispatcher.start_combine,
             (COMBINE, BACKWARD): self._dispatcher.start_combine_backward,
         }[way]
         pending = start(outgoing.detach(), handle)
@@ -323,7 +357,7 @@ class ChunkOperators:
     def _forward(
         self,
         i: Instruction,
-        operator: Operator,
+        operator: OperatorId,
         state: StepState,
         run: Callable[..., Any],
         reads: Sequence[str],
@@ -335,7 +369,7 @@ class ChunkOperators:
             state.buffers.write(i, stem, output)
 
     def _backward(
-        self, i: Instruction, operator: Operator, state: StepState, reads: Sequence[str], writes: Sequence[str]
+        self, i: Instruction, operator: OperatorId, state: StepState, reads: Sequence[str], writes: Sequence[str]
     ) -> None:
         island = state.islands.pop(_place(i, operator))
         gradients = island.backward(*(state.buffers.read(i, stem) for stem in reads))
@@ -363,9 +397,9 @@ def _normed_of_gate(key: tuple[int, int, int], state: StepState) -> Tensor:
 
 
 _EXCHANGED = {
-    (DISPATCH, ""): ("rows", "received"),
+    (DISPATCH, FORWARD): ("rows", "received"),
     (DISPATCH, BACKWARD): ("dreceived", "drows"),
-    (COMBINE, ""): ("computed", "returned"),
+    (COMBINE, FORWARD): ("computed", "returned"),
     (COMBINE, BACKWARD): ("dreturned", "dcomputed"),
 }
 """What an exchange sends and what arrives, by part and direction."""
@@ -380,8 +414,8 @@ def set_aux_loss_scale(scale: float, device: torch.device) -> None:
     MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), scale, device=device))
 
 
-def _place(i: Instruction, operator: Operator) -> Place:
-    return (operator.part, operator.layer, _micro_batch(i), _partition(i))
+def _place(i: Instruction, operator: OperatorId) -> Place:
+    return (operator.kind, operator.layer, _micro_batch(i), _partition(i))
 
 
 def _cut(tokens: Tensor, samples: int, parts: int) -> list[Tensor]:
@@ -392,17 +426,17 @@ def _cut(tokens: Tensor, samples: int, parts: int) -> list[Tensor]:
 
 def travelling(i: Instruction, layer: int, names: Sequence[str], kind: str) -> list[tuple[int, int, int]]:
     """Layer, micro-batch and partition of everything that leaves a gate: a whole one may let its rows travel in parts."""
-    count = 1 if i.partition else sum(name.split(".")[0] == kind for name in names)
+    count = 1 if i.partition else sum(parse_buffer(name).word == kind for name in names)
     return [(layer, _micro_batch(i), _partition(i) + part) for part in range(count)]
 
 
-def handle_of(i: Instruction, operator: Operator, state: StepState, dispatcher: IrregularDispatcher) -> Handle:
+def handle_of(i: Instruction, operator: OperatorId, state: StepState, dispatcher: IrregularDispatcher) -> Handle:
     """Of the rows that an instruction handles: those of its part of the batch, or of its capacity chunk.
 
     Chunks are cut where a dispatch sends its share of rows that the gate left whole.
     """
     n, m = _layer(operator), _micro_batch(i)
-    if i.partition and (n, m) not in state.chunks and operator.part == DISPATCH and _reads_whole(i, "rows"):
+    if i.partition and (n, m) not in state.chunks and operator.kind is DISPATCH and _reads_whole(i, "rows"):
         state.chunks[n, m] = capacity_chunks(dispatcher, state.handles[n, m, 0], state.buffers.partitions(i))
     if i.partition and (n, m) in state.chunks:
         return state.chunks[n, m][_partition(i)].handle
@@ -419,22 +453,22 @@ def _micro_batch(i: Instruction) -> int:
     return i.micro_batch
 
 
-def _layer(operator: Operator) -> int:
+def _layer(operator: OperatorId) -> int:
     assert operator.layer is not None
     return operator.layer
 
 
 def _reads(i: Instruction, kind: str) -> bool:
-    return any(name.split(".")[0] == kind for name in i.reads)
+    return any(parse_buffer(name).word == kind for name in i.reads)
 
 
 def _writes(i: Instruction, kind: str) -> bool:
-    return any(name.split(".")[0] == kind for name in i.writes)
+    return any(parse_buffer(name).word == kind for name in i.writes)
 
 
 def _reads_whole(i: Instruction, kind: str) -> bool:
     """Whether it reads such a buffer that does not stand in parts."""
-    return any(name.split(".")[0] == kind and not is_part(name) for name in i.reads)
+    return any(parse_buffer(name).word == kind and not is_part(name) for name in i.reads)
 
 
 def _read(i: Instruction, kind: str) -> str:
@@ -446,6 +480,6 @@ def _written(i: Instruction, kind: str) -> str:
 
 
 def _stem_of(names: Sequence[str], kind: str, i: Instruction) -> str:
-    found = {stem_of(name) for name in names if name.split(".")[0] == kind}
+    found = {stem_of(name) for name in names if parse_buffer(name).word == kind}
     assert len(found) == 1, f"{i.name}: one {kind} buffer expected, the list names {sorted(found)}"
     return found.pop()

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
+from moe_overlap.plan.operators import parse_group
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedGradients:
@@ -175,9 +177,7 @@ class MegatronLayerwiseOptimizer:
 
 def part_order(part: str) -> tuple[int, int]:
     """Sort key: embedding, layers by number, prediction layers, head."""
-    if part in ("embedding", "head"):
-        return (0 if part == "embedding" else 3, 0)
-    return (2, int(part[3:])) if part.startswith("mtp") else (1, int(part[1:]))
+    return parse_group(part).order
 
 
 def named_parts(chunks: Iterable[Any]) -> Iterable[tuple[str, torch.nn.Parameter]]:

@@ -108,7 +108,7 @@ class StepUpdate:
             for instruction in instructions:
                 if instruction.kind == "optimizer":
                     with self._recorder.span(instruction.name, "compute"):
-                        self._optimizer.step(instruction.name.removeprefix("optimizer."))
+                        self._optimizer.step(instruction.operator.group)
             with self._replica_span("parameters"):
                 self._optimizer.publish()
         spans = tuple(self._recorder.spans())

@@ -31,7 +31,8 @@ from moe_overlap.plan.operators import (
     MLP,
     SHARED,
     WEIGHT_GRADIENT,
-    Operator,
+    OperatorId,
+    OperatorKind,
     weight_gradient,
 )
 from moe_overlap.plan.overlap import StageOverlap
@@ -359,11 +360,11 @@ def products_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]
         for expert in getattr(layer.mlp.experts, "local_experts", [layer.mlp.experts]):
             yield from _linears(number, EXPERTS, expert, MLP_LINEARS)
     if model.post_process and model.output_layer.weight is not None:
-        yield str(Operator(HEAD_LOSS, weight="output", suffix=WEIGHT_GRADIENT)), model.output_layer
+        yield str(OperatorId(HEAD_LOSS, weight="output", phase=WEIGHT_GRADIENT)), model.output_layer
 
 
 def _linears(
-    layer: int, part: str, parent: torch.nn.Module, weights: dict[str, str]
+    layer: int, part: OperatorKind, parent: torch.nn.Module, weights: dict[str, str]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     for attribute, weight in weights.items():
         module = getattr(parent, attribute, None)

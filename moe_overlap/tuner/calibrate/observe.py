@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.plan.instructions import COMPUTING, Span
-from moe_overlap.plan.operators import NORM, STATE_PREFIXES, kind_of
+from moe_overlap.plan.operators import NORM, is_state_key, kind_of
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
 
@@ -235,6 +235,6 @@ def _unpriced(observed: Sequence[Observed], played: Sequence[Mapping[Kind, Playe
     found = {}
     for kind, seconds in real.items():
         count = sum(here[kind].instructions for here in played if kind in here)
-        if kind[0].startswith(STATE_PREFIXES) and seconds and count and not simulated.get(kind):
+        if is_state_key(kind[0]) and seconds and count and not simulated.get(kind):
             found[kind[0]] = seconds / count
     return found

@@ -8,7 +8,7 @@ import pytest
 
 from moe_overlap.plan import operators
 from moe_overlap.plan.gates import GATE_FACTS
-from moe_overlap.plan.operators import Operator, parse_operator
+from moe_overlap.plan.operators import OperatorId, parse_operator
 from moe_overlap.tuner.search.layer.partition_axes import (
     LINES,
     REAL,
@@ -160,7 +160,9 @@ def test_every_forward_operator_has_a_table() -> None:
         for part in parts:
             inside = part in (*operators.MOE_PARTS, operators.MLP)
             place = (
-                Operator(part, layer=0) if inside else Operator(part, mtp=0 if part in operators.MTP_PARTS else None)
+                OperatorId(part, layer=0)
+                if inside
+                else OperatorId(part, mtp=0 if part in operators.MTP_PARTS else None)
             )
             for operation in operations_of(place, form):
                 used.add(operation.kind)

@@ -23,7 +23,8 @@ from ortools.sat.python import cp_model
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators, overlap
 from moe_overlap.plan.gates import GATE_FACTS
-from moe_overlap.plan.operators import GATE, Operator
+from moe_overlap.plan.instructions import BufferRole, buffer_role
+from moe_overlap.plan.operators import GATE, OperatorId, parse_operator
 from moe_overlap.plan.plan import StagePlan
 
 # Along which axes operations can be cut: a table for each kind.
@@ -106,6 +107,7 @@ def rows_of(operation: str) -> tuple[tuple[Axis, ...], ...]:
 # inside.
 
 Lines = tuple[str, ...]
+TRAVELLING = (BufferRole.RECEIVED, BufferRole.RETURNED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +166,15 @@ class Form:
         return gate is None or GATE_FACTS[gate].partitionable_before
 
 
-def operations_of(operator: Operator, form: Form) -> tuple[Operation, ...]:
+def operations_of(operator: OperatorId, form: Form) -> tuple[Operation, ...]:
     """The lines of a forward operator of the model."""
-    assert not operator.suffix, operator
-    place = f"L{operator.layer}" if operator.layer is not None else f"mtp{operator.mtp}"
+    assert not operator.phase, operator
+    place = operator.group
     after = f"L{operator.layer + 1}" if operator.layer is not None else f"mtp{operator.mtp}.loss"
-    if operator.part == operators.GATE:
+    if operator.kind == operators.GATE:
         lines = _gate(form.takes_samples(operator.layer))
     else:
-        lines = LINES[operator.part](form)
+        lines = LINES[operator.kind](form)
     found = []
     for line in lines:
         kind, _, tensors = line.partition(" | ")
@@ -344,7 +346,7 @@ class CutAxes:
     @property
     def axis(self) -> overlap.Axis:
         """What the partitions cut: what travels, where something does, else what is computed."""
-        travels = {axis for (tensor, _), axis in self.axes.items() if tensor.startswith(("received.", "returned."))}
+        travels = {axis for (tensor, _), axis in self.axes.items() if buffer_role(tensor) in TRAVELLING}
         if Axis.CAPACITY in travels:
             return "capacity"
         return "batch" if travels or Axis.BATCH in self.axes.values() else "sequence"
@@ -376,7 +378,7 @@ class Problem:
     outside: frozenset[Variable]
 
     @classmethod
-    def of(cls, operators: Sequence[Operator], form: Form) -> Problem:
+    def of(cls, operators: Sequence[OperatorId], form: Form) -> Problem:
         """Of a range, in forward order."""
         made: set[str] = set()
         outside: set[Variable] = set()
@@ -404,14 +406,14 @@ class Problem:
         found = []
         for operation, variables in self.operations:
             written = variables[len(operation.reads) :]
-            if operation.operator.endswith(GATE):
+            if parse_operator(operation.operator).kind is GATE:
                 gates[operation.operator] = (*gates.get(operation.operator, ()), *written)
             else:
                 found.append(written)
         return [*found, *gates.values()]
 
 
-def cut_axes(operators: Sequence[Operator], form: Form) -> CutAxes | Conflict:
+def cut_axes(operators: Sequence[OperatorId], form: Form) -> CutAxes | Conflict:
     """The axes of a range, or why it has none.
 
     Args:

@@ -19,7 +19,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_cuts_of, refuse_what_cannot_be_lowered
 from moe_overlap.plan.lowering.layers import LayerOperator
-from moe_overlap.plan.operators import GATE, MERGE, Operator
+from moe_overlap.plan.operators import GATE, MERGE, OperatorId
 from moe_overlap.plan.overlap import Axis, Gate, LayerOverlap, LoweredLimit, SearchLimits
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.rules.overlap import indivisible, validate_ranges
@@ -302,7 +302,7 @@ class StageSearch:
         base = operators[0].layer
         key = tuple((one.layer - base, one.part, form.takes_samples(one.layer)) for one in operators)
         if key not in self._axes:
-            self._axes[key] = cut_axes([Operator(one.part, layer=one.layer) for one in operators], form)
+            self._axes[key] = cut_axes([OperatorId(one.part, layer=one.layer) for one in operators], form)
         return self._axes[key]
 
     def exclude(self, ends: str, reason: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.instructions import COMPUTE, BufferRole, Instruction, parse_buffer
 from moe_overlap.plan.lowering.deferral import default_slots
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL, EXPERT_CHANNEL
 from moe_overlap.plan.operators import parse_operator
@@ -32,8 +32,8 @@ from moe_overlap.tuner.search.layer.assignment import Assignment, Gradient, Laye
 #
 # Source: Lancet, section 4.1 and algorithm 1, lines 1-9; edges of writes after reads and writes are added.
 
-SUMMED = ("gradient", "dweights")
-"""First words of buffers that computation only adds to."""
+SUMMED = (BufferRole.GRADIENT, BufferRole.D_WEIGHTS)
+"""Buffers on the device that computation only adds to."""
 
 
 def may_run_under(
@@ -116,7 +116,7 @@ def dependencies(instructions: Sequence[Instruction]) -> list[set[int]]:
 
 
 def _adds(i: Instruction, name: str) -> bool:
-    return i.kind in ("compute", "weight-gradient") and name.partition(".")[0] in SUMMED
+    return i.kind in ("compute", "weight-gradient") and parse_buffer(name).word in SUMMED
 
 
 # Slots of one rank's list: how long nothing computes where weight gradients stand, and what may stand there.
