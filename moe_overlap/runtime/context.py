@@ -26,7 +26,7 @@ from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
 class BucketReduction(Protocol):
     """Reduces gradients over their replicas bucket by bucket, where the instruction list says so (state/buckets.py)."""
 
-    def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
+    def start(self, parameter_group: str, bucket: int, buckets: int) -> Callable[[], None]:
         """Start one bucket of a parameter group whose backward passes are over; the answer waits for its sum."""
 
     def finish(self) -> None:
