@@ -74,7 +74,7 @@ class WrapChunks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Builders:
-    """What the training package builds, bound to the flags of the run.
+    """Builders of the training package, bound to the flags of the run.
 
     Attributes:
         seed: seeds every generator of this process, by its place in the groups.

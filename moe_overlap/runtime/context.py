@@ -1,4 +1,4 @@
-"""What every part of the runtime is given: one frozen object per rank, built once (build.py), complete when built.
+"""`RunContext`, which every part of the runtime is given: one frozen object per rank, built once (build.py), complete when built.
 
 The runners (megatron_core/runner.py, executor/execute.py) and the update (state/update.py) take it as their only clump of
 arguments. It holds no state of a step: what belongs to one step is an argument of `run` or lives inside it.

@@ -121,10 +121,12 @@ class MegatronStepRunner:
 
     Args:
         context: this rank's part of the run.
+    Attributes:
+        context: the same.
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context, self._recorder, self._optimizer = context, context.recorder, context.optimizer
+        self.context, self._recorder, self._optimizer = context, context.recorder, context.optimizer
         self._update = StepUpdate(context)
         self._loss_scale = 1.0
         pipeline, chunks = context.groups.collection.pp, context.chunks
@@ -139,7 +141,7 @@ class MegatronStepRunner:
 
     def _schedule_config(self) -> TransformerConfig:
         """The chunks' configuration with the callbacks of the schedule, as a copy."""
-        chunks = self._context.chunks
+        chunks = self.context.chunks
         config = copy.copy(chunks[0].config)
         config.finalize_model_grads_func = self._finalize
         config.grad_scale_func = self._scaled
@@ -157,7 +159,7 @@ class MegatronStepRunner:
         self._recorder.start_step()
         self._loss_scale = self._optimizer.loss_scale
         self._optimizer.zero_grad()
-        for chunk in self._context.chunks:
+        for chunk in self.context.chunks:
             chunk.train()
         reports = self._pass(instructions, batches, step, forward_only=False)
         get_moe_layer_wise_logging_tracker().clear()
@@ -167,7 +169,7 @@ class MegatronStepRunner:
     def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """Forward of every micro-batch of the list, without gradients."""
         self._recorder.start_step()
-        for chunk in self._context.chunks:
+        for chunk in self.context.chunks:
             chunk.eval()
         reports = self._pass(instructions, batches, step, forward_only=True)
         loss, tokens, predictions = self._update.mean_losses(reports)
@@ -188,11 +190,11 @@ class MegatronStepRunner:
             data_iterator=feeds if several else feeds[0],
             model=self._scheduled if several else self._scheduled[0],
             num_microbatches=micro_batches,
-            seq_length=self._context.plan.sequence_length,
-            micro_batch_size=self._context.stage.micro_batch_size,
+            seq_length=self.context.plan.sequence_length,
+            micro_batch_size=self.context.stage.micro_batch_size,
             forward_only=forward_only,
             p2p_communicator=self._transfers,
-            pg_collection=self._context.groups.collection,
+            pg_collection=self.context.groups.collection,
         )
         return reports
 
@@ -202,10 +204,10 @@ class MegatronStepRunner:
         micro_batch, batch = next(feed)
         chunk_index = next(index for index, scheduled in enumerate(self._scheduled) if scheduled is chunk)
         self._recorder.forward(chunk_index, micro_batch)
-        self._context.clock.micro_batch = first_micro_batch(step) + micro_batch
+        self.context.clock.micro_batch = first_micro_batch(step) + micro_batch
         inputs = batch["tokens"], batch["position_ids"], batch.get("attention_mask")
         output = chunk(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
-        predicted = getattr(self._context.models[chunk_index], "prediction_report", None)
+        predicted = getattr(self.context.models[chunk_index], "prediction_report", None)
         return output, partial(self._loss, batch, predicted)
 
     def _loss(self, batch: Batch, predicted: Tensor | None, losses_BS: Tensor) -> tuple[Tensor, ...]:
@@ -220,7 +222,7 @@ class MegatronStepRunner:
         report = torch.stack([total.detach(), tokens.detach()])
         if predicted is not None:
             report = torch.cat([report, predicted])
-        if self._context.chunks[0].config.calculate_per_token_loss:
+        if self.context.chunks[0].config.calculate_per_token_loss:
             return total, tokens.to(torch.int), report
         return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
 
