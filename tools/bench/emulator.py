@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_overlap.runtime.dispatch.irregular import Wires
-from moe_overlap.runtime.dispatch.wire import Exchange, Pending
+from moe_overlap.runtime.dispatch.wire import AllToAll, Pending
 
 # When data leave a rank whose exit has a given rate: a virtual clock.
 
@@ -91,7 +91,7 @@ STAMP_TAGS = 1 << 30
 """Added to the tag of an exchange, whose own tags are below."""
 
 
-class EmulatedExchange(Exchange):
+class EmulatedExchange(AllToAll):
     """An exchange over an emulated link.
 
     Args:
@@ -116,7 +116,7 @@ class EmulatedExchange(Exchange):
     def start(
         self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], *, tag: int, name: str
     ) -> Pending[Tensor]:
-        """As `Exchange.start`; the wait ends when the data would have arrived."""
+        """As `AllToAll.start`; the wait ends when the data would have arrived."""
         if self.size == 1:
             return super().start(rows, send_counts, receive_counts, tag=tag, name=name)
         sent_before = self.sent_bytes
@@ -165,7 +165,7 @@ def emulate(wires: Wires, clock: EgressClock) -> None:
     """Put the wires of a rank on an emulated link; nothing may be under way."""
     wires.rows = EmulatedExchange(wires.rows.group, clock)
     wires.tensor = EmulatedExchange(wires.tensor.group, clock)
-    wires.counts.exchange = EmulatedExchange(wires.counts.exchange.group, clock, overtakes=True)
+    wires.counts.all_to_all = EmulatedExchange(wires.counts.all_to_all.group, clock, overtakes=True)
 
 
 # The wire over gloo's own all-to-all, made at the wait: what megatron-core's dispatcher does, for timer compute.
@@ -182,13 +182,13 @@ class _AtTheWait:
         return self.run()
 
 
-class GlooAllToAll(Exchange):
+class GlooAllToAll(AllToAll):
     """An exchange by one blocking `all_to_all_single`; its result is waited for once, in the same order on every rank."""
 
     def start(
         self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], *, tag: int, name: str
     ) -> Pending[Tensor]:
-        """As `Exchange.start`, but nothing moves before the wait."""
+        """As `AllToAll.start`, but nothing moves before the wait."""
         sent, expected = list(send_counts), list(receive_counts)
         self.sent_bytes += rows[:1].nbytes * (sum(sent) - sent[self.rank])
 

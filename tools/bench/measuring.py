@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_overlap.runtime.dispatch.wire import Exchange
+from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey, OperatorKey
 from moe_overlap.tuner.profile.measure.links import collective_seconds, measure_rates
 from moe_overlap.tuner.profile.measure.operators import measure_operators
@@ -41,9 +41,9 @@ class RankWires:
         stages: the ranks of equal place in all stages.
     """
 
-    rows: Exchange
-    counts: Exchange
-    stages: Exchange
+    rows: AllToAll
+    counts: AllToAll
+    stages: AllToAll
 
 
 def answer(order: dict[str, Any], wires: RankWires) -> Any:
@@ -74,7 +74,7 @@ def measure_into(path: str, device: dict[str, Any], operators: list[list[Any]], 
     dist.barrier()
 
 
-def link_seconds(kind: str, held_bytes: int, exchange: Exchange) -> tuple[float, float]:
+def link_seconds(kind: str, held_bytes: int, exchange: AllToAll) -> tuple[float, float]:
     """Seconds of one collective of all ranks, and those of them that starting it keeps the processor. All call this together."""
     if kind != "all_to_all":
         key = LinkKey(kind, "network", exchange.size, held_bytes)
@@ -94,7 +94,7 @@ def link_seconds(kind: str, held_bytes: int, exchange: Exchange) -> tuple[float,
     return statistics.median(whole for whole, _ in taken), statistics.median(start for _, start in taken)
 
 
-def transfer_seconds(held_bytes: int, stages: Exchange) -> float:
+def transfer_seconds(held_bytes: int, stages: AllToAll) -> float:
     """Seconds between the arrivals of transfers that a stage sends to the next one; 0 on a rank that receives none."""
     sends, receives = [0] * stages.size, [0] * stages.size
     if stages.rank + 1 < stages.size:
@@ -133,7 +133,7 @@ def count_seconds(held_bytes: int, wires: RankWires) -> tuple[float, float]:
     return statistics.median(alone), statistics.median(behind)
 
 
-def overlap_slowdown(held_bytes: int, exchange: Exchange) -> float:
+def overlap_slowdown(held_bytes: int, exchange: AllToAll) -> float:
     """Of an exchange and products that take as long, the part of the shorter that is lost when both run."""
     square = torch.rand(PRODUCT, PRODUCT)
 
@@ -153,7 +153,7 @@ def overlap_slowdown(held_bytes: int, exchange: Exchange) -> float:
     return min(1.0, max(0.0, statistics.median(lost)))
 
 
-def _exchange_seconds(exchange: Exchange, held_bytes: int, beside: Callable[[], object]) -> float:
+def _exchange_seconds(exchange: AllToAll, held_bytes: int, beside: Callable[[], object]) -> float:
     size = exchange.size
     rows = torch.zeros(size, held_bytes // size, dtype=torch.uint8)
     dist.barrier()

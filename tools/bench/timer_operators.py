@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, OperatorKind, state_operator
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
-from moe_overlap.runtime.dispatch.wire import Exchange, Pending, extra_columns
+from moe_overlap.runtime.dispatch.wire import AllToAll, Pending, extra_columns
 from moe_overlap.runtime.executor.bindings import StepState, handle_of, travelling
 from moe_overlap.runtime.executor.buffers import Buffers
 from moe_overlap.runtime.executor.execute import PlanExecutor, StageTransfers, is_update
@@ -102,9 +102,9 @@ class TimerOperators:
 
 
 class ZeroPieces:
-    """In the place of `GradientPieces`: exchanges as many zeros as the list says."""
+    """In the place of `GradientBuckets`: exchanges as many zeros as the list says."""
 
-    def __init__(self, replicas: Exchange) -> None:
+    def __init__(self, replicas: AllToAll) -> None:
         self.replicas = replicas
         self._sent_bytes: dict[tuple[str, int], int] = {}
 
@@ -113,10 +113,10 @@ class ZeroPieces:
         pieces = [i for i in instructions if i.operator.is_bucket]
         self._sent_bytes = {(i.name, i.partition[0]): i.bytes for i in pieces}
 
-    def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
-        """Start one piece; the answer waits for it."""
-        name, size = state_operator(OperatorKind.GRADIENTS, part), self.replicas.size
-        rows = torch.zeros(size, self._sent_bytes[name, piece] // (size - 1), dtype=torch.uint8)
+    def start(self, parameter_group: str, bucket: int, buckets: int) -> Callable[[], None]:
+        """Start one bucket; the answer waits for it."""
+        name, size = state_operator(OperatorKind.GRADIENTS, parameter_group), self.replicas.size
+        rows = torch.zeros(size, self._sent_bytes[name, bucket] // (size - 1), dtype=torch.uint8)
         pending = self.replicas.start(rows, [1] * size, [1] * size, tag=self.replicas.take_tags(1), name=name)
         return lambda: _drop(pending.wait())
 
@@ -156,7 +156,7 @@ class TimedExecutor(PlanExecutor):
     scale: float = 1.0
 
     @classmethod
-    def over(cls, executor: PlanExecutor, sizes: Sizes, replicas: Exchange, waits: bool) -> TimedExecutor:
+    def over(cls, executor: PlanExecutor, sizes: Sizes, replicas: AllToAll, waits: bool) -> TimedExecutor:
         """An executor that shares everything but the operators with another one.
 
         Args:

@@ -172,7 +172,7 @@ class TimerRank(Rank):
     """
 
     def __init__(self, job: Sequence[str], emulator: bool, profiled: Variant) -> None:
-        from moe_overlap.runtime.dispatch.wire import Exchange
+        from moe_overlap.runtime.dispatch.wire import AllToAll
         from moe_overlap.runtime.executor.execute import PlanExecutor
         from tools.bench.emulator import EmulatedExchange, GlooAllToAll, emulate
         from tools.bench.timer_operators import TimedExecutor
@@ -184,7 +184,7 @@ class TimerRank(Rank):
         assert isinstance(self._real, PlanExecutor), f"the list of {profiled.name!r} is not followed by the executor"
         self._wires = self._real.dispatcher.wires
         replicas = self._real.context.groups.collection.dp_cp
-        over_replicas = Exchange(replicas)
+        over_replicas = AllToAll(replicas)
         if self.clock is not None:
             emulate(self._wires, self.clock)
             over_replicas = EmulatedExchange(replicas, self.clock)
@@ -277,10 +277,10 @@ class TimerRank(Rank):
 
 
 def _rank_wires(wires: Any, stages: Any) -> Any:
-    from moe_overlap.runtime.dispatch.wire import Exchange
+    from moe_overlap.runtime.dispatch.wire import AllToAll
     from tools.bench.measuring import RankWires
 
-    return RankWires(wires.rows, wires.counts.exchange, Exchange(stages))
+    return RankWires(wires.rows, wires.counts.all_to_all, AllToAll(stages))
 
 
 def _waiting(runner: Any) -> Any:
