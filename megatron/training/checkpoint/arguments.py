@@ -83,12 +83,9 @@ def _merged(parsed: ParsedArguments, saved: Config) -> tuple[Config, list[str]]:
         given = not parsed.given.isdisjoint((*flag.names, *([flag.off] if flag.off else [])))
         keeps = given and path not in CHECKPOINT_WINS and flag.group != "parallel" and path not in TOKENIZER
         if given and written != stored:
-            from_flags, from_checkpoint = _shown(flag, written), _shown(flag, stored)
-            told.append(
-                f"{from_flags} of the command line holds, not {from_checkpoint}"
-                if keeps
-                else f"{from_checkpoint} holds, not {from_flags}"
-            )
+            given_text, stored_text = _shown(flag, written), _shown(flag, stored)
+            kept_line = f"{given_text} of the command line holds, not {stored_text}"
+            told.append(kept_line if keeps else f"{stored_text} holds, not {given_text}")
         if not keeps:
             values.setdefault(flag.group, {})[flag.field] = stored
     groups = {group: dataclasses.replace(getattr(parsed.config, group), **new) for group, new in values.items()}
