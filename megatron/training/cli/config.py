@@ -188,7 +188,7 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = None
     """Layers of the last stage."""
     pipeline_model_parallel_layout: str | None = None
-    """What each (virtual) stage holds, separated by |: E embedding, t layer, m prediction layer, L loss: "Et*3|(tt|)*6tmL"."""
+    """Content of each (virtual) stage, separated by |: E embedding, t layer, m prediction layer, L loss: "Et*3|(tt|)*6tmL"."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
@@ -286,9 +286,9 @@ class OptimizerConfig:
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights."""
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Accumulate and reduce gradients in fp32; so by default with --bf16."""
+    """Accumulate and reduce gradients in fp32; the default with --bf16."""
     grad_reduce_in_bf16: bool = False
-    """With --bf16: accumulate and reduce gradients in bf16."""
+    """Accumulate and reduce gradients in bf16, with --bf16."""
     override_opt_param_scheduler: bool = flag(False, "--override-opt-param-scheduler", "--override-opt_param-scheduler")
     """On load: take the schedule from the flags, not from the checkpoint."""
     use_checkpoint_opt_param_scheduler: bool = flag(
@@ -420,7 +420,7 @@ class CheckpointConfig:
     keep_last_checkpoints: int | None = None
     """Delete all but the last N; --save-retain-interval wins."""
     pretrained_checkpoint: str | None = None
-    """Where --load holds nothing: folder whose last weights the run starts from, as with --finetune."""
+    """Folder whose last weights the run starts from, as with --finetune, if --load holds nothing."""
     non_persistent_save_interval: int | None = None
     """Steps between saves of which only the last is kept, in a folder of their own."""
     non_persistent_ckpt_type: Literal["global"] | None = None
@@ -457,7 +457,7 @@ class CheckpointConfig:
         Literal["assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "ignore_all"]
         | None
     ) = None
-    """What to do about weights that only the run (unexpected) or only the checkpoint has; default raise_all."""
+    """Treatment of weights that only the run (unexpected) or only the checkpoint has; default raise_all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -533,7 +533,7 @@ class OverlapConfig:
     moe_overlap_range: Literal["experts", "after", "around"] = "around"
     """Operators that run in partitions: gate to merge, gate to the next layer's attention, or attention to merge."""
     moe_overlap_micro_batches: int = 1
-    """With 2, the backward pass of one micro-batch runs beside the forward pass of another, each under the other's all-to-all."""
+    """With 2, the backward pass of a micro-batch runs beside the forward pass of another, each under the other's all-to-all."""
     moe_overlap_capacity_chunks: int | None = None
     """Run dispatch, experts and combine in 2, 4 or 8 chunks of each expert's rows, in place of partitions (Tutel's pipeline)."""
     defer_weight_gradients: bool = False

@@ -1,4 +1,4 @@
-"""How a field says more about its flag than name, type and default (`flag`); and the groups of `Config` that mostly do.
+"""Groups of `Config` whose fields say more about their flags than name, type and default, and the function to say it (`flag`).
 
 Attention variants, number formats, offloading and GPU dispatchers: flags, defaults and meanings are upstream's,
 `model/stage_config.py` and `optimizer.py` hand the values to megatron-core. A field names what it needs (`needs=`) or the field
