@@ -1,7 +1,4 @@
-"""The training loop: steps, evaluation, saving, stopping.
-
-It knows a step runner and its instructions, nothing of the model: `Job` holds everything that it is given.
-"""
+"""The training loop: steps, evaluation, saving, stopping. It knows a step runner and its instructions, nothing of the model."""
 
 from __future__ import annotations
 
@@ -31,13 +28,13 @@ class TrainingFailed(Exception):
 
 
 class Checkpoints(Protocol):
-    """The interface of a checkpointer, as the loop uses it."""
+    """What the loop needs of a checkpointer."""
 
     def save(self, progress: Progress, persistent: bool = True) -> None:
-        """Save everything, complete or not at all, or start to; the next non-persistent save replaces a non-persistent one."""
+        """Save everything, complete or not at all, or start to; what is not persistent, the next such save replaces."""
 
     def completed(self, wait: bool) -> Path | None:
-        """The checkpoint that has become complete since the last call; `wait` for a save under way."""
+        """The checkpoint that has become complete since the last call; `wait` for one under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +43,8 @@ class Job:
 
     Attributes:
         runner: a StepRunner.
-        instructions: this rank's instruction list for a step of the largest global batch.
-        instructions_of: the instruction list for a step or an evaluation with another global batch.
+        instructions: this rank's list of one step, of the largest global batch.
+        instructions_of: the list of a step, or of an evaluation's, with another global batch.
         chunks, optimizer, scheduler: megatron-core's objects behind the runner.
         batches: micro-batches of a split ("train", "valid", "test") from a number of consumed samples on; None without samples.
         measure: spans of a step -> (communication seconds, exposed seconds).
@@ -55,9 +52,9 @@ class Job:
         write_trace: takes the spans of the last step, for --trace.
         global_batch_size: the largest of `batch_sizes`.
         parameter_norm: norm of all parameters, a collective.
-        deferred: figures of the weight gradients deferred so far; empty where none are.
-        reports: the reports beside the steps' figures.
-        flops_per_token: floating-point operations of the model, forward and backward.
+        deferred: figures of the weight gradients put aside so far; empty where none are.
+        reports: what is reported beside the steps' figures.
+        flops_per_token: of the model, forward and backward.
     """
 
     config: Config
@@ -88,7 +85,7 @@ class TrainingLoop:
     Attributes:
         progress: steps and samples consumed so far.
         reason: why the loop ended before its last step; None while it has not.
-        first_loss: loss of the first step that this loop executed.
+        first_loss: loss of the first step this loop ran.
     """
 
     def __init__(self, job: Job, progress: Progress) -> None:
@@ -99,7 +96,7 @@ class TrainingLoop:
         self._started = time.monotonic()
         self._saved_at = progress.iteration
         self._peak_bytes = 0
-        self._peak_is_known = False  # only a step that makes the optimizer's state shows the whole peak
+        self._peak_is_known = False  # of a step that makes the optimizer's state
         self._stopped_by_signal = False
         if job.config.training.exit_signal_handler:
             signal.signal(job.config.training.exit_signal, self._on_signal)
@@ -116,11 +113,11 @@ class TrainingLoop:
                 if not training.skip_train:
                     self._train()
             except TrainingFailed:
-                self._report_saved(wait=True)
+                self._say_what_is_saved(wait=True)
                 raise
             if self._saved_at != self.progress.iteration:
                 self.save_now()
-            self._report_saved(wait=True)
+            self._say_what_is_saved(wait=True)
             if training.eval_iters and (self.progress.iteration >= job.total_steps or training.skip_train):
                 self.evaluate("valid")
                 self.evaluate("test")
@@ -134,7 +131,7 @@ class TrainingLoop:
             for iteration in range(self.progress.iteration + 1, job.total_steps + 1):
                 spans = self.step(iteration, feed)
                 profiled(iteration)
-                self._report_saved(wait=False)
+                self._say_what_is_saved(wait=False)
                 if _is_due(self._config.checkpoint.save_interval, iteration):
                     self.save_now()
                 elif _is_due(self._config.checkpoint.non_persistent_save_interval, iteration):
@@ -150,7 +147,6 @@ class TrainingLoop:
             job.write_trace(spans)
 
     def step(self, iteration: int, feed: Batches) -> Sequence[Any]:
-        """Execute a step, record its figures, and return its spans."""
         job = self.job
         tracker = None if self._peak_is_known else self._memory_tracker()
         size = job.batch_sizes.at(self.progress.train_samples)
@@ -241,14 +237,14 @@ class TrainingLoop:
         """Save the present state, whatever the intervals say, or start to as soon as the former save is complete."""
         if self._config.checkpoint.save is None:
             return
-        self._report_saved(wait=True)
+        self._say_what_is_saved(wait=True)
         self.job.checkpoints.save(self.progress, persistent)
         if persistent:
             self._saved_at = self.progress.iteration
         if not self._config.checkpoint.async_save:
-            self._report_saved(wait=True)
+            self._say_what_is_saved(wait=True)
 
-    def _report_saved(self, wait: bool) -> None:
+    def _say_what_is_saved(self, wait: bool) -> None:
         path = self.job.checkpoints.completed(wait)
         if path is not None:
             self.job.log.say("saved", str(path))
@@ -257,7 +253,7 @@ class TrainingLoop:
         self._stopped_by_signal = True
 
     def _exit_reason(self, iteration: int) -> str | None:
-        """The reason to stop after this step, the same on every rank; None to go on."""
+        """Why to stop after this step; every rank gets the same answer."""
         training = self._config.training
         minutes = (time.monotonic() - self._started) / 60
         late = training.exit_duration_in_mins is not None and minutes >= training.exit_duration_in_mins
@@ -282,7 +278,7 @@ def stops_at_nan(config: Config) -> bool:
 
 
 def _learning_rate(groups: Sequence[dict[str, Any]], config: Config) -> float:
-    """The layers' learning rate; word embedding and output layer may have one of their own."""
+    """That of the layers; word embedding and output layer may have one of their own."""
     peak, apart = config.optimizer.lr, config.optimizer.decoupled_lr
     rates = [group["lr"] for group in groups if apart is None or group.get("max_lr") == peak]
     return max(rates or [group["lr"] for group in groups])
@@ -294,12 +290,12 @@ def _is_due(interval: int | None, iteration: int) -> bool:
 
 @contextlib.contextmanager
 def _profiler(config: Config, done: int) -> Iterator[Callable[[int], None]]:
-    """A torch profiler over --profile-step-start to --profile-step-end; yields a function to call after each step.
+    """A torch profiler over --profile-step-start to --profile-step-end; yields what to call after each step.
 
     The trace is written when the last of these steps is done, or when the run ends among them, however it ends.
 
     Args:
-        done: steps executed before.
+        done: steps that were made before.
     """
     logging = config.logging
     if not (logging.profile and logging.use_pytorch_profiler) or dist.get_rank() not in logging.profile_ranks:
