@@ -105,9 +105,9 @@ def require_cuttable(config: Config) -> None:
 
 
 def interleaved_micro_batches_have_one_chunk(config: Config) -> None:
-    several, flag = config.overlap.moe_overlap_micro_batches, "--moe-overlap-micro-batches"
+    in_flight, flag = config.overlap.moe_overlap_micro_batches, "--moe-overlap-micro-batches"
     rule = "the passes of an interleaved pipeline are not interleaved again"
-    require(several == 1 or virtual_stages(config) == 1, flag, several, rule, "drop the virtual stages or the flag")
+    require(in_flight == 1 or virtual_stages(config) == 1, flag, in_flight, rule, "drop the virtual stages or the flag")
 
 
 OVERLAP_RULES: tuple[Rule, ...] = (
