@@ -113,8 +113,8 @@ class GateCells:
         self._say(f"chosen in {tuned.search_seconds:.1f} s: {tuned.chosen.name}")
         folder = self._arguments.folder / f"{self._gate}-{ratio:g}-chosen"
         write_run(folder, tuned.chosen)
-        words = (f"@{(folder / 'megatron_args.txt').resolve()}",)
-        chosen = Variant(CHOSEN, words, plain=tuned.chosen.name == NOTHING)
+        flags = (f"@{(folder / 'megatron_args.txt').resolve()}",)
+        chosen = Variant(CHOSEN, flags, plain=tuned.chosen.name == NOTHING)
         task = task_of(self._words, bed.cluster(), {})
         swept = hand_set(self._gate, task.job.plan.stages[0].micro_batch_size)
         expected = {CHOSEN: priced(task, tuned.chosen.decided)}
@@ -138,7 +138,7 @@ class GateCells:
         steps = self._in_turn(names, self._arguments.sweeps)
         self._say(f"swept {len(names)} plans {self._arguments.sweeps} times")
         finals = self._in_turn([*BASELINES, CHOSEN, *fastest(steps, FINALISTS)], self._arguments.repeats)
-        return Judged(finals, steps, {name: one.seconds for name, one in expected.items()})
+        return Judged(finals, steps, {name: price.seconds for name, price in expected.items()})
 
     def _in_turn(self, names: Sequence[str], repeats: int) -> dict[str, list[float]]:
         turns = [[self._step(name) for name in names] for _ in range(repeats)]
@@ -164,8 +164,10 @@ def priced(task: Task, plan: Plan) -> PricedList:
 def measure_really(arguments: argparse.Namespace, job: list[str], cells: Sequence[Cell], say: Say) -> list[Cell]:
     """The chosen plans of a gate with real computation, each in turn with the two baselines."""
     plain, sequential = baselines(cells[0].gate)
-    ours = [dataclasses.replace(one.chosen, name=f"{CHOSEN} {one.ratio:g}") for one in cells if not one.chosen.plain]
-    groups, found = [[plain], [sequential, *ours]], []
+    ours = [
+        dataclasses.replace(cell.chosen, name=f"{CHOSEN} {cell.ratio:g}") for cell in cells if not cell.chosen.plain
+    ]
+    groups, measured = [[plain], [sequential, *ours]], []
     where = {"timer": False, "namespaces": arguments.namespaces, "mbit": ANY_MBIT}
     with ranks_on_bed(RANKS, job, groups, sequential, **where) as ranks:
         for cell in cells:
@@ -176,11 +178,11 @@ def measure_really(arguments: argparse.Namespace, job: list[str], cells: Sequenc
             steps: dict[str, list[float]] = {name: [] for name in names}
             for repeat in range(arguments.repeats + 1):
                 for name, variant in names.items():
-                    taken = max(one["step"] for one in ranks.tell(do=ORDER_STEP, variant=variant, scale=1.0))
+                    taken = max(answer["step"] for answer in ranks.tell(do=ORDER_STEP, variant=variant, scale=1.0))
                     steps[name] += [taken] if repeat else []  # the first one warms up
             say(f"{cell.gate}, ratio {cell.ratio:g}: real computation")
-            found.append(dataclasses.replace(cell, real=steps))
-    return found
+            measured.append(dataclasses.replace(cell, real=steps))
+    return measured
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Cell]:
@@ -188,34 +190,34 @@ def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Ce
     base = [*JOB, *job_flags(RANKS, MICRO_BATCHES, EXPERTS_PER_RANK), *SMALLER]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     where = {"timer": True, "namespaces": arguments.namespaces, "mbit": ANY_MBIT}
-    found: list[Cell] = []
+    measured: list[Cell] = []
     for gate in arguments.gates:
         profiled, job = deferral(gate), [*base, *OF_GATE.get(gate, ()), *rest]
         with ranks_on_bed(RANKS, job, [[profiled]], profiled, **where) as ranks:
             cells = GateCells(arguments, gate, job, ranks, say)
-            mine = []
+            cells_of_gate = []
             for ratio in arguments.ratio:
-                mine.append(cells.cell(ratio))
-                say(line(mine[-1]))
-        found += measure_really(arguments, job, mine, say) if arguments.real else mine
-    return found
+                cells_of_gate.append(cells.cell(ratio))
+                say(line(cells_of_gate[-1]))
+        measured += measure_really(arguments, job, cells_of_gate, say) if arguments.real else cells_of_gate
+    return measured
 
 
 def line(cell: Cell) -> str:
     """A cell in a row of a table."""
-    one = cell.judged
+    judged = cell.judged
     columns = [
         cell.gate,
         f"{cell.ratio:g}",
         f"{cell.mbit:.0f}",
         cell.tuned.chosen.name,
-        f"{one.median(CHOSEN):.3f}",
-        one.best,
-        f"{one.median(one.best):.3f}",
-        f"{one.over_best:+.1%}",
-        *(f"{one.gain(name).median:.2f}" for name in BASELINES),
-        f"{one.error(CHOSEN):+.1%}",
-        f"{one.mean_error:.1%}",
+        f"{judged.median(CHOSEN):.3f}",
+        judged.best,
+        f"{judged.median(judged.best):.3f}",
+        f"{judged.over_best:+.1%}",
+        *(f"{judged.gain(name).median:.2f}" for name in BASELINES),
+        f"{judged.error(CHOSEN):+.1%}",
+        f"{judged.mean_error:.1%}",
         *(f"{gain.min:.2f} {gain.median:.2f} {gain.max:.2f}" for gain in real_gains(cell)),
     ]
     return f"| {' | '.join(columns)} |"
@@ -243,21 +245,23 @@ def real_gains(cell: Cell) -> list[Spread]:
 
 def as_json(cell: Cell) -> dict[str, Any]:
     """Everything that was measured."""
-    one = cell.judged
+    judged = cell.judged
     return {
         "gate": cell.gate,
         "ratio": cell.ratio,
         "link_mbit": cell.mbit,
         "chosen": cell.tuned.chosen.name,
         "search_seconds": cell.tuned.search_seconds,
-        "best": one.best,
-        "over_best": one.over_best,
-        "gain": {name: dataclasses.asdict(one.gain(name)) for name in BASELINES},
-        "error": one.error(CHOSEN),
-        "mean_error": one.mean_error,
-        "finals": {name: {"steps": steps} | dataclasses.asdict(Spread.of(steps)) for name, steps in one.finals.items()},
-        "swept": one.swept,
-        "predicted": one.predicted,
+        "best": judged.best,
+        "over_best": judged.over_best,
+        "gain": {name: dataclasses.asdict(judged.gain(name)) for name in BASELINES},
+        "error": judged.error(CHOSEN),
+        "mean_error": judged.mean_error,
+        "finals": {
+            name: {"steps": steps} | dataclasses.asdict(Spread.of(steps)) for name, steps in judged.finals.items()
+        },
+        "swept": judged.swept,
+        "predicted": judged.predicted,
         "real": cell.real,
     }
 

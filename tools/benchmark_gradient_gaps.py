@@ -103,7 +103,7 @@ def measure(arguments: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     chosen, sizes = variants_of(flags, rate)
     names = {i.name for v in chosen for i in list_of([*flags, *v.flags]) if i.micro_batch is not None}
     profile = {name: seconds_of(name) for name in names if not parse_operator(name).is_collective}
-    found: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in chosen}
+    measured: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in chosen}
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(Bed(RANKS, arguments.mbit)) if arguments.namespaces else None
         priority = stack.enter_context(CpuGroup())
@@ -122,18 +122,18 @@ def measure(arguments: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             for variant in chosen:
                 answers = ranks.tell(do=ORDER_STEP, variant=variant.name, bytes_per_second=rate, scale=1.0)
                 if repeat > 0:  # the first one opens connections
-                    found[variant.name].append({key: max(a[key] for a in answers) for key in answers[0]})
-    rows = {name: spreads(steps) for name, steps in found.items()}
+                    measured[variant.name].append({key: max(a[key] for a in answers) for key in answers[0]})
+    rows = {name: spreads(steps) for name, steps in measured.items()}
     return {"mbit": arguments.mbit, "links": "namespaces" if bed else "emulator", **sizes, "variants": rows}
 
 
 def spreads(steps: Sequence[dict[str, float]]) -> dict[str, list[float]]:
     """Minimum, median and maximum of a step and of the sum of its all-to-alls' spans, in seconds."""
-    found = {}
+    by_figure = {}
     for name, figure in (("step", "whole"), ("exchanges", "exchanges")):
         values = [step[figure] for step in steps]
-        found[name] = [min(values), statistics.median(values), max(values)]
-    return found
+        by_figure[name] = [min(values), statistics.median(values), max(values)]
+    return by_figure
 
 
 def table(record: dict[str, Any]) -> str:

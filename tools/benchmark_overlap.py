@@ -201,17 +201,17 @@ def use_profile(bench: Benchmark, arguments: argparse.Namespace, say: Callable[[
 def choose(arguments: argparse.Namespace, gate: str) -> list[Variant]:
     """The variants asked for."""
     ranges = default_ranges(gate) if arguments.ranges is None else arguments.ranges
-    found = variants(gate, arguments.partitions, ranges, arguments.tutel, arguments.reach, arguments.micro_batches)
+    offered = variants(gate, arguments.partitions, ranges, arguments.tutel, arguments.reach, arguments.micro_batches)
     if arguments.timer_compute:
         # Over timer compute there is one transport per variant; an emulated link has no half-duplex all-to-all.
-        found = [v for v in found if not v.receive_first and not (v.plain and not arguments.namespaces)]
+        offered = [v for v in offered if not v.receive_first and not (v.plain and not arguments.namespaces)]
     if arguments.variants is None:
-        return found
-    known = [variant.name for variant in found]
+        return offered
+    known = [variant.name for variant in offered]
     for name in arguments.variants:
         if name not in known:
             raise ConfigError("--variants", name, "unknown here", f"choose among {', '.join(known)}")
-    return [v for v in found if v.name in arguments.variants or v.name == SEQUENTIAL]
+    return [v for v in offered if v.name in arguments.variants or v.name == SEQUENTIAL]
 
 
 def record(
@@ -315,9 +315,9 @@ def main(argv: Sequence[str]) -> int:
             for gate in arguments.gates:
                 records += run(arguments, [*MODEL, *rest], gate, ranks, say)
                 if not arguments.json:
-                    for made in records[-len(arguments.ratio) :]:
-                        head = f"{ranks} ranks, {gate}, measured ratio {made['ratio']:.2f}: {made['summary']}"
-                        print(f"\n{head}\n\n{made['table']}", flush=True)
+                    for record in records[-len(arguments.ratio) :]:
+                        head = f"{ranks} ranks, {gate}, measured ratio {record['ratio']:.2f}: {record['summary']}"
+                        print(f"\n{head}\n\n{record['table']}", flush=True)
     except (ConfigError, RankFailed) as error:
         return report_failure(error)
     if arguments.json:

@@ -119,17 +119,17 @@ def judge(plan: str, predicted: Trace, measured: Sequence[Trace]) -> Judged:
 def report(judged: Sequence[Judged]) -> dict[str, Any]:
     """Everything, for JSON: errors of steps, and of the kinds of spans over all plans, weighted by their seconds."""
     return {
-        "mean_error": statistics.fmean(abs(one.error) for one in judged),
+        "mean_error": statistics.fmean(abs(comparison.error) for comparison in judged),
         "plans": [
             {
-                "plan": one.plan,
-                "predicted_seconds": one.predicted_seconds,
-                "measured_seconds": one.measured_seconds,
-                "error": one.error,
-                "measured_steps": one.steps,
-                "kinds": one.kinds,
+                "plan": comparison.plan,
+                "predicted_seconds": comparison.predicted_seconds,
+                "measured_seconds": comparison.measured_seconds,
+                "error": comparison.error,
+                "measured_steps": comparison.steps,
+                "kinds": comparison.kinds,
             }
-            for one in judged
+            for comparison in judged
         ],
     }
 
@@ -137,13 +137,16 @@ def report(judged: Sequence[Judged]) -> dict[str, Any]:
 def table(judged: Sequence[Judged]) -> str:
     """Steps, then the spans of each plan that matter most."""
     lines = [f"{'plan':<34}{'predicted ms':>14}{'measured ms':>13}{'error':>9}   min … max of {len(judged[0].steps)}"]
-    for one in judged:
-        spread = f"{min(one.steps) * 1e3:.0f} … {max(one.steps) * 1e3:.0f}"
-        lines.append(_line(one.plan, one.predicted_seconds, one.measured_seconds, one.error) + f"   {spread}")
-    lines.append(f"{'mean error':<61}{statistics.fmean(abs(one.error) for one in judged):>9.1%}")
-    for one in judged:
-        lines += ["", one.plan]
-        for row in one.kinds:
+    for comparison in judged:
+        spread = f"{min(comparison.steps) * 1e3:.0f} … {max(comparison.steps) * 1e3:.0f}"
+        lines.append(
+            _line(comparison.plan, comparison.predicted_seconds, comparison.measured_seconds, comparison.error)
+            + f"   {spread}"
+        )
+    lines.append(f"{'mean error':<61}{statistics.fmean(abs(comparison.error) for comparison in judged):>9.1%}")
+    for comparison in judged:
+        lines += ["", comparison.plan]
+        for row in comparison.kinds:
             name = f"  {row['kind']} ({row['channel']})"
             lines.append(_line(name, row["predicted_seconds"], row["measured_seconds"], row["error"]))
     return "\n".join(lines)
@@ -160,7 +163,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Ju
     of_stages = [variant for variant in chosen if variant.name.startswith(PIPELINE)]
     flat = [variant for variant in chosen if variant not in of_stages]
     shapes = ((FLAT, flat), (STAGES, of_stages))
-    return [one for shape, some in shapes if some for one in run_on(shape, some, arguments, rest, say)]
+    return [comparison for shape, some in shapes if some for comparison in run_on(shape, some, arguments, rest, say)]
 
 
 def run_on(
@@ -170,9 +173,9 @@ def run_on(
     job = [*shape.flags, *JOB, *rest]
     real = not arguments.timer_compute
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    words = {variant.name: [*job, *variant.flags] for variant in chosen}
+    flags = {variant.name: [*job, *variant.flags] for variant in chosen}
     calibrations = calibrating(shape.ranks) if real else []
-    keys = {key for several in words.values() for key in job_operators(several, shape.ranks, "cpu")}
+    keys = {key for flags_of_plan in flags.values() for key in job_operators(flags_of_plan, shape.ranks, "cpu")}
     name = f"{links_name(arguments)}-{arguments.mbit:g}mbit" + (f"-{shape.stages}stages" if shape.stages > 1 else "")
     where = {"timer": not real, "namespaces": arguments.namespaces, "mbit": arguments.mbit}
     with ranks_on_bed(shape.ranks, job, [[*chosen, *calibrations]], deferral(GATE), **where) as ranks:
@@ -189,7 +192,7 @@ def run_on(
         cluster, predicted = bed.cluster(), {}
         for variant in chosen:
             path = arguments.folder / f"{variant.name}.predicted.json"
-            write_ranks(path, predicted_spans(words[variant.name], cluster, bed.links(), profile))
+            write_ranks(path, predicted_spans(flags[variant.name], cluster, bed.links(), profile))
             predicted[variant.name] = read_trace(path)
         measured = run_in_turn(chosen, arguments, tell, say)
     return [judge(variant.name, predicted[variant.name], measured[variant.name]) for variant in chosen]

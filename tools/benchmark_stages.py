@@ -74,12 +74,12 @@ def rates(count: int) -> StateRates:
 
 def measure(run: Callable[[], object], stages: int, repeats: int) -> dict[str, float]:
     """Stages per second."""
-    found = []
+    rates_seen = []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
-        found.append(stages / (time.perf_counter() - start))
-    return {"min": min(found), "median": statistics.median(found), "max": max(found)}
+        rates_seen.append(stages / (time.perf_counter() - start))
+    return {"min": min(rates_seen), "median": statistics.median(rates_seen), "max": max(rates_seen)}
 
 
 def main() -> None:

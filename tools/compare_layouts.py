@@ -189,8 +189,8 @@ def train_here(names: Sequence[str], steps: int, folder: Path) -> None:
     for name in names:
         layout = chosen[name]
         start = ["--save"] if name == REFERENCE else ["--finetune", "--ckpt-step", "0", "--load"]
-        words = [*layout.words(), "--train-iters", str(steps), "--log-json", str(_losses(folder, layout))]
-        parsed = parse([*words, *start, str(folder / "step-0")])
+        flags = [*layout.words(), "--train-iters", str(steps), "--log-json", str(_losses(folder, layout))]
+        parsed = parse([*flags, *start, str(folder / "step-0")])
         validate(parsed.config, layout.world_size)
         process = process or start_process(parsed.config)
         loop = pretrain_moe.assemble(parsed, process.rank)

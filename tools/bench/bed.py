@@ -260,8 +260,8 @@ def _remove(chosen: Callable[[Path, int], bool]) -> None:
 
 def _kill_inside(netns: Path) -> None:
     """End the processes of a host; its links live as long as they do."""
-    found = subprocess.run(["ip", "netns", "pids", netns.name], capture_output=True, text=True, check=False).stdout
-    for pid in map(int, found.split()):
+    listed = subprocess.run(["ip", "netns", "pids", netns.name], capture_output=True, text=True, check=False).stdout
+    for pid in map(int, listed.split()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

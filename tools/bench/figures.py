@@ -213,16 +213,16 @@ def hand_set(gate: str, samples: int) -> list[Variant]:
             if samples % count == 0:
                 flags = ("--moe-overlap-partitions", str(count), "--moe-overlap-range", name)
                 cuts.append((f"{name} {count}", flags))
-    found = []
+    plans = []
     for together, interleaved in (("", ()), ("two micro-batches", INTERLEAVE)):
         for cut, cut_flags in cuts:
             if interleaved and CHUNKS in cut_flags:
                 continue  # a plan may not have both
             for deferred, defer_flags in (("", ()), ("deferral", DEFER)):
-                if words := [word for word in (cut, deferred, together) if word]:
+                if parts := [word for word in (cut, deferred, together) if word]:
                     flags = (*base_flags(gate), *cut_flags, *defer_flags, *interleaved)
-                    found.append(Variant(" + ".join(words), flags))
-    return found
+                    plans.append(Variant(" + ".join(parts), flags))
+    return plans
 
 
 def fastest(steps: Mapping[str, Sequence[float]], count: int) -> list[str]:

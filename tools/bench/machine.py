@@ -67,12 +67,12 @@ class Calibration:
 def calibrating(ranks: int) -> list[Variant]:
     """The two jobs, for workers: every rank has all experts."""
     gate = (*IRREGULAR, *TOP_2, "--moe-gate", "topk", "--expert-model-parallel-size", "1")
-    found = []
+    jobs = []
     for name, shape in SHAPES.items():
-        words = shape.split()
-        batch = ranks * int(words[-1])
-        found.append(Variant(f"calibration {name}", (*gate, *words, "--global-batch-size", str(batch))))
-    return found
+        flags = shape.split()
+        batch = ranks * int(flags[-1])
+        jobs.append(Variant(f"calibration {name}", (*gate, *flags, "--global-batch-size", str(batch))))
+    return jobs
 
 
 def words_of(variant: Variant, ranks: int) -> list[str]:
@@ -87,9 +87,9 @@ def measure_host_time(database: Database, cluster: Cluster, tell: Tell) -> None:
         cluster: as many ranks as `tell` reaches.
         tell: reaches workers that have `calibrating`.
     """
-    found = [_round(database, cluster, tell) for _ in range(ROUNDS)]
-    database.add_rate(IN_STEP, statistics.median(in_step for in_step, _ in found))
-    database.add_rate(CALL_SECONDS, statistics.median(call for _, call in found))
+    rounds = [_round(database, cluster, tell) for _ in range(ROUNDS)]
+    database.add_rate(IN_STEP, statistics.median(in_step for in_step, _ in rounds))
+    database.add_rate(CALL_SECONDS, statistics.median(call for _, call in rounds))
 
 
 def measure_host_time_here(database: Database, cluster: Cluster) -> None:
@@ -136,29 +136,33 @@ def _calibration(variant: Variant, database: Database, cluster: Cluster, tell: T
     for _ in range(STEPS):
         tell(do=ORDER_STEP, variant=variant.name, scale=1.0, trace=str(trace))
         steps.append(computing(read_trace(trace)))
-    words, measured = words_of(variant, cluster.gpus), MeasuredOperators(database)
+    flags, measured = words_of(variant, cluster.gpus), MeasuredOperators(database)
 
     def alone(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
         key = key_of(op, shape, moved_bytes)
         return None if key is None else measured.seconds(key)
 
-    def one(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
+    def counted(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
         return None if key_of(op, shape, moved_bytes) is None else (1.0, "measured")
 
-    return Calibration(statistics.median(steps), *(_passes_seconds(words, cluster, lookup) for lookup in (alone, one)))
+    return Calibration(
+        statistics.median(steps), *(_passes_seconds(flags, cluster, lookup) for lookup in (alone, counted))
+    )
 
 
-def _passes_seconds(words: Sequence[str], cluster: Cluster, lookup: Lookup) -> float:
+def _passes_seconds(flags: Sequence[str], cluster: Cluster, lookup: Lookup) -> float:
     """Of the computation in the passes of a step whose operators take what a lookup says."""
     assert cluster.measured is not None
-    job = read_job(words, cluster.gpus)
+    job = read_job(flags, cluster.gpus)
     graphs = cpu_graphs(job.config, job.model, job.plan, job.flags)
     constants = constants_of(cluster.measured, cluster.group_of(0).gpu.name)
     machine, _ = machine_of(cluster, constants, lookup=lookup)
     features = features_of(job.config, job.plan.precision, job.flags)
     ran = simulate_step(job.plan, job.model, graphs, machine, features).simulation.ran
     return sum(
-        one.end - one.start for one in ran if one.instruction.channel == COMPUTE and not is_update(one.instruction.name)
+        task.end - task.start
+        for task in ran
+        if task.instruction.channel == COMPUTE and not is_update(task.instruction.name)
     )
 
 

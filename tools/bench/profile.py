@@ -66,7 +66,7 @@ def median_seconds(steps: Iterable[Sequence[Any]]) -> dict[str, float]:
 
     An operator that is recorded in several pieces counts with their sum.
     """
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for spans in steps:
         sums: dict[tuple[str, int], float] = {}
         for span in spans:
@@ -74,8 +74,8 @@ def median_seconds(steps: Iterable[Sequence[Any]]) -> dict[str, float]:
                 key = (span.name, span.micro_batch)
                 sums[key] = sums.get(key, 0.0) + span.end - span.start
         for (name, _), seconds in sums.items():
-            found.setdefault(name, []).append(seconds)
-    return {name: statistics.median(values) for name, values in found.items()}
+            by_name.setdefault(name, []).append(seconds)
+    return {name: statistics.median(values) for name, values in by_name.items()}
 
 
 def mean_of_ranks(profiles: Sequence[Mapping[str, float]]) -> dict[str, float]:

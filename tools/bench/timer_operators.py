@@ -127,9 +127,9 @@ class ZeroTransfers(StageTransfers):
     @classmethod
     def like(cls, transfers: StageTransfers) -> ZeroTransfers:
         """With the sizes and the group of another one."""
-        made = cls.__new__(cls)
-        made.__dict__.update(transfers.__dict__)
-        return made
+        zeros = cls.__new__(cls)
+        zeros.__dict__.update(transfers.__dict__)
+        return zeros
 
     def start(self, i: Instruction, buffers: Buffers) -> Callable[[], None]:
         """Start one transfer; the answer waits for it."""
@@ -159,13 +159,13 @@ class TimedExecutor(PlanExecutor):
         Args:
             replicas: what gradients are exchanged over.
         """
-        made = cls.__new__(cls)
-        made.__dict__.update(executor.__dict__)
-        made._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
-        made._pieces = ZeroPieces(replicas)  # type: ignore[assignment]
-        made._transfers = ZeroTransfers.like(executor._transfers)
-        made.profile = {}
-        return made
+        timed = cls.__new__(cls)
+        timed.__dict__.update(executor.__dict__)
+        timed._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
+        timed._pieces = ZeroPieces(replicas)  # type: ignore[assignment]
+        timed._transfers = ZeroTransfers.like(executor._transfers)
+        timed.profile = {}
+        return timed
 
     @torch.no_grad()
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:

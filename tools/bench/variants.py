@@ -119,7 +119,7 @@ def variants(
             interleaved, too.
     """
     plain, base = plain_flags(gate), base_flags(gate)
-    found = [
+    chosen = [
         Variant(PLAIN, plain, plain=True),
         Variant(RECEIVE_FIRST, plain, plain=True, receive_first=True),
         Variant(SEQUENTIAL, base),
@@ -130,19 +130,19 @@ def variants(
     for name in ranges:
         for count in partitions:
             cut = (*base, "--moe-overlap-partitions", str(count), "--moe-overlap-range", name)
-            found.append(Variant(f"partitions {count} {name}", cut))
-            found.append(Variant(f"both {count} {name}", (*cut, *DEFER)))
+            chosen.append(Variant(f"partitions {count} {name}", cut))
+            chosen.append(Variant(f"both {count} {name}", (*cut, *DEFER)))
             if micro_batches > 1:
-                found.append(Variant(f"all {count} {name}", (*cut, *DEFER, *INTERLEAVE)))
-    widest = found[-1]
+                chosen.append(Variant(f"all {count} {name}", (*cut, *DEFER, *INTERLEAVE)))
+    widest = chosen[-1]
     if micro_batches > 1:
-        found.append(Variant("micro-batches", (*base, *INTERLEAVE)))
-        found.append(Variant("micro-batches and deferral", (*base, *DEFER, *INTERLEAVE)))
+        chosen.append(Variant("micro-batches", (*base, *INTERLEAVE)))
+        chosen.append(Variant("micro-batches and deferral", (*base, *DEFER, *INTERLEAVE)))
     for reach in reaches:
         for count in partitions:
             cut = (*base, "--moe-overlap-partitions", str(count), "--moe-overlap-range", "experts")
-            found.append(Variant(f"partitions {count} reach {reach}", cut, reach=reach))
-    return [*found, Variant(f"{widest.name}, waiting", widest.flags, waits=True)]
+            chosen.append(Variant(f"partitions {count} reach {reach}", cut, reach=reach))
+    return [*chosen, Variant(f"{widest.name}, waiting", widest.flags, waits=True)]
 
 
 def deferral(gate: str) -> Variant:

@@ -155,9 +155,11 @@ def cached_capture(
         Request(config=config, model=model, layout=layout, implementation=implementation, variant=variant)
         for variant in wanted
     ]
-    found = cached_captures(requests, cache_dir)
-    parts = tuple(part for captured in found for part in captured.parts)
-    return dataclasses.replace(found[0], parts=parts, layer_kinds=layer_kinds(model), mtp_kinds=prediction_kinds(model))
+    answers = cached_captures(requests, cache_dir)
+    parts = tuple(part for captured in answers for part in captured.parts)
+    return dataclasses.replace(
+        answers[0], parts=parts, layer_kinds=layer_kinds(model), mtp_kinds=prediction_kinds(model)
+    )
 
 
 def cached_captures(requests: Sequence[Request], cache_dir: Path) -> list[CapturedModel]:

@@ -85,10 +85,10 @@ def gives(part: Part, recorded: Part, point: Point) -> bool:
 
 
 def _expressions(part: Part) -> list[Expression]:
-    found = [storage.bytes for storage in part.storages]
+    expressions = [storage.bytes for storage in part.storages]
     for op in part.ops:
-        found += [*op.shape, op.bytes, *([op.collective.payload_bytes] if op.collective else [])]
-    return found
+        expressions += [*op.shape, op.bytes, *([op.collective.payload_bytes] if op.collective else [])]
+    return expressions
 
 
 def _compare(base: Part, other: Part, point: Point, other_point: Point) -> None:
@@ -131,10 +131,10 @@ def _fit_storage(storages: Sequence[Storage], points: tuple[Point, ...]) -> Stor
 
 def _polynomial(constants: Sequence[Expression], points: tuple[Point, ...], place: str) -> Expression:
     numbers = tuple(int(constant.terms[0][1]) if constant.terms else 0 for constant in constants)
-    found = _through(numbers, points)
-    if found is None:
+    polynomial = _through(numbers, points)
+    if polynomial is None:
         raise NotOneGraphError(f"a size of {place} is no polynomial in b and s: {numbers} at {points}")
-    return found
+    return polynomial
 
 
 @cache
@@ -145,15 +145,15 @@ def _through(numbers: tuple[int, ...], points: tuple[Point, ...]) -> Expression 
     one_sample = points[0][0] == points[-1][0]
     monomials = [(i, j) for i in ((0,) if one_sample else (0, 1)) for j in (0, 1, 2)]
     inverse = _inverse(points[:-1], tuple(monomials))
-    found = Expression()
+    polynomial = Expression()
     for row, (i, j) in zip(inverse, monomials, strict=True):
         coefficient = sum((a * n for a, n in zip(row, numbers[:-1], strict=True)), Fraction(0))
         term = Expression.of(coefficient)
         for factor, power in ((B, i), (S, j)):
             for _ in range(power):
                 term = term * factor
-        found = found + term
-    return found if float(found.value(*points[-1])) == numbers[-1] else None
+        polynomial = polynomial + term
+    return polynomial if float(polynomial.value(*points[-1])) == numbers[-1] else None
 
 
 @cache
@@ -248,11 +248,11 @@ def _capture_piece(runner: PartRecorder, piece: Piece, unit: int) -> list[Part]:
     points = sample_points(unit, one_sample=False)
     many = _checked(fit([_checked(runner.record(piece, *point)) for point in points], points))
     points = sample_points(unit, one_sample=True)
-    one = [_checked(runner.record(piece, *points[0]))]
-    if gives(many, one[0], points[0]):
+    graphs = [_checked(runner.record(piece, *points[0]))]
+    if gives(many, graphs[0], points[0]):
         return [many]
-    one += [_checked(runner.record(piece, *point)) for point in points[1:]]
-    return [many, _checked(fit(one, points))]
+    graphs += [_checked(runner.record(piece, *point)) for point in points[1:]]
+    return [many, _checked(fit(graphs, points))]
 
 
 def _checked(part: Part) -> Part:

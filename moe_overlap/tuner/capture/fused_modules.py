@@ -432,7 +432,7 @@ def _moe_functions(recorder: Recorder) -> dict[str, Any]:
 
 def _compiled(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     """Every function of megatron-core that torch compiles on a GPU, wherever a module or class knows it."""
-    found: list[tuple[Any, str, Any]] = []
+    functions: list[tuple[Any, str, Any]] = []
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
     classes = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
     # One wrapper for each: megatron-core compares functions.
@@ -440,8 +440,8 @@ def _compiled(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     for owner in dict.fromkeys([*modules, *classes]):
         for name, value in list(vars(owner).items()):
             if inspect.isfunction(value) and getattr(value, "is_compiled_on_cuda", False):
-                found.append((owner, name, kernels.setdefault(value, _as_one_kernel(value, recorder))))
-    return found
+                functions.append((owner, name, kernels.setdefault(value, _as_one_kernel(value, recorder))))
+    return functions
 
 
 def _as_one_kernel(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

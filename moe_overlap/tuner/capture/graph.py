@@ -180,10 +180,10 @@ class CapturedModel:
         Raises:
             KeyError: it was not captured.
         """
-        found = [part for part in self.parts if part.kind == kind and part.variant == variant]
-        if not found:
+        matching = [part for part in self.parts if part.kind == kind and part.variant == variant]
+        if not matching:
             raise KeyError(f"no part {kind} with recomputation {variant}")
-        return next((part for part in found if part.one_sample == (samples == 1)), found[0])
+        return next((part for part in matching if part.one_sample == (samples == 1)), matching[0])
 
 
 # What a legal graph is. Checked after every pass over it; a violation is our own mistake.

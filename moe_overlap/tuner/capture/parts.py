@@ -396,12 +396,12 @@ def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
 def _weight_gradients(ops: Sequence[Op], roles: Sequence[str]) -> set[int]:
     """Products of the backward pass whose results end in gradients of parameters and nowhere else."""
     leads = {index: True for index, role in enumerate(roles) if role == "gradient"}
-    found = set()
+    gradients = set()
     for op in reversed(ops):
         only = all(leads.get(index, False) for index in op.writes)
         if only and op.phase == "backward" and op.cost_class in ("gemm", "grouped_gemm"):
-            found.add(op.id)
+            gradients.add(op.id)
         for index in op.reads:
             if roles[index] != "gradient":
                 leads[index] = leads.get(index, True) and only
-    return found
+    return gradients

@@ -192,9 +192,9 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         outputs += self._left_inside(inner, outputs)
-        made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in self._ids]
-        if made or written:
-            self._emit(name, [*tensors, *written], made, [*made, *written], shape, self._exchange(sent))
+        results = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in self._ids]
+        if results or written:
+            self._emit(name, [*tensors, *written], results, [*results, *written], shape, self._exchange(sent))
         return result
 
     def _left_inside(
@@ -202,15 +202,15 @@ class Recorder(TorchDispatchMode):
     ) -> list[torch.Tensor]:
         """What autograd kept of a kernel's inside, such as a mask: it is written, too."""
         seen = {leaf.untyped_storage()._cdata for leaf in outputs}
-        found: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
         # These views are none of the model's operators.
         self._inside = []
         for storage in filter(None, (reference() for reference in inner)):
             if storage._cdata not in self._ids and storage._cdata not in seen and storage.nbytes():
                 seen.add(storage._cdata)
-                found.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+                kept.append(torch.empty(0, dtype=torch.uint8).set_(storage))
         self._inside = None
-        return found
+        return kept
 
     def _exchange(self, sent: tuple[Any, int] | None) -> Collective | None:
         if sent is None:
@@ -247,17 +247,17 @@ class Recorder(TorchDispatchMode):
             # A number in the code becomes a tensor: a constant, where it is read.
             return result
         aliases = {tensor.untyped_storage()._cdata for tensor in tensors}
-        made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in aliases]
-        written = made + _mutated(function, args, kwargs)
+        output = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in aliases]
+        written = output + _mutated(function, args, kwargs)
         if written:
-            self._emit(name, tensors, made, written)
+            self._emit(name, tensors, output, written)
         return result
 
     def _emit(
         self,
         name: str,
         tensors: Sequence[Any],
-        made: Sequence[Any],
+        produced: Sequence[Any],
         written: Sequence[Any],
         shape: tuple[int, ...] | None = None,
         collective: Collective | None = None,
@@ -271,7 +271,7 @@ class Recorder(TorchDispatchMode):
         elif shape is not None:
             pass
         elif entry is not None and entry.shape is not None:
-            shape = tuple(int(size) for size in entry.shape(tensors, made or written))
+            shape = tuple(int(size) for size in entry.shape(tensors, produced or written))
         else:
             shape = (sum(tensor.numel() for tensor in written),)
         read_bytes = sum(map(_touched_bytes, tensors))
@@ -371,12 +371,12 @@ def _free(ids: dict[int, int], key: int, recording: Recording) -> None:
 
 def _mutated(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that an operator writes to."""
-    found = []
+    mutated = []
     for index, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return found
+            mutated += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return mutated
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

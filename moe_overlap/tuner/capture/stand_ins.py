@@ -122,11 +122,11 @@ def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 def recomputation_announced(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
     """The recorder hears when megatron-core's checkpoints run their function again."""
-    made: list[tuple[Any, str, Any]] = []
+    replacements: list[tuple[Any, str, Any]] = []
     for function_class in (random.CheckpointFunction, random.CheckpointWithoutOutputFunction):
-        made.append((function_class, "forward", staticmethod(_announcing(function_class.forward, recorder))))
-    made.append((random.CheckpointWithoutOutput, "checkpoint", _announced_method(recorder)))
-    return replaced(made)
+        replacements.append((function_class, "forward", staticmethod(_announcing(function_class.forward, recorder))))
+    replacements.append((random.CheckpointWithoutOutput, "checkpoint", _announced_method(recorder)))
+    return replaced(replacements)
 
 
 def _announcing(forward: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

@@ -178,17 +178,17 @@ class Database:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                found, damaged = _read(path)
-                if found is not None and found.device == device:
-                    database.operators, database.links, database.rates = found.operators, found.links, found.rates
-                    database.jobs = found.jobs
-                elif found is not None:
+                stored, damaged = _read(path)
+                if stored is not None and stored.device == device:
+                    database.operators, database.links, database.rates = stored.operators, stored.links, stored.rates
+                    database.jobs = stored.jobs
+                elif stored is not None:
                     print(
-                        f"warning: {path} was measured on {found.device}; this is {device}: measured anew",
+                        f"warning: {path} was measured on {stored.device}; this is {device}: measured anew",
                         file=sys.stderr,
                     )
                     damaged = 0
-                if not damaged and found is not None and found.device == device:
+                if not damaged and stored is not None and stored.device == device:
                     return database
             database._rewrite()
         except OSError as error:
@@ -204,13 +204,13 @@ class Database:
             ConfigError: there is none, or nothing in the file can be read.
         """
         try:
-            found, _ = _read(path)
+            stored, _ = _read(path)
         except OSError as error:
             rule = f"cannot be read: {error.strerror}"
             raise ConfigError("database", path, rule, "run tools/profile_cluster.py again") from None
-        if found is None:
+        if stored is None:
             raise ConfigError("database", path, "is no database of measurements", "run tools/profile_cluster.py again")
-        return found
+        return stored
 
     def add_operator(self, key: OperatorKey, seconds: float) -> None:
         """Keep a measurement."""

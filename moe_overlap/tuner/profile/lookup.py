@@ -52,8 +52,8 @@ MOST_WORK = {"cpu": 2e9, "cuda": 2e13}
 
 def operator_grid(dtype: str, device: str, quick: bool) -> list[OperatorKey]:
     """Keys to measure, sorted."""
-    made = [*_products(dtype, quick, device), *_attention(dtype, quick, device), *_bound_by_bytes(dtype, quick, device)]
-    return distinct(key for key in made if can_be_measured(key))
+    keys = [*_products(dtype, quick, device), *_attention(dtype, quick, device), *_bound_by_bytes(dtype, quick, device)]
+    return distinct(key for key in keys if can_be_measured(key))
 
 
 def link_grid(tier: str, ranks: int, kinds: tuple[str, ...], device: str, quick: bool) -> list[LinkKey]:
@@ -190,10 +190,10 @@ SECONDS_EACH = 0.02
 def is_here(database: Database) -> bool:
     """Whether this machine has the device, and the version, that the database was measured on."""
     try:
-        here = this_device(database.device.kind)
+        present = this_device(database.device.kind)
     except ConfigError:
         return False
-    return dataclasses.replace(here, threads=database.device.threads) == database.device
+    return dataclasses.replace(present, threads=database.device.threads) == database.device
 
 
 def fill(database: Database, keys: Sequence[OperatorKey], ranks: int) -> Database:

@@ -144,8 +144,8 @@ def _collective(key: LinkKey, group: dist.ProcessGroup, device: str) -> Call:
 
 def _pass_on(sent: Tensor, received: Tensor, ranks: list[int], group: dist.ProcessGroup) -> None:
     """Every rank sends to the next and receives from the one before, at once: as stages do in both directions."""
-    mine = ranks.index(dist.get_rank())
-    after, before = ranks[(mine + 1) % len(ranks)], ranks[mine - 1]
+    rank = ranks.index(dist.get_rank())
+    after, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
     operations = [
         dist.P2POp(dist.isend, sent, after, group=group),
         dist.P2POp(dist.irecv, received, before, group=group),
