@@ -1,4 +1,4 @@
-"""What a dry run answers to lists of real jobs: `python tools/answer_lists.py [LISTS.json] [--write RECORD.md]`.
+"""Record how a dry run answers to argument lists of real jobs: `python tools/answer_lists.py [LISTS.json] [--write RECORD.md]`.
 
 A list is a JSON object with `name`, `moe` and `arguments`. What stops a start on the CPU is what the CPU lacks, or what is not
 executed yet; the record names the first reason. Files that the lists' users have are not asked for.
@@ -28,7 +28,7 @@ CPU = Machine(cuda=False, packages=frozenset())
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of a dry run to one list.
+    """The answer of a dry run to one list.
 
     Attributes:
         refused: the error's line, or None where it is accepted.
@@ -42,7 +42,7 @@ class Answer:
 
 
 def answer(entry: dict[str, Any]) -> Answer:
-    """A dry run of one list; errors other than the user's pass through."""
+    """Execute a dry run of one list; errors other than the user's pass through."""
     try:
         parsed = parse(entry["arguments"])
         dry_run(parsed, None, io.StringIO())

@@ -1,4 +1,4 @@
-"""Is the overlap that is chosen automatically the best one? Chosen against every plan that flags can say, on rate-limited links.
+"""Compare the overlap that the tuner chooses with every plan that flags can say by hand, on rate-limited links.
 
     tools/benchmark_choices.py [--namespaces | --emulator] [--gates switch topk batch_prioritized] [--ratio 0.25 0.5 1 2]
                                [--sweeps 1] [--repeats 5] [--real] [--folder DIR] [--json] [flags of pretrain_moe.py]
@@ -6,7 +6,8 @@
 A cell is a gate and a ratio of all-to-all seconds to computation; the rate of the links is what makes the ratio. Two ranks stand
 on hosts of their own, with two micro-batches a step. For each gate they measure its operators, for each cell its links; from that
 `tune_overlap` (tools/autotune.py --overlap-only) chooses, without being told what is measured. Then all plans of
-link_bed/plan_sweep.py run in turn, and the fastest of them, the chosen one and megatron-core's list once more, `repeats` times.
+`hand_set` (tools/bench/figures.py) run in turn, and the fastest of them, the chosen one and megatron-core's list once more,
+`repeats` times.
 
 Timer compute: every operator sleeps for what the cost model says of it, so that the tuner sees the seconds that pass; passes
 only, without the update. Links are real.
@@ -49,9 +50,9 @@ from tools.bench.worker import ORDER_ADD, ORDER_STEP
 
 RANKS, MICRO_BATCHES, EXPERTS_PER_RANK = 2, 2, 2
 SMALLER = ("--seq-length", "80", "--moe-ffn-hidden-size", "1536")
-"""Of the job of the other benchmarks: 640 tokens, half a second of computation a micro-batch, exchanges of 1.25 MiB a rank."""
+"""Flags that shrink the other benchmarks' job: 640 tokens, half a second of computation and 1.25 MiB per all-to-all."""
 OF_GATE = {"switch": ("--seq-length", "120")}
-"""One expert per token halves the messages; short ones pass a limited link for nothing after a pause."""
+"""Flags of single gates. One expert per token halves the messages, and short ones pass a limited link for free after a pause."""
 FINALISTS = 3
 CELL_LINKS = {
     "all_to_all": tuple(1 << power for power in range(18, 23)),
@@ -59,16 +60,16 @@ CELL_LINKS = {
     "reduce_scatter": (1 << 20, 1 << 21),
 }
 ANY_MBIT, WARMING_MBIT = 300.0, 5000.0
-"""While operators are measured; while plans are run for the first time."""
+"""Link rates while operators are measured, and while plans run for the first time."""
 LIMITS = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
 """The defaults of tools/autotune.py."""
 NO_SLOWDOWN = 1e-6
-"""Sleeping operators and exchanges do not slow each other down."""
+"""Sleeping operators and all-to-alls do not slow each other down."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """One gate at one ratio.
+    """The choice and the measurements for one gate at one ratio.
 
     Attributes:
         ratio: all-to-all seconds per second of computation, by bytes and rate.
@@ -101,7 +102,7 @@ class GateCells:
         self._operators.measure_operators(sorted(set(job_operators(self._words, RANKS, "cpu"))))
 
     def cell(self, ratio: float) -> Cell:
-        """Choose, predict and measure."""
+        """Choose, predict and measure one cell."""
         task = task_of(self._words, self._operators.cluster(), {})
         whole = priced(task, task.job.plan)
         mbit = whole.sent_bytes * 8e-6 / (ratio * whole.computation)
@@ -127,7 +128,7 @@ class GateCells:
     def _measure(
         self, swept: Sequence[Variant], chosen: Variant, expected: dict[str, PricedList], mbit: float
     ) -> Judged:
-        """All in turn, then the finalists in turn."""
+        """Measure all plans in turn, then the finalists in turn."""
         self._ranks.set_rate(WARMING_MBIT)
         for variant in (chosen, *baselines(self._gate), *swept):
             added = dataclasses.asdict(variant)
@@ -148,7 +149,7 @@ class GateCells:
         return max(answer["step"] for answer in self._ranks.tell(do=ORDER_STEP, variant=name, scale=scale))
 
     def _bed(self, name: str, like: MeasuredBed | None = None) -> MeasuredBed:
-        """A database of its own, with what another one has measured."""
+        """A bed with a database of its own, which starts with the measurements of another one."""
         path = self._arguments.folder / f"{links_name(self._arguments)}-{self._gate}-{name}.json"
         if like is not None:
             shutil.copy(like.database.path, path.with_suffix(".measured.jsonl"))
@@ -156,13 +157,13 @@ class GateCells:
 
 
 def priced(task: Task, plan: Plan) -> PricedList:
-    """A plan of the task's layout at the tuner's prices."""
+    """Price a plan of the task's layout as the tuner does."""
     step = simulate_step(plan, task.job.model, task.graphs, task.machine, task.features)
     return priced_list(step)
 
 
 def measure_really(arguments: argparse.Namespace, job: list[str], cells: Sequence[Cell], say: Say) -> list[Cell]:
-    """The chosen plans of a gate with real computation, each in turn with the two baselines."""
+    """Measure the chosen plans of a gate with real computation, each in turn with the two baselines."""
     plain, sequential = baselines(cells[0].gate)
     ours = [
         dataclasses.replace(cell.chosen, name=f"{CHOSEN} {cell.ratio:g}") for cell in cells if not cell.chosen.plain
@@ -186,7 +187,7 @@ def measure_really(arguments: argparse.Namespace, job: list[str], cells: Sequenc
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Cell]:
-    """All cells."""
+    """Measure all cells."""
     base = [*JOB, *job_flags(RANKS, MICRO_BATCHES, EXPERTS_PER_RANK), *SMALLER]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     where = {"timer": True, "namespaces": arguments.namespaces, "mbit": ANY_MBIT}
@@ -236,7 +237,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def real_gains(cell: Cell) -> list[Spread]:
-    """Of the chosen plan over each baseline; none where it was not run."""
+    """Gains of the chosen plan over each baseline with real computation; none where it was not measured."""
     ours = cell.real.get(CHOSEN, [])
     return [
         Spread.of([slow / fast for slow, fast in zip(cell.real[name], ours, strict=True)]) for name in BASELINES if ours

@@ -1,11 +1,11 @@
-"""What reducing a gradient in the gaps between all-to-alls is worth, and what it costs the all-to-alls.
+"""Measure what reducing a gradient in the gaps between all-to-alls gains, and what it costs the all-to-alls.
 
     tools/benchmark_gradient_gaps.py [--namespaces | --emulator] [--mbit 500] [--repeats 5] [--json] [flags of pretrain_moe.py]
 
 Two ranks on hosts of their own, joined by links of a given rate; operators sleep for the seconds below, communication is real.
 The gradient of the head, 100 MB unless flags change the model, is complete when the layers' backward passes begin. It is not
-reduced, reduced in pieces that fill the gaps, in one collective that starts at once, and in one behind the last backward pass,
-in turn. A piece is as large as the shortest gap carries.
+reduced, reduced in buckets that fill the gaps, in one collective that starts at once, and in one behind the last backward pass,
+in turn. A bucket is as large as the shortest gap carries.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ SECONDS = {
     "head.norm": 0.002,
     "head.loss": 0.02,
 }
-"""Of an operator; backward, without what is deferred, it takes twice as long."""
+"""Seconds of an operator; backward, without its deferred weight gradients, it takes twice as long."""
 WEIGHT_GRADIENT_SECONDS = 0.01
 SHARE = 0.9
-"""Of what the shortest gap carries that a piece takes."""
+"""Share of the shortest gap's bytes that a bucket takes."""
 REDUCTIONS: tuple[Reduction, ...] = ("none", "in gaps", "at once", "at the end")
 
 
@@ -71,7 +71,7 @@ def list_of(flags: Sequence[str]) -> tuple[Instruction, ...]:
 
 
 def seconds_of(name: str) -> float:
-    """How long a computation sleeps."""
+    """Seconds for which a computation sleeps."""
     operator = parse_operator(name)
     if operator.suffix == WEIGHT_GRADIENT:
         return WEIGHT_GRADIENT_SECONDS
@@ -98,7 +98,7 @@ def variants_of(flags: Sequence[str], bytes_per_second: float) -> tuple[list[Var
 
 
 def measure(arguments: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """All variants in turn; medians of the slowest rank."""
+    """Measure all variants in turn; figures of the slowest rank."""
     rate = arguments.mbit * 1e6 / 8
     chosen, sizes = variants_of(flags, rate)
     names = {i.name for v in chosen for i in list_of([*flags, *v.flags]) if i.micro_batch is not None}

@@ -77,7 +77,7 @@ def make_bare_step(parsed: Any, plan: Any, model: Any, groups: Any, feed: Any) -
 
 
 def measure(flags: Sequence[str], pairs: int) -> dict[str, list[float]]:
-    """What each process does. Returns the ratios ours / bare and bare / bare pair by pair, between barriers."""
+    """Measure in each process the ratios ours / bare and bare / bare, pair by pair, between barriers."""
     from megatron.training import cpu_backend
     from megatron.training.cli.start import quiet_libraries
 

@@ -1,4 +1,4 @@
-"""What overlapping the all-to-all gains, measured on one machine.
+"""Measure on one machine what overlapping the all-to-all gains.
 
     tools/benchmark_overlap.py [--namespaces | --emulator] [--timer-compute] [--ranks 2] [--ratio 0.5 1] [--repeats 5]
                                [--gates topk] [--partitions 2] [--ranges around] [--reach 0 1] [--json]
@@ -7,8 +7,8 @@
 Ranks stand on hosts of their own, joined by links whose rate is chosen so that the all-to-alls of the sequential step take
 `ratio` times as long as the rest of it. All variants take turns in one run: megatron-core's all-to-all, the same point-to-point
 with receives first, the irregular dispatcher (the sequential step), Tutel-style pipelining, deferral of weight gradients,
-partitions of the batch, both, and both with a wait behind every issue, which must undo the gain. With --micro-batches of 2 or
-more also the backward pass of one under the forward exchanges of another, alone and with both ("all").
+partitions of the batch, both, and both with a wait right behind every start, which must undo the gain. With --micro-batches of 2
+or more also the backward pass of one under the forward exchanges of another, alone and with both ("all").
 
 --namespaces    network namespaces (root); the default where they can be made
 --emulator      the link is emulated inside the processes; the default elsewhere
@@ -83,7 +83,7 @@ class Benchmark:
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
     def turn(self, variant: str) -> Turn:
-        """One measured step."""
+        """Measure one step."""
         figures = self.step(variant)
         return Turn(figures["step"], figures["exposed"])
 
@@ -96,7 +96,7 @@ def measure(
     timer: bool,
     say: Callable[[str], None],
 ) -> Measured:
-    """All variants in turn, `repeats` times, each with the limited and with the free link."""
+    """Measure all variants in turn, `repeats` times, each with the limited and with the free link."""
     limited: dict[str, list[Turn]] = {name: [] for name in names}
     free: dict[str, list[Turn]] = {name: [] for name in names}
     alone: dict[str, list[float]] = {name: [] for name in names} if timer else {}
@@ -117,7 +117,7 @@ def measure(
 def benchmark(
     arguments: argparse.Namespace, job: Sequence[str], chosen: Sequence[Variant], gate: str, ranks: int
 ) -> Iterator[Benchmark]:
-    """Hosts and processes of one run; gone when the block is left."""
+    """Start the hosts and processes of one run; they end when the block is left."""
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(Bed(ranks, None)) if arguments.namespaces else None
         priority = stack.enter_context(CpuGroup())
@@ -223,7 +223,7 @@ def record(
     totals: Totals,
     rows: list[Figures],
 ) -> dict[str, Any]:
-    """What is reported of one gate, number of ranks and ratio."""
+    """The report on one gate, number of ranks and ratio."""
     return {
         "ranks": ranks,
         "gate": gate,

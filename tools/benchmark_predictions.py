@@ -12,7 +12,7 @@ last from its start to the moment at which its rank has waited for it, in both.
 
 --timer-compute operators sleep for their profiled time, in the run as in the prediction, and there is no update: what is judged
                 is the order, the links and the simulator. Otherwise computation is real and predicted operator by operator;
-                what a step adds to operators timed alone is measured on two other jobs (link_bed/host_time.py).
+                what a step adds to operators timed alone is measured on two other jobs (tools/bench/machine.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def flags(self) -> list[str]:
-        """Of the job."""
+        """Flags of the job."""
         stages = ["--pipeline-model-parallel-size", str(self.stages)]
         return [*job_flags(self.ranks // self.stages, self.micro_batches, 2), *(stages if self.stages > 1 else [])]
 
@@ -103,7 +103,7 @@ class Judged:
 
     @property
     def error(self) -> float:
-        """Of the predicted step, relative to the measured one."""
+        """Error of the predicted step, relative to the measured one."""
         return self.predicted_seconds / self.measured_seconds - 1.0
 
 
@@ -158,7 +158,7 @@ def _line(name: str, predicted: float, measured: float, error: float | None) -> 
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Judged]:
-    """Measure the beds, predict, run and compare."""
+    """Measure the beds, predict all plans, execute and compare them."""
     chosen = choose(arguments.plans)
     of_stages = [variant for variant in chosen if variant.name.startswith(PIPELINE)]
     flat = [variant for variant in chosen if variant not in of_stages]
@@ -169,7 +169,7 @@ def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Ju
 def run_on(
     shape: Shape, chosen: Sequence[Variant], arguments: argparse.Namespace, rest: Sequence[str], say: Say
 ) -> list[Judged]:
-    """The same for plans of one shape."""
+    """Measure the bed of one shape, predict its plans, execute and compare them."""
     job = [*shape.flags, *JOB, *rest]
     real = not arguments.timer_compute
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def run_on(
 def run_in_turn(
     chosen: Sequence[Variant], arguments: argparse.Namespace, tell: Tell, say: Say
 ) -> dict[str, list[Trace]]:
-    """One step of each to warm up, then `repeats` of each in turn; their traces."""
+    """Execute one step of each to warm up, then `repeats` of each in turn; return their traces."""
     for variant in chosen:
         tell(do=ORDER_STEP, variant=variant.name, scale=1.0)
     traces: dict[str, list[Trace]] = {variant.name: [] for variant in chosen}

@@ -170,7 +170,7 @@ def write_between_marks(path: Path, mark: str, text: str) -> None:
 
 
 def train_here(names: Sequence[str], steps: int, folder: Path) -> None:
-    """What each process of a launch does: its layouts, one after the other."""
+    """Train the layouts of this launch in this process, one after the other."""
     from megatron.training import cpu_backend
     from megatron.training.cli.start import quiet_libraries
 

@@ -1,4 +1,5 @@
-"""Predicted against measured steps on this machine: tools/compare_predictions.py --cluster here.json [--steps 12] [--json FILE].
+"""Compare predicted with measured steps on this machine: tools/compare_predictions.py --cluster here.json [--steps 12] [--json
+FILE].
 
 Each configuration is predicted on a cluster description of this machine (tools/profile_cluster.py), then trained for some steps.
 Compared are the seconds of a step: the median after the first ones, and the least. Operators that a configuration needs and the
@@ -52,7 +53,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to the median."""
+        """Error of the prediction, relative to the median."""
         return self.predicted / self.median - 1.0
 
 

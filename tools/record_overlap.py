@@ -33,7 +33,7 @@ PROGRAM = "tools/benchmark_overlap.py"
 MARK = "figures"
 HEAD = f"# Overlap on rate-limited links\n\n<!-- {MARK} -->\n<!-- /{MARK} -->\n"
 NOT_OURS = ("alltoall", "irregular", "tutel")
-"""How the names of baselines begin."""
+"""Beginnings of the names of baselines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ SERIES = {
         "--ratio 0.5 1 --variants alltoall 'alltoall receive-first' 'tutel 4' 'partitions 2 around' 'both 2 around'",
     ),
 }
-"""In the order of their tables. Two experts per rank everywhere."""
+"""All series in the order of their tables, with two experts per rank everywhere."""
 
 
 def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run one series.
 
     Args:
-        arguments: behind the series' own.
+        arguments: follow the series' own.
     Returns:
         What goes into its file.
     Raises:

@@ -144,7 +144,7 @@ class Ranks:
         return self.answers()
 
     def answers(self) -> list[Any]:
-        """One line of every rank."""
+        """Wait for one line of every rank, and return them in order of rank."""
         deadline = time.monotonic() + self.timeout_seconds
         answers: dict[int, Any] = {}
         while len(answers) < len(self._processes):
@@ -183,7 +183,7 @@ class Ranks:
 
 
 def _outside_torchrun() -> dict[str, str]:
-    """The environment without what torchrun told this program: a job of its own meets at a store of its own."""
+    """The environment without torchrun's variables: this job has a rendezvous of its own."""
     return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
 

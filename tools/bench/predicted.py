@@ -1,4 +1,10 @@
-"""What a plan is expected to do on a bed: its lists at the prices of the cost model, or of a profile over timer compute."""
+"""The predicted step of a plan on a bed: its lists at the prices of the cost model, or of a profile over timer compute.
+
+`recorded` writes a simulated step as the runtime's recorder would, so that the two can be laid over each other: the executor goes
+through its list in order. The span of a communication begins where the executor starts it, though the link may still carry
+another one, and ends where the executor has waited for it, which may be later than the arrival. Computation is recorded as it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +21,6 @@ from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 from tools.bench.machine import BedLinks
 from tools.bench.profile import apply_profile, computation_of, is_update
-
-# A simulated step as the runtime's recorder would have written it, so that the two can be laid over each other.
-#
-# The executor goes through its list in order. A communication's span begins where the executor starts it, though the link may
-# still carry another one, and ends where the executor has waited for it, which may be later than the arrival. Computation is
-# recorded as it runs.
 
 
 def recorded(instructions: Sequence[Instruction], simulation: Simulation, rank: int) -> list[Span]:
@@ -67,8 +67,8 @@ def predicted_spans(
     """A step of the first rank of every stage, as its recorder would write it.
 
     Args:
-        flags: flags of the job and the plan.
-        links: an exchange is started by the thread that computes; counts and transfers take what was measured.
+        flags: of the job and the plan.
+        links: the thread that computes starts all-to-alls; counts and transfers take the measured seconds.
         profile: seconds of operators that sleep, whose steps have no update; None: real computation.
     """
     step = simulated(flags, cluster)
@@ -105,7 +105,7 @@ class PricedList:
     Attributes:
         sleeps: name and seconds of every operator, in the list's order.
         sent_bytes: of its all-to-alls, that leave the rank.
-        seconds: of the passes, as the tuner simulates them.
+        seconds: the passes, as the tuner simulates them.
     """
 
     sleeps: list[tuple[str, float]]
@@ -119,7 +119,7 @@ class PricedList:
 
 
 def priced_list(step: SimulatedStep) -> PricedList:
-    """What a simulated step of one stage computes, sends and takes. Starting exchanges is left to the run."""
+    """The list of a simulated step of one stage, priced. The start of all-to-alls is left to the run."""
     ((rank, prices),) = step.prices.items()
     instructions = [i for i in prices.made if not is_update(i.name)]
     simulation = simulate(

@@ -1,4 +1,4 @@
-"""How long each operator of a list computes: CPU seconds measured in steps without partitions.
+"""Profiles: the CPU seconds of each operator of a list, measured in steps without partitions.
 
 With deferred weight gradients a backward operator and its weight gradients are measured apart. A list that names a weight
 gradient is charged for it there, a list that does not is charged for it in the backward operator. One of K partitions takes 1/K
@@ -18,12 +18,12 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, WEIGHT_GRADIENT, parse_operator
 from moe_overlap.tuner.profile.database import Database, OperatorKey
 
-# Orders to ranks that measure themselves and their links; measuring.py follows them. No torch.
+# Orders to ranks; measuring.py follows them. They stand here because no torch is imported here.
 
 ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN, ORDER_COUNTS = "operators", "links", "slowdown", "counts"
 ORDERS = (ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN, ORDER_COUNTS)
 TRANSFERS = "point_to_point"
-"""Kind of link that leads to the next stage."""
+"""The kind of link that leads to the next stage."""
 
 
 def order_of(database: Database, keys: Sequence[OperatorKey], seconds_each: float) -> dict[str, Any]:
@@ -42,7 +42,7 @@ COMPUTING_KINDS = ("compute", "weight-gradient")
 
 
 def is_update(name: str) -> bool:
-    """Whether an operator stands behind the passes. Reductions in pieces (`gradients.L3`) stand among them."""
+    """Whether an operator stands behind the passes. Reductions of single buckets (`gradients.L3`) stand among them."""
     return name.startswith(UPDATE_PARTS) and not name.startswith("gradients.")
 
 
@@ -54,7 +54,7 @@ class ProcessorClock:
         return time.thread_time()
 
     def seconds(self, start: float, end: float) -> float:
-        """Between two points."""
+        """Seconds between two points."""
         return end - start
 
     def finish(self) -> None:
@@ -64,7 +64,7 @@ class ProcessorClock:
 def median_seconds(steps: Iterable[Sequence[Any]]) -> dict[str, float]:
     """Median seconds of one micro-batch of every operator over several steps' spans; updates left out.
 
-    An operator that is recorded in several pieces counts with their sum.
+    An operator with several spans counts with their sum.
     """
     by_name: dict[str, list[float]] = {}
     for spans in steps:
@@ -79,7 +79,7 @@ def median_seconds(steps: Iterable[Sequence[Any]]) -> dict[str, float]:
 
 
 def mean_of_ranks(profiles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One profile for all ranks; each operator counts on the ranks that have it."""
+    """One profile for all ranks: the mean of each operator over the ranks that have it."""
     names = dict.fromkeys(name for profile in profiles for name in profile)
     return {name: statistics.fmean(profile[name] for profile in profiles if name in profile) for name in names}
 
@@ -133,7 +133,7 @@ def given_seconds(sleeps: Sequence[tuple[str, float]], instructions: Sequence[In
 
 
 def computation_of(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """What computes in the passes of a list, the update left out."""
+    """Instructions that compute in the passes of a list, without the update."""
     return [i for i in instructions if i.kind in COMPUTING_KINDS and i.micro_batch is not None]
 
 

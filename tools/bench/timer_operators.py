@@ -32,7 +32,7 @@ LATE_SECONDS = 1e-4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
-    """What decides the size of a message."""
+    """The sizes that decide how large a message is."""
 
     tokens: int
     experts: int
@@ -42,7 +42,7 @@ class Sizes:
 
 
 class TimerOperators:
-    """In the place of `ChunkOperators`: sleeps, and exchanges rows of zeros."""
+    """Stands in for `ChunkOperators`: it sleeps, and its all-to-alls carry rows of zeros."""
 
     def __init__(self, dispatcher: IrregularDispatcher, sizes: Sizes) -> None:
         self._dispatcher, self._sizes = dispatcher, sizes
@@ -53,7 +53,7 @@ class TimerOperators:
         self._zeros: dict[tuple[int, int], Tensor] = {}
 
     def compute(self, instruction: Instruction, state: StepState) -> None:
-        """Take the time of a compute or weight-gradient instruction; a gate also decides the routing."""
+        """Sleep for the time of a compute or weight-gradient instruction; a gate also decides the routing."""
         begun = time.perf_counter()
         operator = parse_operator(instruction.name, "instruction")
         if operator.part == GATE and not operator.suffix:
@@ -66,7 +66,7 @@ class TimerOperators:
             time.sleep(left)
 
     def exchange(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
-        """Start an exchange; the answer waits for it."""
+        """Start an all-to-all; the returned function waits for it."""
         operator = parse_operator(instruction.name, "instruction")
         handle, dispatcher = handle_of(instruction, operator, state, self._dispatcher), self._dispatcher
         if operator.part == COUNT:
@@ -102,19 +102,19 @@ class TimerOperators:
 
 
 class ZeroPieces:
-    """In the place of `GradientPieces`: exchanges as many zeros as the list says."""
+    """Stands in for `GradientPieces`: it sends as many zeros as the list says."""
 
     def __init__(self, replicas: Exchange) -> None:
         self.replicas = replicas
         self._sent_bytes: dict[tuple[str, int], int] = {}
 
     def take_sizes(self, instructions: Sequence[Instruction]) -> None:
-        """The pieces of the next step."""
+        """Read the buckets of the next step."""
         pieces = [i for i in instructions if i.name.startswith(PIECES)]
         self._sent_bytes = {(i.name, i.partition[0]): i.bytes for i in pieces}
 
     def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
-        """Start one piece; the answer waits for it."""
+        """Start one bucket; the returned function waits for it."""
         name, size = PIECES + part, self.replicas.size
         rows = torch.zeros(size, self._sent_bytes[name, piece] // (size - 1), dtype=torch.uint8)
         pending = self.replicas.start(rows, [1] * size, [1] * size, tag=self.replicas.take_tags(1), name=name)
@@ -122,17 +122,17 @@ class ZeroPieces:
 
 
 class ZeroTransfers(StageTransfers):
-    """In the place of `StageTransfers`: sends as many zeros, and keeps nothing of what arrives."""
+    """Stands in for `StageTransfers`: it sends as many zeros, and keeps nothing that arrives."""
 
     @classmethod
     def like(cls, transfers: StageTransfers) -> ZeroTransfers:
-        """With the sizes and the group of another one."""
+        """Zero transfers with the sizes and the group of given transfers."""
         zeros = cls.__new__(cls)
         zeros.__dict__.update(transfers.__dict__)
         return zeros
 
     def start(self, i: Instruction, buffers: Buffers) -> Callable[[], None]:
-        """Start one transfer; the answer waits for it."""
+        """Start one transfer; the returned function waits for it."""
         empty = Buffers(lambda _: 1)
         hidden = dataclasses.replace(i, reads=("h.m0",), writes=("h.m0",))
         empty.write(hidden, "h", torch.zeros(self._shape, dtype=self._dtype))
@@ -157,7 +157,7 @@ class TimedExecutor(PlanExecutor):
         """An executor that shares everything but the operators with another one.
 
         Args:
-            replicas: what gradients are exchanged over.
+            replicas: the wire over which gradients are reduced.
         """
         timed = cls.__new__(cls)
         timed.__dict__.update(executor.__dict__)
@@ -195,4 +195,4 @@ def _parts(instructions: Sequence[Instruction]) -> dict[str, int]:
 
 
 def _drop(arrived: object) -> None:
-    """What arrives has no meaning."""
+    """Drop what arrives: it has no meaning."""

@@ -1,4 +1,17 @@
-"""Captures a model: every part under one layout, in one process, on tensors without data. Needs torch and megatron-core."""
+"""Captures a model: every part under one layout, in one process, on tensors without data. Needs torch and megatron-core.
+
+1. `instrumented` builds one layer of every kind with a recorder attached.
+2. Each part runs at several batches (`sample_points`), which gives graphs whose numbers are constants.
+3. `fit` makes one graph in b and s of them: every number is interpolated exactly, then checked at a batch that was left out.
+
+All sizes in a transformer layer are polynomials: of degree at most 1 in the samples b and at most 2 in the tokens s (masks and
+unfused attention scores). Six batches determine such a polynomial in rational arithmetic; a seventh one catches a size that is
+none. The sample sequences are multiples of everything that divides a sequence (ranks, experts, capacity), so a ceiling in the
+model, such as the capacity of an expert, shows as its exact quotient.
+
+A transformer's operators are the same for every b but 1, where a transposition to contiguous memory copies nothing: that graph is
+captured apart, as polynomials in s alone.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +40,6 @@ from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds, versions
 from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, without_data
 
-# From graphs of single batches to one graph in b and s: every number is interpolated exactly, then checked at a batch left out.
-#
-# All sizes in a transformer layer are polynomials: of degree at most 1 in the samples b and at most 2 in the tokens s (masks and
-# unfused attention scores). Six batches determine such a polynomial in rational arithmetic; a seventh one catches a size
-# that is none. The sample sequences are multiples of everything that divides a sequence (ranks, experts, capacity), so a ceiling
-# in the model, such as the capacity of an expert, shows as its exact quotient.
-#
-# A transformer's operators are the same for every b but 1, where a transposition to contiguous memory copies nothing: that
-# graph is captured apart, as polynomials in s alone.
-
 Point = tuple[int, int]
 """Samples, tokens."""
 
@@ -57,7 +60,7 @@ def sample_points(unit: int, one_sample: bool) -> tuple[Point, ...]:
 
 
 def fit(parts: Sequence[Part], points: Sequence[Point]) -> Part:
-    """One part whose numbers are expressions.
+    """Fit the numbers of one part by expressions in b and s.
 
     Args:
         parts: of the same model part, with constant expressions, recorded at `points`; the last is for the check.
@@ -92,7 +95,7 @@ def _expressions(part: Part) -> list[Expression]:
 
 
 def _compare(base: Part, other: Part, point: Point, other_point: Point) -> None:
-    """Everything but sizes must be equal."""
+    """Raise NotOneGraphError unless two graphs are equal in everything but sizes."""
     for left, right in zip(base.ops, other.ops, strict=False):
         if _structure(left) != _structure(right):
             raise NotOneGraphError(
@@ -176,7 +179,7 @@ def _inverse(points: tuple[Point, ...], monomials: tuple[tuple[int, int], ...]) 
 
 
 def capture(request: Request) -> CapturedModel:
-    """Every part of a request.
+    """Capture every part of a request.
 
     Embedding and head are captured without recomputation only: nothing of them is recomputed.
 
@@ -206,7 +209,7 @@ def _capture_parts(request: Request, world: World) -> tuple[Part, ...]:
 
 @contextlib.contextmanager
 def instrumented(request: Request, world: World, without_values: bool = True) -> Iterator[PartRecorder]:
-    """A model with one layer of every kind, its parts ready to be recorded.
+    """Build a model with one layer of every kind, its parts ready to be recorded.
 
     Args:
         without_values: on fake tensors. Otherwise it really runs; the torch implementation alone can.

@@ -1,7 +1,9 @@
 """Modules in place of Transformer Engine's, for megatron-core's own specs: parameters, and the kernels of `fused_functions.py`.
 
 Transformer Engine itself is not needed; nothing here computes. `FusedSpecs` has the interface of megatron-core's provider of
-Transformer Engine's modules, so megatron-core decides which of them stands where.
+Transformer Engine's modules, so megatron-core decides which of them stands where. `fused_kernels` then puts megatron-core into
+the state it has on a GPU with Transformer Engine: its specs, its fusions, and the functions that torch compiles as one kernel
+each.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class FusedNormLinear(FusedColumnLinear):
         self.norm = TorchNorm(config, input_size)
 
     def norm_weights(self) -> tuple[Tensor, ...]:
-        """Of the norm in front."""
+        """Weights of the norm in front."""
         return tuple(self.norm.parameters())
 
 
@@ -130,7 +132,7 @@ class FusedWholeLinear(torch.nn.Module):
 
 
 class FusedGroupedLinear(torch.nn.Module):
-    """The same linear of every expert on this rank."""
+    """The same linear layer of every expert on this rank, as one kernel."""
 
     recorder: Recorder
     splits: str
@@ -229,7 +231,7 @@ class FusedSpecs:
         return self._rows
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """One module for both."""
+        """Say that one module holds both, so that megatron-core asks for it."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
@@ -255,12 +257,9 @@ class FusedSpecs:
         return
 
 
-# megatron-core as on a GPU with Transformer Engine: its specs, its fusions, functions that torch compiles as one kernel each.
-
-
 @contextlib.contextmanager
 def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
-    """Models that are built and run inside are those of Transformer Engine.
+    """Build and run models inside as if Transformer Engine were installed.
 
     Args:
         tensor_group: for linears that megatron-core hands no group.
@@ -337,7 +336,7 @@ def _rotary(recorder: Recorder) -> Callable[..., Tensor]:
 
 
 def _angles(rotary: YarnRotaryEmbedding, tokens: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """For both tables: of one size, and nobody reads them here."""
+    """Stand in for both tables of angles: they have one size, and nobody reads their values here."""
     table, _scale = rotary.forward(tokens)
     return table, table
 

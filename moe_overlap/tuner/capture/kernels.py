@@ -1,4 +1,4 @@
-"""What every kernel costs: the one table of operators that are more than moved bytes, and of kernels that torch does not know.
+"""The one table of kernel costs: operators that do more than move bytes, and kernels that torch does not know.
 
 An operator of torch that is not listed moves its inputs and outputs through memory once. A custom kernel (of another library,
 or a stand-in for one of Transformer Engine's) must be listed: its cost class, how its shape follows from its arguments, its

@@ -65,7 +65,7 @@ class HandOver(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, seed: torch.Tensor, box: list[torch.Tensor], results: list[torch.Tensor]) -> torch.Tensor:
-        """What is in the box."""
+        """Return the tensor in the box."""
         ctx.results = results
         return box.pop()
 
@@ -77,17 +77,17 @@ class HandOver(torch.autograd.Function):
 
 
 class TakeOver(torch.autograd.Function):
-    """What goes out; gives the gradient in the box, which then belongs to the backward pass alone."""
+    """The output of a part; its backward hands over the gradient in the box, which then belongs to the backward pass alone."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
-        """Anything to start a backward pass from."""
+        """Return a scalar to start a backward pass from."""
         ctx.box = box
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """What is in the box."""
+        """Return the tensor in the box."""
         return ctx.box.pop(), None
 
 
@@ -168,7 +168,7 @@ class PartRecorder:
             return part
 
     def _make_tables(self, piece: Piece, samples: int, tokens: int) -> None:
-        """Run what is made once, or once for a sequence length, and belongs to no recording."""
+        """Build the tables that are computed once, or once for a sequence length, and belong to no recording."""
         lengths = self._warm.setdefault(piece.kind, set())
         if tokens in lengths:
             return
@@ -200,7 +200,7 @@ class PartRecorder:
         return torch.zeros((samples, tokens // self._layout.context), dtype=torch.long)
 
     def _rotary(self, tokens: int) -> Any:
-        """The rotary table, as megatron-core's GPTModel makes it for a sequence."""
+        """The rotary table, as megatron-core's GPTModel computes it for a sequence."""
         if getattr(self._model, "rotary_pos_emb", None) is None or self._model.config.multi_latent_attention:
             return None
         table = self._model.rotary_pos_emb(tokens)
@@ -297,7 +297,7 @@ def prediction_layers(model: Any) -> Sequence[Any]:
 
 
 def name_operators(layer: Any, recorder: Recorder) -> None:
-    """What the methods of a transformer layer run belongs to operators of the plan's vocabulary."""
+    """Attribute what the methods of a transformer layer run to operators of the plan's vocabulary."""
     _name(layer, "_forward_attention", ATTENTION, recorder)
     if not layer.is_moe_layer:
         _name(layer, "_forward_mlp", MLP, recorder)
@@ -340,7 +340,7 @@ def keep_gradients_apart(model: torch.nn.Module, in_fp32: bool) -> None:
 
 
 def _into_main_gradient(parameter: Any) -> None:
-    """A product that adds to the buffer itself leaves no gradient."""
+    """Return no gradient: the product has added it to the buffer itself."""
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
@@ -359,7 +359,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _saved(recording: Any, input_ids: tuple[int, ...], output_id: int) -> tuple[int, ...]:
-    """What the forward pass leaves for the backward pass; `Part.saved`."""
+    """Storages that the forward pass leaves for the backward pass: `Part.saved`."""
     kept = {index for index in recording.alive if recording.storages[index].role == "activation"} - {output_id}
     return tuple(sorted(kept | (recording.packed & {*input_ids, output_id})))
 

@@ -48,7 +48,7 @@ class _Watched:
 
 @dataclass(slots=True)
 class Recording:
-    """What ran: operators, storages, and what autograd and the model kept in between.
+    """The record of a run: operators, storages, and the storages that autograd and the model keep between the passes.
 
     Attributes:
         alive: storages alive when the forward pass ended.
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def at(self, operator: str) -> Iterator[None]:
-        """What runs inside belongs to an operator of the plan's vocabulary."""
+        """Attribute what runs inside to an operator of the plan's vocabulary."""
         self._operators.append(operator)
         try:
             yield
@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """What runs inside, in the backward pass, has run before."""
+        """Mark what runs inside, in the backward pass, as recomputation."""
         self._recomputing += self.phase == "backward"
         counted = self.phase == "backward"
         try:
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
             module.register_forward_hook(leave, always_call=True)
 
     def end_forward(self) -> None:
-        """The forward pass has ended and its frames are gone."""
+        """Note that the forward pass has ended and its frames are gone."""
         self.recording.alive = set(self._ids.values())
         self.phase = "backward"
 
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
     def _left_inside(
         self, inner: Sequence[weakref.ref[torch.UntypedStorage]], outputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What autograd kept of a kernel's inside, such as a mask: it is written, too."""
+        """Tensors that autograd keeps from inside a kernel, such as a mask: the kernel writes them, too."""
         seen = {leaf.untyped_storage()._cdata for leaf in outputs}
         kept: list[torch.Tensor] = []
         # These views are none of the model's operators.
@@ -337,7 +337,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _place(self) -> tuple[str, str]:
-        """Module and operator of what runs now; in the backward pass, those of the forward operator."""
+        """Module and operator that run now; in the backward pass, those of the forward operator."""
         node = torch._C._current_autograd_node()
         if self._modules or self._operators or node is None:
             return (self._modules[-1] if self._modules else "", self._operators[-1] if self._operators else "")
@@ -348,7 +348,7 @@ class Recorder(TorchDispatchMode):
         return place
 
     def _note_node(self) -> None:
-        """Remember where autograd's newest node was made: it takes the next sequence number before its operators run."""
+        """Remember where autograd's newest node was created: it takes the next sequence number before its operators run."""
         if self._modules or self._operators:
             self._place_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, self._place())
 
@@ -363,7 +363,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _free(ids: dict[int, int], key: int, recording: Recording) -> None:
-    """A storage has gone: of the recording that watched it."""
+    """Tell the recording that watches a storage that it is gone."""
     index = ids.pop(key, None)
     if index is not None:
         recording.storages[index].freed_after = len(recording.ops) - 1
