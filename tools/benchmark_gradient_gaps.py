@@ -79,21 +79,21 @@ def seconds_of(name: str) -> float:
 
 
 def shortest_gap(instructions: Sequence[Instruction]) -> float:
-    """Seconds of the shortest gap of the backward pass that an exchange follows."""
+    """Seconds of the shortest gap of the backward pass that an all-to-all follows."""
     backward = [gap for gap in gaps(instructions)[:-1] if all(BACKWARD in i.name for i in gap)]
     return min(sum(seconds_of(i.name) for i in gap) for gap in backward)
 
 
 def variants_of(flags: Sequence[str], bytes_per_second: float) -> tuple[list[Variant], dict[str, float]]:
-    """The four variants, and the figures that size the pieces."""
+    """The four variants, and the figures that size the buckets."""
     base = deferral(GATE).flags
     gap = shortest_gap(list_of([*flags, *base]))
     # A ring of D ranks sends (D - 1) / D of what it reduces.
     parameters = int(SHARE * gap * bytes_per_second * RANKS / (RANKS - 1) / GRADIENT_BYTES)
-    pieces = (*base, "--overlap-grad-reduce", "--ddp-bucket-size", str(parameters))
-    head = [i.bytes for i in list_of([*flags, *pieces]) if i.name == HEAD]
+    in_buckets = (*base, "--overlap-grad-reduce", "--ddp-bucket-size", str(parameters))
+    head = [i.bytes for i in list_of([*flags, *in_buckets]) if i.name == HEAD]
     sizes = {"shortest_gap_seconds": gap, "pieces": len(head), "sent_bytes": sum(head)}
-    ways = dict.fromkeys(REDUCTIONS, (*base, *IN_ONE)) | {"in gaps": pieces}
+    ways = dict.fromkeys(REDUCTIONS, (*base, *IN_ONE)) | {"in gaps": in_buckets}
     return [Variant(name, ways[name], reduction=name) for name in REDUCTIONS], sizes
 
 
@@ -142,7 +142,7 @@ def table(record: dict[str, Any]) -> str:
     for name, row in record["variants"].items():
         cells = [" ".join(f"{value:.3f}" for value in row[figure]) for figure in ("step", "exchanges")]
         rows.append(f"{name:<12}{cells[0]:<22}{cells[1]:<22}")
-    size = f"{record['sent_bytes'] / 1e6:.1f} MB leave a rank, in {record['pieces']} pieces"
+    size = f"{record['sent_bytes'] / 1e6:.1f} MB leave a rank, in {record['pieces']} buckets"
     gap = f"the shortest gap is {record['shortest_gap_seconds']:.3f} s, the links have {record['mbit']:g} Mbit/s"
     return "\n".join([f"{size}; {gap}", *rows])
 

@@ -8,7 +8,7 @@ Ranks stand on hosts of their own, joined by links whose rate is chosen so that 
 `ratio` times as long as the rest of it. All variants take turns in one run: megatron-core's all-to-all, the same point-to-point
 with receives first, the irregular dispatcher (the sequential step), Tutel-style pipelining, deferral of weight gradients,
 partitions of the batch, both, and both with a wait right behind every start, which must undo the gain. With --micro-batches of 2
-or more also the backward pass of one under the forward exchanges of another, alone and with both ("all").
+or more also the backward pass of one under the forward all-to-alls of another, alone and with both ("all").
 
 --namespaces    network namespaces (root); the default where they can be made
 --emulator      the link is emulated inside the processes; the default elsewhere
@@ -286,7 +286,7 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--repeats", arguments.repeats, "must be positive", "use at least 5")
     for ranks in arguments.ranks:
         if ranks < 2:
-            raise ConfigError("--ranks", ranks, "one rank exchanges nothing", "use 2, 4 or 8")
+            raise ConfigError("--ranks", ranks, "one rank sends no tokens to others", "use 2, 4 or 8")
     for reach in arguments.reach:
         if reach < 0 or not arguments.timer_compute:
             rule = "ranges of any operators have no flag, and are followed over timer compute only"

@@ -1,4 +1,4 @@
-"""Predicted against measured: plans of a small MoE job are predicted, then run on rate-limited links of this machine.
+"""Compare predicted with measured steps: plans of a small MoE job are predicted, then executed on rate-limited links.
 
     tools/benchmark_predictions.py [--namespaces | --emulator] [--timer-compute] [--mbit 300] [--repeats 5]
                                    [--plans irregular "both 2 around" …] [--folder DIR] [--json] [flags of pretrain_moe.py]
@@ -7,7 +7,7 @@ Two ranks stand on hosts of their own, joined by links of the given rate; for pl
 ranks that share their experts, with several micro-batches (timer compute on namespaces alone: four ranks that compute need as
 many cores, and no link between stages is emulated). They measure operators, links and the host's time once
 for each rate (--folder keeps it); then every plan is predicted from the model's captured graph, as tools/predict.py does, and
-simulated; then all plans run in turn and leave traces, which are compared as tools/compare_trace.py does. Spans of an exchange
+simulated; then all plans run in turn and leave traces, which are compared as tools/compare_trace.py does. Spans of an all-to-all
 last from its start to the moment at which its rank has waited for it, in both.
 
 --timer-compute operators sleep for their profiled time, in the run as in the prediction, and there is no update: what is judged
@@ -84,7 +84,7 @@ def choose(names: Sequence[str]) -> list[Variant]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Judged:
-    """One plan.
+    """One plan, predicted and measured.
 
     Attributes:
         steps: measured seconds of every repeat.
@@ -98,7 +98,7 @@ class Judged:
 
     @property
     def measured_seconds(self) -> float:
-        """The median."""
+        """Median of the measured steps."""
         return statistics.median(self.steps)
 
     @property

@@ -85,7 +85,7 @@ def mean_of_ranks(profiles: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def step_seconds(seconds: Mapping[str, float], micro_batches: int) -> float:
-    """Computation of a whole step."""
+    """Seconds of computation of a whole step."""
     return sum(seconds.values()) * micro_batches
 
 
@@ -95,15 +95,15 @@ class ListSeconds:
 
     Attributes:
         whole: operator -> seconds of an uncut micro-batch.
-        parts: operator -> number of pieces the list cuts it into; 1 where missing.
+        partitions: operator -> number of partitions in the list; 1 where missing.
     """
 
     whole: Mapping[str, float]
-    parts: Mapping[str, int]
+    partitions: Mapping[str, int]
 
     def of(self, i: Instruction) -> float:
         """Seconds of one instruction."""
-        share = len(i.partition) / self.parts.get(i.name, 1) if i.partition else 1.0
+        share = len(i.partition) / self.partitions.get(i.name, 1) if i.partition else 1.0
         return self.whole[i.name] * share
 
 
@@ -145,10 +145,10 @@ def apply_profile(profile: Mapping[str, float], instructions: Sequence[Instructi
     """
     computed = computation_of(instructions)
     listed = {i.name for i in computed}
-    parts: dict[str, int] = {}
+    partitions: dict[str, int] = {}
     for i in computed:
-        parts[i.name] = max([parts.get(i.name, 1), *(piece + 1 for piece in i.partition)])
-    return ListSeconds({name: _whole_seconds(name, profile, listed) for name in listed}, parts)
+        partitions[i.name] = max([partitions.get(i.name, 1), *(number + 1 for number in i.partition)])
+    return ListSeconds({name: _whole_seconds(name, profile, listed) for name in listed}, partitions)
 
 
 def _whole_seconds(name: str, profile: Mapping[str, float], listed: set[str]) -> float:

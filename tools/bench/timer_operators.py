@@ -48,7 +48,7 @@ class TimerOperators:
         self._dispatcher, self._sizes = dispatcher, sizes
         self.seconds: ListSeconds | GivenSeconds = ListSeconds({}, {})
         self.scale = 1.0
-        self.parts: Mapping[str, int] = {}
+        self.partitions: Mapping[str, int] = {}
         self._openings: dict[int, Handle] = {}
         self._zeros: dict[tuple[int, int], Tensor] = {}
 
@@ -59,8 +59,8 @@ class TimerOperators:
         if operator.part == GATE and not operator.suffix:
             assert operator.layer is not None
             places = travelling(instruction, operator.layer, instruction.writes, "rows")
-            parts = max(self.parts.get(instruction.name, 1), len(places))
-            state.handles |= {place: self._open(operator.layer, parts) for place in places}
+            partitions = max(self.partitions.get(instruction.name, 1), len(places))
+            state.handles |= {place: self._open(operator.layer, partitions) for place in places}
         left = begun + self.seconds.of(instruction) * self.scale - LATE_SECONDS - time.perf_counter()
         if left > 0:
             time.sleep(left)
@@ -85,8 +85,8 @@ class TimerOperators:
         pending = start(rows, handle)
         return lambda: _drop(pending.wait())
 
-    def _open(self, layer: int, parts: int) -> Handle:
-        tokens = self._sizes.tokens // parts
+    def _open(self, layer: int, partitions: int) -> Handle:
+        tokens = self._sizes.tokens // partitions
         if tokens not in self._openings:
             experts, k = self._sizes.experts, self._sizes.experts_per_token
             chosen_TK = (torch.arange(tokens)[:, None] * k + torch.arange(k)[None, :]) % experts
@@ -174,7 +174,7 @@ class TimedExecutor(PlanExecutor):
         seconds = self.given or apply_profile(self.profile, listed)
         for operators in self._operators:
             assert isinstance(operators, TimerOperators)
-            operators.seconds, operators.parts, operators.scale = seconds, _parts(listed), self.scale
+            operators.seconds, operators.partitions, operators.scale = seconds, _partitions(listed), self.scale
         assert isinstance(self._pieces, ZeroPieces)
         self._pieces.take_sizes(listed)
         self._recorder.start_step()
@@ -187,11 +187,11 @@ def _as_compute(i: Instruction) -> Instruction:
     return dataclasses.replace(i, kind="compute") if i.kind == "weight-gradient" else i
 
 
-def _parts(instructions: Sequence[Instruction]) -> dict[str, int]:
-    parts: dict[str, int] = {}
+def _partitions(instructions: Sequence[Instruction]) -> dict[str, int]:
+    partitions: dict[str, int] = {}
     for i in instructions:
-        parts[i.name] = max([parts.get(i.name, 1), *(piece + 1 for piece in i.partition)])
-    return parts
+        partitions[i.name] = max([partitions.get(i.name, 1), *(number + 1 for number in i.partition)])
+    return partitions
 
 
 def _drop(arrived: object) -> None:

@@ -45,12 +45,12 @@ def with_reduction(instructions: Sequence[Instruction], reduction: Reduction) ->
         return tuple(others)
     if reduction == "in gaps":
         return tuple(i for i in instructions if i.name == HEAD or i in others)
-    (piece,) = head
-    free = [dataclasses.replace(i, after=tuple(number for number in i.after if number != piece.id)) for i in others]
+    (bucket,) = head
+    free = [dataclasses.replace(i, after=tuple(number for number in i.after if number != bucket.id)) for i in others]
     passes = [i for i in free if i.micro_batch is not None]
-    complete = max(place for place, i in enumerate(passes) if piece.reads[0] in i.writes)
+    complete = max(place for place, i in enumerate(passes) if bucket.reads[0] in i.writes)
     place = complete + 1 if reduction == "at once" else len(passes)
-    return (*passes[:place], dataclasses.replace(piece, after=()), *passes[place:], *free[len(passes) :])
+    return (*passes[:place], dataclasses.replace(bucket, after=()), *passes[place:], *free[len(passes) :])
 
 
 MODEL = """

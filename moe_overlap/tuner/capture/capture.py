@@ -35,7 +35,7 @@ from moe_overlap.tuner.capture.fused_functions import COPIES_PER
 from moe_overlap.tuner.capture.fused_modules import accumulate_in_products, fused_kernels
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage, check
 from moe_overlap.tuner.capture.kernels import flops
-from moe_overlap.tuner.capture.parts import PartRecorder, Piece, keep_gradients_apart, prediction_layers
+from moe_overlap.tuner.capture.parts import PartRecorder, RunnablePart, keep_gradients_apart, prediction_layers
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds, versions
 from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, without_data
@@ -202,9 +202,11 @@ def capture(request: Request) -> CapturedModel:
 def _capture_parts(request: Request, world: World) -> tuple[Part, ...]:
     with instrumented(request, world) as runner:
         recomputed = request.variant != NO_RECOMPUTATION
-        pieces = [piece for piece in runner.pieces.values() if piece.is_layer or not recomputed]
+        runnable_parts = [
+            runnable for runnable in runner.runnable_parts.values() if runnable.is_layer or not recomputed
+        ]
         unit = sequence_unit(request.config, request.model, request.layout)
-        return tuple(part for piece in pieces for part in _capture_piece(runner, piece, unit))
+        return tuple(part for runnable in runnable_parts for part in _capture_part(runner, runnable, unit))
 
 
 @contextlib.contextmanager
@@ -247,14 +249,14 @@ def gradients_in_fp32(config: Config) -> bool:
     return optimizer.accumulate_allreduce_grads_in_fp32 or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16)
 
 
-def _capture_piece(runner: PartRecorder, piece: Piece, unit: int) -> list[Part]:
+def _capture_part(runner: PartRecorder, runnable: RunnablePart, unit: int) -> list[Part]:
     points = sample_points(unit, one_sample=False)
-    many = _checked(fit([_checked(runner.record(piece, *point)) for point in points], points))
+    many = _checked(fit([_checked(runner.record(runnable, *point)) for point in points], points))
     points = sample_points(unit, one_sample=True)
-    graphs = [_checked(runner.record(piece, *points[0]))]
+    graphs = [_checked(runner.record(runnable, *points[0]))]
     if gives(many, graphs[0], points[0]):
         return [many]
-    graphs += [_checked(runner.record(piece, *point)) for point in points[1:]]
+    graphs += [_checked(runner.record(runnable, *point)) for point in points[1:]]
     return [many, _checked(fit(graphs, points))]
 
 

@@ -43,7 +43,7 @@ Monomial = tuple[tuple[Factor, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A sum of monomials, each with its coefficient; immutable, equal when written alike.
+    """A sum of monomials, each with its coefficient; immutable, equal when their text is equal.
 
     Attributes:
         terms: monomials sorted by text, without zero coefficients.

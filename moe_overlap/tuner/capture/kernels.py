@@ -114,7 +114,7 @@ KERNELS: dict[str, Kernel] = {
     "te.row_map": Kernel(cost_class="memory"),
     "te.general_gemm": Kernel(cost_class="gemm"),
     "te.bias_gradients": Kernel(cost_class="memory"),
-    # Stand-ins for the exchanges of the flex dispatcher (fused_functions.py).
+    # Stand-ins for the all-to-alls of the flex dispatcher (fused_functions.py).
     "deepep.layout": Kernel(cost_class="memory"),
     "deepep.dispatch": Kernel(cost_class="collective", saves="places of tokens and rows"),
     "deepep.combine": Kernel(cost_class="collective", saves="places of tokens and rows"),

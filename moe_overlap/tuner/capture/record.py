@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
             written: tensors that it writes in place.
             shape: as in `Op.shape`; by default what the table makes of the arguments.
             compiled: by torch, which fuses operators that move memory; other kernels are looked up in the table.
-            sent: of a kernel that exchanges rows: the process group, and all bytes that a rank sends, to itself, too.
+            sent: of a kernel that is an all-to-all: the process group, and all bytes that a rank sends, to itself, too.
         Raises:
             UnregisteredKernelError: neither compiled nor in the table.
         """
