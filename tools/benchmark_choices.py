@@ -91,32 +91,32 @@ class GateCells:
 
     Args:
         ranks: over timer compute.
-        words: flags of the job, without overlap.
+        job: flags of the job, without overlap.
     """
 
     def __init__(self, arguments: argparse.Namespace, gate: str, job: list[str], ranks: RanksOnBed, say: Say) -> None:
         self._arguments, self._gate, self._job, self._ranks, self._say = arguments, gate, job, ranks, say
-        self._words = [*job, *plain_flags(gate), "--moe-gate", gate]
+        self._flags = [*job, *plain_flags(gate), "--moe-gate", gate]
         self._operators = self._bed("operators")
         self._operators.database.add_rate("overlap_slowdown", NO_SLOWDOWN)
-        self._operators.measure_operators(sorted(set(job_operators(self._words, RANKS, "cpu"))))
+        self._operators.measure_operators(sorted(set(job_operators(self._flags, RANKS, "cpu"))))
 
     def cell(self, ratio: float) -> Cell:
         """Choose, predict and measure one cell."""
-        task = task_of(self._words, self._operators.cluster(), {})
+        task = task_of(self._flags, self._operators.cluster(), {})
         whole = priced(task, task.job.plan)
         mbit = whole.sent_bytes * 8e-6 / (ratio * whole.computation)
         self._say(f"{self._gate}, ratio {ratio:g}: {mbit:.0f} Mbit/s, computation {whole.computation:.3f} s")
         self._ranks.set_rate(mbit)
         bed = self._bed(f"ratio-{ratio:g}", self._operators)
         bed.measure_links(CELL_LINKS)
-        tuned = tune_overlap(self._words, bed.cluster(), LIMITS)
+        tuned = tune_overlap(self._flags, bed.cluster(), LIMITS)
         self._say(f"chosen in {tuned.search_seconds:.1f} s: {tuned.chosen.name}")
         folder = self._arguments.folder / f"{self._gate}-{ratio:g}-chosen"
         write_run(folder, tuned.chosen)
         flags = (f"@{(folder / 'megatron_args.txt').resolve()}",)
         chosen = Variant(CHOSEN, flags, plain=tuned.chosen.name == NOTHING)
-        task = task_of(self._words, bed.cluster(), {})
+        task = task_of(self._flags, bed.cluster(), {})
         swept = hand_set(self._gate, task.job.plan.stages[0].micro_batch_size)
         expected = {CHOSEN: priced(task, tuned.chosen.decided)}
         for variant in (*baselines(self._gate), *swept):

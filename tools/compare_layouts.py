@@ -55,7 +55,7 @@ class Layout:
     flags: str
     tensor: int = 1
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Its command line; the padded vocabulary is the same for every tensor-parallel size."""
         vocabulary = ["--make-vocab-size-divisible-by", str(512 // self.tensor)]
         tensor = ["--tensor-model-parallel-size", str(self.tensor)] + (
@@ -189,7 +189,7 @@ def train_here(names: Sequence[str], steps: int, folder: Path) -> None:
     for name in names:
         layout = chosen[name]
         start = ["--save"] if name == REFERENCE else ["--finetune", "--ckpt-step", "0", "--load"]
-        flags = [*layout.words(), "--train-iters", str(steps), "--log-json", str(_losses(folder, layout))]
+        flags = [*layout.arguments(), "--train-iters", str(steps), "--log-json", str(_losses(folder, layout))]
         parsed = parse([*flags, *start, str(folder / "step-0")])
         validate(parsed.config, layout.world_size)
         process = process or start_process(parsed.config)

@@ -42,11 +42,11 @@ class Series:
 
     Attributes:
         title: what varies.
-        words: of its command line.
+        flags: those of its command line.
     """
 
     title: str
-    words: str
+    flags: str
 
 
 SERIES = {
@@ -89,7 +89,7 @@ def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         SystemExit: the benchmark failed, and has said why.
     """
-    command = [PROGRAM, *shlex.split(SERIES[name].words), *arguments]
+    command = [PROGRAM, *shlex.split(SERIES[name].flags), *arguments]
     begun = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "load_average": os.getloadavg()[0]}
     print(f"{name}: {shlex.join(command)}", file=sys.stderr, flush=True)
     done = subprocess.run(

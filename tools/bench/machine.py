@@ -78,7 +78,7 @@ def calibrating(ranks: int) -> list[Variant]:
     return jobs
 
 
-def words_of(variant: Variant, ranks: int) -> list[str]:
+def flags_of(variant: Variant, ranks: int) -> list[str]:
     """Flags of one of the two jobs, for capture."""
     return [*JOB, *job_flags(ranks, 1, 2), *variant.flags]
 
@@ -122,7 +122,7 @@ def computing(trace: Trace) -> float:
 def _round(database: Database, cluster: Cluster, tell: Tell) -> tuple[float, float]:
     """Time the operators of both jobs, then steps of both."""
     variants = calibrating(cluster.gpus)
-    every = [key for variant in variants for key in job_operators(words_of(variant, cluster.gpus), cluster.gpus, "cpu")]
+    every = [key for variant in variants for key in job_operators(flags_of(variant, cluster.gpus), cluster.gpus, "cpu")]
     with tempfile.TemporaryDirectory() as folder:
         fresh = Database.open(Path(folder, "operators.jsonl"), database.device)
         for name, value in database.rates.items():
@@ -139,7 +139,7 @@ def _calibration(variant: Variant, database: Database, cluster: Cluster, tell: T
     for _ in range(STEPS):
         tell(do=ORDER_STEP, variant=variant.name, scale=1.0, trace=str(trace))
         steps.append(computing(read_trace(trace)))
-    flags, measured = words_of(variant, cluster.gpus), MeasuredOperators(database)
+    flags, measured = flags_of(variant, cluster.gpus), MeasuredOperators(database)
 
     def alone(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
         key = key_of(op, shape, moved_bytes)
