@@ -7,7 +7,7 @@ Writes a cluster description for --cluster of tools/predict.py, and beside it th
 the database has is not measured again: a run that was stopped goes on, and --megatron-args adds what a configuration needs.
 Links need torchrun with as many ranks as will train. On a CPU all ranks measure at once: they share its caches and memory.
 There, unless --quick, two small jobs are trained for some steps, too, on one machine with a thread for each rank: what steps take
-beside their operators (link_bed/host_time.py) then counts in every prediction.
+beside their operators (tools/bench/machine.py) then counts in every prediction.
 """
 
 from __future__ import annotations

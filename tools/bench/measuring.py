@@ -1,6 +1,6 @@
-"""What ranks measure of themselves and of their links for predictions: operators and exchanges as training runs them there.
+"""Measurements that ranks take of themselves and of their links for predictions: operators and all-to-alls as in training.
 
-Operators are timed in the ranks themselves: on their processors, with their memory allocator, all ranks at once. Exchanges go
+Operators are timed in the ranks themselves: on their processors, with their memory allocator, all ranks at once. All-to-alls go
 through the run's own wire, so that receives stand before sends and an emulated link counts; other collectives through torch.
 """
 
@@ -24,21 +24,21 @@ from moe_overlap.tuner.profile.measure.operators import measure_operators
 from tools.bench.profile import ORDER_COUNTS, ORDER_LINKS, ORDER_OPERATORS, TRANSFERS
 
 IN_A_ROW = 4
-"""Exchanges behind one another: what a limited link carries for nothing after a pause does not count."""
+"""All-to-alls in a row, so that the burst that a limited link grants after a pause does not count."""
 REPEATS = 5
 FILLING_SECONDS = 0.01
-"""After which an exchange fills the link's queue."""
+"""Seconds after which an all-to-all fills the link's queue."""
 PRODUCT = 256
-"""Rows and columns of the products beside an exchange."""
+"""Rows and columns of the products beside an all-to-all."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankWires:
-    """What a rank's messages travel over.
+    """The wires of a rank's messages.
 
     Attributes:
-        rows, counts: of its experts.
-        stages: the ranks of equal place in all stages.
+        rows, counts: join the ranks that share its experts.
+        stages: joins the ranks of equal place in all stages.
     """
 
     rows: AllToAll
@@ -75,7 +75,7 @@ def measure_into(path: str, device: dict[str, Any], operators: list[list[Any]], 
 
 
 def link_seconds(kind: str, held_bytes: int, exchange: AllToAll) -> tuple[float, float]:
-    """Seconds of one collective of all ranks, and those of them that starting it keeps the processor. All call this together."""
+    """Seconds of one collective of all ranks, and of its start, which keeps the processor. All ranks call this together."""
     if kind != "all_to_all":
         key = LinkKey(kind, "network", exchange.size, held_bytes)
         return collective_seconds(key, dist.group.WORLD, "cpu", 0.0), 0.0
@@ -111,7 +111,7 @@ def transfer_seconds(held_bytes: int, stages: AllToAll) -> float:
 
 
 def count_seconds(held_bytes: int, wires: RankWires) -> tuple[float, float]:
-    """Seconds of an exchange of counts: with the link to itself, and behind rows of this many bytes that fill its queue."""
+    """Seconds of an all-to-all of counts: with the link to itself, and behind rows of this many bytes that fill its queue."""
     numbers, ones = torch.zeros(wires.counts.size, 1, dtype=torch.int64), [1] * wires.counts.size
     rows = torch.zeros(wires.rows.size, held_bytes // wires.rows.size, dtype=torch.uint8)
     each = [1] * wires.rows.size
@@ -134,7 +134,7 @@ def count_seconds(held_bytes: int, wires: RankWires) -> tuple[float, float]:
 
 
 def overlap_slowdown(held_bytes: int, exchange: AllToAll) -> float:
-    """Of an exchange and products that take as long, the part of the shorter that is lost when both run."""
+    """Share of the shorter of two that is lost when an all-to-all and products that take as long run together."""
     square = torch.rand(PRODUCT, PRODUCT)
 
     def products(count: int) -> float:
