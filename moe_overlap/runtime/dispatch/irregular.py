@@ -8,7 +8,7 @@
     6. combine      the way back, counts swapped                                                    exchange
     7. unpermute    sum per token                                                                   compute
 
-Compute stages run under autograd, one island each; exchanges stand outside autograd and have a backward of their own, again with
+Compute runs under autograd, one segment each; exchanges stand outside autograd and have a backward of their own, again with
 counts swapped. Nothing is kept here between stages: what belongs to one pass stands in its `Handle`, so partitions and
 micro-batches can be under way together.
 
