@@ -371,7 +371,7 @@ class ChunkOperators:
 
 
 def rotary_angles(model: Any, sequence_length: int) -> Tensor | None:
-    """What a GPTModel hands to its layers as rotary positions; YaRN's scale of them stands in the configuration."""
+    """The rotary positions that a GPTModel hands to its layers; YaRN's scale of them stands in the configuration."""
     if not hasattr(model, "rotary_pos_emb"):
         return None
     found = model.rotary_pos_emb(sequence_length)

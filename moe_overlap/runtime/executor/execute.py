@@ -129,7 +129,7 @@ class PlanExecutor:
 
     @property
     def recorder(self) -> SpanRecorder:
-        """Of the spans of its steps."""
+        """The recorder of the spans of its steps."""
         return self._recorder
 
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:

@@ -1,4 +1,4 @@
-"""What an operator that runs twice needs, so that both passes do the same.
+"""Autograd segments, and the state that lets an operator run twice with the same result.
 
 The first pass keeps no graph: what it was given waits in the buffers. The second stands in the list (`.recompute`), makes the
 segment that the backward pass needs, and draws what the first has drawn. Gates repeat their decision from the routing state of

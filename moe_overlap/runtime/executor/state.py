@@ -1,4 +1,4 @@
-"""What one step keeps between its instructions, and where an instruction finds its share of it.
+"""The state of a step between its instructions, and where an instruction finds its share of it.
 
 Terms. A place is an operator kind with its layer, micro-batch and partition: under it stands the autograd segment of a forward
 operator until its backward has run. A stem is the name of a buffer without micro-batch and partition (`rows.L3`): an instruction
