@@ -38,7 +38,7 @@ class ScheduleError(Exception):
 
 
 class BufferRole(StrEnum):
-    """What a buffer holds. Gradients of what operators hand to each other carry a `d` in front."""
+    """The content of a buffer. Gradients of what operators hand to each other carry a `d` in front."""
 
     TOKENS = "tokens"
     LABELS = "labels"
@@ -73,9 +73,9 @@ class BufferRole(StrEnum):
     D_INNER = "dinner"
     D_NORMED = "dnormed"
     SAVED = "saved"
-    """What a deferred weight gradient is computed from."""
+    """Operands of a deferred weight gradient."""
     ACTIVATIONS = "activations"
-    """What the forward pass of a micro-batch through a parameter group saves for its backward pass."""
+    """Tensors that the forward pass of a micro-batch through a parameter group saves for its backward pass."""
     PARAMETERS = "parameters"
     WEIGHTS = "weights"
     """Gathered parameters."""
@@ -105,7 +105,7 @@ class Home(StrEnum):
     MOVED = "moved"
     """The same share while it is on the device."""
     TILES = "tiles"
-    """What has arrived of a tensor that ranks complete for each other."""
+    """The tiles that have arrived of a tensor that ranks complete for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def saved_for(gradient: OperatorId, micro_batch: int | None = None) -> str:
 
 @cache
 def parse_access(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What an operator reads and writes, from the form `a.L3 shared.L3 -> h.L4`."""
+    """The buffers that an operator reads and writes, from the form `a.L3 shared.L3 -> h.L4`."""
     reads, arrow, writes = text.partition("->")
     assert arrow, text
     return tuple(reads.split()), tuple(writes.split())

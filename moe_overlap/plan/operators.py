@@ -23,7 +23,7 @@ from moe_overlap.describe.errors import ConfigError
 
 
 class OperatorKind(StrEnum):
-    """What an operator does, without its place and its phase."""
+    """The work of an operator, without its place and its phase."""
 
     ATTENTION = "attention"
     """Norm, attention, bias-dropout-add."""
@@ -69,7 +69,7 @@ class Phase(StrEnum):
 
 
 class Copied(StrEnum):
-    """What an offload or a prefetch moves."""
+    """The state that an offload or a prefetch moves."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -95,7 +95,7 @@ EXCHANGE_PARTS = (COUNT, DISPATCH, COMBINE)
 """Collectives over the ranks that share the experts."""
 NO_BACKWARD_PARTS = (COUNT,)
 PROJECT, LOSS = MTP_PARTS = (OperatorKind.PROJECT, OperatorKind.LOSS)
-"""What a multi-token-prediction layer has beside a layer's parts."""
+"""Operators of a multi-token-prediction layer beside those of its transformer layer."""
 
 WEIGHTS: dict[str, tuple[str, ...]] = {
     ATTENTION: ("norm", "qkv", "q", "q_down", "q_up", "kv_down", "kv_up", "proj"),
@@ -134,7 +134,7 @@ class GroupKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """What is stored, moved and stepped as one: `embedding`, `L3`, `mtp0`, `head`.
+    """Parameters that are stored, moved and stepped as one: `embedding`, `L3`, `mtp0`, `head`.
 
     Attributes:
         number: of the layer or the prediction layer; None for the embedding and the head.

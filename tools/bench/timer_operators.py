@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.instructions import BufferRole, Instruction
 from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, OperatorKind, state_operator
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.dispatch.wire import AllToAll, Pending, extra_columns
-from moe_overlap.runtime.executor.bindings import StepState, handle_of, travelling
 from moe_overlap.runtime.executor.buffers import Buffers
 from moe_overlap.runtime.executor.execute import PlanExecutor, StageTransfers, is_update
+from moe_overlap.runtime.executor.state import StepState, handle_of, travelling
 from moe_overlap.runtime.step import Batch, StepResult
 from tools.bench.profile import GivenSeconds, ListSeconds, apply_profile
 
@@ -58,7 +58,7 @@ class TimerOperators:
         operator = instruction.operator
         if operator.kind == GATE and not operator.phase:
             assert operator.layer is not None
-            places = travelling(instruction, operator.layer, instruction.writes, "rows")
+            places = travelling(instruction, operator.layer, instruction.writes, BufferRole.ROWS)
             partitions = max(self.partitions.get(instruction.name, 1), len(places))
             state.handles |= {place: self._open(operator.layer, partitions) for place in places}
         left = begun + self.seconds.of(instruction) * self.scale - LATE_SECONDS - time.perf_counter()

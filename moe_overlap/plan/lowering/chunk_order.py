@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What an instruction handles of a micro-batch: part `index` of `count`."""
+    """The share of a micro-batch that an instruction handles: partition `index` of `count`."""
 
     index: int = 0
     count: int = 1
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """As it stands in an instruction; empty for the whole."""
+        """The partition that stands in an instruction; empty for the whole."""
         return (self.index,) if self.count > 1 else ()
 
 

@@ -1,11 +1,14 @@
-"""Slots behind transfers between stages: weight gradients that run when a chunk has sent its input's gradient.
+"""Weight gradients as operators of their own: which there are, and the slots behind which they run.
 
-A stage waits for what the stage behind it sends. What of a backward pass stands behind the send is not waited for: it runs while
-the gradient travels, and where the stage would wait for its next micro-batch, in the bubble of the pipeline. Behind the last
-micro-batches of a step every stage but the first hands on that much earlier.
+The backward pass of an operator is cut in two: the gradient of its input, which the critical path needs, and those of its
+weights, which only the optimizer needs and which may run while tokens travel (Lancet, section 4). A slot is a backward all-to-all
+of a layer, or the transfer with which a chunk sends its input's gradient.
 
-A slot is named by its transfer (`send.S0>S1.backward`) and stands in the entry of any one layer of the chunk; it ends with the
-pass: the next micro-batch adds to the same sums behind it.
+Slots behind transfers. A stage waits for what the stage behind it sends. Work of a backward pass behind the send is not waited
+for: it runs while the gradient travels, and where the stage would wait for its next micro-batch, in the bubble of the pipeline.
+Behind the last micro-batches of a step every stage but the first hands on that much earlier. Such a slot is named by its transfer
+(`send.S0>S1.backward`) and stands in the entry of any one layer of the chunk; it ends with the pass: the next micro-batch adds to
+the same sums behind it.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2 (whose schedules also let weight gradients wait for longer).
 """
@@ -41,11 +44,6 @@ from moe_overlap.plan.operators import (
 )
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
-
-# Weight gradients as operators of their own: which there are, and under which exchange they run.
-#
-# The backward pass of an operator is cut in two: the gradient of its input, which the critical path needs, and those of
-# its weights, which only the optimizer needs and which may run while tokens travel (Lancet, section 4).
 
 SLOT_PARTS = (COMBINE, DISPATCH)
 """Exchanges whose backward is a slot."""
@@ -178,6 +176,7 @@ def receives_first(drafts: Iterable[Draft]) -> Iterator[Draft]:
             waiting.append(draft)
             continue
         if not draft.receives:
+            # Receives alone are issued first, as the next pass needs them; all else keeps its order.
             yield from waiting
             waiting = []
         is_behind_send = draft.kind == "point-to-point"

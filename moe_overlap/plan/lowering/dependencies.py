@@ -1,4 +1,7 @@
-"""The race check: instructions that touch one buffer on different channels must be ordered.
+"""Dependencies of instructions: found from their buffers when a list is built, and checked for races.
+
+Contract. `ListBuilder` gives every draft its id and what it waits for; `last_uses` says how long each buffer must be kept;
+`check_races` accepts a list only if instructions that touch one buffer on different channels are ordered.
 
 Terms. `i` happens before `j` where a path leads from i to j over `after` and over the order of a channel (an earlier
 instruction of a channel finishes before a later one starts). Two accesses of a buffer, at least one of them writing,
@@ -49,7 +52,7 @@ class Draft:
 
     @classmethod
     def of(cls, instruction: Instruction) -> Draft:
-        """What an instruction of a list was made from."""
+        """The draft from which an instruction of a list was built."""
         return cls(**{field.name: getattr(instruction, field.name) for field in fields(cls)})
 
 
@@ -126,7 +129,7 @@ class ListBuilder:
         return self._without_implied(self._last_of_each_channel(found, channel))
 
     def _last_of_each_channel(self, found: set[int], channel: str) -> set[int]:
-        """Of the dependencies on another channel the last is enough: that channel runs in order."""
+        """The last dependency on each other channel is enough: that channel runs in order."""
         last: dict[str, int] = {}
         for number in sorted(found):
             last[self._list[number].channel] = number

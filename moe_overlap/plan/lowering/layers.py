@@ -1,4 +1,11 @@
-"""Layers as drafts: the operators of layers.py, in the order of chunk_order.py, with their buffers."""
+"""Layers as drafts: the operators of a chunk's layers in program order, with the buffers they read and write.
+
+Contract. `LayerLowering` writes the forward or the backward pass of a chunk of layers for one micro-batch:
+1. `LayerSequence` puts the operators in program order; backward, each layer has what it recomputes in front.
+2. chunk_order.py runs ranges that are cut into partitions stage-major: one partition communicates while the next computes.
+3. Each operator is given its buffers from the two tables below; what stands in partitions is named by partition.
+4. Deferred weight gradients stand right behind the backward all-to-all that is their slot.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +121,7 @@ class LayerOperator:
 
     @property
     def name(self) -> str:
-        """As it stands in an instruction."""
+        """The name that stands in an instruction."""
         return _name(self.part, None if self.mtp is not None else self.layer, self.mtp, self.suffix)
 
     @property
@@ -124,7 +131,7 @@ class LayerOperator:
 
     @property
     def after(self) -> str:
-        """What follows that place in forward order."""
+        """The place that follows in forward order."""
         return f"L{self.layer + 1}" if self.mtp is None else f"mtp{self.mtp}.loss"
 
     @property
@@ -241,7 +248,7 @@ def recompute_groups(recompute: Recompute, layers: Sequence[int]) -> list[Recomp
 
 
 EXPERT_CHANNEL, COUNT_CHANNEL = "ep", "ep.counts"
-"""Counts travel in a group of their own, beside the rows of other parts: whoever waits for them waits for no rows."""
+"""Counts travel in a group of their own, beside the rows of other partitions: whoever waits for them waits for no rows."""
 
 
 class LayerLowering:
@@ -292,7 +299,8 @@ class LayerLowering:
     def _write(self, sequence: list[LayerOperator], chunk: int, micro_batch: int, last_first: bool) -> Iterator[Draft]:
         for operator, part in stage_major(sequence, self._count, lambda operator: operator.is_exchange, last_first):
             yield self._operator(operator, part, chunk, micro_batch)
-            # Slots of layers are backward exchanges: partition 0 is the last to start.
+            # Backward, partition 0 is the last to start its all-to-all: behind it everything the slot needs has run, and the
+            # whole transfer is there to be hidden.
             if operator.name in self._slots and part.index == 0:
                 for name in self._slots[operator.name]:
                     yield self._weight_gradient(parse_operator(name), chunk, micro_batch)
@@ -361,7 +369,7 @@ def _channel(operator: LayerOperator) -> str:
 
 
 def _capacity(operator: LayerOperator, part: Part, buffer: str) -> tuple[Iterable[str], Iterable[str]]:
-    """What a gate takes from the partition before and leaves to the next; again, it finds what it left."""
+    """The capacity that a gate takes from the partition before and leaves to the next; recomputed, it finds what it left."""
     before = [f"{buffer}.p{part.index - 1}"] if part.index > 0 else []
     hands_on = part.index < part.count - 1 and not operator.suffix
     return before, [f"{buffer}.p{part.index}"] if hands_on else []

@@ -121,7 +121,7 @@ def gradient_ends(drafts: Sequence[Draft]) -> dict[tuple[str, int], int]:
 
 @dataclass(frozen=True, slots=True)
 class PartDrafts:
-    """Of one stage.
+    """Writes the copies and collectives of the parameter groups of one stage.
 
     Attributes:
         saved_bytes: part -> bytes that its forward pass of a micro-batch keeps; the capture knows them. Copies of activations
@@ -293,7 +293,7 @@ class DecoupledLowering:
         self.to.append(norm_of(plan, totals, NORM))
 
     def _two_back(self, what: Copied) -> tuple[int, ...]:
-        """What must have ended so that no more than the part before still holds its share of something."""
+        """The instruction that must have ended so that no more than the part before still holds its share of something."""
         return tuple(self._gone[what][-2:-1])
 
     def _update(self, part: str) -> None:
@@ -383,7 +383,7 @@ class DecoupledLowering:
         return replace(draft, reads=(*draft.reads, *reads), writes=(*draft.writes, *writes))
 
     def _with_gradients(self, draft: Draft) -> Draft:
-        """What adds to a gradient adds to that of its micro-batch where it is scattered, and to the share that moves."""
+        """A draft that adds to a gradient: to that of its micro-batch where it is scattered, and to the share that moves."""
         for part in gradients_of(draft):
             if self.parts.scatters:
                 own = f"dweights.{part}.m{draft.micro_batch}"

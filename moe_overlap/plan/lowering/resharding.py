@@ -1,4 +1,4 @@
-"""What crosses a stage boundary, as point-to-point instructions: from rank to rank, or tile by tile between unlike stages."""
+"""Transfers over stage boundaries as point-to-point instructions: from rank to rank, or tile by tile between unlike stages."""
 
 from __future__ import annotations
 

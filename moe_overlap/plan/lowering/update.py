@@ -18,7 +18,7 @@ NORM_BUFFER = "norm"
 
 
 def optimizer_parts(plan: Plan, stage_index: int, model: ModelDescription) -> tuple[str, ...]:
-    """What the optimizer of a stage steps, in order: `embedding`, `L0`, …, `mtp0`, …, `head`.
+    """The parameter groups that the optimizer of a stage steps, in order: `embedding`, `L0`, …, `mtp0`, …, `head`.
 
     The stage of the prediction layers has the word embedding or a copy of it.
     """

@@ -23,8 +23,9 @@ from moe_overlap.plan.lowering.dependencies import last_uses
 from moe_overlap.plan.operators import FORWARD, RECOMPUTE
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
-from moe_overlap.runtime.executor.bindings import ChunkOperators, StepState, set_aux_loss_scale
+from moe_overlap.runtime.executor.bindings import ChunkOperators, set_aux_loss_scale
 from moe_overlap.runtime.executor.buffers import Buffers
+from moe_overlap.runtime.executor.state import StepState
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
@@ -110,7 +111,7 @@ class PlanExecutor:
 
     @property
     def recorder(self) -> SpanRecorder:
-        """Of the spans of its steps."""
+        """The recorder of the spans of its steps."""
         return self._recorder
 
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
@@ -185,7 +186,7 @@ class PlanExecutor:
         for number in list(started):
             self._wait(number, started)
         self._recorder.end()
-        assert not state.islands or not torch.is_grad_enabled(), f"left without backward: {list(state.islands)[:3]}"
+        assert not state.segments or not torch.is_grad_enabled(), f"left without backward: {list(state.segments)[:3]}"
 
     def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
         """Start a communication; the answer waits for it and ends its span."""
