@@ -38,7 +38,7 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class AssignmentProblem:
     """What is to be assigned.
 
     Attributes:
@@ -87,7 +87,7 @@ class Problem:
         return legal and max(self.held_bytes(assignment), default=0) <= self.max_bytes
 
 
-def best_fit(problem: Problem, start: Assignment | None = None) -> Assignment:
+def best_fit(problem: AssignmentProblem, start: Assignment | None = None) -> Assignment:
     """Algorithm 1: slot after slot, what fits best into what is left of it.
 
     1. Of the weight gradients that are free, may run in the slot and find room in the bytes, the one whose seconds are nearest
@@ -114,7 +114,7 @@ def best_fit(problem: Problem, start: Assignment | None = None) -> Assignment:
     return without_idlers(problem, tuple(chosen))
 
 
-def _next(problem: Problem, slot: int, left: float, free: Sequence[int], held: Sequence[int]) -> int | None:
+def _next(problem: AssignmentProblem, slot: int, left: float, free: Sequence[int], held: Sequence[int]) -> int | None:
     """Steps 1 and 2."""
 
     def misfit(index: int) -> tuple[float, int]:
@@ -128,14 +128,14 @@ def _next(problem: Problem, slot: int, left: float, free: Sequence[int], held: S
     return None
 
 
-def _has_room(problem: Problem, index: int, slot: int, held: Sequence[int]) -> bool:
+def _has_room(problem: AssignmentProblem, index: int, slot: int, held: Sequence[int]) -> bool:
     more = [0] * len(held)
     for other in problem.held_at(index, slot):
         more[other] += problem.gradients[index].bytes
     return all(there + new <= problem.max_bytes for there, new in zip(held, more, strict=True) if new)
 
 
-def _hides_more_later(problem: Problem, gradient: Gradient, slot: int, left: float) -> bool:
+def _hides_more_later(problem: AssignmentProblem, gradient: Gradient, slot: int, left: float) -> bool:
     return any(
         min(problem.slots[other], gradient.seconds) > left
         for other in gradient.under
@@ -143,7 +143,7 @@ def _hides_more_later(problem: Problem, gradient: Gradient, slot: int, left: flo
     )
 
 
-def without_idlers(problem: Problem, assignment: Assignment) -> Assignment:
+def without_idlers(problem: AssignmentProblem, assignment: Assignment) -> Assignment:
     """The assignment without what hides nothing: a slot that is full without it; the largest holders go first."""
     kept = list(assignment)
     filled = problem.filled_seconds(assignment)
@@ -155,7 +155,7 @@ def without_idlers(problem: Problem, assignment: Assignment) -> Assignment:
     return tuple(kept)
 
 
-def held_shortly(problem: Problem, assignment: Assignment) -> Assignment:
+def held_shortly(problem: AssignmentProblem, assignment: Assignment) -> Assignment:
     """The assignment with weight gradients of equal seconds exchanged, so that slots take those whose pass came last.
 
     Which of them runs makes no difference to what is hidden; what waits longer holds its bytes for longer.
@@ -213,7 +213,7 @@ class Run:
     periods: int
 
 
-def longest_run(problem: Problem, layers: Sequence[LayerSpan]) -> Run | None:
+def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> Run | None:
     """Step 1.
 
     Args:
@@ -238,11 +238,11 @@ def longest_run(problem: Problem, layers: Sequence[LayerSpan]) -> Run | None:
     return best
 
 
-def one_period(problem: Problem, layers: Sequence[LayerSpan], run: Run) -> Problem:
+def one_period(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run) -> AssignmentProblem:
     """Step 2."""
     gradients, slots = _of_period(layers, run, 0)
     everywhere = tuple(range(len(slots)))
-    return Problem(
+    return AssignmentProblem(
         gradients=tuple(
             Gradient(one.seconds, one.bytes, one.first - slots.start, everywhere)
             for one in (problem.gradients[i] for i in gradients)
@@ -253,7 +253,7 @@ def one_period(problem: Problem, layers: Sequence[LayerSpan], run: Run) -> Probl
     )
 
 
-def repeat(problem: Problem, layers: Sequence[LayerSpan], run: Run, assignment: Assignment) -> Assignment:
+def repeat(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run, assignment: Assignment) -> Assignment:
     """Step 3.
 
     Args:
@@ -279,7 +279,7 @@ def _of_period(layers: Sequence[LayerSpan], run: Run, period: int) -> tuple[rang
     return range(first.gradients[0], last.gradients[1]), range(first.slots[0], last.slots[1])
 
 
-def _look(problem: Problem, span: LayerSpan) -> tuple[tuple[tuple[float, int, int], ...], tuple[float, ...]]:
+def _look(problem: AssignmentProblem, span: LayerSpan) -> tuple[tuple[tuple[float, int, int], ...], tuple[float, ...]]:
     """What must be equal in layers that are alike: weight gradients with the slots in front of them, and slots."""
     gradients = problem.gradients[slice(*span.gradients)]
     return tuple((one.seconds, one.bytes, one.first - span.slots[0]) for one in gradients), problem.slots[

@@ -16,7 +16,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lowering.deferral import gradients_of_pass, sends_of
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
-from moe_overlap.tuner.search.layer.assignment import Assignment, Gradient, Problem
+from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient
 from moe_overlap.tuner.search.layer.slots import DIGITS, ChunkProblem, Slots, holds_head
 
 
@@ -34,7 +34,7 @@ class SendSlot:
     name: str
     layer: int
     gradients: tuple[str, ...]
-    problem: Problem
+    problem: AssignmentProblem
 
     @property
     def place(self) -> int:
@@ -101,7 +101,7 @@ def behind(slot: SendSlot, gradients: Sequence[str], assignment: Assignment) -> 
     return tuple(chosen)
 
 
-def hiding(problem: Problem, assignment: Assignment, share: float) -> Assignment:
+def hiding(problem: AssignmentProblem, assignment: Assignment, share: float) -> Assignment:
     """An assignment without weight gradients of which their slot hides less than a share; what hides least goes first."""
     kept = list(assignment)
     filled = problem.filled_seconds(assignment)
@@ -147,5 +147,5 @@ def _send_slot(name: str, layer: int, prices: StagePrices, chunk: int, one: Chun
         else:
             seconds, size = round(prices.seconds(i), DIGITS), round(prices.deferred_bytes(i.name))
             gradients.append(Gradient(seconds, size, first=last, under=(last,)))
-    problem = Problem(tuple(gradients), (*one.problem.slots, 0.0), one.problem.max_bytes)
+    problem = AssignmentProblem(tuple(gradients), (*one.problem.slots, 0.0), one.problem.max_bytes)
     return SendSlot(name, layer, tuple(i.name for i in made), problem)

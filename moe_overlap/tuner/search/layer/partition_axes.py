@@ -364,7 +364,7 @@ class Conflict:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class AxisProblem:
     """The operations of a range with their variables.
 
     Attributes:
@@ -376,7 +376,7 @@ class Problem:
     outside: frozenset[Variable]
 
     @classmethod
-    def of(cls, operators: Sequence[Operator], form: Form) -> Problem:
+    def of(cls, operators: Sequence[Operator], form: Form) -> AxisProblem:
         """Of a range, in forward order."""
         made: set[str] = set()
         outside: set[Variable] = set()
@@ -394,9 +394,9 @@ class Problem:
         """Names, in order."""
         return tuple(dict.fromkeys(operation.operator for operation, _ in self.operations))
 
-    def without(self, operator: str) -> Problem:
+    def without(self, operator: str) -> AxisProblem:
         """The same without what one operator asks for."""
-        return Problem(tuple(one for one in self.operations if one[0].operator != operator), self.outside)
+        return AxisProblem(tuple(one for one in self.operations if one[0].operator != operator), self.outside)
 
     def left(self) -> list[tuple[Variable, ...]]:
         """What each operation leaves, the operations of a gate together."""
@@ -419,7 +419,7 @@ def cut_axes(operators: Sequence[Operator], form: Form) -> CutAxes | Conflict:
     Raises:
         UndecidedError: the solver ran out of time.
     """
-    problem = Problem.of(operators, form)
+    problem = AxisProblem.of(operators, form)
     found = solve(problem)
     if found is not None:
         return found
@@ -430,7 +430,7 @@ def cut_axes(operators: Sequence[Operator], form: Form) -> CutAxes | Conflict:
     return Conflict(problem.operators, _words(problem))
 
 
-def solve(problem: Problem, fixed: tuple[Variable, Axis] | None = None) -> CutAxes | None:
+def solve(problem: AxisProblem, fixed: tuple[Variable, Axis] | None = None) -> CutAxes | None:
     """The axes of a problem; None where there are none.
 
     Args:
@@ -466,11 +466,11 @@ def solve(problem: Problem, fixed: tuple[Variable, Axis] | None = None) -> CutAx
     return CutAxes({one: Axis(solver.value(axis)) for one, axis in axes.items()}, round(solver.best_objective_bound))
 
 
-def _words(conflict: Problem) -> str:
+def _words(conflict: AxisProblem) -> str:
     """`L0.attention cuts a.L0 along batch; L0.moe.gate cuts a.L0 along nothing`: over which tensors operators disagree."""
     allowed: dict[Variable, dict[str, set[Axis]]] = {}
     for operator in conflict.operators:
-        alone = Problem(tuple(one for one in conflict.operations if one[0].operator == operator), frozenset())
+        alone = AxisProblem(tuple(one for one in conflict.operations if one[0].operator == operator), frozenset())
         for variable in dict.fromkeys(variable for _, variables in alone.operations for variable in variables):
             if ":" not in variable[0]:
                 allowed.setdefault(variable, {})[operator] = {

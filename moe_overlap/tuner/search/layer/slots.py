@@ -15,7 +15,7 @@ from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, Mechanism, StageO
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.simulate.engine import Ran
-from moe_overlap.tuner.search.layer.assignment import Assignment, Gradient, LayerSpan, Problem
+from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient, LayerSpan
 
 # Which weight gradients may run under which exchange: labelling by reachability.
 #
@@ -138,7 +138,7 @@ class ChunkProblem:
         layers: where each layer stands in the problem.
     """
 
-    problem: Problem
+    problem: AssignmentProblem
     gradients: tuple[str, ...]
     slots: tuple[str, ...]
     layers: tuple[LayerSpan, ...]
@@ -186,7 +186,7 @@ def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], ma
     under = {place: tuple(j for j, slot in enumerate(slots) if place in label[last[slot]]) for place in gradients}
     names = [(place, name) for place, name in gradients.items() if under[place]]
     return ChunkProblem(
-        problem=Problem(
+        problem=AssignmentProblem(
             gradients=tuple(
                 Gradient(
                     seconds=round(prices.seconds(made[place]), DIGITS),

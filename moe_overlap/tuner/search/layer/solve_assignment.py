@@ -13,8 +13,8 @@ from ortools.sat.python import cp_model
 
 from moe_overlap.tuner.search.layer.assignment import (
     Assignment,
+    AssignmentProblem,
     LayerSpan,
-    Problem,
     Run,
     best_fit,
     held_shortly,
@@ -50,7 +50,7 @@ class Exact:
     bound: float
 
 
-def flow_bound(problem: Problem) -> float:
+def flow_bound(problem: AssignmentProblem) -> float:
     """Most seconds that could be hidden if weight gradients were divisible and nothing else held bytes.
 
     But none hides more than it could in the longest slot it may run in.
@@ -73,7 +73,7 @@ def flow_bound(problem: Problem) -> float:
     return float(flow.optimal_flow()) * TICK
 
 
-def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float) -> Exact:
+def solve_exactly(problem: AssignmentProblem, hint: Assignment, seconds: float, gap: float) -> Exact:
     """The integer program.
 
     Args:
@@ -115,7 +115,9 @@ def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float
     return Exact(without_idlers(problem, tuple(chosen)), solver.best_objective_bound * TICK)
 
 
-def _limit_bytes(model: cp_model.CpModel, problem: Problem, runs: dict[tuple[int, int], cp_model.IntVar]) -> None:
+def _limit_bytes(
+    model: cp_model.CpModel, problem: AssignmentProblem, runs: dict[tuple[int, int], cp_model.IntVar]
+) -> None:
     """At the start of every slot, what is held is within the bytes; slots that hold less whatever runs need no row."""
     held: list[list[tuple[int, int]]] = [[] for _ in problem.slots]
     for i, j in runs:
@@ -168,7 +170,7 @@ class Solution:
         return 1.0 - self.value / self.bound if self.bound > 0 else 0.0
 
 
-def solve(problem: Problem, layers: Sequence[LayerSpan], seconds: float, gap: float = 0.0) -> Solution:
+def solve(problem: AssignmentProblem, layers: Sequence[LayerSpan], seconds: float, gap: float = 0.0) -> Solution:
     """Steps, each only while the gap is open and time is left:
 
     1. The best-fit greedy, and the bound of the flow.
@@ -218,7 +220,9 @@ def solve(problem: Problem, layers: Sequence[LayerSpan], seconds: float, gap: fl
     )
 
 
-def _repeated(problem: Problem, layers: Sequence[LayerSpan], run: Run, seconds: float, gap: float) -> Assignment:
+def _repeated(
+    problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run, seconds: float, gap: float
+) -> Assignment:
     """Step 2; nothing where the repeated assignment breaks a rule of the whole."""
     period = one_period(problem, layers, run)
     solution = solve(period, (), seconds, gap)

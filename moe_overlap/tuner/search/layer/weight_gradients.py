@@ -26,9 +26,6 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Plan
-from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Machine
-from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.simulate.compress import run_alone, sample_blocks
 from moe_overlap.tuner.cost.simulate.step import (
@@ -38,7 +35,8 @@ from moe_overlap.tuner.cost.simulate.step import (
     price_stages,
     simulate_step,
 )
-from moe_overlap.tuner.search.layer.assignment import Assignment, Problem
+from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem
 from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, behind, hiding, send_slots, with_rest_behind
 from moe_overlap.tuner.search.layer.slots import (
     DIGITS,
@@ -217,10 +215,7 @@ class Schedule:
 
 def schedule_weight_gradients(
     plan: Plan,
-    model: ModelDescription,
-    graphs: Mapping[int, CapturedModel],
-    machine: Machine,
-    features: Features,
+    problem: Problem,
     limits: DeferralLimits,
 ) -> Schedule:
     """Fill the slots of a plan; what it says of them so far does not count, everything else stays, `predicted` included.
@@ -234,14 +229,15 @@ def schedule_weight_gradients(
     _check(limits)
 
     def step_of(made: Plan) -> SimulatedStep:
-        return simulate_step(shortened(made, micro_batches), model, graphs, machine, features)
+        return simulate_step(shortened(made, micro_batches), problem)
 
     def seconds_of(made: Plan) -> float:
         """Of a step of all micro-batches where ways compare otherwise in it than in a step of few."""
         if count <= micro_batches or not sends or made.transfers:
             return step_of(made).simulation.step_seconds
-        return listed_seconds(made, model, graphs, machine, features)
+        return listed_seconds(made, problem)
 
+    model = problem.model
     stages, count = range(len(plan.stages)), plan.stages[0].gradient_accumulation_steps
     micro_batches = _most_micro_batches(len(plan.stages))
     bare = with_slots(plan, [{} for _ in stages], 0)
@@ -250,7 +246,7 @@ def schedule_weight_gradients(
         nothing = (0.0,) * len(stages)
         return Schedule(bare, "without", {"without": step_of(bare).simulation.step_seconds}, (), nothing)
     deferred = with_slots(without_pieces(plan), order, UNBOUNDED)
-    prices = _stage_prices(deferred, model, graphs, machine, features)
+    prices = _stage_prices(deferred, problem)
     problems = _problems(deferred, prices, limits.max_deferred_bytes)
     chunks = _solved(problems, limits)
     solutions = {(one.stage, one.chunk): one.solution for one in chunks}
@@ -291,15 +287,13 @@ def _sends(
     return found
 
 
-def _stage_prices(
-    deferred: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
-) -> list[StagePrices]:
+def _stage_prices(deferred: Plan, problem: Problem) -> list[StagePrices]:
     """Prices of every stage, which have read a list of a few passes; the arguments as `simulate_step` takes them."""
-    prices = price_stages(deferred, model, graphs, machine, features)
+    prices = price_stages(deferred, problem)
     for index, here in enumerate(prices):
         rank = here.stage.devices.ranks[0]
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in here.stage.layers}
-        here.read(issued_in_order(lower(deferred, model, rank, saved, blocks=sample_blocks(deferred, index))))
+        here.read(issued_in_order(lower(deferred, problem.model, rank, saved, blocks=sample_blocks(deferred, index))))
     return prices
 
 
@@ -330,7 +324,7 @@ def _solved(problems: Mapping[Place, ChunkProblem], limits: DeferralLimits) -> l
     """Step 2: the time that is left is shared evenly among the problems that are left."""
     different = len({one.problem for one in problems.values()})
     deadline = time.monotonic() + limits.solver_seconds
-    known: dict[Problem, tuple[Solution, Place]] = {}
+    known: dict[AssignmentProblem, tuple[Solution, Place]] = {}
     chunks = []
     for place, one in problems.items():
         if one.problem not in known:
