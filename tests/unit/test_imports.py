@@ -126,7 +126,7 @@ def test_the_api_is_the_only_bridge() -> None:
 
 
 def flags_in(source: str) -> list[str]:
-    """String literals that begin like a flag, docstrings aside."""
+    """String literals that begin like a flag; one inside a sentence is no composed flag."""
     texts = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
     return [text for text in texts if isinstance(text, str) and re.match(r"\s*--[a-z]", text)]
 
