@@ -1,11 +1,18 @@
 """Another mechanism for each class of layers: coordinate descent from one plan over what other plans decide for their layers.
 
+Problem. Given plans of one layout, each with one mechanism on all layers, find a shorter plan that mixes them.
+Terms. Layers are of one *class* where all that an overlap sees of them is equal: what they compute and recompute, what stands
+before and behind them in their chunk, whether they are the first or the last mixture of experts there, and whether their stage
+begins or ends the pipeline, where memory and the head make a difference. An *entry* is what a plan decides for one layer.
+Steps.
 1. Begin with a plan that has one mechanism everywhere.
-2. Class after class: give its layers what each of the other plans decides for them, and keep what shortens the step. What a
-   class may be depends on its neighbours; what cannot run beside them, or does not fit, is passed over with its reason.
+2. Class after class: give its layers the entries of each of the other plans, and keep what shortens the step. The mechanisms that
+   a class may have depend on its neighbours; what cannot run beside them, or does not fit, is passed over with its reason.
 3. Repeat until a whole round changes nothing, or the predictions are used up.
 The answer is never longer than the beginning. It may miss what only two classes together gain: `tests` compare it with all
 combinations.
+
+Source: not in Lancet, which has one mechanism.
 """
 
 from __future__ import annotations
@@ -20,12 +27,6 @@ from moe_overlap.plan.overlap import LayerOverlap, order_of, part_order, range_e
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.cost.analytic import layer_variant
 
-# Layers for which one decision serves: the mixture-of-experts layers of a plan in classes, and what plans say about them.
-#
-# Layers are of one class where all that an overlap sees of them is alike: what they compute and recompute, what stands before and
-# behind them in their chunk, whether they are the first or the last mixture of experts there, and whether their stage begins or
-# ends the pipeline, where memory and the head make a difference.
-
 Kind = tuple[str, ...]
 Entries = Mapping[int, LayerOverlap]
 """Layer -> what a plan decides for it."""
@@ -33,7 +34,7 @@ Entries = Mapping[int, LayerOverlap]
 
 @dataclass(frozen=True, slots=True)
 class LayerClass:
-    """Layers that are alike.
+    """Layers for which one decision serves.
 
     Attributes:
         name: what they have in common, for a reader.
@@ -47,7 +48,7 @@ def layer_classes(plan: Plan, model: ModelDescription, kinds: Sequence[str]) -> 
     """The classes, in order of their first layers.
 
     Args:
-        kinds: of every layer, what it computes (`capture/layer_kinds.py`).
+        kinds: of every layer, what it computes (`layer_kinds` of capture/request.py).
     """
     found: dict[Kind, list[int]] = {}
     for index, stage in enumerate(plan.stages):
@@ -65,7 +66,7 @@ def layer_classes(plan: Plan, model: ModelDescription, kinds: Sequence[str]) -> 
 
 
 def _recomputed(stage: StagePlan, place: int) -> str:
-    """What is recomputed of a layer at a place of its chunk, and where it stands in its group."""
+    """The recomputation of a layer at a place of its chunk, and where it stands in its group."""
     variant, group = layer_variant(stage, place), stage.recompute.layers
     if stage.recompute.granularity == "uniform" and group > 1:
         return f"recomputed as number {place % group} of {group}"
@@ -83,9 +84,9 @@ def _name(kind: Kind) -> str:
 
 
 def entries_of(plan: Plan) -> dict[int, LayerOverlap]:
-    """What a plan decides, layer by layer: a range over several layers in pieces, one for each.
+    """The entries of a plan, layer by layer; a range over several layers becomes one for each.
 
-    Pieces of one range, neighbours with equally many partitions, run as the range does (plan/overlap.py).
+    Such ranges, neighbours with equally many partitions, run as the one range does (plan/overlap.py).
     """
     return {layer: entry for stage in plan.stages for layer, entry in _entries_of(stage).items()}
 
@@ -125,7 +126,7 @@ def with_entries(plan: Plan, entries: Entries) -> Plan:
 
 
 def described(entries: Sequence[LayerOverlap]) -> str:
-    """`partitioned*4`: mechanism and pieces of layers, each once."""
+    """`partitioned*4`: mechanism and partitions or capacity chunks of layers, each once."""
     words = []
     for one in entries:
         pieces = one.partitions or one.tutel_degree
@@ -143,7 +144,7 @@ SHORTER = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a class with another mechanism would make of the step, the other classes as chosen; or why it cannot be."""
+    """Seconds of the step if a class had another mechanism, the other classes as chosen; or why it cannot."""
 
     seconds: float | None
     refused: str = ""
@@ -151,7 +152,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class ClassChoice:
-    """What was decided for a class.
+    """The mechanism of a class, and the others that were tried.
 
     Attributes:
         chosen: as `described` names it.
@@ -241,7 +242,7 @@ class _Descent:
                     yield (*current[:place], option, *current[place + 1 :])
 
     def _try(self, moved: tuple[int, ...]) -> Tried | None:
-        """What a combination takes; None where no prediction is left."""
+        """Seconds of a combination; None where no prediction is left."""
         if moved not in self._known:
             plan = self._plan(moved)
             try:

@@ -1,14 +1,27 @@
 """Whether a range of operators can run in partitions, and along which axis every tensor is then cut.
 
-Problem. One variable per tensor: its axis (axis_tables.Axis). A tensor that exists before the range is sliced by each operation
-that reads it on its own, so it has one variable per reader, without the axes that no slicing makes (irregular rows, places).
-Constraints. For each operation the axes of its tensors are a row of its table. Each leaves something cut; the operations of a
-gate, which may decide on all tokens, at least together.
-Objective. The smallest sum of axes, in the order of Axis: the batch where possible, whole tensors last.
+Problem. Choose the axis of every tensor of a range so that every operation, run on the parts, gives the parts of its outputs.
+Terms.
+- An *operation* is one line of an operator: `kind | reads -> writes` (`LINES`).
+- An *axis* is how a tensor is cut (`Axis`); `WHOLE` is not at all. *Irregular* are the rows that the gate sent out for the
+  samples of a partition.
+- A *table* lists, for a kind of operation, the axes along which its tensors are cut together (`TABLES`).
+Steps.
+1. Write the operators of the range as operations (`operations_of`). A tensor that exists before the range is sliced by each
+   operation that reads it on its own, so it has one variable per reader, without the axes that no slicing makes.
+2. Solve a constraint program (`solve`). Variables: the axis of each tensor. Constraints: the axes of an operation are a row of
+   its table; each operation leaves something cut, the operations of a gate at least together. Objective: the smallest sum of
+   axes in the order of `Axis`: the batch where possible, whole tensors last.
+3. A range that cannot be cut names a smallest set of operators that already cannot: without any one of them the others can.
 
-A range that cannot be cut names a smallest set of operators that already cannot: without any one of them the others can.
+Why the tables are as they are. The contracted axis of a product is never cut: parts would be sums. Attention needs all keys. With
+tensor parallelism the tokens are gathered along the sequence, which then cannot be cut. Tokens are ordered by sample, then by
+place: a gate that passes its used capacity on can take samples one after the other, but no partitions of sequences; one that
+looks at all tokens stays whole, and its rows travel in partitions. All-to-alls keep the axis of experts, which is that of the
+ranks. Partitions of capacity mix the samples, so that no merge can follow them. A mean over tokens needs them all. Dropout must
+draw by token, or is left out.
 
-Source: Lancet, section 5.2.
+Source: Lancet, section 5.2; the irregular axis is that of figure 5c.
 """
 
 from __future__ import annotations
@@ -26,24 +39,6 @@ from moe_overlap.plan.gates import GATE_FACTS
 from moe_overlap.plan.operators import GATE, Operator
 from moe_overlap.plan.plan import StagePlan
 
-# Along which axes operations can be cut: a table for each kind.
-#
-# A row says how the tensors of an operation are cut together so that the parts of its outputs, joined, are the outputs. Letters
-# stand for axes, `-` for a tensor that stays whole; inputs stand before the colon. Rows that leave everything whole are in every
-# table, the operation then runs once.
-#
-# b batch   s sequence   h hidden or a column of a weight   E expert   C capacity
-# i irregular: the rows that the gate sent out for the samples of a part   x the places of such rows
-#
-# What decides. The contracted axis of a product is never cut: parts would be sums. Attention needs all keys. With tensor
-# parallelism the tokens are gathered along the sequence, which then cannot be cut. Tokens are ordered by sample, then by place:
-# a gate that passes its used capacity on can take samples one after the other, but no pieces of sequences; one that looks at all
-# tokens stays whole, and its rows travel in parts. Exchanges keep the axis of experts, which is that of the ranks. Capacity parts
-# mix the samples, so that no merge can follow them. A mean over tokens needs them all. Dropout must draw by token, or is left
-# out.
-#
-# Source: Lancet, section 5.2; the irregular axis is that of figure 5c.
-
 
 class Axis(IntEnum):
     """How a tensor is cut, what is preferred first."""
@@ -59,6 +54,8 @@ class Axis(IntEnum):
 
 
 LETTERS = dict(zip("bshECix-", Axis, strict=True))
+"""Letters of the tables: b batch, s sequence, h hidden or a column of a weight, E expert, C capacity, i irregular rows, x places
+of such rows, - whole."""
 REAL = (Axis.BATCH, Axis.SEQUENCE, Axis.HIDDEN, Axis.EXPERT, Axis.CAPACITY)
 """Axes that a tensor has by itself: what exists whole can be sliced along them, and along no other."""
 
@@ -87,7 +84,9 @@ TABLES = {
     "loss per token": "b:b s:s",
     "mean": "",
 }
-"""Operation -> its rows. `gather` is every collective over tensor-parallel ranks: gathering, scattering, reducing."""
+"""Kind of operation -> the rows of its table. Inputs stand before the colon, in the order in which a line names them; the row
+that leaves everything whole is in every table (the operation then runs once) and is not written. `gather` is every collective
+over tensor-parallel ranks: gathering, scattering, reducing."""
 
 
 @cache
@@ -99,13 +98,11 @@ def rows_of(operation: str) -> tuple[tuple[Axis, ...], ...]:
     return tuple(dict.fromkeys([*rows, whole]))
 
 
-# What the operators of a plan are made of, line by line, for the tables of axes.
-#
-# A line is `kind | reads -> writes`, the kind one of axis_tables.TABLES. Tensors that operators hand to each other have a place
-# in braces and the names of plan/lowering/layers.py, beside them the gate's `weights` and `places` of rows; all others stay
 # inside.
 
 Lines = tuple[str, ...]
+"""An operator, a line per operation: `kind | reads -> writes`. Tensors that operators hand to each other have a place in braces
+and the names of plan/lowering/layers.py, beside them the gate's `weights` and `places` of rows; all others stay inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +313,7 @@ LINES: Mapping[str, Callable[[Form], Lines]] = {
     operators.HEAD_NORM: lambda form: ("norm | entering norm_weight -> left",),
     operators.HEAD_LOSS: lambda form: _head("entering", form),
 }
-"""Of every operator but the gate."""
+"""Part of a layer -> its lines; the gate's depend on its kind."""
 
 
 SECONDS = 5.0
@@ -377,17 +374,17 @@ class AxisProblem:
 
     @classmethod
     def of(cls, operators: Sequence[Operator], form: Form) -> AxisProblem:
-        """Of a range, in forward order."""
-        made: set[str] = set()
+        """The problem of a range, whose operators stand in forward order."""
+        written: set[str] = set()
         outside: set[Variable] = set()
-        found = []
+        operations = []
         for operation in (one for operator in operators for one in operations_of(operator, form)):
             reader = f"{operation.operator} {operation.kind}"
-            read = tuple((tensor, "" if tensor in made else reader) for tensor in operation.reads)
+            read = tuple((tensor, "" if tensor in written else reader) for tensor in operation.reads)
             outside |= {variable for variable in read if variable[1]}
-            made |= set(operation.writes)
-            found.append((operation, (*read, *((tensor, "") for tensor in operation.writes))))
-        return cls(tuple(found), frozenset(outside))
+            written |= set(operation.writes)
+            operations.append((operation, (*read, *((tensor, "") for tensor in operation.writes))))
+        return cls(tuple(operations), frozenset(outside))
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -420,9 +417,10 @@ def cut_axes(operators: Sequence[Operator], form: Form) -> CutAxes | Conflict:
         UndecidedError: the solver ran out of time.
     """
     problem = AxisProblem.of(operators, form)
-    found = solve(problem)
-    if found is not None:
-        return found
+    cut = solve(problem)
+    if cut is not None:
+        return cut
+    # Step 3: leave out one operator after the other; those without which the others can be cut stay.
     for operator in reversed(problem.operators):
         fewer = problem.without(operator)
         if solve(fewer) is None:
@@ -438,22 +436,22 @@ def solve(problem: AxisProblem, fixed: tuple[Variable, Axis] | None = None) -> C
     """
     model = cp_model.CpModel()
     real = cp_model.Domain.from_values([*REAL, Axis.WHOLE])
-    # axis of each tensor
+    # Variables: the axis of each tensor; what exists before the range is sliced along real axes alone.
     axes: dict[Variable, cp_model.IntVar] = {}
     for _, variables in problem.operations:
         for variable in variables:
             if variable not in axes:
                 domain = real if variable in problem.outside else cp_model.Domain(min(Axis), max(Axis))
                 axes[variable] = model.new_int_var_from_domain(domain, " ".join(variable))
-    # each operation follows its table
+    # Constraint 1: each operation follows its table.
     for operation, variables in problem.operations:
         model.add_allowed_assignments([axes[variable] for variable in variables], rows_of(operation.kind))
-    # each leaves something cut
+    # Constraint 2: each operation leaves something cut.
     for written in problem.left():
         model.add(sum(axes[variable] for variable in written) < Axis.WHOLE * len(written))
     if fixed is not None:
         model.add(axes[fixed[0]] == fixed[1])
-    # batch first, whole last
+    # Objective: the batch first, whole tensors last.
     model.minimize(sum(axes.values()))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1

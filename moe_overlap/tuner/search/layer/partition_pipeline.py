@@ -1,7 +1,26 @@
-"""Seconds of ranges of one stage: every operator at the size of a part, each pipeline simulated once.
+"""P(i, n, k): the seconds of a range of operators in k partitions, alone, forward and backward.
 
-What cuts the hidden states that enter a pipeline, and joins those that leave it, reads and writes them once and takes a kernel
-for every part. Equal pipelines, those of repeated layers, are simulated once.
+Problem. The search of ranges asks for thousands of P; each has to be what a simulated instruction list would take.
+Terms.
+- A *step* is one operator of a pipeline: it computes or communicates, in k partitions or, where it is not cut, whole.
+- A *pipeline* is an unbroken run of the range's operators in one pass of a micro-batch. A range runs forward once and, in
+  reverse, backward, with what is recomputed and with weight gradients under its all-to-alls.
+- There are two *streams*, one for computation and one for all-to-alls.
+Steps.
+1. Cut the passes of a chunk into pipelines (`ChunkPasses`). Operators, order and buffers are those of the plan's lists
+   (plan/lowering/layers.py), so that a simulated list of one range takes as long.
+2. Price every operator at the size of one partition, not at its share of the whole (`RangePrices`). Cutting the hidden states
+   that enter a pipeline, and joining those that leave it, reads and writes them once and takes a kernel for every partition.
+3. Simulate the two streams (`run`); equal pipelines, those of repeated layers, once:
+   a. What is issued in which order is the plan's: stage after stage, in a stage partition after partition
+      (plan/lowering/chunk_order.py), uncut steps between stages. Each stream starts its steps in that order.
+   b. A partition starts when its stream is free and what it reads is there: the same partition of an earlier step, or all
+      partitions where one of the two steps is not cut.
+   c. While both streams work, each goes at a rate of 1 / (1 + slowdown).
+Then, without slowdown, P >= the sum of each stream, P >= the longest path, and P grows with every step's seconds. The order is
+not always the best one: `gap_to_best` compares it with all orders where there are few.
+
+Source: Lancet, section 5.3.
 """
 
 from __future__ import annotations
@@ -24,24 +43,8 @@ from moe_overlap.tuner.cost.analytic import Machine
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.simulate.engine import BETWEEN_DEVICES, COMPUTING
 
-# Seconds of a pipeline of partitions: P(i, n, k) of the range search.
-#
-# Terms. A step of a pipeline computes or exchanges, in k parts or, where it is not cut, whole. There are two streams, one for
-# computation and one for exchanges. What is issued in which order is the plan's: stage after stage, in a stage part after part
-# (plan/lowering/chunk_order.py), uncut steps between stages.
-# Rules.
-# 1. Each stream starts its steps in that order.
-# 2. A part starts when its stream is free and what it reads is there: the same part of an earlier step, or all parts where
-# one of the two steps is not cut.
-# 3. While both streams work, each goes at a rate of 1 / (1 + slowdown).
-# Then, without slowdown, P >= the sum of each stream, P >= the longest path, and P grows with every step's seconds.
-#
-# The order is not always the best one: `gap_to_best` compares it with all orders where there are few.
-#
-# Source: Lancet, section 5.3.
-
 MOST_PIECES = 20
-"""Parts of stages for which all orders are looked at: a tenth of a second."""
+"""Partitions of steps up to which all orders are compared: a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: f
 
 
 def _is_ready(steps: Sequence[Step], place: int, part: int, left: Sequence[int], done: set[tuple[int, int]]) -> bool:
-    """Rule 2."""
+    """Rule 3b."""
     return all(
         left[other] == 0 if steps[place].whole or steps[other].whole else (other, part) in done
         for other in steps[place].after
@@ -205,11 +208,7 @@ def _joined(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[list[Step]
     return merged, sums
 
 
-# The passes of a chunk's layers as pipelines: what a range of operators runs, forward and backward.
-#
-# A range runs forward once and, in reverse, backward, with what is recomputed and with weight gradients under its exchanges. Each
-# unbroken run of its operators in a pass is a pipeline. Operators, order and buffers are those of the plan's lists
-# (plan/lowering/layers.py), so that a simulated list of one range takes as long.
+# Step 1: the passes of a chunk as pipelines.
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,12 +334,14 @@ def _pipeline_of(run: Sequence[PassStep], cut: bool) -> Pipeline:
     return Pipeline(tuple(one.draft.name for one in run), tuple(steps))
 
 
+# Step 2: prices of pipelines.
+
 Priced = tuple[tuple[Step, ...], tuple[float, ...], int]
 """Steps of a pipeline, seconds of a part of each, parts: all that its time depends on."""
 
 
 class Prices(Protocol):
-    """Of the operators of one stage: instruction_seconds.StagePrices, once it has read the stage's list."""
+    """Prices of the operators of one stage: instruction_seconds.StagePrices, once it has read the stage's list."""
 
     @property
     def machine(self) -> Machine: ...
@@ -371,14 +372,14 @@ class RangePrices:
         return len(self._simulated)
 
     def operator_seconds(self, name: str, pieces: int = 1) -> float:
-        """Of one of so many pieces of an operator."""
+        """Seconds of one of so many partitions of an operator."""
         key = name, pieces
         if key not in self._pieces:
             self._pieces[key] = self._prices.piece_seconds(name, pieces)
         return self._pieces[key]
 
     def seconds(self, pipelines: Iterable[Pipeline], parts: int) -> float:
-        """P of a range."""
+        """P of a range: the sum of its pipelines."""
         return sum(self._simulate(self._price(one, parts)) for one in pipelines)
 
     def order_gap(self, pipeline: Pipeline, parts: int) -> float | None:
@@ -406,7 +407,7 @@ class RangePrices:
         return self._simulated[priced]
 
     def _edge_seconds(self, parts: int) -> float:
-        """What cuts, or joins, the hidden states."""
+        """Seconds of cutting, or of joining, the hidden states."""
         if parts == 1:
             return 0.0
         machine = self._prices.machine

@@ -1,9 +1,25 @@
-"""The ranges of a plan: which operators of every stage run in partitions, from the prices of its instructions.
+"""Which ranges of operators of a plan run in partitions, and in how many.
 
-1. Operators of a chunk are grouped, and ranges of groups priced: forward and backward pass of a micro-batch, what is recomputed
-   and weight gradients under exchanges included; one part at its own size, not at its share of the whole.
-2. A range may be cut if it holds an exchange, if the plan's rules and the runtime accept it, and if its tensors have axes.
-3. The best ranges (partition_ranges.py) become the plan's.
+Problem. Cut the micro-batches of every stage between operators so that all-to-alls of one partition run beside computation of
+another, and a micro-batch takes the least time.
+Terms.
+- A *group* is a run of neighbouring operators that no range takes apart. A *range* (i, n] holds the groups i, …, n - 1.
+- k is the number of partitions of a range; k = 1 is whole. The *candidates* are the k that divide the samples of a micro-batch.
+- P(i, n, k) are the seconds of a range, alone: forward and backward pass of a micro-batch, what is recomputed and weight
+  gradients under all-to-alls included (partition_pipeline.py).
+- ρ, γ and ι are the limits of the search: most partitions, seconds of a group, groups of a range (`SearchLimits`).
+Steps, for every chunk of every stage.
+1. Group the operators (`group`): a mixture of experts, from its gate to its merge, is a group; between them groups end where they
+   reach γ seconds.
+2. A range may be cut if it holds an all-to-all, if the plan's rules and the runtime accept it, and if its tensors have axes
+   (partition_axes.py); all others have k = 1. The k whose bytes do not fit are left out, range by range.
+3. Dynamic programming (`solve`): T(0) = 0, T(n) = min over i in [n - ι, n), k in {1, candidates} of T(i) + P(i, n, k). Among
+   equals the shorter last range and the smaller k win. T is exact for ranges one after the other; neighbours of equal k that the
+   runtime joins to one pipeline take less.
+4. The ranges with k > 1 become the plan's (`with_ranges`).
+Time: groups × ι × candidates calls of P.
+
+Source: Lancet, section 5.1, whose recurrence begins at 1 and counts the instruction between two ranges twice.
 """
 
 from __future__ import annotations
@@ -27,20 +43,6 @@ from moe_overlap.tuner.problem import LIMIT_FLAGS
 from moe_overlap.tuner.search.layer.partition_axes import Conflict, CutAxes, Form, cut_axes
 from moe_overlap.tuner.search.layer.partition_pipeline import ChunkPasses, Prices, RangePrices, without_ranges
 
-# Which ranges of a sequence of operators run in partitions, and in how many: dynamic programming over groups of operators.
-#
-# Terms. Groups are neighbouring operators that no range takes apart. A range (i, n] holds the groups i, …, n - 1; it runs in k
-# parts, k = 1 whole. P(i, n, k) are its seconds (partition_pipeline.py), without anything beside it.
-# 1. Operators are grouped: a mixture of experts, from its gate to its merge, is a group; between them groups end where they reach
-# γ seconds.
-# 2. T(0) = 0, T(n) = min over i in [n - ι, n), k in {1, candidates} of T(i) + P(i, n, k). A range that may not be cut has k = 1;
-# so has one without an exchange, which is not asked. k whose bytes do not fit are left out, range by range.
-# 3. Among equals the shorter last range and the smaller k win.
-# T is exact for ranges one after the other; neighbours of equal k that the runtime joins to one pipeline take less.
-# Time: groups × ι × candidates calls of P.
-#
-# Source: Lancet, section 5.1, whose recurrence begins at 1 and counts the instruction between two ranges twice.
-
 SAME = 1e-12
 """Shorter by less than this share is not shorter."""
 Span = tuple[int, int]
@@ -48,7 +50,7 @@ Span = tuple[int, int]
 
 
 def group(operators: Sequence[LayerOperator], seconds: Callable[[LayerOperator], float], least: float) -> list[Span]:
-    """Step 1.
+    """Step 1: group the operators of a chunk.
 
     Args:
         operators: forward operators in order.
@@ -135,7 +137,7 @@ class Ranges:
 
 
 def solve(problem: RangeProblem) -> Ranges:
-    """Steps 2 and 3."""
+    """Step 3: the dynamic program."""
     best = [0.0] + [math.inf] * problem.groups
     last: list[Cut | None] = [None] * (problem.groups + 1)
     evaluations = 0
@@ -171,7 +173,7 @@ def _lowered(problem: RangeProblem, cuts: Sequence[Cut]) -> Iterator[Lowered]:
             yield Lowered(cut.span, most, problem.bytes(cut.span, too_large[0]))
 
 
-# What the search of ranges finds for a stage, and the stage with it.
+# The answer for a stage, and step 4.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,7 +252,8 @@ def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimi
     return dataclasses.replace(whole, overlap=dataclasses.replace(whole.overlap, layers=layers, search_limits=limits))
 
 
-# The search of ranges for one stage: chunk after chunk, what may be cut along which axis, and what it takes.
+# Step 2, and the search of one stage, chunk after chunk.
+
 
 HeldBytes = Callable[[str, str, int], float]
 """First and last operator of a range, partitions -> bytes that it holds beyond the whole range."""
@@ -290,7 +293,7 @@ class StageSearch:
 
     @property
     def stage(self) -> StagePlan:
-        """As the plan has it."""
+        """The stage as the plan has it."""
         return self.plan.stages[self.index]
 
     def candidates(self) -> list[int]:
@@ -368,7 +371,7 @@ class _ChunkSearch:
         return self._stage.held_bytes(*self._ends(span), parts)
 
     def joined_seconds(self, cuts: Sequence[Cut]) -> float:
-        """Of ranges of which neighbours of equal k are one pipeline."""
+        """Seconds of ranges of which neighbours of equal k are one pipeline."""
         total, begin = 0.0, 0
         for place, cut in enumerate(cuts):
             if place + 1 == len(cuts) or cuts[place + 1].partitions != cut.partitions:
@@ -391,7 +394,7 @@ class _ChunkSearch:
                 )
 
     def lowered(self, answer: Ranges) -> Iterator[LoweredRange]:
-        """By names."""
+        """Ranges with fewer partitions than asked, by the names of their operators."""
         for one in answer.lowered:
             first, last = self._ends(one.span)
             yield LoweredRange(
@@ -399,7 +402,7 @@ class _ChunkSearch:
             )
 
     def _axis_of(self, span: Span) -> Axis | None:
-        """What a range is cut along; None where it may not be."""
+        """The axis along which a range is cut; None where it may not be."""
         if span not in self._axis:
             self._axis[span] = self._find_axis(span)
         return self._axis[span]
@@ -448,7 +451,7 @@ class _ChunkSearch:
 
 @dataclass(frozen=True, slots=True)
 class PartitionedPlan:
-    """A plan with its ranges, and what was found for each stage."""
+    """A plan with its ranges, and the answer for each stage."""
 
     plan: Plan
     stages: tuple[StageRanges, ...]

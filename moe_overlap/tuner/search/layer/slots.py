@@ -1,4 +1,26 @@
-"""Weight-gradient slots of a plan, by name: those it would have in program order, and the plan with others."""
+"""The weight-gradient slots of a plan: which may hold what, for how long, and the plan with other slots.
+
+Problem. From the instruction list of one rank, make the assignment problem of every chunk (assignment.py).
+Terms.
+- An instruction *depends* on an earlier one that wrote what it reads, or wrote or read what it writes (RAW, WAW, WAR), that
+  stands in its `after`, or that stands in front of it on a channel other than `compute`: collectives start in one order on all
+  ranks. Additions to one sum of gradients commute, so that they do not depend on each other; what reads the sum (its reduction,
+  the optimizer) depends on all of them.
+- The *label* of an all-to-all names the weight gradients that may run under it: no path of dependencies joins the two. Beyond the
+  paper: a weight gradient is issued right behind the all-to-all, so that what it depends on must stand in front of the
+  all-to-all, and what depends on it, such as the reduction of its sum, behind it.
+- *Idle seconds* of a slot: the time in which nothing computes where weight gradients stand.
+Steps.
+1. Labelling by reachability (`may_run_under`). Ancestors are bit sets, a bit per place in the list; time: dependencies × places /
+   64.
+2. Idle seconds (`idle_seconds`), read from a simulation in which every weight gradient that can be deferred is, in program order,
+   and takes no time: what is idle then is what they can fill. Around a whole all-to-all that is the all-to-all itself; behind the
+   last partition of a cut one, what the other partitions leave of it; under two micro-batches in turn, what neither fills.
+3. The problem of a chunk (`chunk_problem`).
+4. Back to a plan: slots by name (`named_slots`), and the plan with them (`with_slots`).
+
+Source: Lancet, section 4.1 and algorithm 1, lines 1-9; dependencies of writes on reads and writes are added.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +39,6 @@ from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.simulate.engine import Ran
 from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient, LayerSpan
 
-# Which weight gradients may run under which exchange: labelling by reachability.
-#
-# Terms. An instruction depends on an earlier one
-# - that wrote what it reads, or wrote or read what it writes (RAW, WAW, WAR),
-# - that stands in its `after`, or in front of it on a channel other than `compute`: collectives start in one order on all ranks.
-# Additions to one sum of gradients commute, so that they do not depend on each other; what reads the sum (its reduction, the
-# optimizer) depends on all of them.
-# Label. A weight gradient may run under an exchange if no path of dependencies joins the two.
-# Beyond the paper: it is issued right behind the exchange, so that what it depends on must stand in front of the exchange, and
-# what depends on it, such as the reduction of its sum, behind it.
-#
-# Ancestors are bit sets, a bit per place in the list. Time: dependencies × places / 64.
-#
-# Source: Lancet, section 4.1 and algorithm 1, lines 1-9; edges of writes after reads and writes are added.
-
 SUMMED = ("gradient", "dweights")
 """First words of buffers that computation only adds to."""
 
@@ -39,7 +46,7 @@ SUMMED = ("gradient", "dweights")
 def may_run_under(
     instructions: Sequence[Instruction], exchanges: Iterable[int], gradients: Iterable[int]
 ) -> dict[int, tuple[int, ...]]:
-    """The label of every exchange, as far as issue order allows.
+    """Step 1: the label of every all-to-all, as far as issue order allows.
 
     Args:
         instructions: one rank's list or a part of it; dependencies on what is left out are ignored.
@@ -119,14 +126,11 @@ def _adds(i: Instruction, name: str) -> bool:
     return i.kind in ("compute", "weight-gradient") and name.partition(".")[0] in SUMMED
 
 
-# Slots of one rank's list: how long nothing computes where weight gradients stand, and what may stand there.
-#
-# Read from a list in which every weight gradient that can be deferred is, in program order, and from its simulation with weight
-# gradients that take no time: what is idle then is what they can fill. Around a whole exchange that is the exchange itself;
-# behind the last part of a cut one, what the other parts leave of it; under two micro-batches in turn, what neither fills.
+# Steps 2 and 3.
+
 
 DIGITS = 9
-"""Of seconds: below a nanosecond, equal layers differ by rounding alone."""
+"""Decimal places of seconds: below a nanosecond, equal layers differ by rounding alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +174,7 @@ def idle_seconds(ran: Sequence[Ran], slot_of: Mapping[str, str]) -> dict[str, fl
 
 
 def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], max_bytes: int) -> ChunkProblem:
-    """What one backward pass through a chunk leaves to decide.
+    """The assignment problem of one backward pass through a chunk.
 
     Reductions, transfers and copies are no constraints: lowering places them anew, behind what they wait for.
 
@@ -225,12 +229,14 @@ def _layer(name: str) -> float:
     return float("inf") if layer is None else layer
 
 
+# Step 4.
+
 Slots = Mapping[int, Mapping[str, tuple[str, ...]]]
-"""Layer -> backward exchange, or send of a chunk -> weight gradients."""
+"""Layer -> backward all-to-all, or send of a chunk -> weight gradients."""
 
 
 def program_order(plan: Plan, index: int, model: ModelDescription) -> Slots:
-    """Every weight gradient of a stage under the next exchange."""
+    """Every weight gradient of a stage under the next all-to-all."""
     stage = plan.stages[index]
     found: dict[int, dict[str, tuple[str, ...]]] = {}
     for chunk in stage.chunks:
@@ -246,7 +252,8 @@ def holds_head(plan: Plan, index: int, model: ModelDescription, chunk: tuple[int
 
 
 def without_pieces(plan: Plan) -> Plan:
-    """Gradients reduced at the end: their pieces are placed anew behind what completes them, and decide nothing here."""
+    """The plan with gradients reduced at the end: their buckets are placed anew behind what completes them, and decide nothing
+    here."""
     stages = (replace(stage, overlap=replace(stage.overlap, gradient_chunk_bytes=0)) for stage in plan.stages)
     return replace(plan, stages=tuple(stages))
 
@@ -287,7 +294,7 @@ def _with_slots(stage: StagePlan, slots: Slots, max_deferred_bytes: int) -> Stag
 
 
 def named_slots(assigned: Iterable[tuple[ChunkProblem, Assignment]]) -> Slots:
-    """What assignments of the chunks of a stage say; in program order inside a slot."""
+    """The slots that assignments of the chunks of a stage decide; in program order inside a slot."""
     found: dict[int, dict[str, tuple[str, ...]]] = {}
     for one, assignment in assigned:
         for name, place in zip(one.gradients, assignment, strict=True):

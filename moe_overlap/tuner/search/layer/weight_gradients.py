@@ -1,17 +1,25 @@
-"""The weight-gradient schedule: which weight gradients of a plan run under which backward exchange, and which behind sends.
+"""The weight-gradient schedule: which weight gradients of a plan run under which backward all-to-all, and which in bubble slots.
 
+Problem. Fill the slots of a plan so that its simulated step is shortest and the bytes of deferred weight gradients fit.
+Terms: slots.py, assignment.py, bubble_slots.py. A *choice* is one way to fill the slots of all chunks.
+Steps.
 1. Lower and price the plan with every weight gradient deferred in program order; find its slots and what may run in them
-   (slots.py, slots.py).
-2. Assign weight gradients to exchanges, chunk by chunk (solve_assignment.py); problems that are equal are solved once.
-3. Simulate the plan without deferral and with the slots filled in the ways of weight_gradients.py, each where it keeps the
-   bytes; the fastest is returned. The problem counts what exchanges hide; it does not see what weight gradients hide that stay
-   inside operators that run in parts, nor that their products are smaller there, nor what they save behind the sends.
+   (slots.py).
+2. Assign weight gradients to all-to-alls, chunk by chunk (solve_assignment.py); problems that are equal are solved once.
+3. Make the choices (`choices`): as solved; as solved with the rest in program order; all in program order; in a pipeline each
+   also with the rest in bubble slots. A weight gradient that overshoots its all-to-all saves what it hides in every micro-batch;
+   in a bubble slot it saves all it takes, but only at the ends of a step. So it stays under its all-to-all only if that hides a
+   share of it. With P equal stages and M micro-batches a step takes M + P - 1 times what a micro-batch takes, and what runs in
+   bubble slots is saved P - 1 times: the share is (P - 1) / (M + P - 1). Of a stage that does less than others it is up to 1.
+4. Simulate the plan without deferral and with each choice that keeps the bytes; the fastest is returned. The problem counts what
+   all-to-alls hide; it does not see what weight gradients hide that stay inside operators that run in partitions, nor that their
+   products are smaller there, nor what they save in bubble slots.
 
 Simulated steps have about a micro-batch for each stage, however many the plan has: more repeat what is steady. In a pipeline,
-where something is saved once a step and something in every micro-batch, ways are compared by the predicted step of all
-micro-batches (step.py).
+where something is saved once a step and something in every micro-batch, choices are compared by the predicted step of all
+micro-batches (cost/simulate/step.py).
 
-Source: Lancet, section 4.
+Source: Lancet, section 4; bubble slots are not in the paper.
 """
 
 from __future__ import annotations
@@ -52,14 +60,6 @@ from moe_overlap.tuner.search.layer.slots import (
 )
 from moe_overlap.tuner.search.layer.solve_assignment import Solution, solve
 
-# Ways to fill the slots of a plan, of which the weight-gradient schedule takes the fastest.
-#
-# Under exchanges: as solved, as solved with the rest in program order, all in program order. In a pipeline each also with the
-# rest behind the sends. A weight gradient that overshoots its exchange saves what it hides in every micro-batch; behind the send
-# it saves all it takes, but only at the ends of a step. So it stays under its exchange only if that hides a share of it. With P
-# equal stages and M micro-batches a step takes M + P - 1 times what a micro-batch takes, and what runs behind the sends is saved
-# P - 1 times: the share is (P - 1) / (M + P - 1). Of a stage that does less than others it is up to 1.
-
 Place = tuple[int, int]
 """Stage, chunk."""
 Choice = Literal[
@@ -92,10 +92,10 @@ def choices(
     solutions: Mapping[Place, Solution],
     share: float,
 ) -> dict[Choice, dict[Place, Filled]]:
-    """The ways that keep the bytes, beside the plan without deferral; of equal ones the first.
+    """Step 3: the choices that keep the bytes, beside the plan without deferral; of equal ones the first.
 
     Args:
-        share: as above, of equal stages.
+        share: (P - 1) / (M + P - 1), of equal stages.
     """
     solved = {place: solution.assignment for place, solution in solutions.items()}
     in_order: dict[Place, Assignment] = {
@@ -134,7 +134,7 @@ def choices(
 
 
 def slots_of(filled: Mapping[Place, Filled], stage: int) -> Slots:
-    """Of a stage, by name."""
+    """The slots of a stage, by name."""
     mine = [one for place, one in filled.items() if place[0] == stage]
     slots = {layer: dict(named) for layer, named in named_slots((one.problem, one.assignment) for one in mine).items()}
     for one in mine:
@@ -144,7 +144,7 @@ def slots_of(filled: Mapping[Place, Filled], stage: int) -> Slots:
 
 
 def seconds_behind(filled: Mapping[Place, Filled], stage: int) -> float:
-    """Of a stage, what one micro-batch computes behind its sends."""
+    """Seconds of the weight gradients that one micro-batch computes in the bubble slots of a stage."""
     mine = (one for place, one in filled.items() if place[0] == stage)
     return sum((one.send.seconds(one.behind) for one in mine if one.send is not None), 0.0)
 
@@ -158,14 +158,15 @@ def _filled(one: ChunkProblem, send: SendSlot | None, assignment: Assignment, le
 
 
 FEWEST_MICRO_BATCHES = 4
-"""Of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines need it."""
+"""Micro-batches of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines
+need it."""
 UNBOUNDED = 1 << 62
 """Bytes to hold while it is found out what may stand where."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeferralLimits:
-    """What the search may use.
+    """Bytes and time that the search may use.
 
     Attributes:
         max_deferred_bytes: most bytes that deferred weight gradients of a stage may hold.
@@ -232,7 +233,7 @@ def schedule_weight_gradients(
         return simulate_step(shortened(made, micro_batches), problem)
 
     def seconds_of(made: Plan) -> float:
-        """Of a step of all micro-batches where ways compare otherwise in it than in a step of few."""
+        """Seconds of a step: of all micro-batches where choices compare otherwise in it than in a step of few."""
         if count <= micro_batches or not sends or made.transfers:
             return step_of(made).simulation.step_seconds
         return listed_seconds(made, problem)
@@ -264,7 +265,7 @@ def schedule_weight_gradients(
 
 
 def _most_micro_batches(stages: int) -> int:
-    """Of a simulated step: the fewest whole rounds of the stages that are enough."""
+    """Micro-batches of a simulated step: the fewest whole rounds of the stages that are enough."""
     return stages * -(-FEWEST_MICRO_BATCHES // stages)
 
 
@@ -298,7 +299,7 @@ def _stage_prices(deferred: Plan, problem: Problem) -> list[StagePrices]:
 
 
 def _problems(deferred: Plan, prices: Sequence[StagePrices], max_bytes: int) -> dict[Place, ChunkProblem]:
-    """Step 1: how long exchanges keep a stage waiting that waits for no other.
+    """Step 1: how long all-to-alls keep a stage waiting that waits for no other.
 
     Args:
         deferred: with every weight gradient in program order; `prices` are its own.
