@@ -248,8 +248,8 @@ def one_period(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run
     everywhere = tuple(range(len(slots)))
     return AssignmentProblem(
         gradients=tuple(
-            Gradient(one.seconds, one.bytes, one.first - slots.start, everywhere)
-            for one in (problem.gradients[i] for i in gradients)
+            Gradient(gradient.seconds, gradient.bytes, gradient.first - slots.start, everywhere)
+            for gradient in (problem.gradients[i] for i in gradients)
         ),
         slots=tuple(problem.slots[j] for j in slots),
         max_bytes=problem.max_bytes,
@@ -286,6 +286,6 @@ def _of_period(layers: Sequence[LayerSpan], run: Run, period: int) -> tuple[rang
 def _look(problem: AssignmentProblem, span: LayerSpan) -> tuple[tuple[tuple[float, int, int], ...], tuple[float, ...]]:
     """The look of a layer, equal in equal layers: weight gradients with the slots in front of them, and slots."""
     gradients = problem.gradients[slice(*span.gradients)]
-    return tuple((one.seconds, one.bytes, one.first - span.slots[0]) for one in gradients), problem.slots[
-        slice(*span.slots)
-    ]
+    return tuple(
+        (gradient.seconds, gradient.bytes, gradient.first - span.slots[0]) for gradient in gradients
+    ), problem.slots[slice(*span.slots)]

@@ -58,13 +58,13 @@ class SendSlot:
 
 def with_rest_behind(slots: Slots, plan: Plan, index: int, model: ModelDescription) -> Slots:
     """Slots of a stage, and behind every send the weight gradients that the chunk computes in none of them."""
-    found = {layer: dict(of_layer) for layer, of_layer in slots.items()}
+    filled = {layer: dict(of_layer) for layer, of_layer in slots.items()}
     placed = {name for of_layer in slots.values() for names in of_layer.values() for name in names}
     for chunk, (send, layer) in _sends(plan, index, model).items():
         names = gradients_of_pass(range(*chunk), model, holds_head(plan, index, model, chunk))
         if rest := tuple(name for name in names if name not in placed):
-            found.setdefault(layer, {})[send] = rest
-    return found
+            filled.setdefault(layer, {})[send] = rest
+    return filled
 
 
 def send_slots(
@@ -94,8 +94,8 @@ def behind(slot: SendSlot, gradients: Sequence[str], assignment: Assignment) -> 
     held = problem.held_bytes(tuple(chosen))
 
     def worth(index: int) -> tuple[float, int]:
-        one = problem.gradients[index]
-        return -one.seconds / max(1, one.bytes), index
+        gradient = problem.gradients[index]
+        return -gradient.seconds / max(1, gradient.bytes), index
 
     for index in sorted((i for i, place in enumerate(chosen) if place is None), key=worth):
         there = problem.held_at(index, slot.place)
@@ -133,12 +133,12 @@ def hiding(problem: AssignmentProblem, assignment: Assignment, share: float) -> 
 
 def _sends(plan: Plan, index: int, model: ModelDescription) -> dict[tuple[int, int], tuple[str, int]]:
     """Chunk -> its send and its first MoE layer, whose entry holds the slot; without one there is no entry."""
-    found = {}
+    sends = {}
     for send, chunk in zip(sends_of(plan, index), plan.stages[index].chunks, strict=True):
         layer = next((n for n in range(*chunk) if model.moe_layers[n]), None)
         if send and layer is not None:
-            found[chunk] = send, layer
-    return found
+            sends[chunk] = send, layer
+    return sends
 
 
 def _send_slot(name: str, layer: int, prices: StagePrices, chunk: int, one: ChunkProblem) -> SendSlot:

@@ -50,7 +50,7 @@ def layer_classes(plan: Plan, model: ModelDescription, kinds: Sequence[str]) -> 
     Args:
         kinds: of every layer, what it computes (`layer_kinds` of capture/request.py).
     """
-    found: dict[Kind, list[int]] = {}
+    layers_of: dict[Kind, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         of_stage = "first stage" if index == 0 else "last stage" if index == len(plan.stages) - 1 else "inner stage"
         role = of_stage if len(plan.stages) > 1 else ""
@@ -61,8 +61,8 @@ def layer_classes(plan: Plan, model: ModelDescription, kinds: Sequence[str]) -> 
                 behind = "" if layer + 1 == last else kinds[layer + 1]
                 ends = ("first" if layer == experts[0] else "", "last" if layer == experts[-1] else "")
                 again = _recomputed(stage, layer - first)
-                found.setdefault((role, kinds[layer], before, behind, *ends, again), []).append(layer)
-    return tuple(LayerClass(_name(kind), tuple(layers)) for kind, layers in found.items())
+                layers_of.setdefault((role, kinds[layer], before, behind, *ends, again), []).append(layer)
+    return tuple(LayerClass(_name(kind), tuple(layers)) for kind, layers in layers_of.items())
 
 
 def _recomputed(stage: StagePlan, place: int) -> str:
@@ -92,7 +92,7 @@ def entries_of(plan: Plan) -> dict[int, LayerOverlap]:
 
 
 def _entries_of(stage: StagePlan) -> dict[int, LayerOverlap]:
-    entries = {one.layer: one for one in stage.overlap.layers}
+    entries = {entry.layer: entry for entry in stage.overlap.layers}
     for owner in stage.overlap.layers:
         if owner.mechanism != "partitioned" or owner.axis != "batch":
             continue
@@ -119,8 +119,8 @@ def with_entries(plan: Plan, entries: Entries) -> Plan:
     """A plan with other entries, and no prediction; those that say nothing are left out."""
     stages = []
     for stage in plan.stages:
-        said = (entries[layer] for layer in stage.layers if layer in entries)
-        layers = tuple(one for one in said if one != LayerOverlap(layer=one.layer))
+        decided = (entries[layer] for layer in stage.layers if layer in entries)
+        layers = tuple(entry for entry in decided if entry != LayerOverlap(layer=entry.layer))
         stages.append(replace(stage, overlap=replace(stage.overlap, layers=layers)))
     return replace(plan, stages=tuple(stages), predicted=None)
 
@@ -128,9 +128,9 @@ def with_entries(plan: Plan, entries: Entries) -> Plan:
 def described(entries: Sequence[LayerOverlap]) -> str:
     """`partitioned*4`: mechanism and partitions or capacity chunks of layers, each once."""
     words = []
-    for one in entries:
-        pieces = one.partitions or one.tutel_degree
-        words.append(one.mechanism + (f"*{pieces}" if pieces else ""))
+    for entry in entries:
+        count = entry.partitions or entry.tutel_degree
+        words.append(entry.mechanism + (f"*{count}" if count else ""))
     return ", ".join(dict.fromkeys(words))
 
 
@@ -235,9 +235,9 @@ class _Descent:
         """The other options of a class."""
         seen = []
         for option in range(len(self.plans)):
-            said = self._said(option, place)
-            if said not in seen:
-                seen.append(said)
+            entries = self._said(option, place)
+            if entries not in seen:
+                seen.append(entries)
                 if option != current[place]:
                     yield (*current[:place], option, *current[place + 1 :])
 
@@ -258,8 +258,8 @@ class _Descent:
     def _plan(self, options: tuple[int, ...]) -> Plan:
         """Entries of the first plan for layers of no class stay."""
         entries = dict(self.plans[0])
-        for alike, option in zip(self.classes, options, strict=True):
-            for layer in alike.layers:
+        for layer_class, option in zip(self.classes, options, strict=True):
+            for layer in layer_class.layers:
                 entries.pop(layer, None)
                 if layer in self.plans[option]:
                     entries[layer] = self.plans[option][layer]

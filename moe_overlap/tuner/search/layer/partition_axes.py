@@ -393,19 +393,19 @@ class AxisProblem:
 
     def without(self, operator: str) -> AxisProblem:
         """The same without what one operator asks for."""
-        return AxisProblem(tuple(one for one in self.operations if one[0].operator != operator), self.outside)
+        return AxisProblem(tuple(line for line in self.operations if line[0].operator != operator), self.outside)
 
     def left(self) -> list[tuple[Variable, ...]]:
         """What each operation leaves, the operations of a gate together."""
         gates: dict[str, tuple[Variable, ...]] = {}
-        found = []
+        left = []
         for operation, variables in self.operations:
             written = variables[len(operation.reads) :]
             if operation.operator.endswith(GATE):
                 gates[operation.operator] = (*gates.get(operation.operator, ()), *written)
             else:
-                found.append(written)
-        return [*found, *gates.values()]
+                left.append(written)
+        return [*left, *gates.values()]
 
 
 def cut_axes(operators: Sequence[Operator], form: Form) -> CutAxes | Conflict:

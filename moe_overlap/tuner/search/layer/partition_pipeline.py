@@ -87,7 +87,7 @@ def pipeline_seconds(
         slowdown: by how much two busy streams slow each other down.
         prelude, epilogue: seconds that cut what enters, before everything, and join what leaves, behind everything.
     """
-    return prelude + max((one.end for one in run(steps, seconds, parts, slowdown)), default=0.0) + epilogue
+    return prelude + max((timed.end for timed in run(steps, seconds, parts, slowdown)), default=0.0) + epilogue
 
 
 def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: float = 0.0) -> list[Timed]:
@@ -196,13 +196,13 @@ def _joined(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[list[Step]
     sums: list[float] = []
     place_of: list[int] = []
     for step, each in zip(steps, seconds, strict=True):
-        here = {place_of[other] for other in step.after}
+        read = {place_of[other] for other in step.after}
         if merged and (merged[-1].exchange, merged[-1].whole) == (step.exchange, step.whole):
-            here = {*merged[-1].after, *here} - {len(merged) - 1}
-            merged[-1] = Step(step.exchange, tuple(sorted(here)), step.whole)
+            read = {*merged[-1].after, *read} - {len(merged) - 1}
+            merged[-1] = Step(step.exchange, tuple(sorted(read)), step.whole)
             sums[-1] += each
         else:
-            merged.append(Step(step.exchange, tuple(sorted(here)), step.whole))
+            merged.append(Step(step.exchange, tuple(sorted(read)), step.whole))
             sums.append(each)
         place_of.append(len(merged) - 1)
     return merged, sums
@@ -286,7 +286,7 @@ class ChunkPasses:
         return self._found[key]
 
     def _runs(self, first: int, last: int, cut: bool) -> Iterator[Sequence[PassStep]]:
-        places = (self._places[cut][one.layer, one.part] for one in self.operators[first:last])
+        places = (self._places[cut][operator.layer, operator.part] for operator in self.operators[first:last])
         begin = end = (0, 0)
         for at in sorted(at for several in places for at in several):
             if at != end:
@@ -302,36 +302,36 @@ def without_ranges(stage: StagePlan) -> StagePlan:
     """A stage in which nothing is cut; gates, dispatchers and slots of weight gradients stay."""
     layers = tuple(
         LayerOverlap(
-            layer=one.layer,
-            gate=one.gate,
-            dispatcher=one.dispatcher,
-            weight_gradient_slots=one.weight_gradient_slots,
+            layer=entry.layer,
+            gate=entry.gate,
+            dispatcher=entry.dispatcher,
+            weight_gradient_slots=entry.weight_gradient_slots,
         )
-        for one in stage.overlap.layers
+        for entry in stage.overlap.layers
     )
     return dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=layers))
 
 
 def _steps_of(
-    one: LayerOperator,
+    operator: LayerOperator,
     drafts: dict[str, Draft],
     slots: dict[str, tuple[str, ...]],
     whole_gate: Callable[[int], bool],
 ) -> Iterator[PassStep]:
     """An operator, and the weight gradients under it."""
-    place = one.layer, one.part
-    yield PassStep(place, drafts[one.name], one.part == GATE and whole_gate(one.layer))
-    yield from (PassStep(place, drafts[name], True) for name in slots.get(one.name, ()))
+    place = operator.layer, operator.part
+    yield PassStep(place, drafts[operator.name], operator.part == GATE and whole_gate(operator.layer))
+    yield from (PassStep(place, drafts[name], True) for name in slots.get(operator.name, ()))
 
 
 def _pipeline_of(run: Sequence[PassStep], cut: bool) -> Pipeline:
     writer: dict[str, int] = {}
     steps = []
-    for place, one in enumerate(run):
-        after = {writer[buffer] for buffer in one.draft.reads if buffer in writer}
-        steps.append(Step(one.draft.kind == "collective", tuple(sorted(after)), cut and one.whole))
-        writer |= dict.fromkeys(one.draft.writes, place)
-    return Pipeline(tuple(one.draft.name for one in run), tuple(steps))
+    for place, step in enumerate(run):
+        after = {writer[buffer] for buffer in step.draft.reads if buffer in writer}
+        steps.append(Step(step.draft.kind == "collective", tuple(sorted(after)), cut and step.whole))
+        writer |= dict.fromkeys(step.draft.writes, place)
+    return Pipeline(tuple(step.draft.name for step in run), tuple(steps))
 
 
 # Step 2: prices of pipelines.

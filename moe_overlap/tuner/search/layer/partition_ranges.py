@@ -238,7 +238,7 @@ class StageRanges:
 def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimits | None) -> StagePlan:
     """A stage with these ranges, whose layers it has entries for, in place of its own; entries that say nothing go."""
     whole = without_ranges(stage)
-    entries = {one.layer: one for one in whole.overlap.layers}
+    entries = {entry.layer: entry for entry in whole.overlap.layers}
     for chosen in ranges:
         entries[chosen.layer] = dataclasses.replace(
             entries[chosen.layer],
@@ -248,7 +248,7 @@ def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimi
             last_operator=chosen.last_operator,
             axis=chosen.axis,
         )
-    layers = tuple(one for _, one in sorted(entries.items()) if one != LayerOverlap(layer=one.layer))
+    layers = tuple(entry for _, entry in sorted(entries.items()) if entry != LayerOverlap(layer=entry.layer))
     return dataclasses.replace(whole, overlap=dataclasses.replace(whole.overlap, layers=layers, search_limits=limits))
 
 
@@ -278,15 +278,15 @@ class StageSearch:
         begun = time.perf_counter()
         form = Form.of(self.model, self.stage)
         chunks = [_ChunkSearch(self, form, range(*chunk)) for chunk in self.stage.chunks]
-        found = [(chunk, chunk.solve()) for chunk in chunks]
+        answers = [(chunk, chunk.solve()) for chunk in chunks]
         return StageRanges(
-            ranges=tuple(one for chunk, answer in found for one in chunk.chosen(answer.cuts)),
-            seconds=sum(chunk.joined_seconds(answer.cuts) for chunk, answer in found),
-            separate_seconds=sum(answer.seconds for _, answer in found),
+            ranges=tuple(of_chunk for chunk, answer in answers for of_chunk in chunk.chosen(answer.cuts)),
+            seconds=sum(chunk.joined_seconds(answer.cuts) for chunk, answer in answers),
+            separate_seconds=sum(answer.seconds for _, answer in answers),
             uncut_seconds=sum(chunk.seconds((0, len(chunk.groups)), 1) for chunk in chunks),
-            lowered=tuple(one for chunk, answer in found for one in chunk.lowered(answer)),
+            lowered=tuple(of_chunk for chunk, answer in answers for of_chunk in chunk.lowered(answer)),
             excluded=tuple(self._excluded.values()),
-            evaluations=sum(answer.evaluations for _, answer in found),
+            evaluations=sum(answer.evaluations for _, answer in answers),
             simulated=self.prices.simulated,
             solve_seconds=time.perf_counter() - begun,
         )
@@ -304,9 +304,11 @@ class StageSearch:
     def axes(self, operators: Sequence[LayerOperator], form: Form) -> CutAxes | Conflict:
         """How operators can be cut; solved once for equal ones."""
         base = operators[0].layer
-        key = tuple((one.layer - base, one.part, form.takes_samples(one.layer)) for one in operators)
+        key = tuple(
+            (operator.layer - base, operator.part, form.takes_samples(operator.layer)) for operator in operators
+        )
         if key not in self._axes:
-            self._axes[key] = cut_axes([Operator(one.part, layer=one.layer) for one in operators], form)
+            self._axes[key] = cut_axes([Operator(operator.part, layer=operator.layer) for operator in operators], form)
         return self._axes[key]
 
     def exclude(self, ends: str, reason: str) -> None:
@@ -315,7 +317,7 @@ class StageSearch:
 
     def refusal(self, chosen: CutRange, layers: Collection[int]) -> str | None:
         """Why the plan's rules or the runtime refuse a range over these layers; None where they do not."""
-        entries = tuple(one for one in self.stage.overlap.layers if one.layer in layers)
+        entries = tuple(entry for entry in self.stage.overlap.layers if entry.layer in layers)
         around = dataclasses.replace(self.stage, overlap=dataclasses.replace(self.stage.overlap, layers=entries))
         stage = with_ranges(around, [chosen], None)
         stages = (*self.plan.stages[: self.index], stage, *self.plan.stages[self.index + 1 :])
@@ -395,10 +397,13 @@ class _ChunkSearch:
 
     def lowered(self, answer: Ranges) -> Iterator[LoweredRange]:
         """Ranges with fewer partitions than asked, by the names of their operators."""
-        for one in answer.lowered:
-            first, last = self._ends(one.span)
+        for lowered_range in answer.lowered:
+            first, last = self._ends(lowered_range.span)
             yield LoweredRange(
-                first_operator=first, last_operator=last, most_partitions=one.most, needed_bytes=one.needed_bytes
+                first_operator=first,
+                last_operator=last,
+                most_partitions=lowered_range.most,
+                needed_bytes=lowered_range.needed_bytes,
             )
 
     def _axis_of(self, span: Span) -> Axis | None:
@@ -410,9 +415,9 @@ class _ChunkSearch:
     def _find_axis(self, span: Span) -> Axis | None:
         first, last = self._places(span)
         operators = self._operators[first:last]
-        if not any(one.is_exchange for one in operators):
+        if not any(operator.is_exchange for operator in operators):
             return None
-        layers, candidates = {one.layer for one in operators}, self._stage.candidates()
+        layers, candidates = {operator.layer for operator in operators}, self._stage.candidates()
         axis: Axis | None = None
         if not candidates:
             samples, most = self._stage.stage.micro_batch_size, self._stage.limits.max_partitions
@@ -423,9 +428,9 @@ class _ChunkSearch:
             # Cheap rules first; the axis they ask for is what the solver must find.
             reason = self._stage.refusal(self._range(span, candidates[0], "batch"), layers)
         if reason is None:
-            found = self._stage.axes(operators, self._form)
-            axis = None if isinstance(found, Conflict) else found.axis
-            reason = found.reason if isinstance(found, Conflict) else None
+            cut = self._stage.axes(operators, self._form)
+            axis = None if isinstance(cut, Conflict) else cut.axis
+            reason = cut.reason if isinstance(cut, Conflict) else None
             if axis is not None and axis != "batch":
                 reason = self._stage.refusal(self._range(span, candidates[0], axis), layers)
         if reason is not None:
@@ -437,7 +442,7 @@ class _ChunkSearch:
         """A range that holds an exchange."""
         first, last = self._ends(span)
         operators = self._operators[slice(*self._places(span))]
-        owner = next(one.layer for one in operators if one.part == GATE)
+        owner = next(operator.layer for operator in operators if operator.part == GATE)
         return CutRange(first_operator=first, last_operator=last, layer=owner, partitions=partitions, axis=axis)
 
     def _places(self, span: Span) -> Span:
@@ -494,10 +499,10 @@ def partition_ranges(
 
 def _with_gate(stage: StagePlan, model: ModelDescription, gate: Gate | None) -> StagePlan:
     """A stage with a gate in every entry, and an entry for every mixture of experts."""
-    entries = {one.layer: one for one in stage.overlap.layers}
+    entries = {entry.layer: entry for entry in stage.overlap.layers}
     experts = (layer for layer in stage.layers if model.moe_layers[layer])
-    found = (entries.get(layer, LayerOverlap(layer=layer)) for layer in experts)
-    layers = tuple(dataclasses.replace(one, gate=one.gate or gate) for one in found)
+    of_experts = (entries.get(layer, LayerOverlap(layer=layer)) for layer in experts)
+    layers = tuple(dataclasses.replace(entry, gate=entry.gate or gate) for entry in of_experts)
     return dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=layers))
 
 

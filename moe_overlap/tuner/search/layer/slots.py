@@ -100,7 +100,7 @@ def dependencies(instructions: Sequence[Instruction]) -> list[set[int]]:
     places = {i.id: place for place, i in enumerate(instructions)}
     buffers: dict[str, _Accesses] = defaultdict(_Accesses)
     last_on: dict[str, int] = {}
-    found: list[set[int]] = []
+    dependencies_of: list[set[int]] = []
     for place, i in enumerate(instructions):
         needed = {places[number] for number in i.after if number in places}
         if i.channel != COMPUTE:
@@ -118,8 +118,8 @@ def dependencies(instructions: Sequence[Instruction]) -> list[set[int]]:
             else:
                 needed.update(accesses.writer, accesses.additions)
                 accesses.readers.append(place)
-        found.append(needed)
-    return found
+        dependencies_of.append(needed)
+    return dependencies_of
 
 
 def _adds(i: Instruction, name: str) -> bool:
@@ -158,18 +158,18 @@ def idle_seconds(ran: Sequence[Ran], slot_of: Mapping[str, str]) -> dict[str, fl
     total: dict[str, float] = defaultdict(float)
     times: Counter[str] = Counter()
     free, slot = 0.0, ""
-    for one in sorted(ran, key=lambda one: one.instruction.id):
-        i = one.instruction
+    for executed in sorted(ran, key=lambda executed: executed.instruction.id):
+        i = executed.instruction
         if i.channel != COMPUTE:
             continue
         if i.kind == "weight-gradient":
             slot = slot_of[i.name]
             continue
         if slot:
-            total[slot] += one.start - free
+            total[slot] += executed.start - free
             times[slot] += 1
             slot = ""
-        free = one.end
+        free = executed.end
     return {slot: round(total[slot] / times[slot], DIGITS) for slot in times}
 
 
@@ -182,10 +182,10 @@ def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], ma
         prices: of the stage, its list read.
         idle: `idle_seconds`.
     """
-    made = [i for i in prices.made if (i.chunk, i.micro_batch) == (chunk, 0) and _is_decided(i)]
-    last = {i.name: place for place, i in enumerate(made) if i.name in idle}
-    gradients = {place: i.name for place, i in enumerate(made) if i.kind == "weight-gradient"}
-    label = may_run_under(made, last.values(), gradients)
+    instructions = [i for i in prices.made if (i.chunk, i.micro_batch) == (chunk, 0) and _is_decided(i)]
+    last = {i.name: place for place, i in enumerate(instructions) if i.name in idle}
+    gradients = {place: i.name for place, i in enumerate(instructions) if i.kind == "weight-gradient"}
+    label = may_run_under(instructions, last.values(), gradients)
     slots = sorted(last, key=last.__getitem__)
     under = {place: tuple(j for j, slot in enumerate(slots) if place in label[last[slot]]) for place in gradients}
     names = [(place, name) for place, name in gradients.items() if under[place]]
@@ -193,7 +193,7 @@ def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], ma
         problem=AssignmentProblem(
             gradients=tuple(
                 Gradient(
-                    seconds=round(prices.seconds(made[place]), DIGITS),
+                    seconds=round(prices.seconds(instructions[place]), DIGITS),
                     bytes=round(prices.deferred_bytes(name)),
                     first=under[place][0],
                     under=under[place],
@@ -238,11 +238,11 @@ Slots = Mapping[int, Mapping[str, tuple[str, ...]]]
 def program_order(plan: Plan, index: int, model: ModelDescription) -> Slots:
     """Every weight gradient of a stage under the next all-to-all."""
     stage = plan.stages[index]
-    found: dict[int, dict[str, tuple[str, ...]]] = {}
+    slots: dict[int, dict[str, tuple[str, ...]]] = {}
     for chunk in stage.chunks:
         exchanges = stage.expert * stage.expert_tensor > 1
-        found |= default_slots(range(*chunk), model, exchanges, holds_head(plan, index, model, chunk))
-    return found
+        slots |= default_slots(range(*chunk), model, exchanges, holds_head(plan, index, model, chunk))
+    return slots
 
 
 def holds_head(plan: Plan, index: int, model: ModelDescription, chunk: tuple[int, int]) -> bool:
@@ -295,13 +295,13 @@ def _with_slots(stage: StagePlan, slots: Slots, max_deferred_bytes: int) -> Stag
 
 def named_slots(assigned: Iterable[tuple[ChunkProblem, Assignment]]) -> Slots:
     """The slots that assignments of the chunks of a stage decide; in program order inside a slot."""
-    found: dict[int, dict[str, tuple[str, ...]]] = {}
-    for one, assignment in assigned:
-        for name, place in zip(one.gradients, assignment, strict=True):
+    slots: dict[int, dict[str, tuple[str, ...]]] = {}
+    for chunk, assignment in assigned:
+        for name, place in zip(chunk.gradients, assignment, strict=True):
             if place is not None:
-                slot = one.slots[place]
+                slot = chunk.slots[place]
                 layer = parse_operator(slot).layer
                 assert layer is not None, slot
-                of_layer = found.setdefault(layer, {})
+                of_layer = slots.setdefault(layer, {})
                 of_layer[slot] = (*of_layer.get(slot, ()), name)
-    return found
+    return slots

@@ -99,7 +99,7 @@ def choices(
     """
     solved = {place: solution.assignment for place, solution in solutions.items()}
     in_order: dict[Place, Assignment] = {
-        place: tuple(gradient.first for gradient in one.problem.gradients) for place, one in problems.items()
+        place: tuple(gradient.first for gradient in chunk.problem.gradients) for place, chunk in problems.items()
     }
     completed: dict[Place, Assignment] = {
         place: tuple(
@@ -107,17 +107,17 @@ def choices(
         )
         for place in problems
     }
-    found: dict[Choice, dict[Place, Filled]] = {}
+    filled_by: dict[Choice, dict[Place, Filled]] = {}
     named: list[dict[int, Slots]] = []
 
     def add(choice: Choice, assignments: Mapping[Place, Assignment], least: float | None = None) -> None:
-        if all(one.problem.is_feasible(assignments[place]) for place, one in problems.items()):
+        if all(chunk.problem.is_feasible(assignments[place]) for place, chunk in problems.items()):
             filled = {
-                place: _filled(one, sends.get(place), assignments[place], least) for place, one in problems.items()
+                place: _filled(chunk, sends.get(place), assignments[place], least) for place, chunk in problems.items()
             }
             slots = {stage: slots_of(filled, stage) for stage, _ in problems}
             if any(slots.values()) and slots not in named:
-                found[choice] = filled
+                filled_by[choice] = filled
                 named.append(slots)
 
     add("solved", solved)
@@ -130,31 +130,34 @@ def choices(
         add("what saves more there behind sends", solved, share)
         add("what overshoots behind sends", solved, 1.0)
         add("all behind sends", solved, float("inf"))
-    return found
+    return filled_by
 
 
 def slots_of(filled: Mapping[Place, Filled], stage: int) -> Slots:
     """The slots of a stage, by name."""
-    mine = [one for place, one in filled.items() if place[0] == stage]
-    slots = {layer: dict(named) for layer, named in named_slots((one.problem, one.assignment) for one in mine).items()}
-    for one in mine:
-        if one.send is not None and (names := one.send.named(one.behind)):
-            slots.setdefault(one.send.layer, {})[one.send.name] = names
+    of_stage = [chunk for place, chunk in filled.items() if place[0] == stage]
+    slots = {
+        layer: dict(named)
+        for layer, named in named_slots((chunk.problem, chunk.assignment) for chunk in of_stage).items()
+    }
+    for chunk in of_stage:
+        if chunk.send is not None and (names := chunk.send.named(chunk.behind)):
+            slots.setdefault(chunk.send.layer, {})[chunk.send.name] = names
     return slots
 
 
 def seconds_behind(filled: Mapping[Place, Filled], stage: int) -> float:
     """Seconds of the weight gradients that one micro-batch computes in the bubble slots of a stage."""
-    mine = (one for place, one in filled.items() if place[0] == stage)
-    return sum((one.send.seconds(one.behind) for one in mine if one.send is not None), 0.0)
+    of_stage = (chunk for place, chunk in filled.items() if place[0] == stage)
+    return sum((chunk.send.seconds(chunk.behind) for chunk in of_stage if chunk.send is not None), 0.0)
 
 
-def _filled(one: ChunkProblem, send: SendSlot | None, assignment: Assignment, least: float | None) -> Filled:
+def _filled(chunk: ChunkProblem, send: SendSlot | None, assignment: Assignment, least: float | None) -> Filled:
     """An assignment of a chunk, and with a share the rest behind its send."""
     if send is None or least is None:
-        return Filled(one, assignment)
-    kept = hiding(one.problem, assignment, least)
-    return Filled(one, kept, send, behind(send, one.gradients, kept))
+        return Filled(chunk, assignment)
+    kept = hiding(chunk.problem, assignment, least)
+    return Filled(chunk, kept, send, behind(send, chunk.gradients, kept))
 
 
 FEWEST_MICRO_BATCHES = 4
@@ -229,14 +232,14 @@ def schedule_weight_gradients(
     """
     _check(limits)
 
-    def step_of(made: Plan) -> SimulatedStep:
-        return simulate_step(shortened(made, micro_batches), problem)
+    def step_of(candidate: Plan) -> SimulatedStep:
+        return simulate_step(shortened(candidate, micro_batches), problem)
 
-    def seconds_of(made: Plan) -> float:
+    def seconds_of(candidate: Plan) -> float:
         """Seconds of a step: of all micro-batches where choices compare otherwise in it than in a step of few."""
-        if count <= micro_batches or not sends or made.transfers:
-            return step_of(made).simulation.step_seconds
-        return listed_seconds(made, problem)
+        if count <= micro_batches or not sends or candidate.transfers:
+            return step_of(candidate).simulation.step_seconds
+        return listed_seconds(candidate, problem)
 
     model = problem.model
     stages, count = range(len(plan.stages)), plan.stages[0].gradient_accumulation_steps
@@ -291,10 +294,12 @@ def _sends(
 def _stage_prices(deferred: Plan, problem: Problem) -> list[StagePrices]:
     """Prices of every stage, which have read a list of a few passes; the arguments as `simulate_step` takes them."""
     prices = price_stages(deferred, problem)
-    for index, here in enumerate(prices):
-        rank = here.stage.devices.ranks[0]
-        saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in here.stage.layers}
-        here.read(issued_in_order(lower(deferred, problem.model, rank, saved, blocks=sample_blocks(deferred, index))))
+    for index, of_stage in enumerate(prices):
+        rank = of_stage.stage.devices.ranks[0]
+        saved = {f"L{layer}": of_stage.saved_bytes(f"L{layer}") for layer in of_stage.stage.layers}
+        of_stage.read(
+            issued_in_order(lower(deferred, problem.model, rank, saved, blocks=sample_blocks(deferred, index)))
+        )
     return prices
 
 
@@ -323,14 +328,14 @@ def _problems(deferred: Plan, prices: Sequence[StagePrices], max_bytes: int) -> 
 
 def _solved(problems: Mapping[Place, ChunkProblem], limits: DeferralLimits) -> list[ChunkSchedule]:
     """Step 2: the time that is left is shared evenly among the problems that are left."""
-    different = len({one.problem for one in problems.values()})
+    different = len({chunk.problem for chunk in problems.values()})
     deadline = time.monotonic() + limits.solver_seconds
     known: dict[AssignmentProblem, tuple[Solution, Place]] = {}
     chunks = []
-    for place, one in problems.items():
-        if one.problem not in known:
+    for place, chunk in problems.items():
+        if chunk.problem not in known:
             seconds = max(0.0, deadline - time.monotonic()) / (different - len(known))
-            known[one.problem] = solve(one.problem, one.layers, seconds, limits.gap), place
-        slot_seconds = dict(zip(one.slots, one.problem.slots, strict=True))
-        chunks.append(ChunkSchedule(*place, slot_seconds, *known[one.problem]))
+            known[chunk.problem] = solve(chunk.problem, chunk.layers, seconds, limits.gap), place
+        slot_seconds = dict(zip(chunk.slots, chunk.problem.slots, strict=True))
+        chunks.append(ChunkSchedule(*place, slot_seconds, *known[chunk.problem]))
     return chunks
