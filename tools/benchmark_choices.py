@@ -5,7 +5,7 @@
 
 A cell is a gate and a ratio of all-to-all seconds to computation; the rate of the links is what makes the ratio. Two ranks stand
 on hosts of their own, with two micro-batches a step. For each gate they measure its operators, for each cell its links; from that
-`tune_overlap` (tools/autotune.py --overlap-only) chooses, without being told what is measured. Then all plans of
+`tune` (tools/autotune.py --overlap-only) chooses, without being told what is measured. Then all plans of
 `hand_set` (tools/bench/figures.py) run in turn, and the fastest of them, the chosen one and megatron-core's list once more,
 `repeats` times.
 
@@ -31,15 +31,16 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_overlap.commands.autotune import write_run
+from moe_overlap.api import job_operators, problem_of, read_job, tune
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.overlap_tuning import PLAIN as NOTHING
-from moe_overlap.overlap_tuning import Tuned, tune_overlap
 from moe_overlap.plan.gates import GATE_FACTS
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
-from moe_overlap.predicting import Task, cache_folder, job_operators, read_job, task_of
+from moe_overlap.report.tuning import Tuned, write_run
+from moe_overlap.tuner.capture.stages import cache_folder
 from moe_overlap.tuner.cost.simulate.step import simulate_step
+from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.search.layer.candidates import PLAIN as NOTHING
 from tools.bench.figures import BASELINES, CHOSEN, Judged, Spread, baselines, fastest, hand_set
 from tools.bench.launch import RankFailed, report_failure
 from tools.bench.machine import MeasuredBed, Say
@@ -103,25 +104,25 @@ class GateCells:
 
     def cell(self, ratio: float) -> Cell:
         """Choose, predict and measure one cell."""
-        task = task_of(self._flags, self._operators.cluster(), {})
-        whole = priced(task, task.job.plan)
+        problem = problem_of(self._flags, self._operators.cluster(), {})
+        whole = priced(problem, problem.plan)
         mbit = whole.sent_bytes * 8e-6 / (ratio * whole.computation)
         self._say(f"{self._gate}, ratio {ratio:g}: {mbit:.0f} Mbit/s, computation {whole.computation:.3f} s")
         self._ranks.set_rate(mbit)
         bed = self._bed(f"ratio-{ratio:g}", self._operators)
         bed.measure_links(CELL_LINKS)
-        tuned = tune_overlap(self._flags, bed.cluster(), LIMITS)
+        tuned = tune(self._flags, bed.cluster(), LIMITS)
         self._say(f"chosen in {tuned.search_seconds:.1f} s: {tuned.chosen.name}")
         folder = self._arguments.folder / f"{self._gate}-{ratio:g}-chosen"
-        write_run(folder, tuned.chosen)
+        write_run(folder, tuned)
         flags = (f"@{(folder / 'megatron_args.txt').resolve()}",)
         chosen = Variant(CHOSEN, flags, plain=tuned.chosen.name == NOTHING)
-        task = task_of(self._flags, bed.cluster(), {})
-        swept = hand_set(self._gate, task.job.plan.stages[0].micro_batch_size)
-        expected = {CHOSEN: priced(task, tuned.chosen.decided)}
+        problem = problem_of(self._flags, bed.cluster(), {})
+        swept = hand_set(self._gate, problem.plan.stages[0].micro_batch_size)
+        expected = {CHOSEN: priced(problem, tuned.chosen.decided)}
         for variant in (*baselines(self._gate), *swept):
             plan = read_job([*self._job, *variant.flags], RANKS).plan
-            expected[variant.name] = priced(task, plan)
+            expected[variant.name] = priced(problem, plan)
         judged = self._measure(swept, chosen, expected, mbit)
         return Cell(self._gate, ratio, mbit, tuned, chosen, judged)
 
@@ -156,10 +157,9 @@ class GateCells:
         return MeasuredBed(path, RANKS, 1, self._ranks.tell, self._say)
 
 
-def priced(task: Task, plan: Plan) -> PricedList:
-    """Price a plan of the task's layout as the tuner does."""
-    step = simulate_step(plan, task.job.model, task.graphs, task.machine, task.features)
-    return priced_list(step)
+def priced(problem: Problem, plan: Plan) -> PricedList:
+    """Price a plan of the problem's layout as the tuner does."""
+    return priced_list(simulate_step(plan, problem))
 
 
 def measure_really(arguments: argparse.Namespace, job: list[str], cells: Sequence[Cell], say: Say) -> list[Cell]:

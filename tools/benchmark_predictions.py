@@ -30,10 +30,11 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_overlap.commands.compare_trace import Trace, read_trace, rows_of
+from moe_overlap.api import job_operators
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.trace import write_ranks
-from moe_overlap.predicting import cache_folder, job_operators
+from moe_overlap.report.trace import Trace, read_trace, rows_of
+from moe_overlap.tuner.capture.stages import cache_folder
 from tools.bench.launch import RankFailed, Tell, report_failure
 from tools.bench.machine import MeasuredBed, Say, calibrating
 from tools.bench.predicted import predicted_spans

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from moe_overlap.api import predict
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.predicting import predict
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "examples/tiny-mixtral-8x7b.args"

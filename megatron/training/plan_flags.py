@@ -8,12 +8,10 @@ the plan (`plan_of_run`). Both take one path from here on.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from typing import Any
 
 from megatron.training.cli.config import Config
-from megatron.training.cli.rules.moe import overlap_flag, require_cuttable, require_executable, unnamed_gate
+from megatron.training.cli.rules.moe import listed_run, overlap_flag, require_executable, unnamed_gate
 from megatron.training.cli.rules.rule import require
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
 from moe_overlap.describe.errors import ConfigError
@@ -22,8 +20,9 @@ from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.gates import check_gate
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute, StagePlan
+from moe_overlap.plan.rules.listed_run import require_cuttable
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.plan.serialize import load_plan
+from moe_overlap.plan.serialize import content_sha256, load_plan
 from moe_overlap.plan.sizes import GRADIENT_BYTES
 from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
 
@@ -77,11 +76,6 @@ def _precision(config: Config) -> Precision:
     return "fp16" if precision.fp16 else "bf16" if config.optimizer.bf16 else "fp32"
 
 
-def content_sha256(content: Any) -> str:
-    """Hash of a JSON value, independent of the order of keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def _stage(config: Config, layout: ParallelLayout, index: int, chunks: tuple[tuple[int, int], ...]) -> StagePlan:
     ranks = _stage_ranks(layout, index, by_replica=config.parallel.use_tp_pp_dp_mapping)
     return StagePlan(
@@ -109,7 +103,7 @@ def _stage_ranks(layout: ParallelLayout, index: int, by_replica: bool) -> tuple[
     return tuple(first + place for first in firsts for place in range(per_replica))
 
 
-def _gradient_chunk_bytes(config: Config, layout: ParallelLayout) -> int:
+def gradient_chunk_bytes(config: Config, layout: ParallelLayout) -> int:
     """Bucket size of the executor's gradient reductions: --ddp-bucket-size, or upstream's default for it; 0 without them."""
     if not config.parallel.overlap_grad_reduce:
         return 0
@@ -134,7 +128,7 @@ def _overlapped(
     )
     if asked.partitions == asked.capacity_chunks == asked.micro_batches == 1 and not asked.defer:
         return stage
-    chunked = StageOverlap(gradient_chunk_bytes=_gradient_chunk_bytes(config, layout))
+    chunked = StageOverlap(gradient_chunk_bytes=gradient_chunk_bytes(config, layout))
     stage, ends = dataclasses.replace(stage, overlap=chunked), (index == 0, index == layout.pipeline - 1)
     decided = overlap_from_words(asked, stage, model, holds_embedding=ends[0], holds_head=ends[1])
     return dataclasses.replace(stage, overlap=decided)
@@ -202,7 +196,7 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
         rule = f"{source} reduces gradients at the end of the step (gradient_chunk_bytes 0)"
         require(not (config.parallel.overlap_grad_reduce and at_the_end), "--overlap-grad-reduce", "", rule, "drop it")
     if any(layer.mechanism == "partitioned" for layer in layers):
-        require_cuttable(config)
+        require_cuttable(listed_run(config))
 
 
 def gate_of_run(config: Config, plan: Plan) -> str | None:

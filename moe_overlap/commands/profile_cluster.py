@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from moe_overlap import VERSION_LINE
+from moe_overlap.api import job_operators
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.predicting import job_operators
 from moe_overlap.tuner.profile.cluster_file import KINDS, measured_cluster, this_device
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct
 from moe_overlap.tuner.profile.lookup import IN_STEP, link_grid, operator_grid

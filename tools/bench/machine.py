@@ -20,18 +20,19 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moe_overlap.commands.compare_trace import Trace, read_trace
+from moe_overlap.api import features_of, job_operators, read_job
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.plan.instructions import COMPUTE
 from moe_overlap.plan.operators import is_state_key
-from moe_overlap.predicting import cpu_graphs, job_operators, read_job
-from moe_overlap.speed_flags import features_of
+from moe_overlap.report.trace import Trace, read_trace
 from moe_overlap.tuner.capture.graph import Op
+from moe_overlap.tuner.capture.stages import cpu_graphs
 from moe_overlap.tuner.cost.analytic import machine_of
 from moe_overlap.tuner.cost.exchange_costs import COUNTS, QUEUED_COUNTS, STARTS, costs_of
 from moe_overlap.tuner.cost.measured import constants_of
 from moe_overlap.tuner.cost.operators import Lookup, Provenance
 from moe_overlap.tuner.cost.simulate.step import simulate_step
+from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.cluster_file import Fitted, fit_links, measured_cluster, this_device
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct, key_of
 from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators
@@ -162,7 +163,8 @@ def _passes_seconds(flags: Sequence[str], cluster: Cluster, lookup: Lookup) -> f
     constants = constants_of(cluster.measured, cluster.group_of(0).gpu.name)
     machine, _ = machine_of(cluster, constants, lookup=lookup)
     features = features_of(job.config, job.plan.precision, job.flags)
-    ran = simulate_step(job.plan, job.model, graphs, machine, features).simulation.ran
+    problem = Problem(model=job.model, plan=job.plan, graphs=graphs, features=features, machine=machine)
+    ran = simulate_step(job.plan, problem).simulation.ran
     return sum(
         task.end - task.start
         for task in ran

@@ -155,7 +155,7 @@ class Database:
     Attributes:
         operators, links: seconds by key.
         rates: single figures by name: `product_flops`, `copy_bytes_per_second`, …
-        jobs: refined prices by job (`moe_overlap/refined_job.py`).
+        jobs: refined prices by job (`tuner/calibrate/refine.py`).
     """
 
     def __init__(self, path: Path, device: Device) -> None:
