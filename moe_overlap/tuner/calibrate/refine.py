@@ -201,7 +201,7 @@ def _played(step: SimulatedStep, plan: Plan) -> dict[Kind, Played]:
     kinds: dict[Kind, Played] = {}
     for executed in step.simulation.ran:
         i = executed.instruction
-        if i.channel.partition(".")[0] not in (*COMPUTING, *EXCHANGING):
+        if i.channel_group not in (*COMPUTING, *EXCHANGING):
             continue
         stage = plan.stages[i.stage]
         prices = step.prices[stage.devices.ranks[0]]
