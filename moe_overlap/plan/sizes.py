@@ -17,6 +17,7 @@ from moe_overlap.describe.model import (
     norm_parameters,
     prediction_parameters,
 )
+from moe_overlap.plan.operators import GroupKind, parse_group
 from moe_overlap.plan.plan import Plan, Precision, StagePlan
 
 ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}
@@ -37,17 +38,17 @@ def tokens_of_rank(plan: Plan, stage: StagePlan) -> int:
 
 
 def boundary_bytes(plan: Plan, stage: StagePlan, model: ModelDescription) -> int:
-    """Of one send: B · S / (C · T) · H · b."""
+    """Bytes of one send: B · S / (C · T) · H · b."""
     return tokens_of_rank(plan, stage) * model.hidden_size * ACTIVATION_BYTES[plan.precision]
 
 
 def count_bytes(stage: StagePlan, model: ModelDescription) -> int:
-    """Of one exchange of counts: E integers to each of the P · Q - 1 others."""
+    """Bytes of one all-to-all of counts: E integers to each of the P · Q - 1 others."""
     return model.num_experts * COUNT_BYTES * (stage.expert * stage.expert_tensor - 1)
 
 
 def exchange_bytes(plan: Plan, stage: StagePlan, model: ModelDescription, partitions: int = 1) -> int:
-    """Of one dispatch or combine of one of the micro-batch's partitions.
+    """Bytes of one dispatch or combine of one of the micro-batch's partitions.
 
     B · S / (C · T) · k · H · b · ((P - 1) / P + (Q - 1)) over their number: all-to-all over the expert ranks, then
     all-gather (combine: reduce-scatter) over the expert-tensor ranks. H is the experts' own width where they have one.
@@ -68,7 +69,7 @@ class PartSize:
         return PartSize(self.dense + other.dense, self.experts + other.experts)
 
     def replicated_bytes(self, stage: StagePlan) -> int:
-        """Of the accumulated gradients that a reduction takes in."""
+        """Bytes of the accumulated gradients that a reduction takes in."""
         dense = self.dense if stage.data * stage.context > 1 else 0
         return (dense + (self.experts if stage.expert_data > 1 else 0)) * GRADIENT_BYTES
 
@@ -81,7 +82,7 @@ class PartSize:
         return self._ring(stage, ACTIVATION_BYTES[precision])
 
     def stored_bytes(self, stage: StagePlan, what: str, precision: Precision) -> int:
-        """Of the `weights`, `gradients` or `optimizer` states that the rank keeps, whole or its shard."""
+        """Bytes of the `weights`, `gradients` or `optimizer` states that the rank keeps, whole or its shard."""
         states = STATE_BYTES + (0 if precision == "fp32" else MASTER_BYTES)
         width = {"weights": ACTIVATION_BYTES[precision], "gradients": GRADIENT_BYTES, "optimizer": states}[what]
         if stage.zero_level < SHARDED_FROM[what]:
@@ -107,8 +108,9 @@ def part_size(part: str, plan: Plan, stage: StagePlan, model: ModelDescription) 
         before = embedding_parameters(model, replace(share, last_stage=False)) if alone.first_stage else 0
         output = embedding_parameters(model, alone) - before
         return PartSize(output + norm_parameters(model, model.hidden_size), 0)
-    predicts = part.startswith("mtp")
-    layer = model.num_layers - 1 if predicts else int(part.removeprefix("L"))
+    group = parse_group(part)
+    predicts = group.kind is GroupKind.PREDICTION
+    layer = model.num_layers - 1 if predicts or group.number is None else group.number
     experts = 0
     if model.moe_layers[layer]:
         experts = model.num_experts // stage.expert * expert_parameters(model, stage.expert_tensor)

@@ -131,7 +131,7 @@ def _precision_fields(config: Config, plan: Plan) -> dict[str, Any]:
 
 
 def _offload_fields(config: Config) -> dict[str, Any]:
-    """Activations on the host and the flex dispatcher's backend. Not run on a GPU so far."""
+    """Fields for activations on the host and for the flex dispatcher's backend."""
     device = config.device
     fields: dict[str, Any] = {}
     if device.fine_grained_activation_offloading:
@@ -226,7 +226,7 @@ def _moe_fields(config: Config, model: ModelDescription) -> dict[str, Any]:
 
 
 def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -> dict[str, Any]:
-    """What stands between an MLP's two products."""
+    """Fields for the activation between an MLP's two products."""
     flags = config.model
     function: Callable[..., Tensor] = F.gelu
     if flags.squared_relu:
@@ -258,7 +258,7 @@ def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -
 
 
 def attention_fields(config: Config) -> dict[str, Any]:
-    """Windows and sinks."""
+    """Fields for attention windows and sinks."""
     frequency = config.attention.window_attn_skip_freq
     return {
         "window_size": config.attention.window_size,
@@ -284,7 +284,7 @@ def set_yarn(tc: TransformerConfig, config: Config) -> None:
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """What every stage holds, and where this rank's stage begins.
+    """The layers of every stage, and the first layer of this rank's stage.
 
     megatron-core asks for the layers before a stage without naming it, and reads `parallel_state` for the answer.
 
@@ -293,14 +293,14 @@ class StageLayout(PipelineParallelLayerLayout):
     """
 
     def __init__(self, plan: Plan, stage: int, predictions: int) -> None:
-        parts = [
+        held = [
             ["decoder"] * (last - first)
             for chunk in range(len(plan.stages[0].chunks))
             for first, last in (other.chunks[chunk] for other in plan.stages)
         ]
-        parts[0].insert(0, "embedding")
-        parts[-1] += ["mtp"] * predictions + ["loss"]
-        super().__init__(parts, len(plan.stages))
+        held[0].insert(0, "embedding")
+        held[-1] += ["mtp"] * predictions + ["loss"]
+        super().__init__(held, len(plan.stages))
         self._chunks = plan.stages[stage].chunks
 
     def get_layer_offset(

@@ -16,12 +16,12 @@ from types import MappingProxyType
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
-from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lowering.deferral import receives_first, saved_buffer
+from moe_overlap.plan.instructions import Instruction, parse_access, placed, saved_for
+from moe_overlap.plan.lowering.deferral import receives_first
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list
 from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces
 from moe_overlap.plan.lowering.interleave import interleave
-from moe_overlap.plan.lowering.layers import LayerLowering, placed, recomputes_predictions
+from moe_overlap.plan.lowering.layers import LayerLowering, recomputes_predictions
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.lowering.resharding import TransferLowering
@@ -34,6 +34,7 @@ from moe_overlap.plan.operators import (
     LOSS,
     PROJECT,
     RECOMPUTE,
+    OperatorKind,
     prediction_operator,
 )
 from moe_overlap.plan.plan import Plan
@@ -102,7 +103,7 @@ class _PassLowering:
         if self._is_first(chunk):
             yield self._compute(EMBEDDING, place, f"tokens -> h.L{first}")
         else:
-            yield from self.transfers.write("receive", -1, place, f"h.L{first}")
+            yield from self.transfers.write(OperatorKind.RECEIVE, -1, place, f"h.L{first}")
         yield from self.layers.forward(range(first, last), chunk, micro_batch)
         if self._is_last(chunk):
             yield self._compute(HEAD_NORM, place, f"h.L{last} -> normed")
@@ -110,7 +111,7 @@ class _PassLowering:
                 yield from self._prediction(depth, place)
             yield self._compute(HEAD_LOSS, place, "normed labels -> loss")
         else:
-            yield from self.transfers.write("send", +1, place, f"h.L{last}")
+            yield from self.transfers.write(OperatorKind.SEND, +1, place, f"h.L{last}")
 
     def _backward(self, chunk: int, micro_batch: int) -> Iterator[Draft]:
         """The mirror of `_forward`."""
@@ -119,20 +120,20 @@ class _PassLowering:
         if self._is_last(chunk):
             total = "gradient.head"
             deferred = self.layers.deferred(HEAD_LOSS)
-            saved = " ".join(saved_buffer(str(gradient)) for gradient in deferred)
+            saved = " ".join(saved_for(gradient) for gradient in deferred)
             added = "" if deferred else total
             yield self._compute(f"{HEAD_LOSS}.{BACKWARD}", place, f"loss {added} -> dnormed {added} {saved}")
             for depth in reversed(range(self.model.mtp_layers)):
                 yield from self._prediction_backward(depth, place)
             yield self._compute(f"{HEAD_NORM}.{BACKWARD}", place, f"dnormed {total} -> dh.L{last} {total}")
         else:
-            yield from self.transfers.write("receive", +1, place, f"dh.L{last}", backward=True)
+            yield from self.transfers.write(OperatorKind.RECEIVE, +1, place, f"dh.L{last}", backward=True)
         yield from self.layers.backward(range(first, last), chunk, micro_batch)
         if self._is_first(chunk):
             total = "gradient.embedding"
             yield self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
         else:
-            yield from self.transfers.write("send", -1, place, f"dh.L{first}", backward=True)
+            yield from self.transfers.write(OperatorKind.SEND, -1, place, f"dh.L{first}", backward=True)
             yield from self.layers.behind_send(range(first, last), chunk, micro_batch)
 
     def _prediction(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
@@ -165,8 +166,13 @@ class _PassLowering:
 
     def _compute(self, name: str, place: tuple[int, int], buffers: str) -> Draft:
         chunk, micro_batch = place
-        reads, writes = ([placed(b, micro_batch) for b in side.split()] for side in buffers.split("->"))
+        reads, writes = ([placed(buffer, micro_batch) for buffer in side] for side in parse_access(buffers))
         reads, writes = self.layers.buffers.name(reads, writes)
         return Draft(
-            kind="compute", name=name, chunk=chunk, micro_batch=micro_batch, reads=tuple(reads), writes=tuple(writes)
+            kind="compute",
+            name=str(name),
+            chunk=chunk,
+            micro_batch=micro_batch,
+            reads=tuple(reads),
+            writes=tuple(writes),
         )

@@ -16,7 +16,6 @@ from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
 from megatron.training.plan_flags import (
     arguments_of,
-    content_sha256,
     flags_from_plan,
     layout_values,
     plan_from_flags,
@@ -27,7 +26,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute, StagePlan
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.plan.serialize import save_plan
+from moe_overlap.plan.serialize import content_sha256, save_plan
 from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
 
 FACTS = (
