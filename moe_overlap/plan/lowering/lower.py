@@ -21,6 +21,7 @@ from moe_overlap.plan.lowering.deferral import receives_first, saved_buffer
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list
 from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces
 from moe_overlap.plan.lowering.interleave import interleave
+from moe_overlap.plan.lowering.issue_order import in_issue_order
 from moe_overlap.plan.lowering.layers import LayerLowering, placed, recomputes_predictions
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
@@ -70,14 +71,14 @@ def lower(
     to = ListBuilder(index)
     if plan.stages[index].is_decoupled:
         DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to, while_waiting).write(drafts)
-        return to.finish()
+        return in_issue_order(plan, to.finish())
     pieces = gradient_pieces(plan, index, model)
     if pieces:
         fill_gaps(build_list(index, drafts), pieces, to)
     else:
         to.extend(drafts)
     to.extend(lower_update(plan, index, model))
-    return to.finish()
+    return in_issue_order(plan, to.finish())
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,7 @@ def _queues(lists: Lists, communicator: Communicator) -> dict[Hashable, dict[int
 def _meet(graph: _Graph, lists: Lists, key: Hashable, of_rank: Mapping[int, Sequence[int]]) -> None:
     """Rule 2: the k-th of every rank is one meeting, and they are the same operation.
 
-    Transfers of a pair are matched per direction: what both ranks send crosses, so the k-th send of the one meets the k-th receive
-    of the other.
+    Transfers of a pair are matched per direction: the k-th send of the one meets the k-th receive of the other.
     """
     transfers = any(lists[rank][places[0]].kind == "point-to-point" for rank, places in of_rank.items())
     if not transfers:
@@ -144,8 +143,7 @@ def _meet_in_order(graph: _Graph, lists: Lists, key: Hashable, of_rank: Mapping[
 def _identity(communication: Instruction) -> tuple[object, ...]:
     """The facts in which both sides of a meeting agree; a stage boundary may join unlike chunks and micro-batches."""
     if communication.kind == "point-to-point":
-        buffers = communication.writes or communication.reads
-        return (communication.channel, communication.micro_batch, communication.partition, len(buffers) > 0)
+        return (communication.channel, communication.micro_batch, communication.partition)
     return (communication.name, communication.micro_batch, communication.partition)
 
 

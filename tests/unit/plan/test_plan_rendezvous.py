@@ -64,7 +64,7 @@ def run_by_hand(lists: Lists, communicator: object = one_per_direction) -> bool:
     moved = True
     while moved:
         moved = False
-        for rank, instruction in [(rank, i) for rank in left for i in left[rank]]:
+        for rank, instruction in [(r, i) for r in left for i in left[r]]:
             if instruction not in left[rank] or not front(rank, instruction):
                 continue
             if instruction.kind == "point-to-point":

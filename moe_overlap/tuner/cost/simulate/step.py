@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
 from moe_overlap.plan.overlap import NO_OVERLAP
@@ -41,8 +41,6 @@ from moe_overlap.tuner.cost.simulate.memory import ListedBytes, listed_bytes, li
 # interleaved pipeline, of stages that follow their own lists and of unlike stages have them beside computation. Where the
 # executor follows lists, it starts one instruction after the other (`issued_in_order`).
 
-MOVES = ("collective", "point-to-point")
-
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
@@ -68,15 +66,12 @@ def simulate_step(
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
-    listed = any(stage.overlap.is_listed for stage in plan.stages)
-    waits = plan.pipeline_schedule == "1f1b" and not listed and not plan.transfers
     of_stage = price_stages(plan, model, graphs, machine, features)
     lists: dict[int, Sequence[Instruction]] = {}
     for stage, here in zip(plan.stages, of_stage, strict=True):
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
         for rank in stage.devices.ranks if plan.transfers else stage.devices.ranks[:1]:
-            made = lower(plan, model, rank, saved)
-            lists[rank] = issued_in_order(made) if listed else waiting_for_transfers(made) if waits else made
+            lists[rank] = lower(plan, model, rank, saved)
         here.read(lists[stage.devices.ranks[0]])
     slowed = {rank: of_stage[plan.stage_of(rank)].slowed for rank in lists}
     simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed, machine.queue_seconds)
@@ -97,41 +92,6 @@ def price_stages(
         priced = price_family(plan, model, family, machine, features)
         place.update({index: (priced, column) for column, index in enumerate(family.stages)})
     return [StagePrices(plan, stage, graphs[index], *place[index], machine) for index, stage in enumerate(plan.stages)]
-
-
-def waiting_for_transfers(made: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """A list whose transfers wait for the computation before them, and computation for the transfers before it."""
-    waiting: list[Instruction] = []
-    computed: tuple[int, ...] = ()
-    moved: tuple[int, ...] = ()
-    for i in made:
-        before: tuple[int, ...] = ()
-        if i.kind == "point-to-point":
-            before, moved = computed, (*moved, i.id)
-        elif i.channel == COMPUTE:
-            before, computed, moved = moved, (i.id,), ()
-        waiting.append(replace(i, after=tuple(sorted({*i.after, *before}))) if before else i)
-    return tuple(waiting)
-
-
-def issued_in_order(made: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """A list as the executor goes through it. A communication begins behind the computation before it: a receive is not posted
-    earlier, and nothing is sent to a stage that has not posted it. Where starting one waits for another, such as a dispatch for
-    its counts, so does the computation behind it.
-    """
-    waiting: list[Instruction] = []
-    moves = {i.id for i in made if i.kind in MOVES}
-    computed: tuple[int, ...] = ()
-    waited: set[int] = set()
-    for i in made:
-        before: set[int] = set()
-        if i.channel == COMPUTE:
-            before, waited, computed = waited, set(), (i.id,)
-        elif i.kind in MOVES:
-            before = set(computed)
-            waited |= moves.intersection(i.after)
-        waiting.append(replace(i, after=tuple(sorted({*i.after, *before}))) if before else i)
-    return tuple(waiting)
 
 
 # What a plan costs whose stages overlap communication by their own lists (`StageOverlap.is_listed`), or are of unlike shape.
@@ -303,7 +263,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     rank, slowed = stage.devices.ranks[0], here.slowed
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
     made = lower(plan, listed.model, rank, saved, blocks=blocks)
-    here.read(issued_in_order(made) if any(other.overlap.is_listed for other in plan.stages) else made)
+    here.read(made)
     alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds)
     folded = fold(index, blocks, here.made, alone)
     whole = blocks_of(folded, plan)

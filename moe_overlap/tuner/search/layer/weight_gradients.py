@@ -33,7 +33,6 @@ from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.simulate.compress import run_alone, sample_blocks
 from moe_overlap.tuner.cost.simulate.step import (
     SimulatedStep,
-    issued_in_order,
     listed_seconds,
     price_stages,
     simulate_step,
@@ -299,7 +298,7 @@ def _stage_prices(
     for index, here in enumerate(prices):
         rank = here.stage.devices.ranks[0]
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in here.stage.layers}
-        here.read(issued_in_order(lower(deferred, model, rank, saved, blocks=sample_blocks(deferred, index))))
+        here.read(lower(deferred, model, rank, saved, blocks=sample_blocks(deferred, index)))
     return prices
 
 
