@@ -69,9 +69,17 @@ class Benchmark:
         if self._bed is not None:
             self._bed.set_rate(None if bytes_per_second is None else bytes_per_second * 8 / 1e6)
 
-    def step(self, variant: str, scale: float = 1.0) -> dict[str, float]:
-        """One step of a variant; the slowest rank's figures."""
-        answers = self._jobs[variant].tell(do=ORDER_STEP, variant=variant, bytes_per_second=self._rate, scale=scale)
+    def step(self, variant: str, scale: float = 1.0, trace: Path | None = None) -> dict[str, float]:
+        """Execute one step of a variant.
+
+        Args:
+            scale: factor of the operators' sleeps, over timer compute.
+            trace: file for the spans of rank 0; those of rank N are written beside it, as FILE.rankN.
+        Returns:
+            The figures of the slowest rank.
+        """
+        order = {"variant": variant, "bytes_per_second": self._rate, "scale": scale}
+        answers = self._jobs[variant].tell(do=ORDER_STEP, trace=trace and str(trace.resolve()), **order)
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
     def turn(self, variant: str) -> Turn:
@@ -166,8 +174,18 @@ def run(
             )
             measured = measure(bench, names, arguments.repeats, rate, arguments.timer_compute, say)
             rows = measured.figures(SEQUENTIAL, PLAIN if PLAIN in names else None)
+            if arguments.traces is not None:
+                bench.set_rate(rate)
+                for name in names:
+                    bench.step(name, trace=trace_file(arguments.traces, ranks, gate, ratio, name))
             records.append(record(arguments, ranks, gate, ratio, mbit, measured.totals(SEQUENTIAL), rows))
     return records
+
+
+def trace_file(folder: Path, ranks: int, gate: str, ratio: float, variant: str) -> Path:
+    """File of the trace of one variant, in a folder that exists afterwards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{ranks}ranks-{gate}-{ratio:g}-{variant.replace(' ', '-')}.json"
 
 
 def use_profile(bench: Benchmark, arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
@@ -245,6 +263,9 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--micro-batches", type=int, default=1, help="of a step, on every rank")
     parser.add_argument("--experts-per-rank", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=600.0, help="longest wait for a rank, in seconds")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="also write a trace of one more step of each variant"
+    )
     parser.add_argument("--json", action="store_true", help="print nothing but JSON")
     arguments, rest = parser.parse_known_args(argv)
     if arguments.namespaces is None:

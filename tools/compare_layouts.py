@@ -1,4 +1,4 @@
-"""Loss equality over parallel layouts: `tools/compare_layouts.py [--steps 50] [--write README.md] [--json FILE]`.
+"""Loss equality over parallel layouts: `tools/compare_layouts.py [--steps 50] [--write [docs/results.md]] [--json FILE]`.
 
 One process trains a small MoE and saves its weights before the first step; every layout loads them and trains on the same
 samples. All layouts of a world size share one launch. The spread is what a change of summation order alone does: the same
@@ -26,6 +26,7 @@ if __name__ == "__main__":
 from moe_overlap.commands.compare_losses import read_losses, relative_differences
 from moe_overlap.commands.exits import end_process
 
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results.md"
 LIMIT = 1e-5
 SPREAD_FACTOR = 3.0
 LARGEST_SPREAD = 1e-2
@@ -207,7 +208,13 @@ def main(argv: Sequence[str]) -> int:
     """Print the table; exit status 1 when a layout disagrees."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--write", type=Path, help="replace the table between the marks <!-- layouts --> of this file")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        nargs="?",
+        const=RESULTS,
+        help="replace the table between the marks <!-- layouts --> of this file; docs/results.md unless one is named",
+    )
     parser.add_argument("--json", type=Path, help="write every loss to this file")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)

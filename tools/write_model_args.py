@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.readers.model_file import flag_words
+from moe_overlap.describe.readers.model_file import flags_with_values
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -21,7 +21,7 @@ def argument_file(description: dict[str, Any]) -> str:
         description: name, source, and flags by name without dashes: a value, a list of values, or true for a switch.
     """
     lines = [f"# {description['name']}: {description['source']}", "# written by tools/write_model_args.py"]
-    for flag, values in flag_words(description["flags"]):
+    for flag, values in flags_with_values(description["flags"]):
         lines.append(" ".join([flag, *map(shlex.quote, values)]))
     return "\n".join(lines) + "\n"
 

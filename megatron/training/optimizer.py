@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.training.cli.config import Config
 from megatron.training.cli.config import OptimizerConfig as OptimizerFlags
-from megatron.training.model.build import weight_type
+from megatron.training.model.stage_config import weight_type
 
 
 def wrap_chunks(

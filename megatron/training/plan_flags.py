@@ -8,12 +8,13 @@ import json
 from typing import Any
 
 from megatron.training.cli.config import Config
-from megatron.training.cli.rules.moe import overlap_flag, require_cuttable, require_executable
+from megatron.training.cli.rules.moe import overlap_flag, require_cuttable, require_executable, unnamed_gate
 from megatron.training.cli.rules.rule import require
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_unsupported
+from moe_overlap.plan.gates import check_gate
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute, StagePlan
 from moe_overlap.plan.rules.stages import validate_plan
@@ -117,11 +118,12 @@ def _overlapped(
     config: Config, model: ModelDescription, layout: ParallelLayout, stage: StagePlan, index: int
 ) -> StagePlan:
     overlap = config.overlap
+    partitions = 1 if overlap.moe_overlap_partitions is None else overlap.moe_overlap_partitions
     words = OverlapWords(
-        partitions=1 if overlap.moe_overlap_partitions is None else overlap.moe_overlap_partitions,
+        partitions=partitions,
         range_word=overlap.moe_overlap_range,
         capacity_chunks=1 if overlap.moe_overlap_capacity_chunks is None else overlap.moe_overlap_capacity_chunks,
-        gate=overlap.moe_gate,
+        gate=overlap.moe_gate or (unnamed_gate(config) if partitions > 1 else None),
         dispatcher="irregular",
         defer=overlap.defer_weight_gradients,
         max_deferred_bytes=overlap.max_deferred_bytes,
@@ -167,7 +169,7 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     validate_plan(plan, model, source)
     refuse_unsupported(plan, source)
     if overlap_flag(config) is None:
-        _require_gate(source, plan, config.overlap.moe_gate)
+        _require_gate(source, plan, config)
         from_flags = _with_overlap_of(plan, from_flags)
     _require_flags_of_overlap(source, plan, config)
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
@@ -200,11 +202,21 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
         require_cuttable(config)
 
 
-def _require_gate(source: str, plan: Plan, gate: str | None) -> None:
-    """The flags build the gates that a plan counts on."""
+def gate_of_run(config: Config, plan: Plan) -> str | None:
+    """The gate of every MoE layer: the named one, else the one that a layer of the plan needs; None is megatron-core's router."""
+    planned = [layer.gate for stage in plan.stages for layer in stage.overlap.layers if layer.gate is not None]
+    return config.overlap.moe_gate or next(iter(planned), None)
+
+
+def _require_gate(source: str, plan: Plan, config: Config) -> None:
+    """Hold the gates of a plan's layers against --moe-gate, or against the gate that needs no name."""
+    named = config.overlap.moe_gate
     for s, stage in enumerate(plan.stages):
         for n, layer in enumerate(stage.overlap.layers):
-            _require_equal(f"{source} stages[{s}].overlap.layers[{n}].gate", layer.gate, gate)
+            if named is None and layer.gate is not None and layer.gate == unnamed_gate(config):
+                check_gate(layer.gate, config.moe)
+            else:
+                _require_equal(f"{source} stages[{s}].overlap.layers[{n}].gate", layer.gate, named)
 
 
 def _with_overlap_of(plan: Plan, flagged: Plan) -> Plan:

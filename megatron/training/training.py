@@ -1,82 +1,33 @@
-"""The training loop: steps, evaluation, saving, stopping. It knows a step runner and its instructions, nothing of the model."""
+"""The training loop: steps, evaluation, saving, stopping.
+
+The loop knows a step runner and its instruction lists (job.py), nothing of the model. Whatever it decides (a step's size, a save,
+an evaluation, an end) every rank decides alike, since all of them are collective.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.training.checkpoint.checkpointing import Progress
 from megatron.training.cli.config import Config
-from megatron.training.cli.sizes import BatchSizes
-from megatron.training.data.datasets import BatchSource
-from megatron.training.report.metrics import MetricsLog, StepMetrics
-from megatron.training.report.reports import Reports, StorageTracker, held_tensors, resident_bytes
-
-Batches = Iterator[dict[str, Any]]
+from megatron.training.job import Batches, Job, StepResult
+from megatron.training.report.metrics import StepMetrics
+from megatron.training.report.reports import StorageTracker, held_tensors, resident_bytes
+from moe_overlap.plan.instructions import Span, communication_seconds
 
 
 class TrainingFailed(Exception):
     """A run that cannot go on: the loss or the gradients are not finite. Raised on every rank in the same step."""
-
-
-class Checkpoints(Protocol):
-    """What the loop needs of a checkpointer."""
-
-    def save(self, progress: Progress, persistent: bool = True) -> None:
-        """Save everything, complete or not at all, or start to; what is not persistent, the next such save replaces."""
-
-    def completed(self, wait: bool) -> Path | None:
-        """The checkpoint that has become complete since the last call; `wait` for one under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Everything a run consists of, built by the caller.
-
-    Attributes:
-        runner: a StepRunner.
-        instructions: this rank's list of one step, of the largest global batch.
-        instructions_of: the list of a step, or of an evaluation's, with another global batch.
-        chunks, optimizer, scheduler: megatron-core's objects behind the runner.
-        batches: micro-batches of a split ("train", "valid", "test") from a number of consumed samples on; None without samples.
-        measure: spans of a step -> (communication seconds, exposed seconds).
-        covered: channels those seconds cover.
-        write_trace: takes the spans of the last step, for --trace.
-        global_batch_size: the largest of `batch_sizes`.
-        parameter_norm: norm of all parameters, a collective.
-        deferred: figures of the weight gradients put aside so far; empty where none are.
-        reports: what is reported beside the steps' figures.
-        flops_per_token: of the model, forward and backward.
-    """
-
-    config: Config
-    runner: Any
-    instructions: Sequence[Any]
-    instructions_of: Callable[[int], Sequence[Any]]
-    chunks: Sequence[Any]
-    optimizer: Any
-    scheduler: Any
-    checkpoints: Checkpoints
-    log: MetricsLog
-    batches: BatchSource
-    measure: Callable[[Sequence[Any]], tuple[float, float]]
-    covered: tuple[str, ...]
-    write_trace: Callable[[Sequence[Any]], None]
-    parameter_norm: Callable[[], float]
-    deferred: Callable[[], dict[str, int]]
-    reports: Reports
-    global_batch_size: int
-    batch_sizes: BatchSizes
-    total_steps: int
-    flops_per_token: float
 
 
 class TrainingLoop:
@@ -96,7 +47,7 @@ class TrainingLoop:
         self._started = time.monotonic()
         self._saved_at = progress.iteration
         self._peak_bytes = 0
-        self._peak_is_known = False  # of a step that makes the optimizer's state
+        self._peak_is_known = False  # known once a step has created the optimizer's state
         self._stopped_by_signal = False
         if job.config.training.exit_signal_handler:
             signal.signal(job.config.training.exit_signal, self._on_signal)
@@ -108,7 +59,7 @@ class TrainingLoop:
             TrainingFailed: loss or gradient norm is not finite.
         """
         training, job = self._config.training, self.job
-        with contextlib.closing(job.log):
+        with contextlib.closing(job.reporting.log):
             try:
                 if not training.skip_train:
                     self._train()
@@ -118,17 +69,17 @@ class TrainingLoop:
             if self._saved_at != self.progress.iteration:
                 self.save_now()
             self._say_what_is_saved(wait=True)
-            if training.eval_iters and (self.progress.iteration >= job.total_steps or training.skip_train):
+            if training.eval_iters and (self.progress.iteration >= job.schedule.total_steps or training.skip_train):
                 self.evaluate("valid")
                 self.evaluate("test")
 
     def _train(self) -> None:
-        training, job = self._config.training, self.job
+        training, job, total_steps = self._config.training, self.job, self.job.schedule.total_steps
         feed = job.batches("train", self.progress.train_samples)
         assert feed is not None
-        spans: Sequence[Any] = ()
+        spans: Sequence[Span] = ()
         with _profiler(self._config, self.progress.iteration) as profiled:
-            for iteration in range(self.progress.iteration + 1, job.total_steps + 1):
+            for iteration in range(self.progress.iteration + 1, total_steps + 1):
                 spans = self.step(iteration, feed)
                 profiled(iteration)
                 self._say_what_is_saved(wait=False)
@@ -136,40 +87,51 @@ class TrainingLoop:
                     self.save_now()
                 elif _is_due(self._config.checkpoint.non_persistent_save_interval, iteration):
                     self.save_now(persistent=False)
-                if training.eval_iters and _is_due(training.eval_interval, iteration) and iteration < job.total_steps:
+                if training.eval_iters and _is_due(training.eval_interval, iteration) and iteration < total_steps:
                     self.evaluate("valid")
                 reason = self._exit_reason(iteration)
                 if reason is not None:
                     self.reason = reason
                     break
-        job.reports.flush_loads(self.progress.iteration)
+        job.reporting.reports.flush_loads(self.progress.iteration)
         if self._config.overlap.trace is not None and spans:
-            job.write_trace(spans)
+            job.reporting.write_trace(spans)
 
-    def step(self, iteration: int, feed: Batches) -> Sequence[Any]:
-        job = self.job
+    def step(self, iteration: int, feed: Batches) -> Sequence[Span]:
+        """Execute, count and log one training step; returns this rank's spans.
+
+        Raises:
+            TrainingFailed: loss or gradient norm is not finite, and no dynamic loss scale takes care of it.
+        """
+        machinery, schedule = self.job.machinery, self.job.schedule
         tracker = None if self._peak_is_known else self._memory_tracker()
-        size = job.batch_sizes.at(self.progress.train_samples)
-        instructions = self._instructions(size)
-        job.runner.step = iteration
+        size = schedule.batch_sizes.at(self.progress.train_samples)
+        instructions = schedule.lowered(size)
         begin = time.perf_counter()
         with tracker or contextlib.nullcontext():
-            result = job.runner.run(instructions, feed)
+            result = machinery.runner.run(instructions, feed, iteration)
         seconds = time.perf_counter() - begin
         if tracker is not None:
             self._peak_bytes, self._peak_is_known = tracker.peak_bytes, result.updated
         if not result.updated and stops_at_nan(self._config):
             raise TrainingFailed(f"step {iteration}: not finite: loss {result.loss}, gradient norm {result.grad_norm}")
         self.first_loss = result.loss if self.first_loss is None else self.first_loss
-        learning_rate = _learning_rate(job.optimizer.param_groups, self._config)
+        # Read before the scheduler moves it: the log names the rate that this step was made with.
+        learning_rate = _learning_rate(machinery.optimizer.param_groups, self._config)
         if result.updated:
-            job.scheduler.step(increment=size)
+            machinery.scheduler.step(increment=size)
         samples, skipped = self.progress.train_samples + size, self.progress.skipped + (not result.updated)
         self.progress = replace(self.progress, iteration=iteration, train_samples=samples, skipped=skipped)
-        communication, exposed = job.measure(result.spans)
+        self._report(result, seconds, learning_rate)
+        return result.spans
+
+    def _report(self, result: StepResult, seconds: float, learning_rate: float) -> None:
+        """Log the step that `progress` now counts."""
+        iteration, reporting = self.progress.iteration, self.job.reporting
+        communication, exposed = communication_seconds(result.spans)
         peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else self._peak_bytes
         resident = resident_bytes()
-        job.log.log(
+        reporting.log.log(
             StepMetrics(
                 step=iteration,
                 loss=result.loss,
@@ -179,37 +141,32 @@ class TrainingLoop:
                 learning_rate=learning_rate,
                 comm_seconds=communication,
                 exposed_comm_seconds=exposed,
-                comm_covered=job.covered,
+                comm_covered=reporting.covered_channels,
                 peak_bytes=peak_bytes,
                 resident_bytes=resident,
-                consumed_samples=samples,
+                consumed_samples=self.progress.train_samples,
                 optional=self._optional(result, seconds),
-                deferred=job.deferred(),
+                deferred=self.job.machinery.deferral_figures(),
             ),
-            job.reports.curves(iteration, seconds, peak_bytes, result.spans),
+            reporting.reports.curves(iteration, seconds, peak_bytes, result.spans),
         )
-        job.reports.after_step(iteration, peak_bytes, resident)
-        return result.spans
-
-    def _instructions(self, global_batch_size: int) -> Sequence[Any]:
-        same = global_batch_size == self.job.global_batch_size
-        return self.job.instructions if same else self.job.instructions_of(global_batch_size)
+        reporting.reports.after_step(iteration, peak_bytes, resident)
 
     def _memory_tracker(self) -> StorageTracker | None:
         if torch.cuda.is_available():
             return None
-        return StorageTracker(held_tensors(self.job.chunks, self.job.optimizer))
+        return StorageTracker(held_tensors(self.job.machinery.chunks, self.job.machinery.optimizer))
 
-    def _optional(self, result: Any, seconds: float) -> dict[str, float]:
+    def _optional(self, result: StepResult, seconds: float) -> dict[str, float]:
         logging = self._config.logging
         figures = {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.predictions, 1)}
         if logging.log_throughput:
-            flops = self.job.flops_per_token * result.tokens
+            flops = self.job.reporting.flops_per_token * result.tokens
             figures["model_tflops_per_device"] = flops / seconds / dist.get_world_size() / 1e12
         if logging.log_params_norm:
-            figures["params_norm"] = self.job.parameter_norm()
+            figures["params_norm"] = self.job.machinery.parameter_norm()
         if self._config.precision.fp16:
-            figures["loss_scale"] = float(self.job.optimizer.get_loss_scale())
+            figures["loss_scale"] = float(self.job.machinery.optimizer.get_loss_scale())
             figures["skipped_iterations"] = float(self.progress.skipped)
         if logging.log_num_zeros_in_grad and result.zero_gradients is not None:
             figures["num_zeros_in_grad"] = float(result.zero_gradients)
@@ -218,20 +175,22 @@ class TrainingLoop:
     def evaluate(self, split: str) -> None:
         """Mean loss over --eval-iters global batches of a split; nothing where the split has no samples."""
         job, iterations = self.job, self._config.training.eval_iters
-        size = self._config.training.eval_global_batch_size or job.global_batch_size
+        size = self._config.training.eval_global_batch_size or job.schedule.global_batch_size
         consumed = self.progress.valid_samples if split == "valid" else 0
         feed = job.batches(split, consumed)
         if feed is None:
             return
         loss = tokens = 0.0
+        instructions = job.schedule.lowered(size)
         for _ in range(iterations):
-            result = job.runner.evaluate(self._instructions(size), feed)
+            result = job.machinery.runner.evaluate(instructions, feed, self.progress.iteration)
             loss, tokens = loss + result.loss * result.tokens, tokens + result.tokens
         if split == "valid":
             self.progress = replace(self.progress, valid_samples=consumed + iterations * size)
         notes = [f"start {self.first_loss:.4f}"] if self.first_loss is not None else []
         notes += [f"unigram entropy {entropy:.2f}" for entropy in [job.batches.unigram_entropy(split)] if entropy]
-        job.log.log_evaluation(split, loss / tokens, self.progress.iteration, f" ({', '.join(notes)})" if notes else "")
+        note = f" ({', '.join(notes)})" if notes else ""
+        job.reporting.log.log_evaluation(split, loss / tokens, self.progress.iteration, note)
 
     def save_now(self, persistent: bool = True) -> None:
         """Save the present state, whatever the intervals say, or start to as soon as the former save is complete."""
@@ -247,9 +206,9 @@ class TrainingLoop:
     def _say_what_is_saved(self, wait: bool) -> None:
         path = self.job.checkpoints.completed(wait)
         if path is not None:
-            self.job.log.say("saved", str(path))
+            self.job.reporting.log.say("saved", str(path))
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stopped_by_signal = True
 
     def _exit_reason(self, iteration: int) -> str | None:
@@ -277,8 +236,8 @@ def stops_at_nan(config: Config) -> bool:
     return config.training.check_for_nan_in_loss_and_grad and not dynamic
 
 
-def _learning_rate(groups: Sequence[dict[str, Any]], config: Config) -> float:
-    """That of the layers; word embedding and output layer may have one of their own."""
+def _learning_rate(groups: Sequence[Mapping[str, Any]], config: Config) -> float:
+    """The learning rate of the layers; word embedding and output layer may have a rate of their own."""
     peak, apart = config.optimizer.lr, config.optimizer.decoupled_lr
     rates = [group["lr"] for group in groups if apart is None or group.get("max_lr") == peak]
     return max(rates or [group["lr"] for group in groups])
@@ -295,7 +254,7 @@ def _profiler(config: Config, done: int) -> Iterator[Callable[[int], None]]:
     The trace is written when the last of these steps is done, or when the run ends among them, however it ends.
 
     Args:
-        done: steps that were made before.
+        done: steps that were executed before.
     """
     logging = config.logging
     if not (logging.profile and logging.use_pytorch_profiler) or dist.get_rank() not in logging.profile_ranks:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [f"# the flags of {words.script.name}, taken by tools/import_flags.py"]
     for name in flags.unresolved:
         lines.append(f"# ${{{name}}} has no value in the script: give it by --set {name}=VALUE, or write it below")
-    lines += argument_lines(flags.words)
+    lines += argument_lines(flags.arguments)
     if words.output is None:
         print("\n".join(lines))
     else:

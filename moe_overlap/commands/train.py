@@ -9,10 +9,10 @@ import datetime
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import megatron.training
 from moe_overlap.commands.exits import end_process, ends_with_its_reader, leave
@@ -21,13 +21,15 @@ from moe_overlap.describe.errors import ConfigError
 if TYPE_CHECKING:
     from megatron.training.cli.arguments import ParsedArguments
     from megatron.training.cli.config import Config
+    from megatron.training.data.datasets import BatchSource
+    from megatron.training.data.tokenizers import Tokenizer
+    from megatron.training.job import Machinery, Reporting
     from megatron.training.training import TrainingLoop
     from moe_overlap.describe.model import ModelDescription
+    from moe_overlap.plan.instructions import Instruction
     from moe_overlap.plan.plan import Plan
-    from moe_overlap.runtime.groups import StageGroups
-    from moe_overlap.runtime.spans import SpanRecorder
-    from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
-    from moe_overlap.runtime.step import StepRunner
+    from moe_overlap.runtime.build import Builders, Settings
+    from moe_overlap.runtime.context import RunContext
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,7 +83,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     try:
         loop = assemble(parsed, process.rank)
         loop.run()
-        announce_end(loop.job.log, argv, parsed.config, process.world_size, loop.reason)
+        announce_end(loop.job.reporting.log, argv, parsed.config, process.world_size, loop.reason)
     except TrainingFailed as error:
         return leave(process.rank, f"error: {error}", 1)
     except CommunicationFailed as error:
@@ -93,141 +95,148 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """What runs the steps of a run on this rank."""
-
-    groups: StageGroups
-    recorder: SpanRecorder
-    chunks: Sequence[Any]
-    optimizer: Any
-    scheduler: Any
-    layerwise: MegatronLayerwiseOptimizer
-    runner: StepRunner
-    deferred: Callable[[], dict[str, int]]
-
-
-def build_machinery(config: Config, model: ModelDescription, plan: Plan, total_steps: int) -> Machinery:
-    """Process groups, model, optimizer, and the runner that ties them to a plan's instructions. Collective."""
-    from megatron.training.initialize import seed_everything
-    from megatron.training.model.build import build_model, unwrap
-    from megatron.training.optimizer import make_optimizer, make_scheduler, wrap_chunks
-    from moe_overlap.runtime.build import defer_planned_gradients, gate_and_dispatcher, gradient_marks, make_runner
-    from moe_overlap.runtime.groups import build_groups
-    from moe_overlap.runtime.megatron_core.moe_layer import adapt_layer
-    from moe_overlap.runtime.routing.state import DrawClock
-    from moe_overlap.runtime.spans import SpanRecorder
-    from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
-    from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
-
-    groups = build_groups(plan, datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes))
-    stage = plan.stages[groups.stage]
-    seed_everything(config.training.seed, groups.collection)
-    recorder, clock = SpanRecorder(), DrawClock(config.training.seed)
-    parts = gate_and_dispatcher(config.overlap.moe_gate, config.moe.moe_token_dispatcher_type, clock)
-    adapt = adapt_layer(recorder, groups.collection, *parts)
-    modules = build_model(config, model, plan, groups.collection, groups.stage, adapt)
-    queue = WeightGradQueue(stage.overlap.max_deferred_bytes or None)
-    deferred = defer_planned_gradients(modules, stage.overlap, queue)
-    marks = gradient_marks(modules, stage.overlap)
-    chunks = wrap_chunks(config, modules, groups.collection, marks, weight_gradients_come_later=deferred)
-    optimizer = make_optimizer(config, chunks, groups.collection)
-    scheduler = make_scheduler(config, optimizer, plan.global_batch_size, total_steps)
-    layerwise = MegatronLayerwiseOptimizer(
-        optimizer, chunks, config.optimizer.clip_grad, count_zeros=config.logging.log_num_zeros_in_grad
-    )
-    runner = make_runner(
-        plan,
-        chunks,
-        [unwrap(chunk) for chunk in chunks],
-        layerwise,
-        groups,
-        recorder,
-        queue=queue,
-        clock=clock,
-        sequence_length=plan.sequence_length,
-        micro_batch_size=stage.micro_batch_size,
-    )
-    figures = queue.figures if deferred else dict[str, int]
-    return Machinery(groups, recorder, chunks, optimizer, scheduler, layerwise, runner, figures)
-
-
 def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
-    """A run from its flags: plan, machinery, data, checkpoint, reports. Collective over the default process group."""
+    """Build a run from its flags. Collective over the default process group.
+
+    1. Tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
+    2. The plan gives the machinery: groups, model, optimizer, runner.
+    3. Data, then the checkpoint: loading moves the machinery to where the run continues.
+    4. Reports.
+    """
     import torch.distributed as dist
 
     from megatron.training.checkpoint.checkpointing import Checkpointer, Progress, model_fingerprint
     from megatron.training.cli.sizes import batch_sizes, describe_model, known_vocab_size
-    from megatron.training.data.datasets import BatchSource
     from megatron.training.data.sources import tokenizer_of_run
-    from megatron.training.initialize import device_of_this_process
-    from megatron.training.model.build import unwrap
+    from megatron.training.job import Job, Schedule
     from megatron.training.plan_flags import plan_of_run, with_global_batch
-    from megatron.training.report.metrics import MetricsLog
-    from megatron.training.report.reports import Reports, announce, uses_expert_loads
-    from megatron.training.training import Job, TrainingLoop
-    from moe_overlap.describe.model import training_flops_per_token
-    from moe_overlap.plan import trace
-    from moe_overlap.plan.instructions import communication_seconds
+    from megatron.training.training import TrainingLoop
     from moe_overlap.plan.lowering.lower import lower
-    from moe_overlap.runtime.build import count_expert_loads
-    from moe_overlap.runtime.spans import phase_seconds
+    from moe_overlap.runtime.build import build_context
 
-    # What runs: tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
     config = parsed.config
-    tokenizer = tokenizer_of_run(config.data)
+    tokenizer = tokenizer_of_run(config.data)  # 1
     vocabulary = known_vocab_size(config) or tokenizer.vocab_size
     model = describe_model(config, vocabulary, parsed.name)
     plan = plan_of_run(config, model, dist.get_world_size())
-    instructions = lower(plan, model, rank)
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
-    total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
 
-    # Who runs it, what it is fed, where it continues, what it reports.
-    run = build_machinery(config, model, plan, total_steps)
-    source = BatchSource(
+    @functools.cache
+    def lowered(size: int) -> Sequence[Instruction]:
+        return lower(plan if size == plan.global_batch_size else with_global_batch(plan, size), model, rank)
+
+    lowered(plan.global_batch_size)  # A plan that cannot be lowered is refused before anything is built.
+    total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
+    schedule = Schedule(total_steps, plan.global_batch_size, sizes, lowered)
+    context = build_context(plan, model, settings_of(config, plan), builders_of(config, model, plan))  # 2
+    machinery = machinery_of(config, context, total_steps)
+    batches = batches_of(config, context, tokenizer, total_steps)  # 3
+    checkpoints = Checkpointer(
+        config,
+        machinery.chunks,
+        machinery.optimizer,
+        machinery.scheduler,
+        context.groups.collection,
+        model_fingerprint(config, vocabulary),
+    )
+    progress = checkpoints.load() or Progress()
+    reporting = reporting_of(parsed, context, rank, total_steps, batches.description)  # 4
+    for note in checkpoints.notes:
+        reporting.log.say("loaded", note)
+    return TrainingLoop(Job(config, machinery, schedule, batches, checkpoints, reporting), progress)
+
+
+def settings_of(config: Config, plan: Plan) -> Settings:
+    """The training settings that the runtime reads beside the plan."""
+    from megatron.training.plan_flags import gate_of_run
+    from moe_overlap.runtime.build import Settings
+
+    return Settings(
+        seed=config.training.seed,
+        gate=gate_of_run(config, plan),
+        dispatcher=config.moe.moe_token_dispatcher_type,
+        clip_grad=config.optimizer.clip_grad,
+        counts_zero_gradients=config.logging.log_num_zeros_in_grad,
+        timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
+    )
+
+
+def builders_of(config: Config, model: ModelDescription, plan: Plan) -> Builders:
+    """The builders of the training package, bound to a run's flags."""
+    from megatron.training.initialize import seed_everything
+    from megatron.training.model.build import build_model
+    from megatron.training.optimizer import make_optimizer, wrap_chunks
+    from moe_overlap.runtime.build import Builders
+
+    return Builders(
+        seed=functools.partial(seed_everything, config.training.seed),
+        model=lambda groups, adapt: build_model(config, model, plan, groups.collection, groups.stage, adapt),
+        wrap=functools.partial(wrap_chunks, config),
+        optimizer=functools.partial(make_optimizer, config),
+    )
+
+
+def machinery_of(config: Config, context: RunContext, total_steps: int) -> Machinery:
+    """The runner of a context and the learning-rate schedule beside it."""
+    from megatron.training.job import Machinery
+    from megatron.training.optimizer import make_scheduler
+    from moe_overlap.runtime.build import make_runner
+
+    optimizer = context.optimizer.megatron
+    return Machinery(
+        runner=make_runner(context),
+        chunks=context.chunks,
+        optimizer=optimizer,
+        scheduler=make_scheduler(config, optimizer, context.plan.global_batch_size, total_steps),
+        parameter_norm=context.optimizer.parameter_norm,
+        deferral_figures=context.deferral_figures,
+    )
+
+
+def batches_of(config: Config, context: RunContext, tokenizer: Tokenizer, total_steps: int) -> BatchSource:
+    """The micro-batches of this rank's place among the replicas and among the ranks that share a sequence."""
+    from megatron.training.data.datasets import BatchSource
+    from megatron.training.initialize import device_of_this_process
+
+    return BatchSource(
         config,
         tokenizer,
         total_steps=total_steps,
-        global_batch_size=plan.global_batch_size,
-        data_rank=run.groups.data_rank,
-        data_size=run.groups.data_size,
-        context_rank=run.groups.collection.cp.rank(),
-        context_size=run.groups.collection.cp.size(),
+        global_batch_size=context.plan.global_batch_size,
+        data_rank=context.groups.data_rank,
+        data_size=context.groups.data_size,
+        context_rank=context.groups.collection.cp.rank(),
+        context_size=context.groups.collection.cp.size(),
         device=device_of_this_process(),
     )
-    fingerprint = model_fingerprint(config, vocabulary)
-    checkpoints = Checkpointer(config, run.chunks, run.optimizer, run.scheduler, run.groups.collection, fingerprint)
-    progress = checkpoints.load() or Progress()
+
+
+def reporting_of(
+    parsed: ParsedArguments, context: RunContext, rank: int, total_steps: int, data_description: str
+) -> Reporting:
+    """The run's log, opened and with its first lines, and what is reported beside the steps."""
+    import torch.distributed as dist
+
+    from megatron.training.job import Reporting
+    from megatron.training.report.metrics import MetricsLog
+    from megatron.training.report.reports import Reports, announce, uses_expert_loads
+    from moe_overlap.describe.model import training_flops_per_token
+    from moe_overlap.plan import trace
+    from moe_overlap.runtime.build import count_expert_loads
+    from moe_overlap.runtime.spans import phase_seconds
+
+    config, plan, model = parsed.config, context.plan, context.model
     log = MetricsLog(config.logging, rank, total_steps, asdict(config))
-    announce(log, parsed, model, dist.get_world_size(), source.description)
-    for note in checkpoints.notes:
-        log.say("loaded", note)
-    counted = count_expert_loads([unwrap(chunk) for chunk in run.chunks], model) if uses_expert_loads(config) else None
+    announce(log, parsed, model, dist.get_world_size(), data_description)
+    loads = count_expert_loads(context) if uses_expert_loads(config) else None
     trace_path = Path((config.overlap.trace or "") + (f".rank{rank}" if rank else ""))
-    job = Job(
-        config=config,
-        runner=run.runner,
-        instructions=instructions,
-        instructions_of=functools.cache(lambda size: lower(with_global_batch(plan, size), model, rank)),
-        chunks=run.chunks,
-        optimizer=run.optimizer,
-        scheduler=run.scheduler,
-        checkpoints=checkpoints,
+    return Reporting(
         log=log,
-        batches=source,
-        measure=communication_seconds,
-        covered=run.recorder.covered,
-        write_trace=lambda measured: trace.write_trace(trace_path, measured, rank, trace.about_run(plan, model)),
-        parameter_norm=run.layerwise.parameter_norm,
-        deferred=run.deferred,
-        reports=Reports(config.logging, log, phase_seconds, counted),
-        global_batch_size=plan.global_batch_size,
-        batch_sizes=sizes,
-        total_steps=total_steps,
+        reports=Reports(config.logging, log, phase_seconds, loads),
+        covered_channels=context.recorder.covered,
         flops_per_token=training_flops_per_token(model, plan.sequence_length),
+        write_trace=lambda spans: trace.write_trace(trace_path, spans, rank, trace.about_run(plan, model)),
     )
-    return TrainingLoop(job, progress)
 
 
 def run() -> NoReturn:

@@ -1,1 +1,1 @@
-"""What exists: models, clusters, expert loads. Standard library only."""
+"""Descriptions of what exists: models, clusters, expert loads. Standard library only."""

@@ -28,15 +28,15 @@ class Gpu:
 
     name: str
     architecture: str
-    """Generation of the chip (`Hopper`): types of one generation are alike in what they make of their peak rates."""
+    """Generation of the chip (`Hopper`): types of one generation reach similar shares of their peak rates."""
     bf16_tflops: float
-    """Of fp16, too."""
+    """Peak rate of bf16 and of fp16."""
     fp8_tflops: float | None
     fp4_tflops: float | None
     memory_gib: float
     memory_gb_per_s: float
     multiprocessors: int | None = None
-    """Each runs one thread block of a fused kernel; None where it is not known."""
+    """Streaming multiprocessors; each executes one thread block of a fused kernel. None where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +61,16 @@ class NodeGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What tools/profile_cluster.py adds to a description; rates and constants are then those of this very machine."""
+    """Measurements that tools/profile_cluster.py adds to a description; rates and constants are then this very machine's."""
 
     database: str
-    """File of measured operators; in a cluster file relative to it."""
+    """File of measured operators; a path in a cluster file is relative to that file."""
     device: str
     """cpu or cuda."""
     latency_seconds: float
-    """Of one collective inside a node."""
+    """Latency of one collective inside a node."""
     constants: Mapping[str, float]
-    """Of the time model, by their names in tuner/cost/hardware.py."""
+    """Constants of the time model, by their names in tuner/cost/hardware.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ def known_gpus() -> dict[str, dict[str, Any]]:
 
 
 def shipped_cluster(gpu: str, num_gpus: int, subject: str = "--gpu") -> Cluster:
-    """A cluster of one GPU type in its usual nodes: what `--gpu H100 --num-gpus 64` stands for.
+    """A cluster of one GPU type in its usual nodes, as `--gpu H100 --num-gpus 64` asks for.
 
     Raises:
         ConfigError: an unknown GPU (the known ones are listed), or a number that does not fill its nodes.
@@ -130,7 +130,7 @@ def node_group(row: Mapping[str, Any], nodes: int, gpus_per_node: int) -> dict[s
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """A cluster file.
+    """Read a cluster file.
 
     Raises:
         ConfigError: the file cannot be read, or a field is unknown, missing or of the wrong kind; it names the field.

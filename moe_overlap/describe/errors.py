@@ -1,4 +1,4 @@
-"""The one kind of error a user sees: a line that names subject, value, rule and fix."""
+"""The error that a user sees for a mistake: a line that names subject, value, rule and fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How loaded the experts of a run were: the file behind --log-expert-load, written by a run and read by a tuner.
+"""Loads of a run's experts: the file behind --log-expert-load, written by a run and read by a tuner.
 
 JSON lines; each line is one MoE layer over a range of steps, complete in itself:
 
@@ -6,13 +6,13 @@ JSON lines; each line is one MoE layer over a range of steps, complete in itself
 
     first_step, last_step   both included, numbered from 1; training only, evaluations are left out
     layer                   from 0, as in the operator names (`L3.moe.gate`); prediction layers count on behind the decoder's
-    tokens                  that met the router in those steps, over all ranks and micro-batches
+    tokens                  tokens that met the router in those steps, over all ranks and micro-batches
     load                    by expert: tokens it computed, that is, chosen and within capacity
     dropped                 by expert: tokens that chose it and found it full
     entropy                 nats: mean over the tokens of the entropy of their scores, normalised over all experts;
                             log(number of experts) when the router does not prefer any
 
-A resumed run appends. Steps that were run again stand in the file twice; the later lines are the run's.
+A resumed run appends. Steps that were executed again stand in the file twice; the later lines are the run's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ExpertLoad:
 
 
 def read_expert_loads(path: str | Path) -> tuple[ExpertLoad, ...]:
-    """The lines of a file that count, in its order: of steps that were run twice, the later ones.
+    """The lines of a file that count, in its order: for steps that were executed twice, the later ones.
 
     Raises:
         ConfigError: the file cannot be read, or a line is none of this format; it names the line.
@@ -93,7 +93,7 @@ def _load_of(row: Any) -> ExpertLoad:
 
 
 def shares_by_layer(loads: Iterable[ExpertLoad]) -> dict[int, tuple[float, ...]]:
-    """By layer: the part of all its choices that fell on each expert, dropped ones included, over all lines.
+    """Each layer's share of choices that fell on each expert, dropped ones included, over all lines.
 
     Raises:
         ConfigError: lines of one layer differ in their number of experts: the file holds two models.

@@ -1,15 +1,20 @@
-"""A language model as numbers: what its layers are and how many parameters they hold. Standard library only."""
+"""A language model as numbers: its layers, their parameters and operations. Standard library only.
+
+Parameter counts are analytic, and equal what megatron-core builds: in all, per token, on a rank. Operations are counted as
+throughput is counted in the field: matrix products only, the causal half of attention.
+
+Legend: H hidden, L width that routed experts read and write, F width of an MLP, G 2 with a gated activation and 1 without, D
+head width, N heads, K query groups. The expert bias of a router is a buffer, no parameter, and is not counted.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# What a micro-batch holds besides tokens, labels, loss_mask, position_ids and attention_mask.
-
 TOKEN_COUNT = "token_count"
-"""Where several ranks share the sequences: tokens of the whole sequences that count in the loss, a scalar."""
-
+"""Entry of a micro-batch besides tokens, labels, loss_mask, position_ids and attention_mask, where several ranks share the
+sequences: tokens of the whole sequences that count in the loss, a scalar."""
 
 ParallelBlock = Literal["one-norm", "two-norms"]
 """Layers x + attention(norm(x)) + mlp(norm(x)), with a norm for both or one each."""
@@ -70,10 +75,7 @@ class ModelDescription:
     parallel_block: ParallelBlock | None = None
 
 
-# How many parameters a model holds, in closed form: in all, per token, on a rank. Equal to what megatron-core builds.
-#
-# Legend: H hidden, L width that routed experts read and write, F width of an MLP, G 2 with a gated activation and 1 without, D
-# head width, N heads, K query groups. The expert bias of a router is a buffer, no parameter, and is not counted.
+# Parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,14 +84,14 @@ class ParameterCount:
 
     total: int
     active: int
-    """That one token passes: top-k routed experts of each MoE layer instead of all."""
+    """Parameters that one token passes: top-k routed experts of each MoE layer instead of all."""
     embedding: int
     """Word and position embeddings and the output layer; part of both other numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What a rank holds: its layers, and by how many ranks each matrix is split."""
+    """A rank's share of the model: its layers, and the number of ranks that split each kind of matrix."""
 
     chunks: tuple[tuple[int, int], ...]
     """Layer ranges, [first, last)."""
@@ -97,11 +99,11 @@ class Share:
     expert: int = 1
     expert_tensor: int = 1
     first_stage: bool = True
-    """Holds the embedding."""
+    """Whether the rank holds the embedding."""
     last_stage: bool = True
-    """Holds the last norm and the output layer."""
+    """Whether the rank holds the last norm and the output layer."""
     split_latents: bool = True
-    """Down projections of latent attention are split over TP: so without Transformer Engine, not so with it."""
+    """Whether down projections of latent attention are split over TP: true without Transformer Engine, false with it."""
 
 
 def model_parameters(model: ModelDescription) -> ParameterCount:
@@ -131,12 +133,12 @@ def embedding_parameters(model: ModelDescription, share: Share) -> int:
 
     Prediction layers stand on the last stage and read a copy of the word embedding there.
     """
-    words = model.vocab_size // share.tensor * model.hidden_size
+    word_embedding = model.vocab_size // share.tensor * model.hidden_size
     positions = model.max_position_embeddings * model.hidden_size if model.learned_positions else 0
-    total = words + positions if share.first_stage else 0
+    total = word_embedding + positions if share.first_stage else 0
     if share.last_stage:
         copied = model.mtp_layers > 0 and not share.first_stage
-        total += words * (copied + (not model.tied_embeddings or not (share.first_stage or copied)))
+        total += word_embedding * (copied + (not model.tied_embeddings or not (share.first_stage or copied)))
     return total
 
 
@@ -160,7 +162,7 @@ def prediction_parameters(model: ModelDescription, share: Share) -> int:
 
 
 def norm_parameters(model: ModelDescription, width: int) -> int:
-    """RMSNorm has a weight, LayerNorm also a bias."""
+    """Parameters of a norm: RMSNorm has a weight, LayerNorm also a bias."""
     return width if model.rms_norm else 2 * width
 
 
@@ -178,10 +180,10 @@ def attention_parameters(model: ModelDescription, tensor: int, split_latents: bo
 
 
 def _latent_attention_parameters(model: ModelDescription, latent: LatentAttention, tensor: int, down: int) -> int:
-    """DeepSeek-V2, section 2.1.2. Up projections and output are split over TP, down projections by `down`.
+    """Parameters of latent attention: up projections and output are split over TP, down projections by `down`.
 
-    Only the output has a bias. With qk_layernorm the latents are normed: of keys and values, and of queries where they
-    have one.
+    Only the output has a bias. With qk_layernorm the latents are normed: that of keys and values, and that of queries where
+    they have one. Source: DeepSeek-V2, section 2.1.2.
     """
     hidden, heads = model.hidden_size, model.num_attention_heads
     query_width = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
@@ -212,7 +214,7 @@ def mlp_parameters(model: ModelDescription, width: int, split: int, hidden: int 
 
 
 def expert_parameters(model: ModelDescription, split: int) -> int:
-    """One routed expert on one of the ranks that share it."""
+    """Parameters of one routed expert on one of the ranks that share it."""
     return mlp_parameters(model, model.moe_ffn_hidden_size, split, model.moe_latent_size or None)
 
 
@@ -238,21 +240,21 @@ def _idle_expert_parameters(model: ModelDescription, share: Share) -> int:
     return idle * expert_parameters(model, share.expert_tensor) // share.expert
 
 
-# Floating-point operations of a model, as throughput is counted in the field: matrix products only, causal half of attention.
+# Operations and routed copies
 
 
 def training_flops_per_token(model: ModelDescription, sequence_length: int) -> float:
-    """Operations of forward and backward per token; recomputation does not count.
+    """Floating-point operations of forward and backward pass per token; recomputation does not count.
 
     6 per active matrix parameter (the embedding's lookup is none, the output layer is one, also where tied), and for attention
     scores and weighted values 6 · keys · (query width + value width) per layer, where a query has S/2 keys on average, with a
     window of W keys W - W² / 2S. Prediction layers are layers too, and each passes the output layer once more.
     """
-    words = model.vocab_size * model.hidden_size
-    lookups = words if not model.tied_embeddings else 0
+    word_embedding = model.vocab_size * model.hidden_size
+    lookups = word_embedding if not model.tied_embeddings else 0
     if model.learned_positions:
         lookups += model.max_position_embeddings * model.hidden_size
-    matrices = model_parameters(model).active - lookups + model.mtp_layers * words
+    matrices = model_parameters(model).active - lookups + model.mtp_layers * word_embedding
     latent = model.latent_attention
     if latent is None:
         widths = 2 * model.num_attention_heads * model.kv_channels
@@ -263,11 +265,8 @@ def training_flops_per_token(model: ModelDescription, sequence_length: int) -> f
     return 6.0 * matrices + 6.0 * keys * widths
 
 
-# How many copies of a token travel: to each of its experts, or once to each place where it has some.
-
-
 def expected_places(choices: int, places: int) -> float:
-    """Expected number of different places that hold the experts of a token.
+    """Expected number of different places that hold the experts of a token: copies that travel if each place gets one.
 
     Args:
         choices: experts of a token, spread evenly over the places, each drawn apart from the others.

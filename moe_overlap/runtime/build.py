@@ -1,36 +1,156 @@
-"""The parts that a run's flags and plan ask for. What overlaps is imported only where it runs: a plain run holds none of it."""
+"""The machinery of a run, built from a plan: `build_context`, then `make_runner`.
+
+The runtime imports nothing of the training package; what only that package can build (model, DDP, optimizer) is handed in as
+`Builders`. Code that overlaps is imported only where the plan asks for it: a run without overlap holds none of it in memory, and
+a fault in it cannot reach such a run.
+"""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
-from moe_overlap.runtime.groups import StageGroups
+from moe_overlap.runtime.context import BucketReduction, RunContext, language_model
+from moe_overlap.runtime.groups import StageGroups, build_groups
+from moe_overlap.runtime.megatron_core.moe_layer import AdaptLayer, MakeDispatcher, MakeGate, adapt_layer
 from moe_overlap.runtime.megatron_core.runner import MegatronStepRunner
 from moe_overlap.runtime.routing.state import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.state.optimizer import LayerwiseOptimizer
+from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
 from moe_overlap.runtime.step import StepRunner
 from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
 
-Make = Callable[..., Any] | None
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Training settings that no plan says.
+
+    Attributes:
+        seed: seed of the gates' draws; `Builders.seed` seeds everything else.
+        gate: value of --moe-gate; None keeps megatron-core's router.
+        dispatcher: value of --moe-token-dispatcher-type.
+        clip_grad: bound of the gradient norm; 0 leaves the gradients alone.
+        counts_zero_gradients: whether every step counts its zero gradients, for the log.
+        timeout: of every collective of the run's groups.
+    """
+
+    seed: int
+    gate: str | None
+    dispatcher: str
+    clip_grad: float
+    counts_zero_gradients: bool
+    timeout: datetime.timedelta
 
 
-def gate_and_dispatcher(gate: str | None, dispatcher: str, clock: DrawClock) -> tuple[Make, Make]:
-    """What builds the gate and the dispatcher of a MoE layer; None where megatron-core's stay.
+class WrapChunks(Protocol):
+    """Wraps model chunks in DDP."""
+
+    def __call__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        groups: ProcessGroupCollection,
+        bucket_marks: Sequence[torch.nn.Parameter],
+        *,
+        weight_gradients_come_later: bool,
+    ) -> Sequence[DistributedDataParallel]:
+        """Wrap them.
+
+        Args:
+            bucket_marks: parameters that begin a gradient bucket each.
+            weight_gradients_come_later: whether some modules announce their gradients themselves, after their backward pass.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Builders:
+    """What the training package builds, bound to the flags of the run.
+
+    Attributes:
+        seed: seeds every generator of this process, by its place in the groups.
+        model: one module per model chunk of this rank's stage; the function it is given is applied to every layer's spec.
+        wrap: wraps the chunks in DDP.
+        optimizer: megatron-core's chained distributed optimizers of the wrapped chunks.
+    """
+
+    seed: Callable[[ProcessGroupCollection], None]
+    model: Callable[[StageGroups, AdaptLayer], Sequence[torch.nn.Module]]
+    wrap: WrapChunks
+    optimizer: Callable[[Sequence[DistributedDataParallel], ProcessGroupCollection], MegatronOptimizer]
+
+
+def build_context(plan: Plan, model: ModelDescription, settings: Settings, builders: Builders) -> RunContext:
+    """Build this rank's part of a run. Collective over the default process group.
+
+    1. Groups: every rank creates all groups of the plan in one order, as NCCL and gloo demand.
+    2. Model: seeded by the rank's place in its groups, because stages, tensor ranks and expert ranks draw different weights.
+    3. Weight gradients: products are split before DDP wraps them, because DDP decides on its hooks when it is built.
+    4. DDP: buckets begin where the plan reduces parameter groups apart.
+    5. Optimizer: shards the buffers of DDP, hence last.
+    """
+    groups = build_groups(plan, settings.timeout)  # 1
+    overlap = plan.stages[groups.stage].overlap
+    builders.seed(groups.collection)  # 2
+    recorder, clock = SpanRecorder(), DrawClock(settings.seed)
+    make_gate, make_dispatcher = gate_and_dispatcher(settings.gate, settings.dispatcher, clock)
+    adapt = adapt_layer(recorder, groups.collection, make_gate, make_dispatcher)
+    modules = builders.model(groups, adapt)
+    queue = WeightGradQueue(overlap.max_deferred_bytes or None)  # 3
+    deferred = _split_deferred_products(modules, overlap, queue)
+    marks = _bucket_marks(modules, overlap)  # 4
+    chunks = builders.wrap(modules, groups.collection, marks, weight_gradients_come_later=deferred)
+    optimizer = MegatronLayerwiseOptimizer(  # 5
+        builders.optimizer(chunks, groups.collection), chunks, settings.clip_grad, settings.counts_zero_gradients
+    )
+    return RunContext(
+        plan=plan,
+        model=model,
+        groups=groups,
+        chunks=chunks,
+        models=[language_model(chunk) for chunk in chunks],
+        optimizer=optimizer,
+        recorder=recorder,
+        clock=clock,
+        weight_gradients=queue,
+        bucket_reduction=_bucket_reduction(plan, chunks),
+    )
+
+
+def make_runner(context: RunContext) -> StepRunner:
+    """The runner of a plan: megatron-core's schedules without overlap, the executor of instruction lists with it.
+
+    One stage that overlaps puts every stage on the executor: the two name and order their transfers differently, so a stage of
+    one kind would wait for ever for messages of the other.
+    """
+    if not any(stage.overlap.is_listed for stage in context.plan.stages):
+        return MegatronStepRunner(context)
+    from moe_overlap.runtime.executor.execute import PlanExecutor
+
+    return PlanExecutor(context)
+
+
+def gate_and_dispatcher(
+    gate: str | None, dispatcher: str, clock: DrawClock
+) -> tuple[MakeGate | None, MakeDispatcher | None]:
+    """Constructors of the gate and the dispatcher of a MoE layer; None keeps megatron-core's.
 
     Args:
         gate: value of --moe-gate.
         dispatcher: value of --moe-token-dispatcher-type.
         clock: tells gates that draw which micro-batch they see.
     """
-    make_gate = make_dispatcher = None
+    make_gate: MakeGate | None = None
+    make_dispatcher: MakeDispatcher | None = None
     if gate is not None:
         from moe_overlap.runtime.routing.gates import gate_maker
 
@@ -42,8 +162,22 @@ def gate_and_dispatcher(gate: str | None, dispatcher: str, clock: DrawClock) -> 
     return make_gate, make_dispatcher
 
 
-def defer_planned_gradients(modules: Sequence[torch.nn.Module], overlap: StageOverlap, queue: WeightGradQueue) -> bool:
-    """Split the products whose weight gradients the plan has computed under an exchange; whether there are any."""
+def count_expert_loads(context: RunContext) -> Callable[[int, int], list[ExpertLoad]]:
+    """Have the routers count what they decide.
+
+    Returns:
+        A collective that sums the counts of all ranks since its last call: (first step, last step) -> loads by layer.
+    """
+    from moe_overlap.runtime.routing.meter import RouterMeters
+
+    model = context.model
+    assert model.num_experts is not None
+    layers = model.num_layers + model.mtp_layers
+    return RouterMeters(context.models, layers, model.num_experts, context.device).collect
+
+
+def _split_deferred_products(modules: Sequence[torch.nn.Module], overlap: StageOverlap, queue: WeightGradQueue) -> bool:
+    """Split the products whose weight gradients the plan defers; returns whether there are any."""
     if not any(layer.weight_gradient_slots for layer in overlap.layers):
         return False
     from moe_overlap.runtime.weight_grad.split_linear import defer_planned
@@ -51,8 +185,8 @@ def defer_planned_gradients(modules: Sequence[torch.nn.Module], overlap: StageOv
     return defer_planned(modules, overlap, queue)
 
 
-def gradient_marks(modules: Sequence[torch.nn.Module], overlap: StageOverlap) -> list[torch.nn.Parameter]:
-    """Parameters that must begin a gradient bucket so that a plan's pieces can be reduced part by part."""
+def _bucket_marks(modules: Sequence[torch.nn.Module], overlap: StageOverlap) -> list[torch.nn.Parameter]:
+    """Parameters that must begin a gradient bucket, so that each parameter group of the plan is reduced by itself."""
     if overlap.gradient_chunk_bytes == 0:
         return []
     from moe_overlap.runtime.state.buckets import bucket_marks
@@ -60,55 +194,10 @@ def gradient_marks(modules: Sequence[torch.nn.Module], overlap: StageOverlap) ->
     return bucket_marks(modules)
 
 
-def count_expert_loads(models: Sequence[Any], model: ModelDescription) -> Callable[[int, int], list[ExpertLoad]]:
-    """Have the routers count what they decide; the answer sums it over all ranks, for a range of steps (a collective).
-
-    Args:
-        models: the GPTModel of each of this rank's chunks.
-    """
-    from moe_overlap.runtime.routing.meter import RouterMeters
-
-    device = next(models[0].parameters()).device
-    assert model.num_experts is not None
-    return RouterMeters(models, model.num_layers + model.mtp_layers, model.num_experts, device).collect
-
-
-def make_runner(
-    plan: Plan,
-    chunks: Sequence[Any],
-    models: Sequence[Any],
-    optimizer: LayerwiseOptimizer,
-    groups: StageGroups,
-    recorder: SpanRecorder,
-    *,
-    queue: WeightGradQueue,
-    clock: DrawClock,
-    sequence_length: int,
-    micro_batch_size: int,
-) -> StepRunner:
-    """megatron-core's schedule for a plan without overlap, the executor for one with it, on every stage alike: the two do not
-    understand each other's transfers.
-
-    Args:
-        chunks: this rank's DDP-wrapped model chunks.
-        models: the GPTModel inside each of them.
-    """
-    if not any(stage.overlap.is_listed for stage in plan.stages):
-        sizes = {"sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
-        return MegatronStepRunner(chunks, optimizer, groups, recorder, clock=clock, **sizes)
-    from moe_overlap.runtime.executor.execute import PlanExecutor
+def _bucket_reduction(plan: Plan, chunks: Sequence[DistributedDataParallel]) -> BucketReduction | None:
+    """The reduction that the list places among the passes; None where every stage reduces its gradients behind them."""
+    if not any(stage.overlap.gradient_chunk_bytes for stage in plan.stages):
+        return None
     from moe_overlap.runtime.state.buckets import GradientPieces
 
-    in_pieces = any(stage.overlap.gradient_chunk_bytes for stage in plan.stages)
-    return PlanExecutor(
-        chunks,
-        models,
-        optimizer,
-        groups,
-        recorder,
-        queue=queue,
-        clock=clock,
-        pieces=GradientPieces(chunks) if in_pieces else None,
-        sequence_length=sequence_length,
-        micro_batch_size=micro_batch_size,
-    )
+    return GradientPieces(chunks)

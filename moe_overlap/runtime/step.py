@@ -1,27 +1,35 @@
-"""The interface between a training loop and whatever runs a step."""
+"""The seam between a training loop and whatever executes a step: `StepRunner`, what it returns, and how communication fails.
+
+It imports no other part of the runtime, so that every part may import it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction, Span
 
-Batch = dict[str, Any]
+Batch = dict[str, Tensor]
+"""One micro-batch of this rank: `tokens`, `labels`, `loss_mask` and `position_ids` [B, S], `attention_mask` where documents are
+kept apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step, as every rank sees it; the spans are this rank's.
+    """The outcome of one step, equal on every rank but for the spans, which are this rank's.
 
     Attributes:
-        loss: mean loss over the tokens of the global batch, in nats; on every rank.
+        loss: mean loss over the tokens of the global batch, in nats.
         tokens: tokens of the global batch that count in the loss.
-        grad_norm: global norm before clipping, of unscaled gradients; nan in an evaluation, and where the scaled ones overflowed.
+        grad_norm: global norm of the unscaled gradients before clipping; nan in an evaluation and where the loss scale made a
+            gradient overflow.
         updated: whether the weights moved; false when loss or norm is not finite.
-        zero_gradients: number of zero gradients where counted; None where they overflowed.
+        zero_gradients: number of zero gradients; None where they are not counted or a gradient overflowed.
         predictions: mean loss of every multi-token-prediction layer, over the tokens that count in it.
     """
 
@@ -40,7 +48,7 @@ class CommunicationFailed(RuntimeError):
 
 @contextlib.contextmanager
 def naming(operation: str) -> Iterator[None]:
-    """Have what fails in the block, which communicates, say in which operation."""
+    """Turn an error of the communication inside the block into a `CommunicationFailed` that begins with the operation."""
     try:
         yield
     except CommunicationFailed:
@@ -51,20 +59,20 @@ def naming(operation: str) -> Iterator[None]:
 
 
 class StepRunner(Protocol):
-    """Runs instruction lists on this rank. The training loop knows nothing else of the model.
+    """Executes instruction lists on this rank. The training loop knows nothing else of the model.
 
-    Attributes:
-        step: number of the step in the run, set before each one; gates that draw take it into their draws.
+    Both calls are collective: every rank passes its own list of the same step.
     """
 
-    step: int
+    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
+        """Execute one training step over the list's micro-batches.
 
-    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
-        """One training step over the list's micro-batches.
-
+        Args:
+            batches: this rank's micro-batches; as many are taken as the list has.
+            step: number of the step in the run; gates that draw take it into their draws.
         Raises:
             CommunicationFailed: a peer is gone. Every rank that needs it raises within the groups' timeout.
         """
 
-    def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
-        """The forward part of the same list: no gradients, no update."""
+    def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
+        """Execute the forward part of the same list: no gradients, no update. `step` is the last training step."""

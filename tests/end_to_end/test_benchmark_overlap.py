@@ -13,6 +13,7 @@ import pytest
 
 from tests.end_to_end.program import ROOT
 from tests.link_hosts import left_by, namespaces_allowed
+from tests.signals import restore_interruptions
 
 PROGRAM = ROOT / "tools" / "benchmark_overlap.py"
 SMALL = """
@@ -83,11 +84,6 @@ def test_a_wait_behind_every_issue_undoes_the_gain(timed: dict[str, Any]) -> Non
     assert timed["both 2 around, waiting"]["speedup"]["median"] < 1.05
 
 
-def _hear_interruptions() -> None:
-    """Tests that a shell runs in the background inherit from it that SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.slow
 def test_nothing_is_left_after_an_interruption() -> None:
     links = "--namespaces" if namespaces_allowed() else "--emulator"
@@ -97,7 +93,7 @@ def test_nothing_is_left_after_an_interruption() -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_hear_interruptions,
+        preexec_fn=restore_interruptions,
     ) as started:
         assert started.stderr is not None
         assert any(line.startswith("profile:") for line in started.stderr), "the ranks are up"

@@ -52,16 +52,16 @@ def train_deferred(flags: str, max_bytes: int | None = None, break_queue: Any = 
     queue = WeightGradQueue(max_bytes)
     with _deferring(queue) as names:
         loop = _assemble(flags)
-    for chunk in loop.job.chunks:
+    for chunk in loop.job.machinery.chunks:
         drain_after_backward(chunk, queue)
-    config = loop.job.chunks[0].config
-    finalize = config.finalize_model_grads_func
+    update = loop.job.machinery.runner._update
+    reduce = update.reduce
 
     def checked(*arguments: Any, **options: Any) -> None:
         queue.assert_empty()
-        finalize(*arguments, **options)
+        reduce(*arguments, **options)
 
-    config.finalize_model_grads_func = checked
+    update.reduce = checked
     if break_queue is not None:
         break_queue(queue)
     return _outcome(loop, queue, tuple(names))
@@ -117,16 +117,16 @@ def _outcome(loop: Any, queue: Any, names: tuple[str, ...]) -> Outcome:
     feed = job.batches("train", 0)
     steps = []
     for _ in range(STEPS):
-        result = job.runner.run(job.instructions, feed)
-        job.scheduler.step(increment=job.global_batch_size)
+        result = job.machinery.runner.run(job.schedule.instructions, feed, 0)
+        job.machinery.scheduler.step(increment=job.schedule.global_batch_size)
         steps.append((result.loss, result.grad_norm))
     digests = {}
-    for number, chunk in enumerate(job.chunks):
+    for number, chunk in enumerate(job.machinery.chunks):
         chunk.start_param_sync(force_sync=True)
         for name, parameter in chunk.named_parameters():
             raw = parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()
             digests[f"{number}.{name}"] = hashlib.sha256(raw).hexdigest()
-    job.log.close()
+    job.reporting.log.close()
     if queue is None:
         return Outcome(tuple(steps), digests)
     return Outcome(tuple(steps), digests, names, queue.peak_bytes, queue.inline.count)

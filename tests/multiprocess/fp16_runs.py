@@ -67,7 +67,7 @@ def hurt(folder: Path) -> Rows:
     loop = pretrain_moe.assemble(parse(words.split()), dist.get_rank())
     feed = loop.job.batches("train", 0)
     assert feed is not None
-    experts = [p for name, p in loop.job.chunks[0].named_parameters() if "local_experts" in name]
+    experts = [p for name, p in loop.job.machinery.chunks[0].named_parameters() if "local_experts" in name]
     rows: Rows = []
     for step in range(1, 5):
         hook = (
@@ -75,10 +75,10 @@ def hurt(folder: Path) -> Rows:
             if dist.get_rank() == step - 1 == 1
             else None
         )
-        before = [p.detach().clone() for p in loop.job.chunks[0].parameters()]
+        before = [p.detach().clone() for p in loop.job.machinery.chunks[0].parameters()]
         loop.step(step, feed)
-        still = all((a == b).all() for a, b in zip(before, loop.job.chunks[0].parameters(), strict=True))
-        rows.append({"still": still, "scale": float(loop.job.optimizer.get_loss_scale())})
+        still = all((a == b).all() for a, b in zip(before, loop.job.machinery.chunks[0].parameters(), strict=True))
+        rows.append({"still": still, "scale": float(loop.job.machinery.optimizer.get_loss_scale())})
         if hook is not None:
             hook.remove()
     return rows

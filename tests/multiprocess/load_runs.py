@@ -26,15 +26,15 @@ def loads(variants: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
         validate(parsed.config, dist.get_world_size())
         assert parsed.config.logging.log_expert_load is not None
         job = pretrain_moe.assemble(parsed, dist.get_rank()).job
+        runner = job.machinery.runner
         feed, held_out = job.batches("train", 0), job.batches("valid", 0)
         assert feed is not None and held_out is not None
         for step in range(STEPS):
-            job.runner.step = step
-            job.runner.run(job.instructions, feed)
-            job.runner.evaluate(job.instructions, held_out)
-            job.reports.after_step(step + 1, 0, 0)
-        job.reports.flush_loads(STEPS)
-        job.log.close()
+            runner.run(job.schedule.instructions, feed, step)
+            runner.evaluate(job.schedule.instructions, held_out, step)
+            job.reporting.reports.after_step(step + 1, 0, 0)
+        job.reporting.reports.flush_loads(STEPS)
+        job.reporting.log.close()
         dist.barrier()
         found[name] = [asdict(load) for load in read_expert_loads(parsed.config.logging.log_expert_load)]
     return found

@@ -45,7 +45,7 @@ def curves(
     found = {name: _curve(*assembled(flags, base), steps) for name, flags in variants.items()}
     for name, flags in (crowded or {}).items():
         job, feed = assembled(f"{flags} {CROWDED}")
-        biases = [module.expert_bias for module in job.chunks[0].modules() if hasattr(module, "expert_bias")]
+        biases = [module.expert_bias for module in job.machinery.chunks[0].modules() if hasattr(module, "expert_bias")]
         for bias in biases:
             bias.copy_(bias.new_tensor([0.0] * (len(bias) - 1) + [9.0]))
         found[name] = _curve(job, feed, steps)
@@ -62,7 +62,7 @@ def peak_bytes(variants: dict[str, str]) -> dict[str, int]:
     for name, flags in variants.items():
         job, feed = assembled(flags)
         _step(job, 0, feed)
-        held = held_tensors(job.chunks, job.optimizer)
+        held = held_tensors(job.machinery.chunks, job.machinery.optimizer)
         with StorageTracker(held) as tracker:
             before = tracker.bytes
             _step(job, 1, feed)
@@ -74,7 +74,7 @@ def dense_passes(flags: str) -> int:
     """How often one step runs the first layer's dense MLP, with its only micro-batch."""
     job, feed = assembled(flags)
     calls: list[None] = []
-    layer = job.chunks[0].module.decoder.layers[0]
+    layer = job.machinery.chunks[0].module.decoder.layers[0]
     layer.mlp.linear_fc1.register_forward_hook(lambda *_: calls.append(None))
     _step(job, 0, feed)
     return len(calls)
@@ -83,7 +83,7 @@ def dense_passes(flags: str) -> int:
 def spans_of_a_step(flags: str) -> list[tuple[str, str, float, float]]:
     """Name, channel, start and end of what a step recorded, its update left out. Collective."""
     job, feed = assembled(flags)
-    spans = job.runner.run(job.instructions, feed).spans
+    spans = job.machinery.runner.run(job.schedule.instructions, feed, 0).spans
     return [(s.name, s.channel, s.start, s.end) for s in spans if not s.name.startswith(("optimizer", "parameters"))]
 
 
@@ -112,7 +112,7 @@ def assembled(flags: str, base: str = BASE) -> tuple[Any, Any]:
 
 def _curve(job: Any, feed: Any, steps: int) -> Curve:
     curve = [_step(job, step, feed) for step in range(steps)]
-    evaluated = job.runner.evaluate(job.instructions, feed)
+    evaluated = job.machinery.runner.evaluate(job.schedule.instructions, feed, steps - 1)
     return [*curve, (evaluated.loss, float(evaluated.tokens))]
 
 
@@ -132,9 +132,8 @@ def _uneven(feed: Any) -> Iterator[Any]:
 
 
 def _step(job: Any, step: int, feed: Any) -> tuple[float, float]:
-    job.runner.step = step
-    result = job.runner.run(job.instructions, feed)
-    job.scheduler.step(increment=job.global_batch_size)
+    result = job.machinery.runner.run(job.schedule.instructions, feed, step)
+    job.machinery.scheduler.step(increment=job.schedule.global_batch_size)
     return result.loss, result.grad_norm
 
 

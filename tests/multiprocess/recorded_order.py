@@ -53,11 +53,12 @@ def one_step(flags: str, evaluate: bool = False) -> tuple[Any, Any]:
         job = pretrain_moe.assemble(parsed, dist.get_rank()).job
     feed = job.batches("train", 0)
     assert feed is not None
-    job.runner.evaluate(job.instructions, feed)  # leaves nothing behind
-    result = job.runner.evaluate(job.instructions, feed) if evaluate else job.runner.run(job.instructions, feed)
+    runner, instructions = job.machinery.runner, job.schedule.instructions
+    runner.evaluate(instructions, feed, 0)  # leaves nothing behind
+    result = runner.evaluate(instructions, feed, 0) if evaluate else runner.run(instructions, feed, 0)
     assert not parallel_state.is_initialized() and not get_moe_layer_wise_logging_tracker()
-    assert all(chunk.training is not evaluate for chunk in job.chunks)
-    return result.spans, job.instructions
+    assert all(chunk.training is not evaluate for chunk in job.machinery.chunks)
+    return result.spans, instructions
 
 
 def differences(spans: Any, instructions: Any) -> dict[str, str]:

@@ -205,6 +205,7 @@ VARIED = {
     "latent attention": (f"{EP} {LATENT}", f"{TWO} {DEFER} {UNIFORM} 1"),
     "latent attention, projections": (f"{EP} {LATENT}", f"{TWO} {DEFER} {SELECTIVE} mla_up_proj"),
     "split sequence": (f"{SPLIT} {NO_DROPOUT} {GATE}", f"{TWO} {DEFER}"),
+    "no gate named": (f"{RANKS} {BIAS}", f"{TWO} {DEFER}"),
     "switch": (f"{EP} --moe-gate switch --moe-router-topk 1 --moe-router-pre-softmax", f"{TWO} {DEFER}"),
     "hash": (f"{EP} --moe-gate hash --moe-aux-loss-coeff 0", f"{TWO} {DEFER}"),
     "whole gate, recomputed": (f"{PRIORITIZED} 1", f"{TWO} --moe-overlap-range after {UNIFORM} 1"),

@@ -120,6 +120,9 @@ class ZeroPieces:
         pending = self.replicas.start(rows, [1] * size, [1] * size, tag=self.replicas.take_tags(1), name=name)
         return lambda: _drop(pending.wait())
 
+    def finish(self) -> None:
+        """Nothing was summed, so nothing is scaled."""
+
 
 class ZeroTransfers(StageTransfers):
     """In the place of `StageTransfers`: sends as many zeros, and keeps nothing of what arrives."""
@@ -153,22 +156,24 @@ class TimedExecutor(PlanExecutor):
     scale: float = 1.0
 
     @classmethod
-    def over(cls, executor: PlanExecutor, sizes: Sizes, replicas: Exchange) -> TimedExecutor:
+    def over(cls, executor: PlanExecutor, sizes: Sizes, replicas: Exchange, waits: bool) -> TimedExecutor:
         """An executor that shares everything but the operators with another one.
 
         Args:
             replicas: what gradients are exchanged over.
+            waits: wait for every all-to-all where it is started.
         """
         made = cls.__new__(cls)
         made.__dict__.update(executor.__dict__)
         made._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
-        made._pieces = ZeroPieces(replicas)  # type: ignore[assignment]
+        made._pieces = ZeroPieces(replicas)
+        made._waits = waits
         made._transfers = ZeroTransfers.like(executor._transfers)
         made.profile = {}
         return made
 
     @torch.no_grad()
-    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """Forward and backward. Loss and norm are not numbers, and no weight moves."""
         listed = [_as_compute(i) for i in instructions if not is_update(i)]
         seconds = self.given or apply_profile(self.profile, listed)
@@ -178,7 +183,7 @@ class TimedExecutor(PlanExecutor):
         assert isinstance(self._pieces, ZeroPieces)
         self._pieces.take_sizes(listed)
         self._recorder.start_step()
-        self._follow(listed, self._state(listed, batches))
+        self._follow(listed, self._state(listed, batches, step))
         return StepResult(math.nan, 0, math.nan, False, None, tuple(self._recorder.spans()))
 
 

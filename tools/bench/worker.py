@@ -89,7 +89,7 @@ class Rank:
 
         dist.barrier()
         begin = time.perf_counter()
-        result = run.runner.run(run.instructions, run.feed)
+        result = run.runner.run(run.instructions, run.feed, 0)
         whole = time.perf_counter() - begin
         if trace is not None:
             rank = dist.get_rank()
@@ -135,17 +135,18 @@ class RealRank(Rank):
     def add(self, variant: Variant) -> None:
         """Assemble a variant."""
         job = self.assemble(variant)
+        runner = job.machinery.runner
         if variant.waits:
-            job.runner.waits = True
-        self._wires[variant.name] = [] if variant.plain else wires_of(job)
+            runner = _waiting(runner)
+        self._wires[variant.name] = [] if variant.plain else wires_of(job, runner)
         if not variant.plain:
-            self._stages[variant.name] = job.runner._update._groups.collection.pp
+            self._stages[variant.name] = runner.context.groups.collection.pp
         if self.clock is not None and not variant.plain:
             from tools.bench.emulator import emulate
 
             for wires in self._wires[variant.name]:
                 emulate(wires, self.clock)
-        self.runs[variant.name] = Run(variant, job.runner, job.instructions, job.batches("train", 0))
+        self.runs[variant.name] = Run(variant, runner, job.schedule.instructions, job.batches("train", 0))
 
     def wires(self) -> Any:
         """Of the first variant that has any."""
@@ -179,17 +180,20 @@ class TimerRank(Rank):
         super().__init__(job, emulator)
         self._profiled = profiled
         self._job = self.assemble(profiled)
-        self._real = self._job.runner
+        self._real = self._job.machinery.runner
         assert isinstance(self._real, PlanExecutor), f"the list of {profiled.name!r} is not followed by the executor"
         self._wires = self._real.dispatcher.wires
-        replicas = self._real._update._groups.collection.dp_cp
+        replicas = self._real.context.groups.collection.dp_cp
         over_replicas = Exchange(replicas)
         if self.clock is not None:
             emulate(self._wires, self.clock)
             over_replicas = EmulatedExchange(replicas, self.clock)
         self._point_to_point = self._wires.rows
         self._gloo = GlooAllToAll(self._wires.rows.group)
-        self._executor = TimedExecutor.over(self._real, self._sizes(profiled), over_replicas)
+        sizes = self._sizes(profiled)
+        self._executors = {
+            waits: TimedExecutor.over(self._real, sizes, over_replicas, waits) for waits in (False, True)
+        }
         self._given: dict[str, GivenSeconds] = {}
 
     def add(self, variant: Variant) -> None:
@@ -201,14 +205,16 @@ class TimerRank(Rank):
 
         plan, model = self._plan(variant)
         instructions = with_reduction(lower(plan, model, dist.get_rank()), variant.reduction)
-        self.runs[variant.name] = Run(variant, self._executor, instructions, itertools.repeat({}))
+        executor = self._executors[variant.waits or variant.plain]
+        self.runs[variant.name] = Run(variant, executor, instructions, itertools.repeat({}))
 
     def answer(self, order: dict[str, Any]) -> Any:
         """Also measure operators, take over their times, and take over variants with times of their own."""
         if order["do"] == ORDER_PROFILE:
             return self._profile(order["steps"])
         if order["do"] == ORDER_USE:
-            self._executor.profile = order["profile"]
+            for executor in self._executors.values():
+                executor.profile = order["profile"]
             return None
         if order["do"] == ORDER_ADD:
             variant = _variant(order["variant"])
@@ -219,13 +225,12 @@ class TimerRank(Rank):
 
     def wires(self) -> Any:
         """Those that all variants share."""
-        return _rank_wires(self._wires, self._real._update._groups.collection.pp)
+        return _rank_wires(self._wires, self._real.context.groups.collection.pp)
 
     def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
         """One step of sleeps."""
         self._wires.rows = self._gloo if run.variant.plain else self._point_to_point
-        self._executor.given = self._given.get(run.variant.name)
-        self._executor.scale, self._executor.waits = scale, run.variant.waits or run.variant.plain
+        run.runner.given, run.runner.scale = self._given.get(run.variant.name), scale
         before = self._wires.sent_bytes
         figures = super().step(run, scale, trace)
         return figures | {"sent_bytes": self._wires.sent_bytes - before}
@@ -233,10 +238,10 @@ class TimerRank(Rank):
     def _profile(self, steps: int) -> dict[str, float]:
         """Median processor seconds of every operator over real steps; the first one is left out."""
         feed = self._job.batches("train", 0)
-        recorder = self._real.recorder
+        recorder = self._real.context.recorder
         clock, recorder.clock = recorder.clock, ProcessorClock()
         try:
-            spans = [self._real.run(self._job.instructions, feed).spans for _ in range(steps + 1)]
+            spans = [self._real.run(self._job.schedule.instructions, feed, 0).spans for _ in range(steps + 1)]
         finally:
             recorder.clock = clock
         return median_seconds(spans[1:])
@@ -278,14 +283,22 @@ def _rank_wires(wires: Any, stages: Any) -> Any:
     return RankWires(wires.rows, wires.counts.exchange, Exchange(stages))
 
 
-def wires_of(job: Any) -> list[Any]:
+def _waiting(runner: Any) -> Any:
+    """The same run on an executor that waits for every all-to-all where it is started."""
+    from moe_overlap.runtime.executor.execute import PlanExecutor
+
+    assert isinstance(runner, PlanExecutor), "a variant that waits needs an instruction list"
+    return PlanExecutor(runner.context, waits=True)
+
+
+def wires_of(job: Any, runner: Any) -> list[Any]:
     """Every wire of an assembled run."""
     from megatron.training.model.build import unwrap
     from moe_overlap.runtime.executor.execute import PlanExecutor
 
-    if isinstance(job.runner, PlanExecutor):
-        return [job.runner.dispatcher.wires]
-    layers = [layer for chunk in job.chunks for layer in unwrap(chunk).decoder.layers]
+    if isinstance(runner, PlanExecutor):
+        return [runner.dispatcher.wires]
+    layers = [layer for chunk in job.machinery.chunks for layer in unwrap(chunk).decoder.layers]
     dispatchers = [layer.mlp.token_dispatcher for layer in layers if hasattr(layer.mlp, "token_dispatcher")]
     return [dispatcher.stages.wires for dispatcher in dispatchers]
 

@@ -1,6 +1,11 @@
 """The command line of `pretrain_moe.py`: Megatron-LM's flag names and meanings, `@FILE`, later flags win. No torch.
 
-`parse` reads the words; what the values must fulfil together stands in `validation.py`.
+Steps of `parse`:
+    1. expand `@FILE` and older spellings, so that one flat list of arguments is left;
+    2. group the arguments by flag: a later mention of a flag, or of its off switch, replaces an earlier one;
+    3. put the flags of `--model FILE` in front of the written ones, which thereby win;
+    4. turn the values into the fields of `Config`, and answer every upstream flag that is no field here.
+`validation.py` checks what the values must fulfil together.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ ALIASES = {
     "--disable-ckpt-fully-parallel-save": ("--no-ckpt-fully-parallel-save",),
     "--disable-use-tokenizer-model-from-checkpoint-args": ("--no-use-tokenizer-model-from-checkpoint-args",),
 }
-"""Older spellings that upstream still reads -> the words they stand for; a value follows the last of them."""
+"""Older spellings that upstream still reads -> the arguments they stand for; a value follows the last of them."""
 COMMAND_FLAGS = {"--help": 0, "-h": 0, "--version": 0, "--dry-run": 0, "--world-size": 1, "--model": 1}
 """Flags of the command itself, with their number of values."""
 
@@ -55,7 +60,7 @@ class ParsedArguments:
     name: str
     """The run's name: the model's of --model, else that of the first @FILE, else `model`."""
     model_notes: tuple[str, ...]
-    """What megatron-core computes otherwise than the source of the model file does."""
+    """Lines that say where megatron-core computes otherwise than the source of the model file."""
     without_effect: tuple[tuple[str, str], ...]
     """Accepted upstream flags that change nothing here, each with the reason."""
     awaited: tuple[tuple[str, str], ...]
@@ -65,25 +70,25 @@ class ParsedArguments:
     dry_run: bool
     world_size: int | None
     told: tuple[tuple[str, str], ...] = ()
-    """What the user should know of how it was understood: subject and text."""
+    """Remarks for the user on how the command line was understood: subject and text."""
 
 
 def parse(argv: Sequence[str]) -> ParsedArguments:
-    """The configuration that the words of a command line describe.
+    """Read a command line into a configuration.
 
     Args:
-        argv: the words after the program's name; `@FILE` stands for the words in a file.
+        argv: the arguments after the program's name; `@FILE` stands for the arguments in a file.
     Raises:
         ConfigError: an unknown or refused flag, a wrong value, a file that is not there.
         SystemExit: code 0 after `--help` or `--version`.
     """
-    words = [word for written in expand_files(argv) for word in _of_today(written)]
+    arguments = [current for written in expand_files(argv) for current in _current_spelling(written)]
     own = {name: flag for flag in config_flags() for name in (*flag.names, flag.off) if name is not None}
     upstream = load_upstream_flags()
-    written = _group_words(words, own, upstream)
+    written = _values_by_flag(arguments, own, upstream)
     model = read_model(*written["--model"]) if "--model" in written else None
     if model is not None:
-        written = _group_words([*model.words, *words], own, upstream)
+        written = _values_by_flag([*model.arguments, *arguments], own, upstream)
     if "--help" in written or "-h" in written:
         print(help_text())
         raise SystemExit(0)
@@ -110,7 +115,7 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
         raise ConfigError("--no-position-embedding", "", rule, "add --position-embedding-type rope or none")
     return ParsedArguments(
         config=config,
-        name=model.name if model else next((Path(word[1:]).stem for word in argv if word.startswith("@")), "model"),
+        name=model.name if model else next((Path(text[1:]).stem for text in argv if text.startswith("@")), "model"),
         model_notes=model.notes if model else (),
         without_effect=tuple(without_effect),
         awaited=tuple(unexecuted),
@@ -121,56 +126,64 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
 
 
 def config_to_flags(config: Config) -> list[str]:
-    """The words that describe a configuration: what differs from the defaults. `parse` of them gives it back."""
-    words: list[str] = []
+    """The arguments that differ from the defaults; `parse` gives the configuration back."""
+    arguments: list[str] = []
     for flag in config_flags():
         value = getattr(getattr(config, flag.group), flag.field)
         if value != flag.default:
-            words += flag_texts(flag, value)
-    return words
+            arguments += flag_texts(flag, value)
+    return arguments
 
 
 def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path, ...] = ()) -> Iterator[str]:
-    """The words of a command line with each `@FILE` replaced by the words in the file.
+    """Replace each `@FILE` of a command line by the arguments in the file.
 
-    Files are read as a shell would: quotes, comments after `#`, several words per line. `@OTHER` inside a file is
-    relative to that file. Of a shell script the flags of its training command are read (`shell_script.py`).
+    Files are read as a shell would: quotes, comments after `#`, several arguments per line. `@OTHER` inside a file is
+    relative to that file. A shell script gives the flags of its training command (`shell_script.py`).
+
+    Args:
+        folder: folder that a relative `@FILE` starts from.
+        inside: the files being read, outermost first; none may include itself.
+    Raises:
+        ConfigError: a file that cannot be read or split, or that includes itself.
     """
-    for word in argv:
-        if not word.startswith("@"):
-            yield word
+    for argument in argv:
+        if not argument.startswith("@"):
+            yield argument
             continue
-        path = folder / word[1:]
+        path = folder / argument[1:]
         if path.resolve() in inside:
-            raise ConfigError(word, "", "the file includes itself", "remove that line")
+            raise ConfigError(argument, "", "the file includes itself", "remove that line")
         try:
             text = path.read_text(encoding="utf-8")
             is_script = path.suffix in (".sh", ".sbatch", ".slurm")
-            words = list(script_flags(text, {}, word).words) if is_script else shlex.split(text, comments=True)
+            read = script_flags(text, {}, argument).arguments if is_script else shlex.split(text, comments=True)
         except OSError as error:
-            raise ConfigError(word, "", f"cannot read {path}: {error.strerror}", "correct the path") from None
+            raise ConfigError(argument, "", f"cannot read {path}: {error.strerror}", "correct the path") from None
         except ValueError as error:
-            raise ConfigError(word, "", f"cannot be split into words: {error}", "close the quotation") from None
-        yield from expand_files(words, path.parent, (*inside, path.resolve()))
+            raise ConfigError(argument, "", f"cannot be split into words: {error}", "close the quotation") from None
+        yield from expand_files(read, path.parent, (*inside, path.resolve()))
 
 
-def _group_words(
-    words: list[str], own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]
+def _values_by_flag(
+    arguments: list[str], own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFlag]
 ) -> dict[str, tuple[str, ...]]:
-    """The last values of each flag, in the order of those last mentions."""
+    """The values of each flag's last mention, in the order of those mentions."""
     written: dict[str, tuple[str, ...]] = {}
     position = 0
-    while position < len(words):
-        name, equals, attached = words[position].partition("=")
+    while position < len(arguments):
+        name, equals, attached = arguments[position].partition("=")
         position += 1
         if not name.startswith("-"):
             after = f" (after {next(reversed(written))})" if written else ""
             rule = f"a word that belongs to no flag{after}"
-            raise ConfigError(words[position - 1], "", rule, "quote values with spaces")
+            raise ConfigError(arguments[position - 1], "", rule, "quote values with spaces")
         texts: list[str] = [attached] if equals else []
         fewest, most = _arity(name, own, upstream)
-        while not equals and len(texts) < most and position < len(words) and not words[position].startswith("--"):
-            texts.append(words[position])
+        while not equals and len(texts) < most and position < len(arguments):
+            if arguments[position].startswith("--"):
+                break
+            texts.append(arguments[position])
             position += 1
         if most > 1:
             texts = _without_brackets(texts)
@@ -185,7 +198,7 @@ def _group_words(
 
 
 def _same_field(name: str, own: Mapping[str, Flag]) -> tuple[str, ...]:
-    """The names of one flag, its off switch included: the later one wins."""
+    """Every name of a flag, its off switch included: a mention of any of them replaces the former mention."""
     flag = own.get(name)
     return (name,) if flag is None else (*flag.names, *([flag.off] if flag.off else []))
 
@@ -210,7 +223,7 @@ def _arity(name: str, own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFl
 
 
 def _without_brackets(texts: list[str]) -> list[str]:
-    """`[a b c]`, as one word or several, is written for the list a b c in upstream's argument lists."""
+    """The entries of `[a b c]`, which upstream's argument lists write as one argument or as several."""
     joined = " ".join(texts).strip()
     if not (joined.startswith("[") and joined.endswith("]")):
         return texts
@@ -231,7 +244,7 @@ def _refuse_upstream_choice(
 
 
 def _upstream_flag(flag: UpstreamFlag, name: str, texts: tuple[str, ...]) -> tuple[str | None, bool]:
-    """Why an upstream flag has no effect, and whether that is because its feature is awaited; None where it asks for nothing.
+    """The reason why an upstream flag has no effect, and whether its feature is awaited; None where it asks for nothing.
 
     Raises:
         ConfigError: the flag is refused, or its value is none that upstream knows.
@@ -258,11 +271,11 @@ def _upstream_flag(flag: UpstreamFlag, name: str, texts: tuple[str, ...]) -> tup
     raise ConfigError(" ".join((name, *texts)), "", f"not supported: {refused[0]}", refused[1])
 
 
-def _of_today(word: str) -> tuple[str, ...]:
-    """A word, or those that an older spelling stands for."""
-    name, equals, value = word.partition("=")
-    words = ALIASES.get(name, (name,))
-    return (*words[:-1], words[-1] + equals + value)
+def _current_spelling(argument: str) -> tuple[str, ...]:
+    """An argument, or those that an older spelling stands for."""
+    name, equals, value = argument.partition("=")
+    current = ALIASES.get(name, (name,))
+    return (*current[:-1], current[-1] + equals + value)
 
 
 def _build(values: Mapping[str, Mapping[str, Any]]) -> Config:

@@ -527,7 +527,7 @@ class OverlapConfig:
     plan: str | None = None
     """A plan.json made by tools/autotune.py or by hand."""
     moe_gate: Literal["topk", "switch", "batch_prioritized", "random", "hash", "expert_choice"] | None = None
-    """The gate, with capacity in order of position; default: Megatron's router, as its flags say."""
+    """The gate; default: Megatron's router, and for partitions without a capacity topk, which decides as that router does."""
     moe_overlap_partitions: int | None = None
     """Cut each micro-batch into this many parts around the MoE layers: one computes while another is exchanged."""
     moe_overlap_range: Literal["experts", "after", "around"] = "around"

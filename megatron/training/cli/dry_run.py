@@ -1,4 +1,4 @@
-"""`--dry-run`: everything up to the first step without weights, process group or torch, printed for a reader."""
+"""`--dry-run`: check a command line and print the run it describes, without weights, process group or torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.training.cli.start import Machine, obstacles, this_machine
 from megatron.training.cli.validation import validate
 from megatron.training.data.sources import ARGS, PER_SPLIT_ARGS, data_source
 from megatron.training.data.tokenizers import MODEL_TYPES
-from megatron.training.plan_flags import plan_from_flags, plan_of_run
+from megatron.training.plan_flags import gate_of_run, plan_from_flags, plan_of_run
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription, ParameterCount, Share, model_parameters, rank_parameters
 from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
@@ -68,6 +68,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         ),
         _line("layout", layout_line(layout, config)),
         *([_line("in flight", in_flight_line(plan))] if has_pairs(plan) else []),
+        *([_line("gate", gate_line(gate))] if (gate := gate_of_run(config, plan)) != config.overlap.moe_gate else []),
         *(_line(subject, text) for subject, text in parsed.told),
         "",
         "flags that differ from the defaults",
@@ -118,19 +119,24 @@ def layout_line(layout: ParallelLayout, config: Config) -> str:
 
 
 def has_pairs(plan: Plan) -> bool:
-    """Whether a stage interleaves micro-batches."""
+    """Whether a stage of the plan interleaves micro-batches."""
     return any(stage.overlap.micro_batches_in_flight > 1 for stage in plan.stages)
 
 
 def in_flight_line(plan: Plan) -> str:
-    """What interleaving costs: `activations of at most 4, 2 micro-batches (stages 0, 1); 2, 1 without …`."""
-    alone = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, overlap=NO_OVERLAP) for s in plan.stages))
+    """The memory that interleaving costs: `activations of at most 4, 2 micro-batches (stages 0, 1); 2, 1 without …`."""
+    without = dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, overlap=NO_OVERLAP) for s in plan.stages))
     stages = range(len(plan.stages))
     held, before = (
-        ", ".join(str(most_in_flight(pipeline_blocks(one, stage))) for stage in stages) for one in (plan, alone)
+        ", ".join(str(most_in_flight(pipeline_blocks(either, stage))) for stage in stages) for either in (plan, without)
     )
     where = f" (stages {', '.join(map(str, stages))})" if len(stages) > 1 else ""
     return f"activations of at most {held} micro-batches{where}; {before} without --moe-overlap-micro-batches"
+
+
+def gate_line(gate: str | None) -> str:
+    """`topk, without --moe-gate: …`: the gate that partitions take where the flags name none."""
+    return f"{gate}, without --moe-gate: where no token is dropped it decides as megatron-core's router does"
 
 
 def quantity(number: int) -> str:
@@ -142,7 +148,7 @@ def quantity(number: int) -> str:
 
 
 def missing_files(config: Config) -> list[tuple[str, str]]:
-    """Flags that name a file or folder that is not there, with its path: training raises, a dry run lists them."""
+    """Flags whose file or folder does not exist, with its path: training raises, a dry run lists them."""
     data, missing = config.data, []
     arguments = ((ARGS, data.data_args_path), (PER_SPLIT_ARGS, data.per_split_data_args_path))
     if all(path is None or Path(path).is_file() for _, path in arguments):
@@ -166,9 +172,9 @@ def _line(head: str, text: str) -> str:
     return f"{head:<{_COLUMN}}{text}"
 
 
-def _wrapped(head: str, words: list[str]) -> list[str]:
-    """Words in a column of their own, none broken."""
-    glued = " ".join(word.replace(" ", "\0") for word in words)
+def _wrapped(head: str, texts: list[str]) -> list[str]:
+    """Lines with the texts in a column of their own, none broken."""
+    glued = " ".join(text.replace(" ", "\0") for text in texts)
     lines = textwrap.wrap(glued, _WIDTH - _COLUMN - 2, break_long_words=False, break_on_hyphens=False)
     lines = [line.replace(" ", "  ").replace("\0", " ") for line in lines]
     return [f"  {head if index == 0 else '':<{_COLUMN - 2}}{line}" for index, line in enumerate(lines)]
@@ -181,8 +187,8 @@ def _changed_flags(config: Config) -> list[str]:
         value = getattr(getattr(config, flag.group), flag.field)
         if value != flag.default:
             groups.setdefault(flag.group, []).append(" ".join(flag_texts(flag, value)))
-    for group, words in groups.items():
-        lines += _wrapped(group, words)
+    for group, texts in groups.items():
+        lines += _wrapped(group, texts)
     return lines
 
 
@@ -213,12 +219,12 @@ def _parameter_table(model: ModelDescription, plan: Plan) -> list[str]:
 
 def stage_parameters(model: ModelDescription, plan: Plan, stage: int) -> ParameterCount:
     """Parameters of each rank of a stage."""
-    part = plan.stages[stage]
+    planned = plan.stages[stage]
     share = Share(
-        chunks=part.chunks,
-        tensor=part.tensor,
-        expert=part.expert,
-        expert_tensor=part.expert_tensor,
+        chunks=planned.chunks,
+        tensor=planned.tensor,
+        expert=planned.expert,
+        expert_tensor=planned.expert_tensor,
         first_stage=stage == plan.embedding_stage,
         last_stage=stage == plan.loss_stage,
         split_latents=this_machine().lacks("Transformer Engine") is not None,

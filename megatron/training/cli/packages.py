@@ -1,4 +1,4 @@
-"""Optional packages that flags ask for: found missing before anything starts, in one line. No torch."""
+"""Optional packages that flags ask for. A missing one is reported in one line before anything starts. No torch."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def packages_of(config: Config) -> tuple[tuple[str, str, str], ...]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; it is not."""
+    """Whether a package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def require_package(flag: str, value: str, package: str) -> None:
-    """Raises ConfigError where a package is missing."""
+    """Raise ConfigError where a package is missing."""
     if not is_installed(package):
         raise ConfigError(flag, value, f"needs the package {package}", f"pip install {package}")
 
 
 def require_packages(config: Config) -> None:
-    """Raises ConfigError for the first package of a run that is missing."""
+    """Raise ConfigError for the first package of a run that is missing."""
     for flag, value, package in packages_of(config):
         require_package(flag, value, package)

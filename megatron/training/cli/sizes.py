@@ -1,4 +1,9 @@
-"""Sizes that follow from the flags: the model's, as upstream derives them, and the parallel layout's. No torch."""
+"""Sizes that follow from the flags, derived as upstream derives them. No torch.
+
+In order: the global batch of every step (constant, growing evenly with --rampup-batch-size, or in steps with
+--step-batch-size-schedule); the layers of each pipeline stage and virtual stage; the ranks of the parallel layout; the model.
+A batch size depends on nothing but the samples trained so far, so that a resumed run goes on as if it had not stopped.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +20,7 @@ from megatron.training.data.tokenizers import TIKTOKEN_VOCAB_SIZE, ByteTokenizer
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import LatentAttention, ModelDescription
 
-# The global batch of every step: constant, growing evenly (--rampup-batch-size), or in steps (--step-batch-size-schedule).
-#
-# A size depends on the samples trained so far alone, so that a resumed run goes on as if it had not stopped. No torch.
+# The global batch
 
 _STEPS = "--step-batch-size-schedule"
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -44,10 +47,10 @@ class BatchSizes:
 
 
 def batch_sizes(config: Config, data_size: int) -> BatchSizes:
-    """The sizes of a configuration.
+    """The global batch sizes of a configuration.
 
     Args:
-        data_size: data-parallel ranks: without any flag the batch is one micro-batch on each.
+        data_size: data-parallel ranks; without any flag the batch is one micro-batch on each.
     Raises:
         ConfigError: a flag that cannot be read.
     """
@@ -71,25 +74,25 @@ def largest_batch(config: Config, data_size: int) -> int:
     return max(batch_sizes(config, data_size).sizes)
 
 
-def _read_steps(words: tuple[str, ...], seq_length: int) -> Iterator[tuple[int, int]]:
+def _read_steps(texts: tuple[str, ...], seq_length: int) -> Iterator[tuple[int, int]]:
     """First sample and size of each step; thresholds are tokens, with K, M, B or T for a power of a thousand."""
     rule, fix = "must be pairs of trained tokens and batch size, the first at 0", 'write for example "0:384 200B:768"'
     seen = set()
-    for word in " ".join(words).split():
-        tokens, colon, size = word.partition(":")
+    for step in " ".join(texts).split():
+        tokens, colon, size = step.partition(":")
         number, unit = (tokens[:-1], _UNITS[tokens[-1]]) if tokens[-1:] in _UNITS else (tokens, 1)
         if not (colon and size.isdigit() and int(size) > 0 and number.replace(".", "", 1).isdigit()):
-            raise ConfigError(_STEPS, word, rule, fix)
+            raise ConfigError(_STEPS, step, rule, fix)
         first = math.ceil(float(number) * unit / seq_length)
         if first in seen:
-            raise ConfigError(_STEPS, word, "two sizes begin at the same sample", "correct one")
+            raise ConfigError(_STEPS, step, "two sizes begin at the same sample", "correct one")
         seen.add(first)
         yield first, int(size)
     if 0 not in seen:
-        raise ConfigError(_STEPS, " ".join(words), rule, fix)
+        raise ConfigError(_STEPS, " ".join(texts), rule, fix)
 
 
-# Which layers each pipeline stage and virtual stage holds, as the flags share them out. No torch.
+# Layers of the pipeline's stages
 
 _LAYOUT = "--pipeline-model-parallel-layout"
 _SHORTHANDS = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"([EtmL|])\*(\d+)"))
@@ -164,23 +167,26 @@ def stage_chunks(sizes: Sequence[Sequence[int]]) -> list[tuple[tuple[int, int], 
 
 
 def layout_parts(text: str) -> list[str]:
-    """What each virtual stage holds, shorthands written out: `Et*2|tL` gives `Ett` and `tL`.
+    """The letters of each virtual stage, shorthands written out: `Et*2|tL` gives `Ett` and `tL`.
 
     Raises:
         ConfigError: another letter than E, t, m and L, or a shorthand that is not closed.
     """
     written = text.replace(",", "").replace(" ", "")
     for shorthand in _SHORTHANDS:
-        written = shorthand.sub(lambda found: (found[1] * min(int(found[2]), _LONGEST))[:_LONGEST], written)
+        written = shorthand.sub(lambda match: (match[1] * min(int(match[2]), _LONGEST))[:_LONGEST], written)
     if not set(written) <= set("EtmL|"):
         rule = "has another letter than E (embedding), t (layer), m (prediction layers), L (loss) and |"
         raise ConfigError(_LAYOUT, text, rule, 'write for example "Et*3|(tt|)*6tL"')
     return written.split("|")
 
 
+# The parallel layout
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """How many ranks share what."""
+    """Numbers of ranks that share tensors, layers, sequences, samples and experts; and the batch they make."""
 
     world_size: int
     tensor: int
@@ -247,6 +253,9 @@ def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
     )
 
 
+# The model
+
+
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
     """Rows of the embedding: the vocabulary rounded up to a multiple of `divisible_by` · `tensor_parallel`."""
     multiple = divisible_by * tensor_parallel
@@ -286,7 +295,7 @@ def vocab_file_entries(path: str) -> int:
 
 
 def moe_layers(config: Config) -> tuple[bool, ...]:
-    """One entry per layer: true where the MLP is a mixture of experts. A number N makes layers 0, N, 2N, ... MoE."""
+    """One entry per layer: true where the MLP is a mixture of experts. A frequency N makes layers 0, N, 2N, ... MoE."""
     layers, frequency = config.model.num_layers, config.moe.moe_layer_freq
     assert layers is not None
     if config.moe.num_experts is None:
@@ -299,7 +308,7 @@ def moe_layers(config: Config) -> tuple[bool, ...]:
 def windows(config: Config) -> tuple[int | None, ...]:
     """One entry per layer, prediction layers behind the decoder's: keys that a query attends to at most; None for all before it.
 
-    Of --window-attn-skip-freq a number N frees layers N, 2N, … of 1, 2, …; a list has 1 for a window.
+    A number N for --window-attn-skip-freq frees layers N, 2N, … of 1, 2, …; a list has 1 for a window.
     """
     size, frequency = config.attention.window_size, config.attention.window_attn_skip_freq
     assert config.model.num_layers is not None
@@ -328,7 +337,7 @@ def describe_model(config: Config, vocab_size: int, name: str = "model") -> Mode
     Args:
         config: a validated configuration.
         vocab_size: the tokenizer's vocabulary, before padding.
-        name: what the model is called in plans and reports.
+        name: the model's name in plans and reports.
     """
     model, moe = config.model, config.moe
     assert model.num_layers is not None and model.hidden_size is not None and model.num_attention_heads is not None

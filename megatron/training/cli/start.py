@@ -1,4 +1,7 @@
-"""What stops a start that a dry run accepts: what this machine lacks, and what this fork does not execute yet. No torch."""
+"""Obstacles to a start that a dry run accepts: what this machine lacks, and what this fork does not execute yet. No torch.
+
+A dry run lists them all (`obstacles`); a start raises the first (`require_startable`).
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ DRY_RUN = "drop the flag; --dry-run accepts it"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a machine can carry out."""
+    """A machine's capabilities that flags may ask for."""
 
     cuda: bool
     packages: frozenset[str]
-    """Of `transformer_engine` and `deep_ep`, those that are installed."""
+    """The installed ones of `transformer_engine` and `deep_ep`."""
 
     def lacks(self, need: str) -> str | None:
-        """What is missing for a need of `cli/config_fields.py`; None if nothing is."""
+        """The GPU or package that is missing for a need of `cli/config_fields.py`; None if nothing is."""
         package = {"Transformer Engine": "transformer_engine", "DeepEP": "deep_ep"}.get(need)
         missing = ([] if self.cuda else ["a GPU"]) + ([package] if package and package not in self.packages else [])
         return " and ".join(missing) or None
 
 
 def this_machine() -> Machine:
-    """Asks the file system and the installed packages, not torch."""
+    """Describe this machine from its devices and installed packages, without torch."""
     packages = (name for name in ("transformer_engine", "deep_ep") if is_installed(name))
     return Machine(cuda_is_there(), frozenset(packages))
 
@@ -53,12 +56,12 @@ def require_startable(parsed: ParsedArguments, machine: Machine) -> None:
 def obstacles(parsed: ParsedArguments, machine: Machine) -> list[ConfigError]:
     """Everything that stops a start of a valid configuration on this machine."""
     config = parsed.config
-    awaited = (ConfigError(words, "", f"{feature}: not executed yet", DRY_RUN) for words, feature in parsed.awaited)
+    awaited = (ConfigError(flag, "", f"{feature}: not executed yet", DRY_RUN) for flag, feature in parsed.awaited)
     return [*_not_given(config), *_needed(config, machine), *awaited, *_not_executed(config)]
 
 
 def _not_given(config: Config) -> Iterator[ConfigError]:
-    """What training needs, and a look at a model and its layout does not."""
+    """Flags that training needs, and a look at a model and its layout does not."""
     training = config.training
     if training.skip_train:
         return
@@ -82,12 +85,12 @@ def _needed(config: Config, machine: Machine) -> Iterator[ConfigError]:
         yield from _lacking("--recompute-modules moe_act", "Transformer Engine", machine)
 
 
-def _lacking(words: str, need: str, machine: Machine) -> Iterator[ConfigError]:
+def _lacking(flag: str, need: str, machine: Machine) -> Iterator[ConfigError]:
     missing = machine.lacks(need)
     if missing is not None:
         fix = "drop the flag, or start where they are; --dry-run accepts it"
         needed = "a GPU" if need == "CUDA" else f"{need} on a GPU"
-        yield ConfigError(words, "", f"needs {needed}: this machine lacks {missing}", fix)
+        yield ConfigError(flag, "", f"needs {needed}: this machine lacks {missing}", fix)
 
 
 def _not_executed(config: Config) -> Iterator[ConfigError]:

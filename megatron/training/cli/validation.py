@@ -1,6 +1,6 @@
-"""Rules across flags. A rule raises and never assigns: what passes is run exactly as it was written.
+"""Rules across flags. A rule raises and never assigns: a configuration that passes runs exactly as it was written.
 
-Each rule is a small function; the files of rules are grouped like the flags.
+Each rule is a small function whose name states what must hold; the files of rules are grouped like the flags.
 """
 
 from __future__ import annotations

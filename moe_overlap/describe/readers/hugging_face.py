@@ -26,7 +26,7 @@ def flags_of_config(values: Mapping[str, Any], where: str) -> tuple[Flags, tuple
         values: the parsed file.
         where: the file, for error messages.
     Returns:
-        The flags, and one line for each thing that megatron-core computes otherwise than Hugging Face's code does.
+        The flags, and a line for everything that megatron-core computes otherwise than Hugging Face's code does.
     Raises:
         ConfigError: an unknown family or field, a missing field, or a value that cannot be trained here.
     """
@@ -211,7 +211,7 @@ def _decoder(
     head_width: int | None = None,
     latent: bool = False,
 ) -> Flags:
-    """What the families with rotary positions share: sizes, heads, RMSNorm, SwiGLU.
+    """Flags that the families with rotary positions share: sizes, heads, RMSNorm, SwiGLU.
 
     Args:
         key_value_heads: default of that field; None stands for as many as heads.

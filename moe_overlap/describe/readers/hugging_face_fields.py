@@ -1,4 +1,11 @@
-"""The fields of a Hugging Face config.json: each is read once, and what nobody read is refused. Standard library only."""
+"""The fields of a Hugging Face config.json, and its rotary positions as flags. Standard library only.
+
+`Fields` remembers which fields were read: one that nobody read is refused, unless it is known to change nothing. Rotary positions
+are written alike by all families: plain, linear, Llama 3's and YaRN.
+
+Source: modeling_rope_utils.py of transformers 4.57.6; rotary_pos_embedding.py and yarn_rotary_pos_embedding.py of
+megatron-core 0.16.1.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ from typing import Any
 from moe_overlap.describe.errors import ConfigError
 
 REQUIRED: Any = object()
-"""In place of a default: the field must be there."""
+"""Stands in place of a default: the field must be there."""
 
 _NO_MATHEMATICS = frozenset(
     # Names, versions and classes; tokens; what a program returns; generation; storage and speed.
@@ -78,7 +85,7 @@ class Fields:
         return value
 
     def switch(self, name: str, default: Any = REQUIRED) -> bool:
-        """True or false."""
+        """The value of a field that is true or false."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, _shown(value), "must be true or false", "correct the file")
@@ -101,10 +108,10 @@ class Fields:
         """The value, if it is among those this fork can train.
 
         Raises:
-            ConfigError: it is another one.
+            ConfigError: it is another value.
         """
         value = self.get(name, default)
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
             fix = f"only {' or '.join(map(_shown, allowed))} can be trained here"
             raise self.error(name, _shown(value), rule, fix)
         return value
@@ -114,10 +121,10 @@ class Fields:
         return ConfigError(f"{self.where} {name}", value, rule, fix)
 
     def finish(self) -> None:
-        """Every field was read, or is known to change nothing.
+        """Check that every field was read, or is known to change nothing.
 
         Raises:
-            ConfigError: one was not; its meaning is unknown here.
+            ConfigError: a field was not; its meaning is unknown to this fork.
         """
         unknown = [name for name in self.values if name not in self._read and name not in _NO_MATHEMATICS]
         if unknown:
@@ -133,22 +140,19 @@ def is_whole(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """As the file writes it, shortened."""
+    """The value as the file writes it, shortened."""
     text = {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# Rotary positions of a Hugging Face config.json as flags: plain, linear, Llama 3's and YaRN. Standard library only.
-#
-# Source: modeling_rope_utils.py of transformers 4.57.6; rotary_pos_embedding.py and yarn_rotary_pos_embedding.py of
-# megatron-core 0.16.1.
+# Rotary positions
 
 LONGEST = 4096
 """Tokens of a sample, where a config.json says only how many positions the model covers."""
 
 
 def longest_training_sequence(positions: int) -> int:
-    """--seq-length of a model that covers `positions`: a config.json does not say it, a later flag does."""
+    """Default of --seq-length for a model that covers `positions`: a config.json does not say it, a later flag may."""
     return min(positions, LONGEST)
 
 

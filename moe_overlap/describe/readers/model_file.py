@@ -1,4 +1,7 @@
-"""A model as flags, from a file: one of examples/models/*.json, or a Hugging Face config.json. Standard library only."""
+"""A model as flags, read from a file: one of examples/models/*.json, or a Hugging Face config.json. Standard library only.
+
+The file's keys decide which of the two it is: `flags` stand in the former, `model_type` in the latter (`hugging_face.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,22 @@ from moe_overlap.describe.readers.hugging_face import flags_of_config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFile:
-    """What a model file says."""
+    """The model that a file describes."""
 
     name: str
     flags: Mapping[str, Any]
     """Names without dashes -> a value, a list of values, or true for a switch."""
     notes: tuple[str, ...]
-    """What megatron-core computes otherwise than the source of the file does."""
+    """Lines that say where megatron-core computes otherwise than the source of the file."""
 
     @property
-    def words(self) -> list[str]:
-        """The flags as words of a command line."""
-        return [word for flag, values in flag_words(self.flags) for word in (flag, *values)]
+    def arguments(self) -> list[str]:
+        """The flags as arguments of a command line."""
+        return [argument for flag, values in flags_with_values(self.flags) for argument in (flag, *values)]
 
 
 def read_model(path: str, subject: str = "--model") -> ModelFile:
-    """The model that a file describes.
+    """Read the model that a file describes.
 
     Args:
         path: a JSON file with `flags`, or a config.json with `model_type`.
@@ -57,12 +60,13 @@ def read_model(path: str, subject: str = "--model") -> ModelFile:
     raise ConfigError(subject, path, rule, fix)
 
 
-def flag_words(flags: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Each flag as it is written, with its values."""
-    return [
-        (f"--{name}", [str(word) for word in (value if isinstance(value, list) else [] if value is True else [value])])
-        for name, value in flags.items()
-    ]
+def flags_with_values(flags: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Each flag as it is written on a command line, with its values; a switch has none."""
+    written = []
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        written.append((f"--{name}", [str(each) for each in values]))
+    return written
 
 
 def _own(values: Mapping[str, Any], path: str) -> ModelFile:

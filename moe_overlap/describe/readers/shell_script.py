@@ -1,9 +1,10 @@
 """The flags that a shell script hands to a training program, without running it. Standard library only.
 
 1. Comments go, continued lines are joined, brackets of arrays are kept together.
-2. Assignments are read from top to bottom. A condition is decided where its variables do, an unset one being empty; of one
-   that files or commands decide, of `case` and of loops, the variables set inside are unknown, and an error in the flags.
-3. The command is the last one that starts a training program, `*.py`; the words after it are the flags.
+2. Assignments are read from top to bottom. A condition is decided where the values of its variables decide it, an unset variable
+   being empty. Where files or commands decide it, and inside loops, the variables that are set become unknown: an unknown
+   variable in the flags is an error. A `case` is decided by its value, in the same way.
+3. The command is the last one that starts a training program, `*.py`; the arguments after it are the flags.
 Single quotes are read like double ones. A variable without a value stays as `${NAME}`, and is reported.
 """
 
@@ -17,7 +18,7 @@ from fnmatch import fnmatchcase
 
 from moe_overlap.describe.errors import ConfigError
 
-# Conditions of a shell script, decided from the values of its variables, without running anything. Standard library only.
+# Conditions
 
 _AND_OR = re.compile(r"\s*(&&|\|\|)\s*")
 _NUMBERS = {
@@ -31,7 +32,7 @@ def decided(condition: str) -> bool | None:
     """Whether a condition holds; None where files, commands or other forms of test decide.
 
     Args:
-        condition: what stands after `if` or `elif`, variables filled in.
+        condition: the text after `if` or `elif`, variables filled in.
     """
     if re.search(r"\$\(|`|\$\{", condition):
         return None
@@ -50,8 +51,8 @@ def _test(text: str) -> bool | None:
     if text in ("true", "false"):
         return text == "true"
     if text.startswith("((") and text.endswith("))"):
-        found = re.fullmatch(r"\s*(-?\d+)\s*(==|!=|<=|>=|<|>)\s*(-?\d+)\s*", text[2:-2])
-        return _NUMBERS[_SIGNS[found[2]]](int(found[1]), int(found[3])) if found else None
+        compared = re.fullmatch(r"\s*(-?\d+)\s*(==|!=|<=|>=|<|>)\s*(-?\d+)\s*", text[2:-2])
+        return _NUMBERS[_SIGNS[compared[2]]](int(compared[1]), int(compared[3])) if compared else None
     inner = re.fullmatch(r"\[\[\s(.*)\s\]\]|\[\s(.*)\s\]", text, re.DOTALL)
     if inner is None:
         return None
@@ -66,7 +67,7 @@ def _test(text: str) -> bool | None:
 
 
 def _compared(words: list[str]) -> bool | None:
-    """One comparison; a variable that was empty and not quoted leaves a word out."""
+    """Decide one comparison; a variable that was empty and not quoted leaves a word out."""
     if len(words) == 3 and words[1] in ("=", "==", "!="):
         return fnmatchcase(words[0], words[2]) == (words[1] != "!=")
     if len(words) == 3 and words[1] in _NUMBERS and all(re.fullmatch(r"-?\d+", word) for word in (words[0], words[2])):
@@ -79,6 +80,8 @@ def _compared(words: list[str]) -> bool | None:
         return False
     return None
 
+
+# Statements
 
 _ASSIGNMENT = re.compile(
     r"^(?:export\s+|declare\s+(?:-\w+\s+)*|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?=)(.*)$", re.DOTALL
@@ -94,25 +97,25 @@ _DEPTH = 20
 
 @dataclass(frozen=True, slots=True)
 class ScriptFlags:
-    """What was found.
+    """The flags of a script's training command.
 
     Attributes:
-        words: the flags and their values.
+        arguments: the flags and their values.
         unresolved: variables in them that the script gives no value.
     """
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     unresolved: tuple[str, ...]
 
 
 def script_flags(text: str, environment: Mapping[str, str], source: str) -> ScriptFlags:
-    """The flags of a script.
+    """Read the flags of a script.
 
     Args:
         environment: values of variables that the script expects from outside; they win over its own.
         source: the script's name, for the error.
     Raises:
-        ConfigError: no command with a Python program.
+        ConfigError: no command with a Python program, or several; a variable in it that cannot be known.
     """
     reader = _Reader(environment, source)
     for line, statement in _simple(_statements(text)):
@@ -130,10 +133,10 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
         if word in ("|", "&", "&&", "||", ";") or word.startswith((">", "2>", "&>"))
     ]
     flags = flags[: ends[0]] if ends else flags
-    names = [found for word in flags for found in _VARIABLE.finditer(word)]
-    for name in (found[1] or found[4] for found in names):
+    names = [match[1] or match[4] for word in flags for match in _VARIABLE.finditer(word)]
+    for name in names:
         reader.require_known(name)
-    return ScriptFlags(tuple(flags), tuple(dict.fromkeys(found[1] or found[4] for found in names)))
+    return ScriptFlags(tuple(flags), tuple(dict.fromkeys(names)))
 
 
 class _Reader:
@@ -152,7 +155,7 @@ class _Reader:
         self._commands: list[tuple[int, str]] = []
 
     def read(self, line: int, statement: str) -> None:
-        """One statement, without `;`."""
+        """Follow one statement, without `;`."""
         word, _, rest = statement.partition(" ")
         if word in ("if", "case", "for", "while", "until", "select"):
             holds = self._decided(rest) if word == "if" else None
@@ -179,11 +182,11 @@ class _Reader:
                 self._values.setdefault(assigned[1], "")
 
     def _value(self, text: str) -> str | None:
-        """A text filled in, an unset variable being empty; None where one is unknown."""
-        names = [found[1] or found[4] for found in _VARIABLE.finditer(text)]
+        """The text with its variables filled in, an unset one being empty; None where one is unknown."""
+        names = [match[1] or match[4] for match in _VARIABLE.finditer(text)]
         if any(name in self._unknown for name in names):
             return None
-        value = _VARIABLE.sub(lambda found: found[3] or "", _filled(text, self._values))
+        value = _VARIABLE.sub(lambda match: match[3] or "", _filled(text, self._values))
         return None if "$(" in value or "`" in value else value
 
     def _decided(self, condition: str) -> bool | None:
@@ -216,14 +219,12 @@ class _Reader:
         _assign(self._values, name, sign, value)
 
     def require_known(self, name: str) -> None:
-        """Raises ConfigError for a variable that a condition or loop sets which cannot be followed."""
+        """Raise ConfigError for a variable that is set inside a condition or loop which cannot be followed."""
         if name in self._unknown:
-            where, rule = (
-                f"{self._source} line {self._unknown[name]}",
-                f"decides ${{{name}}}, and cannot be read without running it",
-            )
+            place = f"{self._source} line {self._unknown[name]}"
+            rule = f"decides ${{{name}}}, and cannot be read without running it"
             fix = f"give its value by tools/import_flags.py --set {name}=VALUE, or write the flags out"
-            raise ConfigError(where, "", rule, fix)
+            raise ConfigError(place, "", rule, fix)
 
     def command(self) -> str:
         """The command that trains.
@@ -231,7 +232,8 @@ class _Reader:
         Raises:
             ConfigError: there is none, or there are several.
         """
-        trains = [one for one in self._commands if re.search(r"train|finetune|run_\w+\.py", one[1])] or self._commands
+        programs = re.compile(r"train|finetune|run_\w+\.py")
+        trains = [(line, command) for line, command in self._commands if programs.search(command)] or self._commands
         if not trains:
             fix = "give the script that calls torchrun"
             raise ConfigError(self._source, "", "holds no command that starts a Python program", fix)
@@ -247,10 +249,10 @@ class _Block:
     """An open `if`, `case` or loop.
 
     Attributes:
-        line: where it begins.
+        line: the line that it begins in.
         holds: whether the branch being read is taken; None if that is not known.
         before: whether an earlier branch was taken; None if that is not known.
-        value: what `case` compares; None if that is not known.
+        value: the value that `case` compares; None if that is not known.
     """
 
     line: int
@@ -298,7 +300,7 @@ def _cut(text: str) -> list[str]:
 
 
 def _statements(text: str) -> list[tuple[int, str]]:
-    """Line numbers, and lines without comments, joined while a line is continued or a bracket or quotation is open."""
+    """Number and text of each line without its comment, joined while a line is continued or a bracket or quotation is open."""
     statements: list[tuple[int, str]] = []
     open_text, first = "", 0
     for number, line in enumerate(text.splitlines(), 1):
@@ -345,36 +347,36 @@ def _assign(values: dict[str, str], name: str, sign: str, value: str) -> None:
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
-    """Variables, defaults and sums filled in, from the inside out; what has no value stays as it is."""
+    """The text with variables, defaults and sums filled in, from the inside out; a variable without a value stays as it is."""
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[4]
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[4]
         if name == "@":
             return ""
-        if values.get(name) is not None and (values[name] or found[2] is None):
+        if values.get(name) is not None and (values[name] or match[2] is None):
             return values[name]
-        if found[2] is not None:
-            return found[3].strip("\"'")
+        if match[2] is not None:
+            return match[3].strip("\"'")
         return f"${{{name}}}"
 
     for _ in range(_DEPTH):
-        filled = _SUM.sub(lambda found: _summed(found, values), _VARIABLE.sub(value, text))
+        filled = _SUM.sub(lambda match: _summed(match, values), _VARIABLE.sub(value, text))
         if filled == text:
             break
         text = filled
     return text
 
 
-def _summed(found: re.Match[str], values: Mapping[str, str]) -> str:
-    """A sum of whole numbers, products first; anything else stays."""
-    text = re.sub(r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), found[1])
+def _summed(match: re.Match[str], values: Mapping[str, str]) -> str:
+    """The value of a sum of whole numbers, products first; anything else stays as it is."""
+    text = re.sub(r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), match[1])
     parts = _SUM_PARTS.findall(text)
     if "".join(parts) != text.replace(" ", "") or not parts or not parts[0].isdigit():
-        return found[0]
+        return match[0]
     terms = [int(parts[0])]
     for sign, number in zip(parts[1::2], parts[2::2], strict=False):
         if not number.isdigit() or (sign in "/%" and number == "0"):
-            return found[0]
+            return match[0]
         last = terms[-1]
         if sign in "*/%":
             terms[-1] = (

@@ -1,4 +1,14 @@
-"""The flags of upstream Megatron-LM, from a generated table: a flag that we do not have is then known by name."""
+"""The flags of upstream Megatron-LM: what they are, and the answer to those that configure nothing in this fork.
+
+A generated table (upstream_flags.json) knows every flag by name. A flag that is no field of our configuration has one of three
+fates, each with a stated reason:
+    without effect   it chooses a faster implementation of the same mathematics, concerns logging, files or robustness, or is a
+                     setting of a feature that is refused by its own flag
+    awaited          megatron-core 0.16.1 can do it and this fork does not execute it yet: a dry run accepts it, a start
+                     refuses it
+    refused          it asks for other mathematics than megatron-core 0.16.1 has, for another program, or for a sharding that
+                     plans do
+"""
 
 from __future__ import annotations
 
@@ -80,14 +90,7 @@ def _row(row: list[object]) -> UpstreamFlag:
     )
 
 
-# What happens with upstream flags that configure nothing here. Each has one of three fates, with a stated reason:
-#
-# - without effect: it chooses a faster implementation of the same mathematics, concerns logging, files or robustness, or is a
-# setting of a feature that is refused by its own flag;
-# - awaited: megatron-core 0.16.1 can do it and this fork does not execute it yet: a dry run accepts it, a start refuses it;
-# - refused: it asks for another mathematics than megatron-core 0.16.1 has, for another program, or for a sharding that plans do.
-#
-# Names are patterns (`fnmatch`); the first group that matches a flag decides, in this order.
+# Fates. Names are patterns (`fnmatch`); the first group that matches a flag decides, in this order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class Group:
     reason: str
     patterns: tuple[str, ...]
     fix: str | None = None
-    """What to do instead, for a refused group."""
+    """Advice for a refused group."""
 
 
 def _group(reason: str, patterns: str, fix: str | None = None) -> Group:
@@ -259,7 +262,7 @@ AWAITED = (
     _group("the watch for large losses and gradients", "check-for-spiky-loss check-for-large-grads"),
     _group("files of gradients, weights and activations", "save-*-interval"),
 )
-"""What upstream has and this fork does not execute yet: a dry run accepts it, a start does not."""
+"""Features of upstream that this fork does not execute yet: a dry run accepts them, a start does not."""
 
 _NEWER = "megatron-core 0.16.1 has no such thing"
 
@@ -343,19 +346,19 @@ DROPPED = {
     "--expert-parallel": "use --expert-model-parallel-size N",
     "--num-layers-per-stage": "use --num-layers-per-virtual-pipeline-stage",
 }
-"""Flags of older releases of upstream, which its parser no longer knows -> what to do."""
+"""Flags of older releases of upstream, which its parser no longer knows -> advice."""
 DROPPED_CHOICES = {("--moe-token-dispatcher-type", "alltoall_seq"): "use alltoall"}
-"""The same for choices."""
+"""Choices of older releases of upstream -> advice."""
 
 
 def without_effect_reason(name: str) -> str | None:
-    """Why an upstream flag is accepted without effect; None if it is not."""
+    """The reason why an upstream flag is accepted without effect; None if it is not."""
     group = _first(WITHOUT_EFFECT, name)
     return group.reason if group else None
 
 
 def awaited(name: str) -> str | None:
-    """What an upstream flag asks for that a dry run accepts and a start refuses."""
+    """The feature behind an upstream flag that a dry run accepts and a start refuses; None if it is no such flag."""
     group = _first(AWAITED, name)
     return group.reason if group else None
 
@@ -367,7 +370,7 @@ def refusal(name: str) -> tuple[str, str] | None:
 
 
 def choice_refusal(name: str, value: str) -> str | None:
-    """Why a choice that upstream has is not here."""
+    """The reason why this fork lacks a choice that upstream has; None where it does not."""
     return CHOICES.get((name, value)) or CHOICE_GROUPS.get(name)
 
 

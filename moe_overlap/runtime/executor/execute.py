@@ -21,17 +21,15 @@ from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.dependencies import last_uses
 from moe_overlap.plan.operators import RECOMPUTE
+from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
 from moe_overlap.runtime.executor.bindings import ChunkOperators, StepState, set_aux_loss_scale
 from moe_overlap.runtime.executor.buffers import Buffers, stem_of
 from moe_overlap.runtime.groups import StageGroups
-from moe_overlap.runtime.routing.state import DrawClock, first_micro_batch
+from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.state.buckets import GradientPieces
-from moe_overlap.runtime.state.optimizer import LayerwiseOptimizer
 from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.step import Batch, StepResult, naming
-from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
 
 # Activations and their gradients between equal stages: rank i of a stage to rank i of the next, each with a tag of its own.
 
@@ -95,55 +93,39 @@ class PlanExecutor:
     """A StepRunner that follows the list of any plan it can bind.
 
     Args:
-        chunks: this rank's DDP-wrapped model chunks.
-        models: the GPTModel inside each of them.
-        queue: takes the weight gradients that the list has computed later.
-        clock: seed of the gates' draws.
-        pieces: reduces what the list has of gradients among its passes; None: DDP reduces at the end.
-        sequence_length, micro_batch_size: sizes of a micro-batch.
+        context: this rank's part of the run.
+        waits: wait for every all-to-all where it is started, so that nothing overlaps: the control of a benchmark.
     Attributes:
-        dispatcher: carries every exchange of tokens, of all chunks.
-        waits: wait for every exchange where it is started, so that nothing overlaps: the control of a benchmark.
+        context: this rank's part of the run.
+        dispatcher: carries every all-to-all of tokens, of all chunks.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        models: Sequence[Any],
-        optimizer: LayerwiseOptimizer,
-        groups: StageGroups,
-        recorder: SpanRecorder,
-        *,
-        queue: WeightGradQueue,
-        clock: DrawClock,
-        pieces: GradientPieces | None = None,
-        sequence_length: int,
-        micro_batch_size: int,
-    ) -> None:
-        self._chunks, self._optimizer, self._recorder = list(chunks), optimizer, recorder
-        self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
-        self._queue, self._clock, self._pieces = queue, clock, pieces
-        self.step, self.waits = 0, False
-        self.dispatcher = IrregularDispatcher(Wires(groups.collection))
-        self._per_token = chunks[0].config.calculate_per_token_loss
+    def __init__(self, context: RunContext, waits: bool = False) -> None:
+        self.context, self._waits = context, waits
+        self._chunks, self._optimizer, self._recorder = list(context.chunks), context.optimizer, context.recorder
+        self._update = StepUpdate(context)
+        self._queue, self._clock, self._pieces = context.weight_gradients, context.clock, context.bucket_reduction
+        config, sequence_length = context.chunks[0].config, context.plan.sequence_length
+        self.dispatcher = IrregularDispatcher(Wires(context.groups.collection))
+        self._per_token = config.calculate_per_token_loss
         # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
-        self._context_size = groups.collection.cp.size()
+        self._context_size = context.groups.collection.cp.size()
         loss = _summed_loss if self._per_token else _mean_loss
-        self._operators = [ChunkOperators(model, sequence_length, loss, self.dispatcher) for model in models]
-        self._transfers = StageTransfers(groups, chunks[0].config, sequence_length, micro_batch_size)
+        self._operators = [ChunkOperators(model, sequence_length, loss, self.dispatcher) for model in context.models]
+        self._transfers = StageTransfers(context.groups, config, sequence_length, context.stage.micro_batch_size)
 
     @property
     def recorder(self) -> SpanRecorder:
         """Of the spans of its steps."""
         return self._recorder
 
-    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """One training step."""
         self._recorder.start_step()
         self._optimizer.zero_grad()
         for chunk in self._chunks:
             chunk.train()
-        state = self._state(instructions, batches)
+        state = self._state(instructions, batches, step)
         device = next(self._chunks[0].parameters()).device
         set_aux_loss_scale(state.loss_scale, device)
         self._follow([i for i in instructions if not is_update(i)], state)
@@ -156,19 +138,19 @@ class PlanExecutor:
         return self._update.finish(instructions, state.reports)
 
     @torch.no_grad()
-    def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+    def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """The forward instructions of the list alone."""
         self._recorder.start_step()
         for chunk in self._chunks:
             chunk.eval()
-        state = self._state(instructions, batches)
+        state = self._state(instructions, batches, step)
         forward = [i for i in instructions if not is_update(i) and not _is_backward(i)]
         self._follow(forward, state)
         loss, tokens, _ = self._update.mean_losses(state.reports)
         get_moe_layer_wise_logging_tracker().clear()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
 
-    def _state(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepState:
+    def _state(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepState:
         micro_batches = micro_batches_of(instructions)
         parts: dict[str, int] = {}
         for i in instructions:
@@ -181,7 +163,7 @@ class PlanExecutor:
             arrived,
             self._optimizer.loss_scale * (1.0 if self._per_token else self._context_size / micro_batches),
             self._clock.seed,
-            first_micro_batch(self.step),
+            first_micro_batch(step),
             frozenset(again),
         )
 
@@ -196,7 +178,7 @@ class PlanExecutor:
                 self._operators[i.chunk or 0].compute(i, state)
             elif i.kind in ("collective", "point-to-point"):
                 started[i.id] = _Started(i.channel, self._start(i, state))
-                if self.waits and i.kind == "collective":
+                if self._waits and i.kind == "collective":
                     self._wait(i.id, started)
             elif i.kind == "weight-gradient":
                 self._enter(i)

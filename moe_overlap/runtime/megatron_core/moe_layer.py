@@ -12,12 +12,19 @@ from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from moe_overlap.runtime.spans import SpanRecorder
+
+AdaptLayer = Callable[[ModuleSpec], ModuleSpec]
+MakeGate = Callable[..., TopKRouter]
+"""Builds the gate of a layer from megatron-core's `config` and `pg_collection`."""
+MakeDispatcher = Callable[..., MoETokenDispatcher]
+"""Builds the token dispatcher of a layer, called as megatron-core calls its own."""
 
 
 class RecordedLayer(TransformerLayer):
@@ -78,7 +85,7 @@ class RecordedMoELayer(MoELayer):
         self,
         *args: Any,
         recorder: SpanRecorder,
-        make_dispatcher: Callable[..., Any] | None = None,
+        make_dispatcher: MakeDispatcher | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -176,9 +183,9 @@ class RecordedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
 def adapt_layer(
     recorder: SpanRecorder,
     groups: ProcessGroupCollection,
-    make_gate: Callable[..., Any] | None = None,
-    make_dispatcher: Callable[..., Any] | None = None,
-) -> Callable[[ModuleSpec], ModuleSpec]:
+    make_gate: MakeGate | None = None,
+    make_dispatcher: MakeDispatcher | None = None,
+) -> AdaptLayer:
     """What `build_model` applies to every layer spec of a run.
 
     Args:

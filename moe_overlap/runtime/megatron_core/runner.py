@@ -6,23 +6,26 @@ The number of micro-batches and the order of the optimizer are read from the lis
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.runtime.groups import StageGroups
-from moe_overlap.runtime.routing.state import DrawClock, first_micro_batch
+from moe_overlap.runtime.context import RunContext
+from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.state.optimizer import LayerwiseOptimizer
 from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.step import Batch, StepResult
 
@@ -92,100 +95,117 @@ class _RecordedRequest:
         self._pending.one_finished()
 
 
-class MegatronStepRunner:
-    """Runs uniform plans without overlap on megatron-core's 1F1B and interleaved schedules.
+class ScheduledChunk(torch.nn.Module):
+    """A model chunk as megatron-core's schedule sees it.
 
-    Args:
-        chunks: this rank's DDP-wrapped model chunks; the gradient hooks of their TransformerConfig are set here.
-        optimizer: the layerwise optimizer of the same chunks.
-        groups: this rank's groups.
-        recorder, clock: those the layers were built with.
-        sequence_length, micro_batch_size: sizes of a micro-batch.
+    The schedules read their callbacks (loss scale, gradient reduction) from the configuration of the outermost module. The model
+    was built from its TransformerConfig and shares it with every layer; this module carries a copy for the schedule instead.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Any],
-        optimizer: LayerwiseOptimizer,
-        groups: StageGroups,
-        recorder: SpanRecorder,
-        *,
-        clock: DrawClock,
-        sequence_length: int,
-        micro_batch_size: int,
-    ) -> None:
-        config = chunks[0].config
-        self._chunks, self._config, self._optimizer = list(chunks), config, optimizer
-        self._groups, self._recorder = groups, recorder
-        self._update = StepUpdate(self._chunks, optimizer, groups, recorder)
-        self._sequence_length, self._micro_batch_size = sequence_length, micro_batch_size
-        self._clock, self.step = clock, 0
+    def __init__(self, chunk: DistributedDataParallel, config: TransformerConfig) -> None:
+        super().__init__()
+        self.module, self.config = chunk, config
+
+    def forward(self, *inputs: Any, **options: Any) -> Tensor:
+        """Forward pass of the chunk."""
+        output: Tensor = self.module(*inputs, **options)
+        return output
+
+
+class MegatronStepRunner:
+    """Executes uniform plans without overlap on megatron-core's 1F1B and interleaved schedules.
+
+    Args:
+        context: this rank's part of the run.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._recorder, self._optimizer = context, context.recorder, context.optimizer
+        self._update = StepUpdate(context)
         self._loss_scale = 1.0
-        pipeline = groups.collection.pp
+        pipeline, chunks = context.groups.collection.pp, context.chunks
+        config = self._schedule_config()
+        self._scheduled = [ScheduledChunk(chunk, config) for chunk in chunks]
         self._schedule = get_forward_backward_func(
             pp_size=pipeline.size(), vp_size=len(chunks) if len(chunks) > 1 else None
         )
-        self._transfers = RecordedTransfers(pipeline, config, recorder) if pipeline.size() > 1 else None
+        self._transfers = RecordedTransfers(pipeline, config, self._recorder) if pipeline.size() > 1 else None
+        for model in context.models:
+            _record_ends(model, self._recorder)
+
+    def _schedule_config(self) -> TransformerConfig:
+        """The chunks' configuration with the callbacks of the schedule, as a copy."""
+        chunks = self._context.chunks
+        config = copy.copy(chunks[0].config)
         config.finalize_model_grads_func = self._finalize
         config.grad_scale_func = self._scaled
-        overlapped = self._chunks[0].ddp_config.overlap_grad_reduce
-        no_sync = [chunk.no_sync for chunk in self._chunks]
-        config.no_sync_func = (no_sync if len(no_sync) > 1 else no_sync[0]) if overlapped else None
-        if overlapped and len(self._chunks) > 1:
-            config.grad_sync_func = [chunk.start_grad_sync for chunk in self._chunks]
-        for chunk_index, chunk in enumerate(self._chunks):
-            _record_ends(chunk, chunk_index, recorder)
+        # Without overlapped reduction DDP reduces in `finish_grad_sync` only: nothing is held back between micro-batches.
+        config.no_sync_func = None
+        if chunks[0].ddp_config.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in chunks]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+            if len(chunks) > 1:
+                config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+        return config
 
-    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+    def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """Forward and backward of every micro-batch, gradient reduction, optimizer step."""
         self._recorder.start_step()
         self._loss_scale = self._optimizer.loss_scale
         self._optimizer.zero_grad()
-        for chunk in self._chunks:
+        for chunk in self._context.chunks:
             chunk.train()
-        reports = self._pass(instructions, batches, forward_only=False)
+        reports = self._pass(instructions, batches, step, forward_only=False)
         get_moe_layer_wise_logging_tracker().clear()
         return self._update.finish(instructions, reports)
 
     @torch.no_grad()
-    def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch]) -> StepResult:
+    def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """Forward of every micro-batch of the list, without gradients."""
         self._recorder.start_step()
-        for chunk in self._chunks:
+        for chunk in self._context.chunks:
             chunk.eval()
-        reports = self._pass(instructions, batches, forward_only=True)
+        reports = self._pass(instructions, batches, step, forward_only=True)
         loss, tokens, predictions = self._update.mean_losses(reports)
         get_moe_layer_wise_logging_tracker().clear()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()), predictions)
 
-    def _pass(self, instructions: Sequence[Instruction], batches: Iterator[Batch], forward_only: bool) -> list[Tensor]:
+    def _pass(
+        self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int, forward_only: bool
+    ) -> list[Tensor]:
+        """Run the schedule over the list's micro-batches; returns [loss sum, tokens, …] of each, on the last stage only."""
         micro_batches = micro_batches_of(instructions)
         arrived = [next(batches) for _ in range(micro_batches)]
-        chunks = self._chunks if len(self._chunks) > 1 else self._chunks[0]
-        feeds = [enumerate(arrived) for _ in self._chunks]
-        return self._schedule(
-            forward_step_func=self._forward_step,
-            data_iterator=feeds if len(feeds) > 1 else feeds[0],
-            model=chunks,
+        # Every chunk of an interleaved pipeline reads the same micro-batches, each at its own pace.
+        feeds = [enumerate(arrived) for _ in self._scheduled]
+        several = len(self._scheduled) > 1
+        reports: list[Tensor] = self._schedule(
+            forward_step_func=partial(self._forward_step, step),
+            data_iterator=feeds if several else feeds[0],
+            model=self._scheduled if several else self._scheduled[0],
             num_microbatches=micro_batches,
-            seq_length=self._sequence_length,
-            micro_batch_size=self._micro_batch_size,
+            seq_length=self._context.plan.sequence_length,
+            micro_batch_size=self._context.stage.micro_batch_size,
             forward_only=forward_only,
             p2p_communicator=self._transfers,
-            pg_collection=self._groups.collection,
+            pg_collection=self._context.groups.collection,
         )
+        return reports
 
-    def _forward_step(self, feed: Iterator[tuple[int, Batch]], chunk: Any) -> tuple[Tensor, Any]:
+    def _forward_step(
+        self, step: int, feed: Iterator[tuple[int, Batch]], chunk: ScheduledChunk
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
         micro_batch, batch = next(feed)
-        chunk_index = next(i for i, mine in enumerate(self._chunks) if mine is chunk)
+        chunk_index = next(index for index, scheduled in enumerate(self._scheduled) if scheduled is chunk)
         self._recorder.forward(chunk_index, micro_batch)
-        self._clock.micro_batch = first_micro_batch(self.step) + micro_batch
+        self._context.clock.micro_batch = first_micro_batch(step) + micro_batch
         inputs = batch["tokens"], batch["position_ids"], batch.get("attention_mask")
         output = chunk(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
-        return output, partial(self._loss, batch, getattr(_model_in(chunk), "prediction_report", None))
+        predicted = getattr(self._context.models[chunk_index], "prediction_report", None)
+        return output, partial(self._loss, batch, predicted)
 
-    def _loss(self, batch: Batch, predicted: Tensor | None, losses_BS: Tensor) -> tuple[Any, ...]:
-        """Loss of one micro-batch; the pair (sum, tokens) of every micro-batch makes the reported mean.
+    def _loss(self, batch: Batch, predicted: Tensor | None, losses_BS: Tensor) -> tuple[Tensor, ...]:
+        """Loss of one micro-batch, and its report: the pair (sum, tokens) that makes the mean over the global batch.
 
         Where ranks share the sequences, each divides its sum by the tokens of all of them.
 
@@ -196,20 +216,20 @@ class MegatronStepRunner:
         report = torch.stack([total.detach(), tokens.detach()])
         if predicted is not None:
             report = torch.cat([report, predicted])
-        if self._config.calculate_per_token_loss:
+        if self._context.chunks[0].config.calculate_per_token_loss:
             return total, tokens.to(torch.int), report
         return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss * self._loss_scale
 
-    def _finalize(self, chunks: Any, token_count: Tensor | None = None, **_: Any) -> None:
+    def _finalize(self, chunks: Sequence[ScheduledChunk], token_count: Tensor | None = None, **_: Any) -> None:
+        """Reduce the gradients; the schedule's own arguments beside the token count name what the context holds."""
         self._update.reduce(token_count)
 
 
-def _record_ends(chunk: Any, chunk_index: int, recorder: SpanRecorder) -> None:
-    """Spans of what stands before and after the layers: embedding, final norm, head and loss, and around those that predict."""
-    module = _model_in(chunk)
+def _record_ends(model: GPTModel, recorder: SpanRecorder) -> None:
+    """Record spans of the operators before and behind the layers: embedding, final norm, head and loss, prediction layers."""
 
     def begins(name: str) -> Any:
         return lambda *_: recorder.begin(name)
@@ -217,21 +237,21 @@ def _record_ends(chunk: Any, chunk_index: int, recorder: SpanRecorder) -> None:
     def marks(name: str) -> Any:
         return lambda _module, _inputs, output: recorder.on_backward(name, output)
 
-    if module.pre_process:
-        module.embedding.register_forward_pre_hook(begins("embedding"))
-        module.embedding.register_forward_hook(marks("embedding.backward"))
-    if module.post_process:
-        if module.decoder.final_layernorm is not None:
-            module.decoder.final_layernorm.register_forward_pre_hook(begins("head.norm"))
-            module.decoder.final_layernorm.register_forward_hook(marks("head.norm.backward"))
-        predicting = module.mtp.layers if module.mtp_process else ()
+    if model.pre_process:
+        model.embedding.register_forward_pre_hook(begins("embedding"))
+        model.embedding.register_forward_hook(marks("embedding.backward"))
+    if model.post_process:
+        if model.decoder.final_layernorm is not None:
+            model.decoder.final_layernorm.register_forward_pre_hook(begins("head.norm"))
+            model.decoder.final_layernorm.register_forward_hook(marks("head.norm.backward"))
+        predicting = model.mtp.layers if model.mtp_process else ()
         for depth, layer in enumerate(predicting):
             _record_prediction(layer, f"mtp{depth}", recorder)
         if predicting:
             predicting[-1].loss.register_forward_hook(begins("head.loss"))
         else:
-            module.output_layer.register_forward_pre_hook(begins("head.loss"))
-        module.register_forward_hook(marks("head.loss.backward"))
+            model.output_layer.register_forward_pre_hook(begins("head.loss"))
+        model.register_forward_hook(marks("head.loss.backward"))
 
 
 def _record_prediction(layer: Any, operator: str, recorder: SpanRecorder) -> None:
@@ -246,10 +266,3 @@ def _record_prediction(layer: Any, operator: str, recorder: SpanRecorder) -> Non
     layer.eh_proj.register_forward_hook(projected)
     layer.loss.register_forward_pre_hook(lambda *_: recorder.begin(f"{operator}.loss"))
     layer.loss.register_forward_hook(lambda _m, _i, loss: recorder.on_backward(f"{operator}.loss.backward", loss))
-
-
-def _model_in(chunk: Any) -> Any:
-    """The GPTModel inside wrappers."""
-    while not hasattr(chunk, "decoder"):
-        chunk = chunk.module
-    return chunk

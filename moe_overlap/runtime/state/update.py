@@ -18,9 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.runtime.groups import StageGroups
-from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.state.optimizer import LayerwiseOptimizer
+from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.step import StepResult, naming
 
 # The end of a backward pass: gradients reduced over every group that shares a parameter.
@@ -81,13 +79,13 @@ class StepUpdate:
     """What follows the last backward pass.
 
     Args:
-        chunks: this rank's DDP-wrapped model chunks.
+        context: chunks, optimizer, groups and recorder of this rank.
     """
 
-    def __init__(
-        self, chunks: Sequence[Any], optimizer: LayerwiseOptimizer, groups: StageGroups, recorder: SpanRecorder
-    ) -> None:
-        self._chunks, self._optimizer, self._groups, self._recorder = chunks, optimizer, groups, recorder
+    def __init__(self, context: RunContext) -> None:
+        self._chunks, self._optimizer = context.chunks, context.optimizer
+        self._groups, self._recorder = context.groups, context.recorder
+        self._device = context.device
 
     def reduce(self, token_count: Tensor | None = None, over_replicas: Callable[[], None] | None = None) -> None:
         """Reduce the gradients over every group that shares a parameter; arguments as `finalize_gradients`."""
@@ -121,9 +119,8 @@ class StepUpdate:
 
         Known to the last stage, told to every rank.
         """
-        device = next(self._chunks[0].parameters()).device
         width = 2 + 2 * (self._chunks[0].config.mtp_num_layers or 0)
-        nothing = torch.zeros(width, dtype=torch.double, device=device)
+        nothing = torch.zeros(width, dtype=torch.double, device=self._device)
         total = torch.stack(list(reports)).double().sum(0) if reports else nothing
         if reports:
             dist.all_reduce(total, group=self._groups.collection.dp_cp)

@@ -29,6 +29,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
 import megatron.training.model.build as model_builder
+from megatron.training.model import stage_config
 from megatron.training.model.layers.attention import SdpaAttention
 from megatron.training.model.layers.local_modules import TorchNorm, repair_imports, transformer_engine_is_installed
 from moe_overlap.tuner.capture.fused_functions import (
@@ -268,7 +269,7 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
     if not transformer_engine_is_installed():
         repair_imports()
     specs = FusedSpecs(recorder, tensor_group)
-    stock_config, stock_moe = model_builder.transformer_config, model_builder._moe_fields
+    stock_config, stock_moe = stage_config.transformer_config, stage_config._moe_fields
     replacements: list[tuple[Any, str, Any]] = [
         (gpt_layer_specs, "TESpecProvider", specs),
         (multi_latent_attention, "TELinear", specs.whole),
@@ -278,7 +279,7 @@ def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
         (model_builder, "transformer_engine_is_installed", lambda: True),
         (model_builder, "_block_norm", lambda: specs.norm),
         (model_builder, "transformer_config", lambda *args: with_fusions(stock_config(*args))),
-        (model_builder, "_moe_fields", lambda *args: stock_moe(*args) | {"moe_grouped_gemm": True}),
+        (stage_config, "_moe_fields", lambda *args: stock_moe(*args) | {"moe_grouped_gemm": True}),
         (layers, "fused_weight_gradient_mlp_cuda", _weight_gradients(recorder)),
         (torch.nn.functional, "dropout", _dropout),
         (rope_utils, "fused_apply_rotary_pos_emb", _rotary(recorder)),

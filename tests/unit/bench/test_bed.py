@@ -14,6 +14,7 @@ import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from tests.link_hosts import left_by, namespaces_allowed
+from tests.signals import restore_interruptions
 from tools.bench import bed as bed_module
 from tools.bench.bed import Bed, CpuGroup
 from tools.bench.launch import RankFailed, Ranks
@@ -48,7 +49,10 @@ def namespaces() -> None:
 @pytest.fixture
 def program(namespaces: None) -> Iterator[subprocess.Popen[str]]:
     """A program that holds a bed with two ranks."""
-    with subprocess.Popen([sys.executable, "-c", HOLDS], cwd=ROOT, stdout=subprocess.PIPE, text=True) as started:
+    command = [sys.executable, "-c", HOLDS]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=restore_interruptions
+    ) as started:
         assert started.stdout is not None and started.stdout.readline() == "up\n"
         yield started
         started.kill()

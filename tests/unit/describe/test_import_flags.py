@@ -24,15 +24,15 @@ WORDS = (
 
 def test_a_script_as_users_write_them() -> None:
     flags = script_flags(SCRIPT.read_text(), {}, "train_moe.sh")
-    assert " ".join(flags.words) == WORDS
+    assert " ".join(flags.arguments) == WORDS
     assert flags.unresolved == ("3",)
     logged = script_flags(SCRIPT.read_text(), {"WANDB_API_KEY": "x"}, "train_moe.sh")
-    assert " ".join(logged.words) == f"{WORDS} --wandb-project Mixtral"
+    assert " ".join(logged.arguments) == f"{WORDS} --wandb-project Mixtral"
 
 
 def test_values_from_outside_win() -> None:
     flags = script_flags(SCRIPT.read_text(), {"LAYERS": "12", "3": "/data/text", "GPUS_PER_NODE": "4"}, "train_moe.sh")
-    assert " ".join(flags.words) == WORDS.replace("layers 4", "layers 12").replace("${3}", "/data/text").replace(
+    assert " ".join(flags.arguments) == WORDS.replace("layers 4", "layers 12").replace("${3}", "/data/text").replace(
         "global-batch-size 8", "global-batch-size 16"
     )
     assert flags.unresolved == ()
@@ -72,7 +72,7 @@ def test_values_from_outside_win() -> None:
     ],
 )
 def test_ways_of_writing(script: str, words: str) -> None:
-    assert " ".join(" ".join(script_flags(script, {}, "x.sh").words).split()) == words
+    assert " ".join(" ".join(script_flags(script, {}, "x.sh").arguments).split()) == words
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_what_cannot_be_followed_is_refused_with_its_line(script: str, line: str
 
 def test_a_value_from_outside_settles_what_cannot_be_followed() -> None:
     script = "case $(m) in\n 7B) L=32 ;;\nesac\npython p.py --x $L"
-    assert script_flags(script, {"L": "40"}, "x.sh").words == ("--x", "40")
+    assert script_flags(script, {"L": "40"}, "x.sh").arguments == ("--x", "40")
 
 
 def test_a_flag_and_its_value_in_one_pair_of_quotes_are_two_words() -> None:
     flags = script_flags("A+=(\n  \"--split '99,1,0'\"\n)\npython p.py ${A[@]}", {}, "x.sh")
-    assert flags.words == ("--split", "99,1,0")
+    assert flags.arguments == ("--split", "99,1,0")
 
 
 def test_no_command() -> None:

@@ -104,3 +104,11 @@ def test_micro_batches_in_flight_are_said() -> None:
     assert "in flight" not in printed(words)
     text = printed([*words, "--moe-overlap-micro-batches", "2"])
     assert "activations of at most 4, 2 micro-batches (stages 0, 1); 2, 1 without --moe-overlap-micro-batches" in text
+
+
+def test_a_gate_that_nobody_named_is_said() -> None:
+    words = [f"@{ROOT}/examples/tiny-mixtral-8x7b.args", "--moe-token-dispatcher-type", "irregular"]
+    partitions = ["--moe-overlap-partitions", "2"]
+    line = "gate          topk, without --moe-gate: where no token is dropped it decides as megatron-core's router does"
+    assert line in printed([*words, *partitions])
+    assert "\ngate " not in printed(words) and "\ngate " not in printed([*words, *partitions, "--moe-gate", "topk"])

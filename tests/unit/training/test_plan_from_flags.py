@@ -9,7 +9,7 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model, padded_vocab_size, smallest_world, stage_chunks, stage_counts
 from megatron.training.cli.validation import validate
-from megatron.training.plan_flags import plan_from_flags, plan_of_run
+from megatron.training.plan_flags import gate_of_run, plan_from_flags, plan_of_run
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
@@ -114,6 +114,50 @@ def test_what_a_plan_cuts_is_held_against_the_flags(
     with pytest.raises(ConfigError) as caught:
         plan_of_run(config, describe_model(config, 257), 2)
     assert str(caught.value) == line
+
+
+UNNAMED = IRREGULAR.replace("--moe-gate topk ", "")
+CAPACITY = "--moe-expert-capacity-factor 1 --moe-token-drop-policy position"
+
+
+@pytest.mark.parametrize(
+    "more", ["--moe-overlap-micro-batches 2", "--defer-weight-gradients --moe-overlap-range after"]
+)
+def test_partitions_without_capacity_take_the_topk_gate(tmp_path: Path, more: str) -> None:
+    overlap = f"{NO_DROPOUT} --moe-overlap-partitions 2 {more}"
+    named, plan = plan_of(f"{IRREGULAR} {overlap}", 2), plan_of(f"{UNNAMED} {overlap}", 2)
+    assert plan == named and plan.stages[0].overlap.layers[0].gate == "topk"
+    config = parse(f"{BASE} {UNNAMED} {overlap}".split()).config
+    assert gate_of_run(config, plan) == "topk"
+    save_plan(plan, tmp_path / "plan.json")
+    by_file = parse(f"{BASE} {UNNAMED} {NO_DROPOUT} --plan {tmp_path / 'plan.json'}".split()).config
+    validate(by_file, 2)
+    assert plan_of_run(by_file, describe_model(by_file, 257), 2).stages == plan.stages
+
+
+def test_without_partitions_megatron_core_keeps_its_router() -> None:
+    config = parse(f"{BASE} {UNNAMED} --defer-weight-gradients".split()).config
+    plan = plan_of_run(config, describe_model(config, 257), 2)
+    assert {layer.gate for layer in plan.stages[0].overlap.layers} == {None} and gate_of_run(config, plan) is None
+
+
+@pytest.mark.parametrize(
+    ("gate", "flags", "line"),
+    [
+        ("topk", CAPACITY, "gate topk: the flags say None; make the flags and the plan agree"),
+        ("hash", "", "gate hash: the flags say None; make the flags and the plan agree"),
+        ("topk", "--moe-router-force-load-balancing", "drop the flag or use --moe-gate random"),
+    ],
+)
+def test_a_plan_names_no_gate_that_flags_must_name(tmp_path: Path, gate: str, flags: str, line: str) -> None:
+    no_losses = "--moe-aux-loss-coeff 0"
+    named = IRREGULAR.replace("topk", gate)
+    path = tmp_path / "plan.json"
+    save_plan(plan_of(f"{named} {no_losses} {NO_DROPOUT} --moe-overlap-partitions 2", 2), path)
+    config = parse(f"{BASE} {UNNAMED} {no_losses} {NO_DROPOUT} {flags} --plan {path}".split()).config
+    validate(config, 2)
+    with pytest.raises(ConfigError, match=line):
+        plan_of_run(config, describe_model(config, 257), 2)
 
 
 PAIRS = f"{BASE} --expert-model-parallel-size 2 --moe-token-dispatcher-type irregular --moe-overlap-micro-batches 2"

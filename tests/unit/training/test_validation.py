@@ -26,6 +26,7 @@ OVERLAP = (
     "--expert-model-parallel-size 2 --moe-gate topk --moe-token-dispatcher-type irregular "
     "--hidden-dropout 0 --attention-dropout 0"
 )
+DROPLESS = OVERLAP.replace("--moe-gate topk ", "")
 
 PREDICTION = "--mtp-num-layers 2 --position-embedding-type rope"
 
@@ -368,6 +369,17 @@ RULES = [
         2,
         "--moe-overlap-range around: the gate batch_prioritized sorts the tokens of the whole micro-batch, which can then "
         "not be partitioned before the MoE layer; use after or experts, or --moe-gate topk or switch or random or hash",
+    ),
+    (
+        f"{DROPLESS} --moe-overlap-partitions 2 --moe-expert-capacity-factor 1",
+        2,
+        "--moe-overlap-partitions 2: capacity passes from part to part in our gates only; add --moe-gate topk",
+    ),
+    (
+        f"{DROPLESS} --moe-overlap-partitions 2 --moe-input-jitter-eps 0.1",
+        2,
+        "--moe-input-jitter-eps 0.1: its noise depends on the order of the calls, which --moe-gate topk does not allow; "
+        "drop the flag",
     ),
     (
         f"{OVERLAP} --moe-overlap-partitions 2 --hidden-dropout 0.1",

@@ -1,1 +1,1 @@
-"""How a field of the configuration becomes a flag, and what is said of flags without effect."""
+"""The flags that the configuration's fields define, and those that have no effect in a run."""

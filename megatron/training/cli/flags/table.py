@@ -1,4 +1,8 @@
-"""The flags that the dataclasses of `config.py` define: names, value types and choices, read from their annotations."""
+"""The flags that the dataclasses of `config.py` define, and their `--help`.
+
+A field's annotation gives the flag's value type and choices, its metadata (`config_fields.flag`) everything else, and the string
+under it the help text: nothing about a flag is said twice.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.training.cli import config as config_module
-from megatron.training.cli import config_fields as config_attention
-from megatron.training.cli import config_fields as config_gpu
+from megatron.training.cli import config_fields
 from megatron.training.cli.config import Config
 from moe_overlap.describe.errors import ConfigError
 
 ValueKind = Literal["switch", "int", "float", "str", "layers", "pair"]
-_WHAT = {"int": "a whole number", "float": "a number"}
+_KIND_TEXT = {"int": "a whole number", "float": "a number"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,20 +31,20 @@ class Flag:
     """One field of the configuration as a flag."""
 
     group: str
-    """The field of Config it stands in."""
+    """The field of Config that holds its dataclass."""
     field: str
     names: tuple[str, ...]
     off: str | None
-    """The flag that turns it off, for a switch that is on by default."""
+    """The flag that turns a switch off that is on by default."""
     kind: ValueKind
     choices: tuple[str, ...] | None
     many: bool
-    """Takes one or more values."""
+    """Whether it takes one or more values."""
     default: Any
     needs: str | None = None
-    """What a machine must have for another value than the default."""
+    """A library or device without which no value but the default can be carried out."""
     of: str | None = None
-    """The field ("group.field") whose setting this is."""
+    """The field ("group.field") whose setting this is: without effect while that one has its default."""
 
     def value(self, name: str, texts: tuple[str, ...]) -> Any:
         """The field's value.
@@ -55,15 +58,15 @@ class Flag:
         if self.kind == "switch":
             return name != self.off
         if self.many:
-            return tuple(self._one(name, text) for text in texts)
-        return self._one(name, texts[0])
+            return tuple(self._value(name, text) for text in texts)
+        return self._value(name, texts[0])
 
-    def _one(self, name: str, text: str) -> Any:
+    def _value(self, name: str, text: str) -> Any:
         if self.kind == "layers":
             return layer_pattern(name, text)
         if self.kind == "pair":
             return _pair(name, text)
-        if self.kind in _WHAT:
+        if self.kind in _KIND_TEXT:
             return _number(name, text, self.kind)
         if self.choices is not None and text not in self.choices:
             raise ConfigError(name, text, "unknown choice", f"use {one_of(self.choices)}")
@@ -71,18 +74,18 @@ class Flag:
 
 
 def _number(name: str, text: str, kind: ValueKind) -> int | float:
-    """A number that 64 bits hold."""
+    """Read a number that 64 bits hold."""
     try:
         value = int(text) if kind == "int" else float(text)
     except ValueError:
-        raise ConfigError(name, text or '""', f"must be {_WHAT[kind]}", "correct the value") from None
+        raise ConfigError(name, text or '""', f"must be {_KIND_TEXT[kind]}", "correct the value") from None
     if not math.isfinite(value) or (kind == "int" and abs(value) >= 2**63):
-        raise ConfigError(name, text, f"must be {_WHAT[kind]} of 64 bits", "correct the value")
+        raise ConfigError(name, text, f"must be {_KIND_TEXT[kind]} of 64 bits", "correct the value")
     return value
 
 
 def one_of(choices: tuple[str, ...]) -> str:
-    """`a`, `a or b`, `a, b or c`."""
+    """Join choices as `a`, `a or b`, `a, b or c`."""
     return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
@@ -134,7 +137,7 @@ def _value_of(hint: Any) -> tuple[ValueKind, tuple[str, ...] | None, bool]:
 
 
 def _pair(name: str, text: str) -> tuple[int, int]:
-    """`128,0` or `(128, 0)`."""
+    """Read `128,0` or `(128, 0)`."""
     try:
         first, second = (int(part) for part in text.strip().removeprefix("(").removesuffix(")").split(","))
     except ValueError:
@@ -143,7 +146,7 @@ def _pair(name: str, text: str) -> tuple[int, int]:
 
 
 def layer_pattern(name: str, text: str) -> int | tuple[int, ...]:
-    """`2`, or a Python list of 0 and 1 made with brackets, `+` and `*`: `([0]*3+[1]*5)`."""
+    """Read `2`, or a Python list of 0 and 1 made with brackets, `+` and `*`: `([0]*3+[1]*5)`."""
     rule, fix = "must be a whole number or a list of 0 and 1", 'write for example 2 or "([0]*3+[1]*5)"'
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
@@ -157,7 +160,7 @@ def layer_pattern(name: str, text: str) -> int | tuple[int, ...]:
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Lists of small integers, sums and repetitions; anything else is a ValueError."""
+    """Evaluate lists of small integers, sums and repetitions; anything else is a ValueError."""
     if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 10_000:
         return node.value
     if isinstance(node, ast.List):
@@ -172,7 +175,7 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 def flag_texts(flag: Flag, value: Any) -> list[str]:
-    """The tokens that set the flag to a value other than its default."""
+    """The arguments that set the flag to a value other than its default."""
     if flag.kind == "switch":
         if value:
             return [flag.names[0]]
@@ -188,11 +191,11 @@ def flag_texts(flag: Flag, value: Any) -> list[str]:
 
 
 def spelling(path: str) -> str:
-    """The documented flag of a field ("group.field")."""
+    """The documented name of a field's flag ("group.field")."""
     return next(flag.names[0] for flag in config_flags() if f"{flag.group}.{flag.field}" == path)
 
 
-# The text of `--help`: the dataclasses of `config.py`, with the docstring under each field.
+# --help
 
 _WIDTH = 120
 _INDENT = 4
@@ -207,8 +210,8 @@ this command
   --dry-run
     Stop before the first step: check the flags, print configuration, layout, parameters, and what this machine lacks.
   --model FILE
-    The model of a file: examples/models/*.json, or a Hugging Face config.json. Its flags come first: those written beside
-    it win. A config.json says no length of samples: --seq-length is its positions, 4096 at most.
+    Take the model from a file: examples/models/*.json, or a Hugging Face config.json. Flags written beside it win.
+    A config.json names no sample length: --seq-length is then its number of positions, at most 4096.
   --world-size N
     With --dry-run: number of processes; default the smallest that the parallel sizes allow.
 """
@@ -230,7 +233,7 @@ def help_text() -> str:
 
 def field_docs() -> dict[tuple[str, str], str]:
     """The string under each field of the configuration, by class and field."""
-    files = (Path(str(module.__file__)) for module in (config_module, config_attention, config_gpu))
+    files = (Path(str(module.__file__)) for module in (config_module, config_fields))
     bodies = [ast.parse(path.read_text(encoding="utf-8")).body for path in files]
     docs: dict[tuple[str, str], str] = {}
     for cls in (node for body in bodies for node in body if isinstance(node, ast.ClassDef)):
@@ -243,7 +246,7 @@ def field_docs() -> dict[tuple[str, str], str]:
 
 def _flag_lines(flag: Flag, doc: str) -> list[str]:
     names = [flag.off] if flag.off is not None else list(flag.names)
-    head = "  " + ", ".join(names) + _value_words(flag)
+    head = "  " + ", ".join(names) + _value_placeholder(flag)
     default = "" if flag.kind == "switch" or flag.default is None else f" (default {_shown(flag.default)})"
     text = f"Turn off: {doc[0].lower()}{doc[1:]}" if flag.off is not None else doc
     if flag.needs is not None:
@@ -257,7 +260,7 @@ def _flag_lines(flag: Flag, doc: str) -> list[str]:
     ]
 
 
-def _value_words(flag: Flag) -> str:
+def _value_placeholder(flag: Flag) -> str:
     if flag.kind == "switch":
         return ""
     value = {"int": "N", "float": "X", "str": "TEXT", "layers": "N", "pair": "N,N"}[flag.kind]

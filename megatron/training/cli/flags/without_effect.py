@@ -1,4 +1,8 @@
-"""Flags that are accepted and change nothing in this run, each with the reason: a dry run and a start list them once."""
+"""Flags that are accepted and change nothing in this run, each with the reason.
+
+A dry run and a start list them once, so that nobody believes in a flag that does nothing. Most are settings of something that is
+not asked for: each function below yields pairs of flag and reason for one group of flags.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from megatron.training.cli.flags.table import config_flags, one_of, spelling
 from megatron.training.data.tokenizers import MODEL_TYPES
 
 FLEX_FIELD, FLEX = "moe.moe_token_dispatcher_type", "flex"
-"""The one field of which a single choice has settings."""
+"""The field whose settings count for a single one of its choices."""
 CURVES = (
     "log_memory_to_tensorboard",
     "log_world_size_to_tensorboard",
@@ -18,7 +22,7 @@ CURVES = (
     "log_timers_to_tensorboard",
     "moe_per_layer_logging",
 )
-"""Fields of `logging` that ask for curves."""
+"""Fields of `logging` that draw curves on a board."""
 YARN = (
     "model.rotary_scaling_factor",
     "model.mscale",
@@ -32,7 +36,7 @@ YARN = (
 
 
 def idle_flags(parsed: ParsedArguments) -> list[tuple[str, str]]:
-    """Flag and reason."""
+    """Every flag without effect, with the reason."""
     config = parsed.config
     groups = (_settings(config), _parallel(config), _data(config.data), _files(config), _logging(config))
     return [*parsed.without_effect, *(pair for group in groups for pair in group)]
@@ -49,7 +53,7 @@ def is_active(config: Config, path: str) -> bool:
 
 
 def _settings(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings of something that is not asked for."""
+    """Settings of a feature that is off."""
     for flag in config_flags():
         value = getattr(getattr(config, flag.group), flag.field)
         owner = "moe.num_experts" if flag.group == "moe" else flag.of

@@ -1,4 +1,4 @@
-"""Rules for the model's sizes and forms."""
+"""Rules for the model: windows and positions of its attention, sizes, activations, heads, prediction layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.rules.rule import Rule, at_least, divisors, fraction, require
 from megatron.training.cli.sizes import dense_width
 
-# Rules for windows, sinks and scaled rotary positions.
+# Windows and scaled rotary positions
 
 
 def windows_fit(config: Config) -> None:
@@ -56,6 +56,8 @@ def llama_scaling_fits(config: Config) -> None:
 
 ATTENTION_RULES: tuple[Rule, ...] = (windows_fit, yarn_fits, llama_scaling_fits)
 
+
+# Sizes and forms
 
 MOST_LAYERS = 10_000
 """A plan names every layer."""

@@ -1,4 +1,8 @@
-"""Rules for mixtures of experts. Several repeat what megatron-core would raise later, deep inside a layer."""
+"""Rules for mixtures of experts: sizes, router, capacity and dispatcher, and how computation overlaps their all-to-alls.
+
+Several repeat what megatron-core would raise later, deep inside a layer. The overlap's rules hold for flags and, where a function
+takes the flag or plan that is to blame, for `--plan` as well (`plan_flags.py` calls them).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,12 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.rules.rule import Rule, at_least, divisors, fraction, require
 from megatron.training.cli.sizes import dense_width, expert_tensor_size, virtual_stages
 from moe_overlap.plan.gates import check_gate, require_partitionable
+from moe_overlap.plan.overlap import Gate
 
-# Rules for the gate, the dispatcher and the overlap.
+_AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+# Gate and overlap
 
 
 def gate_agrees_with_router_flags(config: Config) -> None:
@@ -41,7 +49,7 @@ def executor_has_what_it_needs(config: Config) -> None:
 
 
 def require_executable(config: Config, why: str) -> None:
-    """The flags that the executor needs, or does not go with.
+    """Require the flags that the executor needs, and refuse those it does not go with.
 
     Args:
         why: the flag or the plan that has the executor run the step.
@@ -61,19 +69,31 @@ def require_executable(config: Config, why: str) -> None:
     require(recompute is None or not chunked, "--recompute-granularity", recompute, rule, fix)
 
 
+def unnamed_gate(config: Config) -> Gate | None:
+    """The gate that partitions take where --moe-gate names none; None where they need a name.
+
+    Without a capacity the top-k gate makes the same decisions as megatron-core's router, so nothing is left to choose. With one,
+    the two drop different tokens, and the user says which.
+    """
+    return "topk" if config.moe.moe_expert_capacity_factor is None else None
+
+
 def partitions_keep_the_mathematics(config: Config) -> None:
-    flag, gate, parts = "--moe-overlap-partitions", config.overlap.moe_gate, config.overlap.moe_overlap_partitions
-    if parts is None or parts == 1:
+    flag, partitions = "--moe-overlap-partitions", config.overlap.moe_overlap_partitions
+    if partitions is None or partitions == 1:
         return
+    gate = config.overlap.moe_gate or unnamed_gate(config)
     rule = "capacity passes from part to part in our gates only"
-    require(gate is not None, flag, parts, rule, "add --moe-gate topk")
+    require(gate is not None, flag, partitions, rule, "add --moe-gate topk")
     assert gate is not None
+    if config.moe.num_experts is not None:
+        check_gate(gate, config.moe)
     require_partitionable(gate, config.overlap.moe_overlap_range)
     require_cuttable(config)
 
 
 def require_cuttable(config: Config) -> None:
-    """What the flags must leave out where micro-batches are cut, by flags or by a plan."""
+    """Refuse flags that change the mathematics where micro-batches run in partitions, by flags or by a plan."""
     again = config.parallel.recompute_modules or ()
     rule = "a layer keeps one normed input to compute again, and parts are under way together"
     require("layernorm" not in again, "--recompute-modules", " ".join(again), rule, "drop layernorm")
@@ -98,7 +118,7 @@ OVERLAP_RULES: tuple[Rule, ...] = (
 )
 
 
-_AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+# Experts, router, capacity and dispatcher
 
 
 def dense_models_have_no_expert_ranks(config: Config) -> None:

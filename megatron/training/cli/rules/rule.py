@@ -1,4 +1,4 @@
-"""What the rules of `validation.py` are written with."""
+"""The vocabulary that the rules of `validation.py` are written in: `require` and its frequent forms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require(holds: object, flag: str, value: object, rule: str, fix: str) -> Non
 
 
 def at_least(minimum: float, flags: Sequence[tuple[str, float | None]]) -> None:
-    """Every value that is given is at least `minimum`."""
+    """Require every value that is given to be at least `minimum`."""
     for flag, value in flags:
         require(
             value is None or value >= minimum, flag, value, f"must be at least {minimum:g}", f"use {minimum:g} or more"
@@ -29,14 +29,14 @@ def at_least(minimum: float, flags: Sequence[tuple[str, float | None]]) -> None:
 
 
 def fraction(flags: Sequence[tuple[str, float | None]], *, includes_one: bool) -> None:
-    """Every value that is given lies in [0, 1) or [0, 1]."""
+    """Require every value that is given to lie in [0, 1) or [0, 1]."""
     for flag, value in flags:
         inside = value is None or 0 <= value < 1 or (includes_one and value == 1)
         require(inside, flag, value, f"must lie in [0, 1{']' if includes_one else ')'}", "correct the value")
 
 
 def divisors(number: int) -> str:
-    """`1, 2, 4 or 8`: what divides a number."""
+    """The divisors of a number, as `1, 2, 4 or 8`."""
     if number > _LISTED:
         return f"a divisor of {number}"
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]

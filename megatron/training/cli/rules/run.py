@@ -14,7 +14,7 @@ from megatron.training.data.tokenizers import MODEL_TYPES, ByteTokenizer, check_
 
 
 def learning_rates_fit(config: Config) -> None:
-    """That there is one is a rule of the start."""
+    """Check the values; `start.py` checks that there is a learning rate, which a dry run does not need."""
     optimizer = config.optimizer
     if config.training.skip_train or optimizer.lr is None:
         return
@@ -118,9 +118,9 @@ def training_counts_are_positive(config: Config) -> None:
 def batch_grows_by_samples(config: Config) -> None:
     training = config.training
     rise, steps, last = training.rampup_batch_size, training.step_batch_size_schedule, training.global_batch_size
-    for flag, words in (("--rampup-batch-size", rise), ("--step-batch-size-schedule", steps)):
+    for flag, values in (("--rampup-batch-size", rise), ("--step-batch-size-schedule", steps)):
         rule, fix = "a batch that changes counts samples", "give --train-samples instead of --train-iters"
-        require(words is None or training.train_iters is None, flag, _shown(words), rule, fix)
+        require(values is None or training.train_iters is None, flag, _shown(values), rule, fix)
     if steps is not None:
         rule = "--step-batch-size-schedule says the same"
         require(rise is None, "--rampup-batch-size", _shown(rise), rule, "give one of the two")
@@ -138,8 +138,8 @@ def batch_grows_by_samples(config: Config) -> None:
     require(fits, "--rampup-batch-size", _shown(rise), rule, "change the start or the increment")
 
 
-def _shown(words: Sequence[object] | None) -> str:
-    return " ".join(map(str, words or ()))
+def _shown(values: Sequence[object] | None) -> str:
+    return " ".join(map(str, values or ()))
 
 
 def data_are_named(config: Config) -> None:
@@ -164,7 +164,10 @@ def data_are_named(config: Config) -> None:
 
 
 def tokenizer_files_have_a_type(data: DataConfig) -> None:
-    """Without a type text is read as bytes. A type may be given to replace that of a list, whose files stay unread then."""
+    """Refuse a tokenizer's files without a type, where text is read as bytes.
+
+    A type that replaces the one of an argument list leaves that list's files unread, which is no mistake.
+    """
     if data.tokenizer_type is not None:
         return
     rule = "is read with --tokenizer-type only, and there is none"

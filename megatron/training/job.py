@@ -1,0 +1,173 @@
+"""What the training loop is given: a `Job`, built by the caller and never changed.
+
+The loop sees the runtime through protocols: this package imports neither the runtime nor the tuner. Each protocol lists only what
+the loop calls; megatron-core's objects and the runtime's satisfy them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from megatron.training.checkpoint.checkpointing import Progress
+from megatron.training.cli.config import Config
+from megatron.training.cli.sizes import BatchSizes
+from megatron.training.data.datasets import BatchSource
+from megatron.training.report.metrics import MetricsLog
+from megatron.training.report.reports import Reports
+from moe_overlap.plan.instructions import Instruction, Span
+
+Batches = Iterator[dict[str, Tensor]]
+
+
+class StepResult(Protocol):
+    """The outcome of one step, equal on every rank but for the spans, which are this rank's."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the tokens of the global batch, in nats."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the global batch that count in the loss."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the unscaled gradients before clipping; may be nan."""
+
+    @property
+    def updated(self) -> bool:
+        """Whether the weights moved."""
+
+    @property
+    def zero_gradients(self) -> int | None:
+        """Number of zero gradients, where known."""
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """When this rank's operators ran."""
+
+    @property
+    def predictions(self) -> tuple[float, ...]:
+        """Mean loss of every multi-token-prediction layer."""
+
+
+class StepRunner(Protocol):
+    """Executes instruction lists on this rank; every call is collective."""
+
+    def run(self, instructions: Sequence[Instruction], batches: Batches, step: int) -> StepResult:
+        """Execute one training step; `step` is its number in the run."""
+
+    def evaluate(self, instructions: Sequence[Instruction], batches: Batches, step: int) -> StepResult:
+        """Execute the forward part of the list without gradients; `step` is the last training step."""
+
+
+class Optimizer(Protocol):
+    """megatron-core's optimizer, as far as the loop and its reports read it."""
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]:
+        """torch's parameter groups, with their learning rate `lr`."""
+
+    @property
+    def chained_optimizers(self) -> Sequence[Any]:
+        """One distributed optimizer for each kind of weights."""
+
+    def get_loss_scale(self) -> Tensor:
+        """The present loss scale."""
+
+
+class Scheduler(Protocol):
+    """Learning rate and weight decay by trained samples."""
+
+    def step(self, increment: int) -> None:
+        """Go on by so many samples."""
+
+
+class Checkpoints(Protocol):
+    """Saves of a run."""
+
+    def save(self, progress: Progress, persistent: bool = True) -> None:
+        """Save everything, complete or not at all, or start to; what is not persistent, the next such save replaces."""
+
+    def completed(self, wait: bool) -> Path | None:
+        """The checkpoint that has become complete since the last call; `wait` for one under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What executes a step on this rank, and the state that a step moves.
+
+    Attributes:
+        chunks: this rank's model chunks, wrapped in DDP.
+        parameter_norm: norm of all parameters of the model; collective.
+        deferral_figures: figures of the deferred weight gradients so far, by the log's names; empty where none are deferred.
+    """
+
+    runner: StepRunner
+    chunks: Sequence[DistributedDataParallel]
+    optimizer: Optimizer
+    scheduler: Scheduler
+    parameter_norm: Callable[[], float]
+    deferral_figures: Callable[[], dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How many steps a run has, how large each is, and what this rank executes in it.
+
+    Attributes:
+        global_batch_size: samples of the largest step.
+        batch_sizes: samples of a step, by the samples trained before it.
+        lowered: samples of a step -> this rank's instructions; the same list for the same size.
+    """
+
+    total_steps: int
+    global_batch_size: int
+    batch_sizes: BatchSizes
+    lowered: Callable[[int], Sequence[Instruction]]
+
+    @property
+    def instructions(self) -> Sequence[Instruction]:
+        """This rank's instructions of the largest step."""
+        return self.lowered(self.global_batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """Where a run's figures go.
+
+    Attributes:
+        log: takes the figures of every step.
+        reports: what is reported beside them, each at its interval.
+        covered_channels: channels whose communication the spans cover.
+        flops_per_token: floating-point operations of the model per token, forward and backward.
+        write_trace: writes the spans of the last step, for --trace.
+    """
+
+    log: MetricsLog
+    reports: Reports
+    covered_channels: tuple[str, ...]
+    flops_per_token: float
+    write_trace: Callable[[Sequence[Span]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything a run consists of.
+
+    Attributes:
+        batches: micro-batches of a split ("train", "valid", "test") from a number of consumed samples on; None without samples.
+    """
+
+    config: Config
+    machinery: Machinery
+    schedule: Schedule
+    batches: BatchSource
+    checkpoints: Checkpoints
+    reporting: Reporting

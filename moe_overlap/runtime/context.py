@@ -1,0 +1,86 @@
+"""What every part of the runtime is given: one frozen object per rank, built once (build.py), complete when built.
+
+The runners (megatron_core/runner.py, executor/execute.py) and the update (state/update.py) take it as their only clump of
+arguments. It holds no state of a step: what belongs to one step is an argument of `run` or lives inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.runtime.groups import StageGroups
+from moe_overlap.runtime.routing.state import DrawClock
+from moe_overlap.runtime.spans import SpanRecorder
+from moe_overlap.runtime.state.optimizer import MegatronLayerwiseOptimizer
+from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
+
+
+class BucketReduction(Protocol):
+    """Reduces gradients over their replicas bucket by bucket, where the instruction list says so (state/buckets.py)."""
+
+    def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
+        """Start one bucket of a parameter group whose backward passes are over; the answer waits for its sum."""
+
+    def finish(self) -> None:
+        """End the step's reductions: every bucket has been waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """One rank of one run.
+
+    Attributes:
+        plan: the plan that is executed; `stage` is this rank's share of it.
+        model: sizes of the whole model.
+        groups: this rank's place in the plan and its process groups.
+        chunks: this rank's model chunks (virtual stages), wrapped in DDP.
+        models: the GPTModel inside each of them.
+        optimizer: steps the parameters of the chunks layer by layer.
+        recorder: takes the spans of layers, transfers, runner and optimizer.
+        clock: seed and micro-batch of the gates' draws; gates that draw hold the same object.
+        weight_gradients: takes the weight gradients that the list computes later; stays empty where none are deferred.
+        bucket_reduction: reduces gradients among the passes; None where DDP reduces them behind the passes.
+    """
+
+    plan: Plan
+    model: ModelDescription
+    groups: StageGroups
+    chunks: Sequence[DistributedDataParallel]
+    models: Sequence[GPTModel]
+    optimizer: MegatronLayerwiseOptimizer
+    recorder: SpanRecorder
+    clock: DrawClock
+    weight_gradients: WeightGradQueue
+    bucket_reduction: BucketReduction | None
+
+    @property
+    def stage(self) -> StagePlan:
+        """The plan of this rank's stage."""
+        return self.plan.stages[self.groups.stage]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that holds this rank's parameters."""
+        parameter: torch.nn.Parameter = next(self.chunks[0].parameters())
+        return parameter.device
+
+    def deferral_figures(self) -> dict[str, int]:
+        """Figures of the deferred weight gradients so far, by the log's names; empty where the plan defers none."""
+        deferred = any(layer.weight_gradient_slots for layer in self.stage.overlap.layers)
+        return self.weight_gradients.figures() if deferred else {}
+
+
+def language_model(chunk: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside DDP and precision wrappers."""
+    module: GPTModel = chunk
+    while not hasattr(module, "decoder"):
+        module = module.module
+    return module

@@ -1,0 +1,121 @@
+"""The pages for readers name what exists: links, headings, programs, and every flag of every command they show."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.training.cli.flags.table import help_text
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"\[[^]]*]\(([^)\s]+)\)")
+PROGRAM = re.compile(r"\b(?:pretrain_moe|tools/\w+|tools/\w+/\w+)\.py\b")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+TRAINING = "pretrain_moe.py"
+
+page = pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+
+
+def blocks(text: str) -> Iterator[str]:
+    """The commands of all code blocks, a line each; lines that end in a backslash go on."""
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        yield from block.replace("\\\n", " ").splitlines()
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub writes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """Links of a page that lead to no file, or to no heading of it."""
+    broken = []
+    for link in LINK.findall(text):
+        if link.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        headings = (
+            re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if target.suffix == ".md" and anchor else []
+        )
+        if not target.exists() or (anchor and anchor not in map(slug, headings)):
+            broken.append(link)
+    return broken
+
+
+@functools.cache
+def options(program: str) -> frozenset[str]:
+    """All flags that a program's help shows."""
+    if program == TRAINING:
+        return frozenset(FLAG.findall(help_text()))
+    command = [sys.executable, str(ROOT / program), "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout
+    return frozenset(FLAG.findall(shown))
+
+
+def unknown_flags(line: str) -> list[str]:
+    """Flags behind a program of ours on a command line that the program does not have; those before it are torchrun's."""
+    programs = list(PROGRAM.finditer(line))
+    if not programs:
+        return []
+    first = programs[0]
+    known = set(options(first[0]))
+    if first[0].startswith("tools/benchmark_"):
+        known |= options(TRAINING)  # benchmarks hand the flags they do not know on to the job
+    words = shlex.split(line[first.end() :], comments=True)
+    return [word for word in words if FLAG.fullmatch(word) and word not in known]
+
+
+@page
+def test_links(path: Path) -> None:
+    assert broken_links(path, path.read_text()) == []
+
+
+@page
+def test_programs_exist(path: Path) -> None:
+    named = {match[0] for match in PROGRAM.finditer(path.read_text())}
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+@page
+def test_argument_files_exist(path: Path) -> None:
+    named = set(re.findall(r"@(examples/[\w./-]+\.args)", path.read_text()))
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+@page
+def test_flags_of_commands_exist(path: Path) -> None:
+    assert {line: unknown for line in blocks(path.read_text()) if (unknown := unknown_flags(line))} == {}
+
+
+@page
+def test_flags_in_sentences_exist(path: Path) -> None:
+    """A flag in a sentence belongs to training, or to a program that the page names."""
+    text = path.read_text()
+    prose = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    codes = [code for code in re.findall(r"`([^`]+)`", prose) if not code.startswith("make ")]
+    unknown = {flag for code in codes for flag in FLAG.findall(code)} - options(TRAINING)
+    for program in sorted({match[0] for match in PROGRAM.finditer(text)}):
+        if unknown:  # asking a program costs a process
+            unknown -= options(program)
+    assert unknown == set()
+
+
+def test_readme_is_one_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def test_what_is_wrong_is_found() -> None:
+    text = "[a](docs/none.md) [b](README.md#no-such-heading) [c](https://example.org) [d](docs) [e](README.md#start)"
+    assert broken_links(ROOT / "README.md", text) == ["docs/none.md", "README.md#no-such-heading"]
+    line = "torchrun --nproc-per-node 2 pretrain_moe.py @a.args --num-layers 2 --no-such-flag"
+    assert unknown_flags(line) == ["--no-such-flag"]
+    assert list(blocks("```\na \\\n  b\n```\nc\n")) == ["a    b"]
