@@ -9,7 +9,7 @@ list sees what will be executed.
   Where starting a communication waits for another one, as a dispatch waits for its counts, the computation behind it waits, too.
 - megatron-core's 1F1B schedule waits for its transfers: a transfer starts behind all computation before it, and computation
   behind all transfers before it.
-- megatron-core's interleaved schedule and the resharding between unlike stages run transfers beside computation: no wait is added.
+- megatron-core's interleaved schedule and the resharding of unlike stages run transfers beside computation: no wait is added.
 """
 
 from __future__ import annotations
