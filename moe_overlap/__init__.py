@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_overlap.overlap_tuning import tune_overlap as tune
-    from moe_overlap.predicting import predict
+    from moe_overlap.api import predict, tune
 
 __all__ = ["predict", "tune"]
 __version__ = "0.1.0"
@@ -16,12 +15,8 @@ VERSION_LINE = f"megatron-moe-overlap {__version__}"
 
 def __getattr__(name: str) -> Any:
     """`from moe_overlap import tune, predict`; what they need is imported when they are asked for."""
-    if name == "predict":
-        from moe_overlap.predicting import predict
+    if name in __all__:
+        from moe_overlap import api
 
-        return predict
-    if name == "tune":
-        from moe_overlap.overlap_tuning import tune_overlap
-
-        return tune_overlap
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

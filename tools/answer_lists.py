@@ -1,4 +1,4 @@
-"""What a dry run answers to lists of real jobs: `python tools/answer_lists.py [LISTS.json] [--write RECORD.md]`.
+"""Record how a dry run answers to argument lists of real jobs: `python tools/answer_lists.py [LISTS.json] [--write RECORD.md]`.
 
 A list is a JSON object with `name`, `moe` and `arguments`. What stops a start on the CPU is what the CPU lacks, or what is not
 executed yet; the record names the first reason. Files that the lists' users have are not asked for.
@@ -28,7 +28,7 @@ CPU = Machine(cuda=False, packages=frozenset())
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of a dry run to one list.
+    """The answer of a dry run to one list.
 
     Attributes:
         refused: the error's line, or None where it is accepted.
@@ -42,7 +42,7 @@ class Answer:
 
 
 def answer(entry: dict[str, Any]) -> Answer:
-    """A dry run of one list; errors other than the user's pass through."""
+    """Execute a dry run of one list; errors other than the user's pass through."""
     try:
         parsed = parse(entry["arguments"])
         dry_run(parsed, None, io.StringIO())
@@ -53,8 +53,8 @@ def answer(entry: dict[str, Any]) -> Answer:
 
 def record(answers: Sequence[Answer]) -> str:
     """The record's text."""
-    accepted = sum(one.refused is None for one in answers)
-    runnable = sum(one.refused is None and not one.stops for one in answers)
+    accepted = sum(answer.refused is None for answer in answers)
+    runnable = sum(answer.refused is None and not answer.stops for answer in answers)
     lines = [
         "# Argument lists of real Megatron-LM jobs",
         "",
@@ -67,11 +67,11 @@ def record(answers: Sequence[Answer]) -> str:
         "| list | MoE | dry run | refused, or stops a start on the CPU, because |",
         "|---|---|---|---|",
     ]
-    for one in sorted(answers, key=lambda one: (not one.moe, one.name)):
-        verdict = "accepted" if one.refused is None else "refused"
-        reason = one.refused or (one.stops[0] if one.stops else "-")
-        others = f" (and {len(one.stops) - 1} more)" if len(one.stops) > 1 else ""
-        cells = (one.name, "yes" if one.moe else "no", verdict, (reason + others).replace("|", "\\|"))
+    for answer in sorted(answers, key=lambda answer: (not answer.moe, answer.name)):
+        verdict = "accepted" if answer.refused is None else "refused"
+        reason = answer.refused or (answer.stops[0] if answer.stops else "-")
+        others = f" (and {len(answer.stops) - 1} more)" if len(answer.stops) > 1 else ""
+        cells = (answer.name, "yes" if answer.moe else "no", verdict, (reason + others).replace("|", "\\|"))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -81,12 +81,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What a dry run answers to argument lists of real jobs.")
     parser.add_argument("lists", type=Path, nargs="?", default=LISTS, help="the JSON file")
     parser.add_argument("--write", type=Path, help="write the record here instead of printing it")
-    words = parser.parse_args()
-    text = record([answer(entry) for entry in json.loads(words.lists.read_text(encoding="utf-8"))])
-    if words.write is None:
+    arguments = parser.parse_args()
+    text = record([answer(entry) for entry in json.loads(arguments.lists.read_text(encoding="utf-8"))])
+    if arguments.write is None:
         print(text, end="")
     else:
-        words.write.write_text(text, encoding="utf-8")
+        arguments.write.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -1,12 +1,13 @@
-"""Is the overlap that is chosen automatically the best one? Chosen against every plan that flags can say, on rate-limited links.
+"""Compare the overlap that the tuner chooses with every plan that flags can say by hand, on rate-limited links.
 
     tools/benchmark_choices.py [--namespaces | --emulator] [--gates switch topk batch_prioritized] [--ratio 0.25 0.5 1 2]
                                [--sweeps 1] [--repeats 5] [--real] [--folder DIR] [--json] [flags of pretrain_moe.py]
 
 A cell is a gate and a ratio of all-to-all seconds to computation; the rate of the links is what makes the ratio. Two ranks stand
 on hosts of their own, with two micro-batches a step. For each gate they measure its operators, for each cell its links; from that
-`tune_overlap` (tools/autotune.py --overlap-only) chooses, without being told what is measured. Then all plans of
-link_bed/plan_sweep.py run in turn, and the fastest of them, the chosen one and megatron-core's list once more, `repeats` times.
+`tune` (tools/autotune.py --overlap-only) chooses, without being told what is measured. Then all plans of
+`hand_set` (tools/bench/figures.py) run in turn, and the fastest of them, the chosen one and megatron-core's list once more,
+`repeats` times.
 
 Timer compute: every operator sleeps for what the cost model says of it, so that the tuner sees the seconds that pass; passes
 only, without the update. Links are real.
@@ -30,15 +31,16 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_overlap.commands.autotune import write_run
+from moe_overlap.api import job_operators, problem_of, read_job, tune
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.overlap_tuning import PLAIN as NOTHING
-from moe_overlap.overlap_tuning import Tuned, tune_overlap
 from moe_overlap.plan.gates import GATE_FACTS
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
-from moe_overlap.predicting import Task, cache_folder, job_operators, read_job, task_of
+from moe_overlap.report.tuning import Tuned, write_run
+from moe_overlap.tuner.capture.stages import cache_folder
 from moe_overlap.tuner.cost.simulate.step import simulate_step
+from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.search.layer.candidates import PLAIN as NOTHING
 from tools.bench.figures import BASELINES, CHOSEN, Judged, Spread, baselines, fastest, hand_set
 from tools.bench.launch import RankFailed, report_failure
 from tools.bench.machine import MeasuredBed, Say
@@ -49,9 +51,9 @@ from tools.bench.worker import ORDER_ADD, ORDER_STEP
 
 RANKS, MICRO_BATCHES, EXPERTS_PER_RANK = 2, 2, 2
 SMALLER = ("--seq-length", "80", "--moe-ffn-hidden-size", "1536")
-"""Of the job of the other benchmarks: 640 tokens, half a second of computation a micro-batch, exchanges of 1.25 MiB a rank."""
+"""Flags that shrink the other benchmarks' job: 640 tokens, half a second of computation and 1.25 MiB per all-to-all."""
 OF_GATE = {"switch": ("--seq-length", "120")}
-"""One expert per token halves the messages; short ones pass a limited link for nothing after a pause."""
+"""Flags of single gates. One expert per token halves the messages, and short ones pass a limited link for free after a pause."""
 FINALISTS = 3
 CELL_LINKS = {
     "all_to_all": tuple(1 << power for power in range(18, 23)),
@@ -59,16 +61,16 @@ CELL_LINKS = {
     "reduce_scatter": (1 << 20, 1 << 21),
 }
 ANY_MBIT, WARMING_MBIT = 300.0, 5000.0
-"""While operators are measured; while plans are run for the first time."""
+"""Link rates while operators are measured, and while plans run for the first time."""
 LIMITS = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
 """The defaults of tools/autotune.py."""
 NO_SLOWDOWN = 1e-6
-"""Sleeping operators and exchanges do not slow each other down."""
+"""Sleeping operators and all-to-alls do not slow each other down."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cell:
-    """One gate at one ratio.
+    """The choice and the measurements for one gate at one ratio.
 
     Attributes:
         ratio: all-to-all seconds per second of computation, by bytes and rate.
@@ -90,44 +92,44 @@ class GateCells:
 
     Args:
         ranks: over timer compute.
-        words: flags of the job, without overlap.
+        job: flags of the job, without overlap.
     """
 
     def __init__(self, arguments: argparse.Namespace, gate: str, job: list[str], ranks: RanksOnBed, say: Say) -> None:
         self._arguments, self._gate, self._job, self._ranks, self._say = arguments, gate, job, ranks, say
-        self._words = [*job, *plain_flags(gate), "--moe-gate", gate]
+        self._flags = [*job, *plain_flags(gate), "--moe-gate", gate]
         self._operators = self._bed("operators")
         self._operators.database.add_rate("overlap_slowdown", NO_SLOWDOWN)
-        self._operators.measure_operators(sorted(set(job_operators(self._words, RANKS, "cpu"))))
+        self._operators.measure_operators(sorted(set(job_operators(self._flags, RANKS, "cpu"))))
 
     def cell(self, ratio: float) -> Cell:
-        """Choose, predict and measure."""
-        task = task_of(self._words, self._operators.cluster(), {})
-        whole = priced(task, task.job.plan)
+        """Choose, predict and measure one cell."""
+        problem = problem_of(self._flags, self._operators.cluster(), {})
+        whole = priced(problem, problem.plan)
         mbit = whole.sent_bytes * 8e-6 / (ratio * whole.computation)
         self._say(f"{self._gate}, ratio {ratio:g}: {mbit:.0f} Mbit/s, computation {whole.computation:.3f} s")
         self._ranks.set_rate(mbit)
         bed = self._bed(f"ratio-{ratio:g}", self._operators)
         bed.measure_links(CELL_LINKS)
-        tuned = tune_overlap(self._words, bed.cluster(), LIMITS)
+        tuned = tune(self._flags, bed.cluster(), LIMITS)
         self._say(f"chosen in {tuned.search_seconds:.1f} s: {tuned.chosen.name}")
         folder = self._arguments.folder / f"{self._gate}-{ratio:g}-chosen"
-        write_run(folder, tuned.chosen)
-        words = (f"@{(folder / 'megatron_args.txt').resolve()}",)
-        chosen = Variant(CHOSEN, words, plain=tuned.chosen.name == NOTHING)
-        task = task_of(self._words, bed.cluster(), {})
-        swept = hand_set(self._gate, task.job.plan.stages[0].micro_batch_size)
-        expected = {CHOSEN: priced(task, tuned.chosen.decided)}
+        write_run(folder, tuned)
+        flags = (f"@{(folder / 'megatron_args.txt').resolve()}",)
+        chosen = Variant(CHOSEN, flags, plain=tuned.chosen.name == NOTHING)
+        problem = problem_of(self._flags, bed.cluster(), {})
+        swept = hand_set(self._gate, problem.plan.stages[0].micro_batch_size)
+        expected = {CHOSEN: priced(problem, tuned.chosen.decided)}
         for variant in (*baselines(self._gate), *swept):
             plan = read_job([*self._job, *variant.flags], RANKS).plan
-            expected[variant.name] = priced(task, plan)
+            expected[variant.name] = priced(problem, plan)
         judged = self._measure(swept, chosen, expected, mbit)
         return Cell(self._gate, ratio, mbit, tuned, chosen, judged)
 
     def _measure(
         self, swept: Sequence[Variant], chosen: Variant, expected: dict[str, PricedList], mbit: float
     ) -> Judged:
-        """All in turn, then the finalists in turn."""
+        """Measure all plans in turn, then the finalists in turn."""
         self._ranks.set_rate(WARMING_MBIT)
         for variant in (chosen, *baselines(self._gate), *swept):
             added = dataclasses.asdict(variant)
@@ -138,7 +140,7 @@ class GateCells:
         steps = self._in_turn(names, self._arguments.sweeps)
         self._say(f"swept {len(names)} plans {self._arguments.sweeps} times")
         finals = self._in_turn([*BASELINES, CHOSEN, *fastest(steps, FINALISTS)], self._arguments.repeats)
-        return Judged(finals, steps, {name: one.seconds for name, one in expected.items()})
+        return Judged(finals, steps, {name: price.seconds for name, price in expected.items()})
 
     def _in_turn(self, names: Sequence[str], repeats: int) -> dict[str, list[float]]:
         turns = [[self._step(name) for name in names] for _ in range(repeats)]
@@ -148,24 +150,25 @@ class GateCells:
         return max(answer["step"] for answer in self._ranks.tell(do=ORDER_STEP, variant=name, scale=scale))
 
     def _bed(self, name: str, like: MeasuredBed | None = None) -> MeasuredBed:
-        """A database of its own, with what another one has measured."""
+        """A bed with a database of its own, which starts with the measurements of another one."""
         path = self._arguments.folder / f"{links_name(self._arguments)}-{self._gate}-{name}.json"
         if like is not None:
             shutil.copy(like.database.path, path.with_suffix(".measured.jsonl"))
         return MeasuredBed(path, RANKS, 1, self._ranks.tell, self._say)
 
 
-def priced(task: Task, plan: Plan) -> PricedList:
-    """A plan of the task's layout at the tuner's prices."""
-    step = simulate_step(plan, task.job.model, task.graphs, task.machine, task.features)
-    return priced_list(step)
+def priced(problem: Problem, plan: Plan) -> PricedList:
+    """Price a plan of the problem's layout as the tuner does."""
+    return priced_list(simulate_step(plan, problem))
 
 
 def measure_really(arguments: argparse.Namespace, job: list[str], cells: Sequence[Cell], say: Say) -> list[Cell]:
-    """The chosen plans of a gate with real computation, each in turn with the two baselines."""
+    """Measure the chosen plans of a gate with real computation, each in turn with the two baselines."""
     plain, sequential = baselines(cells[0].gate)
-    ours = [dataclasses.replace(one.chosen, name=f"{CHOSEN} {one.ratio:g}") for one in cells if not one.chosen.plain]
-    groups, found = [[plain], [sequential, *ours]], []
+    ours = [
+        dataclasses.replace(cell.chosen, name=f"{CHOSEN} {cell.ratio:g}") for cell in cells if not cell.chosen.plain
+    ]
+    groups, measured = [[plain], [sequential, *ours]], []
     where = {"timer": False, "namespaces": arguments.namespaces, "mbit": ANY_MBIT}
     with ranks_on_bed(RANKS, job, groups, sequential, **where) as ranks:
         for cell in cells:
@@ -176,46 +179,46 @@ def measure_really(arguments: argparse.Namespace, job: list[str], cells: Sequenc
             steps: dict[str, list[float]] = {name: [] for name in names}
             for repeat in range(arguments.repeats + 1):
                 for name, variant in names.items():
-                    taken = max(one["step"] for one in ranks.tell(do=ORDER_STEP, variant=variant, scale=1.0))
+                    taken = max(answer["step"] for answer in ranks.tell(do=ORDER_STEP, variant=variant, scale=1.0))
                     steps[name] += [taken] if repeat else []  # the first one warms up
             say(f"{cell.gate}, ratio {cell.ratio:g}: real computation")
-            found.append(dataclasses.replace(cell, real=steps))
-    return found
+            measured.append(dataclasses.replace(cell, real=steps))
+    return measured
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Cell]:
-    """All cells."""
+    """Measure all cells."""
     base = [*JOB, *job_flags(RANKS, MICRO_BATCHES, EXPERTS_PER_RANK), *SMALLER]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     where = {"timer": True, "namespaces": arguments.namespaces, "mbit": ANY_MBIT}
-    found: list[Cell] = []
+    measured: list[Cell] = []
     for gate in arguments.gates:
         profiled, job = deferral(gate), [*base, *OF_GATE.get(gate, ()), *rest]
         with ranks_on_bed(RANKS, job, [[profiled]], profiled, **where) as ranks:
             cells = GateCells(arguments, gate, job, ranks, say)
-            mine = []
+            cells_of_gate = []
             for ratio in arguments.ratio:
-                mine.append(cells.cell(ratio))
-                say(line(mine[-1]))
-        found += measure_really(arguments, job, mine, say) if arguments.real else mine
-    return found
+                cells_of_gate.append(cells.cell(ratio))
+                say(line(cells_of_gate[-1]))
+        measured += measure_really(arguments, job, cells_of_gate, say) if arguments.real else cells_of_gate
+    return measured
 
 
 def line(cell: Cell) -> str:
     """A cell in a row of a table."""
-    one = cell.judged
+    judged = cell.judged
     columns = [
         cell.gate,
         f"{cell.ratio:g}",
         f"{cell.mbit:.0f}",
         cell.tuned.chosen.name,
-        f"{one.median(CHOSEN):.3f}",
-        one.best,
-        f"{one.median(one.best):.3f}",
-        f"{one.over_best:+.1%}",
-        *(f"{one.gain(name).median:.2f}" for name in BASELINES),
-        f"{one.error(CHOSEN):+.1%}",
-        f"{one.mean_error:.1%}",
+        f"{judged.median(CHOSEN):.3f}",
+        judged.best,
+        f"{judged.median(judged.best):.3f}",
+        f"{judged.over_best:+.1%}",
+        *(f"{judged.gain(name).median:.2f}" for name in BASELINES),
+        f"{judged.error(CHOSEN):+.1%}",
+        f"{judged.mean_error:.1%}",
         *(f"{gain.min:.2f} {gain.median:.2f} {gain.max:.2f}" for gain in real_gains(cell)),
     ]
     return f"| {' | '.join(columns)} |"
@@ -234,7 +237,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def real_gains(cell: Cell) -> list[Spread]:
-    """Of the chosen plan over each baseline; none where it was not run."""
+    """Gains of the chosen plan over each baseline with real computation; none where it was not measured."""
     ours = cell.real.get(CHOSEN, [])
     return [
         Spread.of([slow / fast for slow, fast in zip(cell.real[name], ours, strict=True)]) for name in BASELINES if ours
@@ -243,21 +246,23 @@ def real_gains(cell: Cell) -> list[Spread]:
 
 def as_json(cell: Cell) -> dict[str, Any]:
     """Everything that was measured."""
-    one = cell.judged
+    judged = cell.judged
     return {
         "gate": cell.gate,
         "ratio": cell.ratio,
         "link_mbit": cell.mbit,
         "chosen": cell.tuned.chosen.name,
         "search_seconds": cell.tuned.search_seconds,
-        "best": one.best,
-        "over_best": one.over_best,
-        "gain": {name: dataclasses.asdict(one.gain(name)) for name in BASELINES},
-        "error": one.error(CHOSEN),
-        "mean_error": one.mean_error,
-        "finals": {name: {"steps": steps} | dataclasses.asdict(Spread.of(steps)) for name, steps in one.finals.items()},
-        "swept": one.swept,
-        "predicted": one.predicted,
+        "best": judged.best,
+        "over_best": judged.over_best,
+        "gain": {name: dataclasses.asdict(judged.gain(name)) for name in BASELINES},
+        "error": judged.error(CHOSEN),
+        "mean_error": judged.mean_error,
+        "finals": {
+            name: {"steps": steps} | dataclasses.asdict(Spread.of(steps)) for name, steps in judged.finals.items()
+        },
+        "swept": judged.swept,
+        "predicted": judged.predicted,
         "real": cell.real,
     }
 

@@ -1,11 +1,11 @@
-"""What reducing a gradient in the gaps between all-to-alls is worth, and what it costs the all-to-alls.
+"""Measure what reducing a gradient in the gaps between all-to-alls gains, and what it costs the all-to-alls.
 
     tools/benchmark_gradient_gaps.py [--namespaces | --emulator] [--mbit 500] [--repeats 5] [--json] [flags of pretrain_moe.py]
 
 Two ranks on hosts of their own, joined by links of a given rate; operators sleep for the seconds below, communication is real.
 The gradient of the head, 100 MB unless flags change the model, is complete when the layers' backward passes begin. It is not
-reduced, reduced in pieces that fill the gaps, in one collective that starts at once, and in one behind the last backward pass,
-in turn. A piece is as large as the shortest gap carries.
+reduced, reduced in buckets that fill the gaps, in one collective that starts at once, and in one behind the last backward pass,
+in turn. A bucket is as large as the shortest gap carries.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ SECONDS = {
     "head.norm": 0.002,
     "head.loss": 0.02,
 }
-"""Of an operator; backward, without what is deferred, it takes twice as long."""
+"""Seconds of an operator; backward, without its deferred weight gradients, it takes twice as long."""
 WEIGHT_GRADIENT_SECONDS = 0.01
 SHARE = 0.9
-"""Of what the shortest gap carries that a piece takes."""
+"""Share of the shortest gap's bytes that a bucket takes."""
 REDUCTIONS: tuple[Reduction, ...] = ("none", "in gaps", "at once", "at the end")
 
 
@@ -71,39 +71,39 @@ def list_of(flags: Sequence[str]) -> tuple[Instruction, ...]:
 
 
 def seconds_of(name: str) -> float:
-    """How long a computation sleeps."""
+    """Seconds for which a computation sleeps."""
     operator = parse_operator(name)
-    if operator.suffix == WEIGHT_GRADIENT:
+    if operator.phase == WEIGHT_GRADIENT:
         return WEIGHT_GRADIENT_SECONDS
-    return SECONDS[operator.part] * (2 if operator.suffix == BACKWARD else 1)
+    return SECONDS[operator.kind] * (2 if operator.phase == BACKWARD else 1)
 
 
 def shortest_gap(instructions: Sequence[Instruction]) -> float:
-    """Seconds of the shortest gap of the backward pass that an exchange follows."""
-    backward = [gap for gap in gaps(instructions)[:-1] if all(BACKWARD in i.name for i in gap)]
+    """Seconds of the shortest gap of the backward pass that an all-to-all follows."""
+    backward = [gap for gap in gaps(instructions)[:-1] if all(i.in_backward_pass for i in gap)]
     return min(sum(seconds_of(i.name) for i in gap) for gap in backward)
 
 
 def variants_of(flags: Sequence[str], bytes_per_second: float) -> tuple[list[Variant], dict[str, float]]:
-    """The four variants, and the figures that size the pieces."""
+    """The four variants, and the figures that size the buckets."""
     base = deferral(GATE).flags
     gap = shortest_gap(list_of([*flags, *base]))
     # A ring of D ranks sends (D - 1) / D of what it reduces.
     parameters = int(SHARE * gap * bytes_per_second * RANKS / (RANKS - 1) / GRADIENT_BYTES)
-    pieces = (*base, "--overlap-grad-reduce", "--ddp-bucket-size", str(parameters))
-    head = [i.bytes for i in list_of([*flags, *pieces]) if i.name == HEAD]
+    in_buckets = (*base, "--overlap-grad-reduce", "--ddp-bucket-size", str(parameters))
+    head = [i.bytes for i in list_of([*flags, *in_buckets]) if i.name == HEAD]
     sizes = {"shortest_gap_seconds": gap, "pieces": len(head), "sent_bytes": sum(head)}
-    ways = dict.fromkeys(REDUCTIONS, (*base, *IN_ONE)) | {"in gaps": pieces}
+    ways = dict.fromkeys(REDUCTIONS, (*base, *IN_ONE)) | {"in gaps": in_buckets}
     return [Variant(name, ways[name], reduction=name) for name in REDUCTIONS], sizes
 
 
 def measure(arguments: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """All variants in turn; medians of the slowest rank."""
+    """Measure all variants in turn; figures of the slowest rank."""
     rate = arguments.mbit * 1e6 / 8
     chosen, sizes = variants_of(flags, rate)
     names = {i.name for v in chosen for i in list_of([*flags, *v.flags]) if i.micro_batch is not None}
     profile = {name: seconds_of(name) for name in names if not parse_operator(name).is_collective}
-    found: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in chosen}
+    measured: dict[str, list[dict[str, float]]] = {variant.name: [] for variant in chosen}
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(Bed(RANKS, arguments.mbit)) if arguments.namespaces else None
         priority = stack.enter_context(CpuGroup())
@@ -122,18 +122,18 @@ def measure(arguments: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             for variant in chosen:
                 answers = ranks.tell(do=ORDER_STEP, variant=variant.name, bytes_per_second=rate, scale=1.0)
                 if repeat > 0:  # the first one opens connections
-                    found[variant.name].append({key: max(a[key] for a in answers) for key in answers[0]})
-    rows = {name: spreads(steps) for name, steps in found.items()}
+                    measured[variant.name].append({key: max(a[key] for a in answers) for key in answers[0]})
+    rows = {name: spreads(steps) for name, steps in measured.items()}
     return {"mbit": arguments.mbit, "links": "namespaces" if bed else "emulator", **sizes, "variants": rows}
 
 
 def spreads(steps: Sequence[dict[str, float]]) -> dict[str, list[float]]:
     """Minimum, median and maximum of a step and of the sum of its all-to-alls' spans, in seconds."""
-    found = {}
+    by_figure = {}
     for name, figure in (("step", "whole"), ("exchanges", "exchanges")):
         values = [step[figure] for step in steps]
-        found[name] = [min(values), statistics.median(values), max(values)]
-    return found
+        by_figure[name] = [min(values), statistics.median(values), max(values)]
+    return by_figure
 
 
 def table(record: dict[str, Any]) -> str:
@@ -142,7 +142,7 @@ def table(record: dict[str, Any]) -> str:
     for name, row in record["variants"].items():
         cells = [" ".join(f"{value:.3f}" for value in row[figure]) for figure in ("step", "exchanges")]
         rows.append(f"{name:<12}{cells[0]:<22}{cells[1]:<22}")
-    size = f"{record['sent_bytes'] / 1e6:.1f} MB leave a rank, in {record['pieces']} pieces"
+    size = f"{record['sent_bytes'] / 1e6:.1f} MB leave a rank, in {record['pieces']} buckets"
     gap = f"the shortest gap is {record['shortest_gap_seconds']:.3f} s, the links have {record['mbit']:g} Mbit/s"
     return "\n".join([f"{size}; {gap}", *rows])
 

@@ -76,8 +76,8 @@ def make_bare_step(parsed: Any, plan: Any, model: Any, groups: Any, feed: Any) -
     return step
 
 
-def measure(words: Sequence[str], pairs: int) -> dict[str, list[float]]:
-    """What each process does. Returns the ratios ours / bare and bare / bare pair by pair, between barriers."""
+def measure(flags: Sequence[str], pairs: int) -> dict[str, list[float]]:
+    """Measure in each process the ratios ours / bare and bare / bare, pair by pair, between barriers."""
     from megatron.training import cpu_backend
     from megatron.training.cli.start import quiet_libraries
 
@@ -96,7 +96,7 @@ def measure(words: Sequence[str], pairs: int) -> dict[str, list[float]]:
 
     steps = str(4 * pairs + 8)
     parsed = parse(
-        [*words, "--train-iters", steps, "--eval-iters", "0", "--log-interval", "1000000", "--num-workers", "0"]
+        [*flags, "--train-iters", steps, "--eval-iters", "0", "--log-interval", "1000000", "--num-workers", "0"]
     )
     process = start_process(parsed.config)
     loop = pretrain_moe.assemble(parsed, process.rank)

@@ -1,4 +1,4 @@
-"""What overlapping the all-to-all gains, measured on one machine.
+"""Measure on one machine what overlapping the all-to-all gains.
 
     tools/benchmark_overlap.py [--namespaces | --emulator] [--timer-compute] [--ranks 2] [--ratio 0.5 1] [--repeats 5]
                                [--gates topk] [--partitions 2] [--ranges around] [--reach 0 1] [--json]
@@ -7,8 +7,8 @@
 Ranks stand on hosts of their own, joined by links whose rate is chosen so that the all-to-alls of the sequential step take
 `ratio` times as long as the rest of it. All variants take turns in one run: megatron-core's all-to-all, the same point-to-point
 with receives first, the irregular dispatcher (the sequential step), Tutel-style pipelining, deferral of weight gradients,
-partitions of the batch, both, and both with a wait behind every issue, which must undo the gain. With --micro-batches of 2 or
-more also the backward pass of one under the forward exchanges of another, alone and with both ("all").
+partitions of the batch, both, and both with a wait right behind every start, which must undo the gain. With --micro-batches of 2
+or more also the backward pass of one under the forward all-to-alls of another, alone and with both ("all").
 
 --namespaces    network namespaces (root); the default where they can be made
 --emulator      the link is emulated inside the processes; the default elsewhere
@@ -83,7 +83,7 @@ class Benchmark:
         return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
     def turn(self, variant: str) -> Turn:
-        """One measured step."""
+        """Measure one step."""
         figures = self.step(variant)
         return Turn(figures["step"], figures["exposed"])
 
@@ -96,7 +96,7 @@ def measure(
     timer: bool,
     say: Callable[[str], None],
 ) -> Measured:
-    """All variants in turn, `repeats` times, each with the limited and with the free link."""
+    """Measure all variants in turn, `repeats` times, each with the limited and with the free link."""
     limited: dict[str, list[Turn]] = {name: [] for name in names}
     free: dict[str, list[Turn]] = {name: [] for name in names}
     alone: dict[str, list[float]] = {name: [] for name in names} if timer else {}
@@ -117,7 +117,7 @@ def measure(
 def benchmark(
     arguments: argparse.Namespace, job: Sequence[str], chosen: Sequence[Variant], gate: str, ranks: int
 ) -> Iterator[Benchmark]:
-    """Hosts and processes of one run; gone when the block is left."""
+    """Start the hosts and processes of one run; they end when the block is left."""
     with contextlib.ExitStack() as stack:
         bed = stack.enter_context(Bed(ranks, None)) if arguments.namespaces else None
         priority = stack.enter_context(CpuGroup())
@@ -201,17 +201,17 @@ def use_profile(bench: Benchmark, arguments: argparse.Namespace, say: Callable[[
 def choose(arguments: argparse.Namespace, gate: str) -> list[Variant]:
     """The variants asked for."""
     ranges = default_ranges(gate) if arguments.ranges is None else arguments.ranges
-    found = variants(gate, arguments.partitions, ranges, arguments.tutel, arguments.reach, arguments.micro_batches)
+    offered = variants(gate, arguments.partitions, ranges, arguments.tutel, arguments.reach, arguments.micro_batches)
     if arguments.timer_compute:
         # Over timer compute there is one transport per variant; an emulated link has no half-duplex all-to-all.
-        found = [v for v in found if not v.receive_first and not (v.plain and not arguments.namespaces)]
+        offered = [v for v in offered if not v.receive_first and not (v.plain and not arguments.namespaces)]
     if arguments.variants is None:
-        return found
-    known = [variant.name for variant in found]
+        return offered
+    known = [variant.name for variant in offered]
     for name in arguments.variants:
         if name not in known:
             raise ConfigError("--variants", name, "unknown here", f"choose among {', '.join(known)}")
-    return [v for v in found if v.name in arguments.variants or v.name == SEQUENTIAL]
+    return [v for v in offered if v.name in arguments.variants or v.name == SEQUENTIAL]
 
 
 def record(
@@ -223,7 +223,7 @@ def record(
     totals: Totals,
     rows: list[Figures],
 ) -> dict[str, Any]:
-    """What is reported of one gate, number of ranks and ratio."""
+    """The report on one gate, number of ranks and ratio."""
     return {
         "ranks": ranks,
         "gate": gate,
@@ -286,7 +286,7 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--repeats", arguments.repeats, "must be positive", "use at least 5")
     for ranks in arguments.ranks:
         if ranks < 2:
-            raise ConfigError("--ranks", ranks, "one rank exchanges nothing", "use 2, 4 or 8")
+            raise ConfigError("--ranks", ranks, "one rank sends no tokens to others", "use 2, 4 or 8")
     for reach in arguments.reach:
         if reach < 0 or not arguments.timer_compute:
             rule = "ranges of any operators have no flag, and are followed over timer compute only"
@@ -315,9 +315,9 @@ def main(argv: Sequence[str]) -> int:
             for gate in arguments.gates:
                 records += run(arguments, [*MODEL, *rest], gate, ranks, say)
                 if not arguments.json:
-                    for made in records[-len(arguments.ratio) :]:
-                        head = f"{ranks} ranks, {gate}, measured ratio {made['ratio']:.2f}: {made['summary']}"
-                        print(f"\n{head}\n\n{made['table']}", flush=True)
+                    for record in records[-len(arguments.ratio) :]:
+                        head = f"{ranks} ranks, {gate}, measured ratio {record['ratio']:.2f}: {record['summary']}"
+                        print(f"\n{head}\n\n{record['table']}", flush=True)
     except (ConfigError, RankFailed) as error:
         return report_failure(error)
     if arguments.json:

@@ -1,4 +1,4 @@
-"""Predicted against measured: plans of a small MoE job are predicted, then run on rate-limited links of this machine.
+"""Compare predicted with measured steps: plans of a small MoE job are predicted, then executed on rate-limited links.
 
     tools/benchmark_predictions.py [--namespaces | --emulator] [--timer-compute] [--mbit 300] [--repeats 5]
                                    [--plans irregular "both 2 around" …] [--folder DIR] [--json] [flags of pretrain_moe.py]
@@ -7,12 +7,12 @@ Two ranks stand on hosts of their own, joined by links of the given rate; for pl
 ranks that share their experts, with several micro-batches (timer compute on namespaces alone: four ranks that compute need as
 many cores, and no link between stages is emulated). They measure operators, links and the host's time once
 for each rate (--folder keeps it); then every plan is predicted from the model's captured graph, as tools/predict.py does, and
-simulated; then all plans run in turn and leave traces, which are compared as tools/compare_trace.py does. Spans of an exchange
+simulated; then all plans run in turn and leave traces, which are compared as tools/compare_trace.py does. Spans of an all-to-all
 last from its start to the moment at which its rank has waited for it, in both.
 
 --timer-compute operators sleep for their profiled time, in the run as in the prediction, and there is no update: what is judged
                 is the order, the links and the simulator. Otherwise computation is real and predicted operator by operator;
-                what a step adds to operators timed alone is measured on two other jobs (link_bed/host_time.py).
+                what a step adds to operators timed alone is measured on two other jobs (tools/bench/machine.py).
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_overlap.commands.compare_trace import Trace, read_trace, rows_of
+from moe_overlap.api import job_operators
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.trace import write_ranks
-from moe_overlap.predicting import cache_folder, job_operators
+from moe_overlap.report.trace import Trace, read_trace, rows_of
+from moe_overlap.tuner.capture.stages import cache_folder
 from tools.bench.launch import RankFailed, Tell, report_failure
 from tools.bench.machine import MeasuredBed, Say, calibrating
 from tools.bench.predicted import predicted_spans
@@ -59,7 +60,7 @@ class Shape:
 
     @property
     def flags(self) -> list[str]:
-        """Of the job."""
+        """Flags of the job."""
         stages = ["--pipeline-model-parallel-size", str(self.stages)]
         return [*job_flags(self.ranks // self.stages, self.micro_batches, 2), *(stages if self.stages > 1 else [])]
 
@@ -84,7 +85,7 @@ def choose(names: Sequence[str]) -> list[Variant]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Judged:
-    """One plan.
+    """One plan, predicted and measured.
 
     Attributes:
         steps: measured seconds of every repeat.
@@ -98,12 +99,12 @@ class Judged:
 
     @property
     def measured_seconds(self) -> float:
-        """The median."""
+        """Median of the measured steps."""
         return statistics.median(self.steps)
 
     @property
     def error(self) -> float:
-        """Of the predicted step, relative to the measured one."""
+        """Error of the predicted step, relative to the measured one."""
         return self.predicted_seconds / self.measured_seconds - 1.0
 
 
@@ -119,17 +120,17 @@ def judge(plan: str, predicted: Trace, measured: Sequence[Trace]) -> Judged:
 def report(judged: Sequence[Judged]) -> dict[str, Any]:
     """Everything, for JSON: errors of steps, and of the kinds of spans over all plans, weighted by their seconds."""
     return {
-        "mean_error": statistics.fmean(abs(one.error) for one in judged),
+        "mean_error": statistics.fmean(abs(comparison.error) for comparison in judged),
         "plans": [
             {
-                "plan": one.plan,
-                "predicted_seconds": one.predicted_seconds,
-                "measured_seconds": one.measured_seconds,
-                "error": one.error,
-                "measured_steps": one.steps,
-                "kinds": one.kinds,
+                "plan": comparison.plan,
+                "predicted_seconds": comparison.predicted_seconds,
+                "measured_seconds": comparison.measured_seconds,
+                "error": comparison.error,
+                "measured_steps": comparison.steps,
+                "kinds": comparison.kinds,
             }
-            for one in judged
+            for comparison in judged
         ],
     }
 
@@ -137,13 +138,16 @@ def report(judged: Sequence[Judged]) -> dict[str, Any]:
 def table(judged: Sequence[Judged]) -> str:
     """Steps, then the spans of each plan that matter most."""
     lines = [f"{'plan':<34}{'predicted ms':>14}{'measured ms':>13}{'error':>9}   min … max of {len(judged[0].steps)}"]
-    for one in judged:
-        spread = f"{min(one.steps) * 1e3:.0f} … {max(one.steps) * 1e3:.0f}"
-        lines.append(_line(one.plan, one.predicted_seconds, one.measured_seconds, one.error) + f"   {spread}")
-    lines.append(f"{'mean error':<61}{statistics.fmean(abs(one.error) for one in judged):>9.1%}")
-    for one in judged:
-        lines += ["", one.plan]
-        for row in one.kinds:
+    for comparison in judged:
+        spread = f"{min(comparison.steps) * 1e3:.0f} … {max(comparison.steps) * 1e3:.0f}"
+        lines.append(
+            _line(comparison.plan, comparison.predicted_seconds, comparison.measured_seconds, comparison.error)
+            + f"   {spread}"
+        )
+    lines.append(f"{'mean error':<61}{statistics.fmean(abs(comparison.error) for comparison in judged):>9.1%}")
+    for comparison in judged:
+        lines += ["", comparison.plan]
+        for row in comparison.kinds:
             name = f"  {row['kind']} ({row['channel']})"
             lines.append(_line(name, row["predicted_seconds"], row["measured_seconds"], row["error"]))
     return "\n".join(lines)
@@ -155,24 +159,24 @@ def _line(name: str, predicted: float, measured: float, error: float | None) -> 
 
 
 def run(arguments: argparse.Namespace, rest: Sequence[str], say: Say) -> list[Judged]:
-    """Measure the beds, predict, run and compare."""
+    """Measure the beds, predict all plans, execute and compare them."""
     chosen = choose(arguments.plans)
     of_stages = [variant for variant in chosen if variant.name.startswith(PIPELINE)]
     flat = [variant for variant in chosen if variant not in of_stages]
     shapes = ((FLAT, flat), (STAGES, of_stages))
-    return [one for shape, some in shapes if some for one in run_on(shape, some, arguments, rest, say)]
+    return [comparison for shape, some in shapes if some for comparison in run_on(shape, some, arguments, rest, say)]
 
 
 def run_on(
     shape: Shape, chosen: Sequence[Variant], arguments: argparse.Namespace, rest: Sequence[str], say: Say
 ) -> list[Judged]:
-    """The same for plans of one shape."""
+    """Measure the bed of one shape, predict its plans, execute and compare them."""
     job = [*shape.flags, *JOB, *rest]
     real = not arguments.timer_compute
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    words = {variant.name: [*job, *variant.flags] for variant in chosen}
+    flags = {variant.name: [*job, *variant.flags] for variant in chosen}
     calibrations = calibrating(shape.ranks) if real else []
-    keys = {key for several in words.values() for key in job_operators(several, shape.ranks, "cpu")}
+    keys = {key for flags_of_plan in flags.values() for key in job_operators(flags_of_plan, shape.ranks, "cpu")}
     name = f"{links_name(arguments)}-{arguments.mbit:g}mbit" + (f"-{shape.stages}stages" if shape.stages > 1 else "")
     where = {"timer": not real, "namespaces": arguments.namespaces, "mbit": arguments.mbit}
     with ranks_on_bed(shape.ranks, job, [[*chosen, *calibrations]], deferral(GATE), **where) as ranks:
@@ -189,7 +193,7 @@ def run_on(
         cluster, predicted = bed.cluster(), {}
         for variant in chosen:
             path = arguments.folder / f"{variant.name}.predicted.json"
-            write_ranks(path, predicted_spans(words[variant.name], cluster, bed.links(), profile))
+            write_ranks(path, predicted_spans(flags[variant.name], cluster, bed.links(), profile))
             predicted[variant.name] = read_trace(path)
         measured = run_in_turn(chosen, arguments, tell, say)
     return [judge(variant.name, predicted[variant.name], measured[variant.name]) for variant in chosen]
@@ -198,7 +202,7 @@ def run_on(
 def run_in_turn(
     chosen: Sequence[Variant], arguments: argparse.Namespace, tell: Tell, say: Say
 ) -> dict[str, list[Trace]]:
-    """One step of each to warm up, then `repeats` of each in turn; their traces."""
+    """Execute one step of each to warm up, then `repeats` of each in turn; return their traces."""
     for variant in chosen:
         tell(do=ORDER_STEP, variant=variant.name, scale=1.0)
     traces: dict[str, list[Trace]] = {variant.name: [] for variant in chosen}

@@ -1,7 +1,7 @@
-"""How many stages the closed form prices per second, on one core: `python -m tools.benchmark_stages --json`
+"""Measure how many stages the analytic cost model prices per second, on one core: `python -m tools.benchmark_stages --json`
 
 shared: 5,952 strategies (ZeRO level and four offload ratios) times 400 tuples of layers, recomputed layers and micro-batches
-in flight, which share what meets what on the channels. apart: 400,000 stages that share nothing.
+in flight, which share the pairing of work on the channels. apart: 400,000 stages that share nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def kinds() -> KindTerms:
 
 
 def strategies(count: int, random: np.random.Generator) -> Strategy:
-    """Every field drawn apart."""
+    """Strategies whose every field is drawn independently."""
     ratios = [0.0, 0.25, 0.5, 0.75, 1.0]
     return Strategy(
         data=random.choice([1.0, 2.0, 4.0, 8.0], count),
@@ -56,7 +56,7 @@ def strategies(count: int, random: np.random.Generator) -> Strategy:
 
 
 def rates(count: int) -> StateRates:
-    """Of an H100."""
+    """Rates of an H100."""
     return StateRates(
         dense_scatter=np.full(count, 3e-12),
         expert_scatter=np.full(count, 2e-11),
@@ -74,12 +74,12 @@ def rates(count: int) -> StateRates:
 
 def measure(run: Callable[[], object], stages: int, repeats: int) -> dict[str, float]:
     """Stages per second."""
-    found = []
+    rates_seen = []
     for _ in range(repeats):
         start = time.perf_counter()
         run()
-        found.append(stages / (time.perf_counter() - start))
-    return {"min": min(found), "median": statistics.median(found), "max": max(found)}
+        rates_seen.append(stages / (time.perf_counter() - start))
+    return {"min": min(rates_seen), "median": statistics.median(rates_seen), "max": max(rates_seen)}
 
 
 def main() -> None:

@@ -55,7 +55,7 @@ class Layout:
     flags: str
     tensor: int = 1
 
-    def words(self) -> list[str]:
+    def arguments(self) -> list[str]:
         """Its command line; the padded vocabulary is the same for every tensor-parallel size."""
         vocabulary = ["--make-vocab-size-divisible-by", str(512 // self.tensor)]
         tensor = ["--tensor-model-parallel-size", str(self.tensor)] + (
@@ -170,7 +170,7 @@ def write_between_marks(path: Path, mark: str, text: str) -> None:
 
 
 def train_here(names: Sequence[str], steps: int, folder: Path) -> None:
-    """What each process of a launch does: its layouts, one after the other."""
+    """Train the layouts of this launch in this process, one after the other."""
     from megatron.training import cpu_backend
     from megatron.training.cli.start import quiet_libraries
 
@@ -189,8 +189,8 @@ def train_here(names: Sequence[str], steps: int, folder: Path) -> None:
     for name in names:
         layout = chosen[name]
         start = ["--save"] if name == REFERENCE else ["--finetune", "--ckpt-step", "0", "--load"]
-        words = [*layout.words(), "--train-iters", str(steps), "--log-json", str(_losses(folder, layout))]
-        parsed = parse([*words, *start, str(folder / "step-0")])
+        flags = [*layout.arguments(), "--train-iters", str(steps), "--log-json", str(_losses(folder, layout))]
+        parsed = parse([*flags, *start, str(folder / "step-0")])
         validate(parsed.config, layout.world_size)
         process = process or start_process(parsed.config)
         loop = pretrain_moe.assemble(parsed, process.rank)

@@ -1,4 +1,5 @@
-"""Predicted against measured steps on this machine: tools/compare_predictions.py --cluster here.json [--steps 12] [--json FILE].
+"""Compare predicted with measured steps on this machine: tools/compare_predictions.py --cluster here.json [--steps 12] [--json
+FILE].
 
 Each configuration is predicted on a cluster description of this machine (tools/profile_cluster.py), then trained for some steps.
 Compared are the seconds of a step: the median after the first ones, and the least. Operators that a configuration needs and the
@@ -19,9 +20,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from moe_overlap.api import predict
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.predicting import predict
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "examples/tiny-mixtral-8x7b.args"
@@ -52,7 +53,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to the median."""
+        """Error of the prediction, relative to the median."""
         return self.predicted / self.median - 1.0
 
 
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.steps <= WARM_UP_STEPS:
             fix = f"use more than {WARM_UP_STEPS}"
             raise ConfigError("--steps", arguments.steps, "no step is left after the first ones", fix)
-        compared = [_compare(name, words, cluster, arguments.steps) for name, words in chosen.items()]
+        compared = [_compare(name, flags, cluster, arguments.steps) for name, flags in chosen.items()]
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -91,11 +92,11 @@ def _chosen(only: Sequence[str] | None) -> dict[str, str]:
     for name in only or ():
         if name not in CONFIGURATIONS:
             raise ConfigError("--only", name, "unknown configuration", f"known: {'; '.join(CONFIGURATIONS)}")
-    return {name: words for name, words in CONFIGURATIONS.items() if only is None or name in only}
+    return {name: flags for name, flags in CONFIGURATIONS.items() if only is None or name in only}
 
 
-def _compare(name: str, words: str, cluster: Cluster, steps: int) -> Compared:
-    flags = [f"@{ROOT / MODEL}", *words.split()]
+def _compare(name: str, written: str, cluster: Cluster, steps: int) -> Compared:
+    flags = [f"@{ROOT / MODEL}", *written.split()]
     prediction = predict(flags, cluster)
     print(f"{name}: predicted {prediction.predicted.step_seconds:.3f} s", file=sys.stderr)
     seconds = _train(flags, steps)
@@ -141,11 +142,11 @@ def as_table(compared: Sequence[Compared]) -> str:
         "| configuration | predicted s | measured s (median) | least s | error | measured operators |",
         "|---|---|---|---|---|---|",
     ]
-    for one in compared:
-        figures = f"{one.predicted:.3f} | {one.median:.3f} | {one.least:.3f} | {one.error:+.1%}"
-        lines.append(f"| {one.name} | {figures} | {one.provenance['measured']:.0%} |")
-    worst = max(compared, key=lambda one: abs(one.error))
-    error = mean(abs(one.error) for one in compared)
+    for row in compared:
+        figures = f"{row.predicted:.3f} | {row.median:.3f} | {row.least:.3f} | {row.error:+.1%}"
+        lines.append(f"| {row.name} | {figures} | {row.provenance['measured']:.0%} |")
+    worst = max(compared, key=lambda row: abs(row.error))
+    error = mean(abs(row.error) for row in compared)
     return "\n".join([*lines, "", f"mean absolute error {error:.1%}, worst {worst.error:+.1%} ({worst.name})"])
 
 
@@ -153,22 +154,22 @@ def as_json(compared: Sequence[Compared], cluster: Cluster) -> dict[str, Any]:
     """Everything, for a record."""
     rows = [
         {
-            "configuration": one.name,
-            "flags": CONFIGURATIONS[one.name],
-            "predicted_seconds": one.predicted,
-            "median_seconds": one.median,
-            "least_seconds": one.least,
-            "error": one.error,
-            "breakdown": dict(one.breakdown),
-            "provenance": dict(one.provenance),
+            "configuration": row.name,
+            "flags": CONFIGURATIONS[row.name],
+            "predicted_seconds": row.predicted,
+            "median_seconds": row.median,
+            "least_seconds": row.least,
+            "error": row.error,
+            "breakdown": dict(row.breakdown),
+            "provenance": dict(row.provenance),
         }
-        for one in compared
+        for row in compared
     ]
     return {
         "model": MODEL,
         "device": cluster.group_of(0).gpu.name,
         "ranks": RANKS,
-        "mean_absolute_error": mean(abs(one.error) for one in compared),
+        "mean_absolute_error": mean(abs(row.error) for row in compared),
         "rows": rows,
     }
 

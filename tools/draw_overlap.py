@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import COMPUTING, Span, communication_seconds
-from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, STATE_PREFIXES, WEIGHT_GRADIENT, parse_operator
+from moe_overlap.plan.operators import Phase, parse_operator
 from moe_overlap.plan.trace import read_traces
 
 Interval = tuple[float, float]
@@ -84,11 +84,11 @@ def step_of(spans: Sequence[Span], title: str) -> Step:
 def kind_of_work(name: str) -> str:
     """The colour group of a compute span."""
     operator = parse_operator(name, "trace")
-    if operator.suffix == WEIGHT_GRADIENT:
+    if operator.phase is Phase.WEIGHT_GRADIENT:
         return WEIGHTS
-    if operator.suffix in (BACKWARD, RECOMPUTE):
+    if operator.in_backward_pass:
         return BACKWARDS
-    if operator.part.partition(".")[0] in STATE_PREFIXES:
+    if operator.is_update:
         return UPDATE
     return FORWARD
 

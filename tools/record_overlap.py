@@ -33,7 +33,7 @@ PROGRAM = "tools/benchmark_overlap.py"
 MARK = "figures"
 HEAD = f"# Overlap on rate-limited links\n\n<!-- {MARK} -->\n<!-- /{MARK} -->\n"
 NOT_OURS = ("alltoall", "irregular", "tutel")
-"""How the names of baselines begin."""
+"""Beginnings of the names of baselines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Series:
 
     Attributes:
         title: what varies.
-        words: of its command line.
+        flags: those of its command line.
     """
 
     title: str
-    words: str
+    flags: str
 
 
 SERIES = {
@@ -76,20 +76,20 @@ SERIES = {
         "--ratio 0.5 1 --variants alltoall 'alltoall receive-first' 'tutel 4' 'partitions 2 around' 'both 2 around'",
     ),
 }
-"""In the order of their tables. Two experts per rank everywhere."""
+"""All series in the order of their tables, with two experts per rank everywhere."""
 
 
-def measure(name: str, words: Sequence[str]) -> dict[str, Any]:
+def measure(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Run one series.
 
     Args:
-        words: behind the series' own.
+        arguments: follow the series' own.
     Returns:
         What goes into its file.
     Raises:
         SystemExit: the benchmark failed, and has said why.
     """
-    command = [PROGRAM, *shlex.split(SERIES[name].words), *words]
+    command = [PROGRAM, *shlex.split(SERIES[name].flags), *arguments]
     begun = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), "load_average": os.getloadavg()[0]}
     print(f"{name}: {shlex.join(command)}", file=sys.stderr, flush=True)
     done = subprocess.run(
@@ -123,15 +123,15 @@ def render(measured: dict[str, dict[str, Any]]) -> str:
         text += f"\n## {SERIES[name].title}\n\n`{series['command']}`\n\n"
         text += f"{series['started']}, commit {series['commit']}; {series['machine']}, load average "
         text += f"{series['load_average']:.1f} at the start; {versions}.\n"
-        for made in series["records"]:
-            text += f"\n{_place(made)}: {made['summary']}.\n\n{made['table']}"
+        for record in series["records"]:
+            text += f"\n{_place(record)}: {record['summary']}.\n\n{record['table']}"
     return text + "\n"
 
 
-def _place(made: dict[str, Any]) -> str:
-    accumulated = f", {made['micro_batches']} micro-batches" if made["micro_batches"] > 1 else ""
-    link = f"{made['link_mbit']:.0f} Mbit/s ({made['links']})"
-    return f"{made['ranks']} ranks, {made['gate']}{accumulated}, ratio {made['ratio']:.2f}, {link}"
+def _place(record: dict[str, Any]) -> str:
+    accumulated = f", {record['micro_batches']} micro-batches" if record["micro_batches"] > 1 else ""
+    link = f"{record['link_mbit']:.0f} Mbit/s ({record['links']})"
+    return f"{record['ranks']} ranks, {record['gate']}{accumulated}, ratio {record['ratio']:.2f}, {link}"
 
 
 def _overview(measured: dict[str, dict[str, Any]]) -> str:
@@ -141,12 +141,20 @@ def _overview(measured: dict[str, dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, series in measured.items():
-        for made in series["records"]:
-            tutel = _best(row for row in made["variants"] if row["variant"].startswith("tutel"))
-            ours = _best(row for row in made["variants"] if not row["variant"].startswith(NOT_OURS))
+        for record in series["records"]:
+            tutel = _best(row for row in record["variants"] if row["variant"].startswith("tutel"))
+            ours = _best(row for row in record["variants"] if not row["variant"].startswith(NOT_OURS))
             hidden = "-" if ours is None or ours["hidden"] is None else f"{ours['hidden']:.0%}"
-            cells = (name, made["ranks"], made["gate"], f"{made['ratio']:.2f}", _shown(tutel), _shown(ours), hidden)
-            bound = f"{made['totals']['bound_speedup']:.2f}×"
+            cells = (
+                name,
+                record["ranks"],
+                record["gate"],
+                f"{record['ratio']:.2f}",
+                _shown(tutel),
+                _shown(ours),
+                hidden,
+            )
+            bound = f"{record['totals']['bound_speedup']:.2f}×"
             lines.append("| " + " | ".join(map(str, (*cells, bound))) + " |")
     return "\n".join(lines) + "\n"
 
@@ -170,8 +178,8 @@ def main(argv: Sequence[str]) -> int:
     arguments, rest = parser.parse_known_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name in arguments.series:
-        made = measure(name, ["--repeats", str(arguments.repeats), *rest])
-        (arguments.folder / f"{name}.json").write_text(json.dumps(made, indent=1) + "\n")
+        series = measure(name, ["--repeats", str(arguments.repeats), *rest])
+        (arguments.folder / f"{name}.json").write_text(json.dumps(series, indent=1) + "\n")
     files = {name: arguments.folder / f"{name}.json" for name in SERIES}
     readme = arguments.folder / "README.md"
     if not readme.exists():

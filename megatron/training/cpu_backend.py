@@ -1,4 +1,4 @@
-"""A machine without CUDA, as megatron-core sees it.
+"""Stand-ins for CUDA, so that megatron-core runs on a machine without it.
 
 megatron-core asks torch.cuda for devices, streams and generators in places that a CPU run reaches too. `install()` answers
 those calls, each listed below with the caller it is for, and replaces the few functions of megatron-core that touch CUDA
@@ -111,7 +111,7 @@ def _answer_torch_cuda() -> None:
 
 
 def _map_cuda_devices() -> None:
-    """What tensors are made on, and what they say they are.
+    """Make tensors on the host that are asked for on CUDA, and answer with CUDA's names for their types.
 
     `device="cuda"` in factories: schedules.py, optimizer/clip_grads.py, optimizer/optimizer.py, utils.py, moe_utils.py,
     dist_checkpointing/exchange_utils.py (--ckpt-fully-parallel-load).
@@ -153,7 +153,7 @@ def _import_without_compilation() -> None:
 
 
 def _mark_compiled(function: Any = None, **_: Any) -> Any:
-    """As it is; the mark tells the tuner's capture what is one kernel on a GPU."""
+    """Return the function unchanged, with a mark that tells the tuner's capture which functions are one kernel on a GPU."""
     if function is None:
         return _mark_compiled
     function.is_compiled_on_cuda = True

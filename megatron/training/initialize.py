@@ -1,4 +1,8 @@
-"""From flags to a running process: device, process group, seeds. Stores nothing."""
+"""A running process from flags: device, process group, seeds. Stores nothing.
+
+Two helpers keep ranks together: `on_first_rank` for work that one process does for all, `on_every_rank` for checks on which all
+must agree. In both an error of one rank is raised by every rank, so that none waits for a peer that has gone.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,6 @@ from megatron.core.tensor_parallel import random as core_random
 from megatron.training import cpu_backend
 from megatron.training.cli.config import Config
 from moe_overlap.describe.errors import ConfigError
-
-# Work that one process does for all, and checks on which all must agree: an error of one is raised by every rank.
 
 T = TypeVar("T")
 
@@ -54,14 +56,14 @@ def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
 
 
 def on_every_rank(work: Callable[[], T], group: Any = None) -> T:
-    """Run `work` on every rank and return its own result, or raise one rank's error on all. Collective, as above."""
+    """Run `work` on every rank and return its own result, or raise one rank's error on all. Collective, like `on_first_rank`."""
     if not dist.is_initialized():
         return work()
     failure: Exception | None = None
     result: T | None = None
     try:
         result = work()
-    except Exception as error:  # as above
+    except Exception as error:  # the others must hear of any failure here, too
         failure = error
     failures: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, _portable(failure) if failure is not None else None, group=group)
@@ -151,5 +153,5 @@ def seed_everything(seed: int, groups: ProcessGroupCollection) -> None:
         stage_seed, tp_rank=groups.tp.rank(), ep_rank=groups.ep.rank(), etp_rank=groups.expt_tp.rank()
     )
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        # The one thing of parallel_state that is used: a scratch buffer of the tensor-parallel linears.
+        # Nothing else of parallel_state is used: this is a scratch buffer of the tensor-parallel linears.
         parallel_state._set_global_memory_buffer()

@@ -1,4 +1,4 @@
-"""What the training loop is given: a `Job`, built by the caller and never changed.
+"""`Job`, which the training loop is given: built by the caller and never changed.
 
 The loop sees the runtime through protocols: this package imports neither the runtime nor the tuner. Each protocol lists only what
 the loop calls; megatron-core's objects and the runtime's satisfy them as they are.
@@ -101,7 +101,7 @@ class Checkpoints(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Machinery:
-    """What executes a step on this rank, and the state that a step moves.
+    """The runner of this rank, and the state that a step moves.
 
     Attributes:
         chunks: this rank's model chunks, wrapped in DDP.
@@ -140,7 +140,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Reporting:
-    """Where a run's figures go.
+    """The log of a run, and the reports beside it.
 
     Attributes:
         log: takes the figures of every step.

@@ -51,7 +51,7 @@ def wrap_chunks(
                 config=get_model_config(chunk),
                 ddp_config=ddp_config,
                 module=chunk,
-                # As upstream: only the chunk that is needed first overlaps its buckets one by one.
+                # Like upstream: only the chunk that is needed first overlaps its buckets one by one.
                 disable_bucketing=index > 0 and not bucket_marks,
                 pg_collection=groups,
             )
@@ -112,7 +112,7 @@ def make_optimizer(config: Config, chunks: Sequence[DistributedDataParallel], gr
 
 
 def _loss_scale_fields(config: Config) -> dict[str, Any]:
-    """What megatron-core's scalers are told; without fp16 there is none."""
+    """Settings of megatron-core's loss scalers; without fp16 there are none."""
     precision = config.precision
     if not precision.fp16:
         return {}
@@ -121,7 +121,7 @@ def _loss_scale_fields(config: Config) -> dict[str, Any]:
 
 
 def _gpu_fields(config: Config) -> dict[str, Any]:
-    """What Transformer Engine's Adam and the host's copy of it are told. Not run on a GPU so far."""
+    """Settings of Transformer Engine's Adam and of the optimizer on the host. Not executed on a GPU so far."""
     precision, device = config.precision, config.device
     fields: dict[str, Any] = {}
     if precision.fp8 is not None:
@@ -142,9 +142,9 @@ def _gpu_fields(config: Config) -> dict[str, Any]:
 
 
 def _step_by_sgd(optimizer: Any, flags: OptimizerFlags) -> None:
-    """Exchange the inner optimizers: megatron-core 0.16.1 constructs its distributed optimizer around an Adam only.
+    """Replace the inner optimizers: megatron-core 0.16.1 constructs its distributed optimizer around an Adam only.
 
-    What it asks of the inner one, parameter groups and steps, every optimizer of torch has.
+    It asks the inner optimizer for parameter groups and steps, which every optimizer of torch has.
     """
     for sharded in optimizer.chained_optimizers:
         if sharded.is_stub_optimizer:

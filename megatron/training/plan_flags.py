@@ -1,14 +1,17 @@
-"""The plan a run follows: made from the flags, or read from --plan and held against them."""
+"""The plan of a run: described by its flags, or read from --plan and held against them.
+
+Flags describe a plan whose stages have equal sizes and whose layers have equal overlap (`plan_from_flags`). A plan that is read
+must agree with the flags in everything they decide, because the flags build the model; flags that decide no overlap leave it to
+the plan (`plan_of_run`). Both take one path from here on.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from typing import Any
 
 from megatron.training.cli.config import Config
-from megatron.training.cli.rules.moe import overlap_flag, require_cuttable, require_executable, unnamed_gate
+from megatron.training.cli.rules.moe import listed_run, overlap_flag, require_executable, unnamed_gate
 from megatron.training.cli.rules.rule import require
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
 from moe_overlap.describe.errors import ConfigError
@@ -17,27 +20,26 @@ from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.gates import check_gate
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute, StagePlan
+from moe_overlap.plan.rules.listed_run import require_cuttable
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.plan.serialize import load_plan
+from moe_overlap.plan.serialize import content_sha256, load_plan
 from moe_overlap.plan.sizes import GRADIENT_BYTES
 from moe_overlap.plan.uniform_overlap import OverlapWords, overlap_from_words
 
-# The plan that flags describe: all stages alike, the same overlap on every layer. Flags and `--plan` take one path from here.
-
 
 def plan_from_flags(config: Config, model: ModelDescription, world_size: int) -> Plan:
-    """The plan of a validated configuration.
+    """The plan that the flags of a validated configuration describe.
 
     Args:
-        model: what `describe_model` made of the same configuration.
+        model: `describe_model` of the same configuration.
         world_size: processes of the run; stage s owns the s-th of PP equal ranges of ranks, as in megatron-core.
-            With --use-tp-pp-dp-mapping it owns the s-th of PP equal parts of each replica's range instead.
+            With --use-tp-pp-dp-mapping it owns the s-th of PP equal shares of each replica's range instead.
     """
     layout = parallel_layout(config, world_size)
     assert config.model.seq_length is not None
     chunks = stage_chunks(chunk_sizes(config))
-    alike = [_stage(config, layout, index, ranges) for index, ranges in enumerate(chunks)]
-    stages = tuple(_overlapped(config, model, layout, stage, index) for index, stage in enumerate(alike))
+    plain = [_stage(config, layout, index, ranges) for index, ranges in enumerate(chunks)]
+    stages = tuple(_overlapped(config, model, layout, stage, index) for index, stage in enumerate(plain))
     return Plan(
         model=Named(name=model.name, sha256=content_sha256(dataclasses.asdict(model))),
         cluster=Named(name=f"{world_size}-processes", sha256=content_sha256({"processes": world_size})),
@@ -55,7 +57,7 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
 
 
 def with_global_batch(plan: Plan, global_batch_size: int) -> Plan:
-    """The same plan for another number of micro-batches per step."""
+    """A copy of the plan with the number of micro-batches per step that this global batch needs."""
     stages = (
         dataclasses.replace(
             stage, gradient_accumulation_steps=global_batch_size // (stage.micro_batch_size * stage.data)
@@ -72,11 +74,6 @@ def _precision(config: Config) -> Precision:
     if precision.fp8 is not None:
         return "mxfp8" if precision.fp8_recipe == "mxfp8" else "fp8"
     return "fp16" if precision.fp16 else "bf16" if config.optimizer.bf16 else "fp32"
-
-
-def content_sha256(content: Any) -> str:
-    """Hash of a JSON value, independent of the order of keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _stage(config: Config, layout: ParallelLayout, index: int, chunks: tuple[tuple[int, int], ...]) -> StagePlan:
@@ -101,13 +98,13 @@ def _stage_ranks(layout: ParallelLayout, index: int, by_replica: bool) -> tuple[
     size = layout.world_size // layout.pipeline
     if not by_replica:
         return tuple(range(index * size, (index + 1) * size))
-    part = layout.tensor * layout.context
-    firsts = range(index * part, layout.world_size, part * layout.pipeline)
-    return tuple(first + place for first in firsts for place in range(part))
+    per_replica = layout.tensor * layout.context
+    firsts = range(index * per_replica, layout.world_size, per_replica * layout.pipeline)
+    return tuple(first + place for first in firsts for place in range(per_replica))
 
 
-def _gradient_chunk_bytes(config: Config, layout: ParallelLayout) -> int:
-    """Of the executor's reductions between exchanges: --ddp-bucket-size, or upstream's default for it."""
+def gradient_chunk_bytes(config: Config, layout: ParallelLayout) -> int:
+    """Bucket size of the executor's gradient reductions: --ddp-bucket-size, or upstream's default for it; 0 without them."""
     if not config.parallel.overlap_grad_reduce:
         return 0
     parameters = config.parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * layout.data * layout.context)
@@ -119,7 +116,7 @@ def _overlapped(
 ) -> StagePlan:
     overlap = config.overlap
     partitions = 1 if overlap.moe_overlap_partitions is None else overlap.moe_overlap_partitions
-    words = OverlapWords(
+    asked = OverlapWords(
         partitions=partitions,
         range_word=overlap.moe_overlap_range,
         capacity_chunks=1 if overlap.moe_overlap_capacity_chunks is None else overlap.moe_overlap_capacity_chunks,
@@ -129,11 +126,11 @@ def _overlapped(
         max_deferred_bytes=overlap.max_deferred_bytes,
         micro_batches=overlap.moe_overlap_micro_batches,
     )
-    if words.partitions == words.capacity_chunks == words.micro_batches == 1 and not words.defer:
+    if asked.partitions == asked.capacity_chunks == asked.micro_batches == 1 and not asked.defer:
         return stage
-    chunked = StageOverlap(gradient_chunk_bytes=_gradient_chunk_bytes(config, layout))
+    chunked = StageOverlap(gradient_chunk_bytes=gradient_chunk_bytes(config, layout))
     stage, ends = dataclasses.replace(stage, overlap=chunked), (index == 0, index == layout.pipeline - 1)
-    decided = overlap_from_words(words, stage, model, holds_embedding=ends[0], holds_head=ends[1])
+    decided = overlap_from_words(asked, stage, model, holds_embedding=ends[0], holds_head=ends[1])
     return dataclasses.replace(stage, overlap=decided)
 
 
@@ -154,7 +151,7 @@ _DESCRIPTIVE = frozenset({"model", "cluster", "predicted", "mesh", "search_limit
 
 
 def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Plan:
-    """The plan of a validated configuration.
+    """The plan that a validated configuration runs: that of --plan, else that of the flags.
 
     Raises:
         ConfigError: the file is no valid plan of this model, asks for what the runtime cannot do yet, or disagrees with the
@@ -178,19 +175,19 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
 
 
 def _require_pairs_in_every_step(config: Config, plan: Plan, subject: str) -> None:
-    """A batch that changes holds, at its smallest too, the micro-batches that the plan interleaves; so does an evaluation's."""
+    """Require every batch, the smallest and an evaluation's too, to hold the micro-batches that the plan interleaves."""
     evaluated = config.training.eval_global_batch_size
     for stage in plan.stages:
-        sizes, several = batch_sizes(config, stage.data).sizes, stage.overlap.micro_batches_in_flight
+        sizes, in_flight = batch_sizes(config, stage.data).sizes, stage.overlap.micro_batches_in_flight
         smallest = min(sizes if evaluated is None else (*sizes, evaluated))
         count = smallest // (stage.micro_batch_size * stage.data)
         rule = f"a step of {smallest} samples has {count} micro-batch on each data-parallel rank"
-        fix = f"use batches of {several * stage.micro_batch_size * stage.data} samples or more"
-        require(several <= count, subject, several, rule, fix)
+        fix = f"use batches of {in_flight * stage.micro_batch_size * stage.data} samples or more"
+        require(in_flight <= count, subject, in_flight, rule, fix)
 
 
 def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
-    """What the executor of an overlapping plan needs of the flags that build the model."""
+    """Require the flags that the executor of an overlapping plan needs, as they build the model."""
     overlaps = [stage.overlap for stage in plan.stages]
     layers = [layer for overlap in overlaps for layer in overlap.layers]
     if any(overlap.is_listed for overlap in overlaps):
@@ -199,7 +196,7 @@ def _require_flags_of_overlap(source: str, plan: Plan, config: Config) -> None:
         rule = f"{source} reduces gradients at the end of the step (gradient_chunk_bytes 0)"
         require(not (config.parallel.overlap_grad_reduce and at_the_end), "--overlap-grad-reduce", "", rule, "drop it")
     if any(layer.mechanism == "partitioned" for layer in layers):
-        require_cuttable(config)
+        require_cuttable(listed_run(config))
 
 
 def gate_of_run(config: Config, plan: Plan) -> str | None:
@@ -220,7 +217,7 @@ def _require_gate(source: str, plan: Plan, config: Config) -> None:
 
 
 def _with_overlap_of(plan: Plan, flagged: Plan) -> Plan:
-    """The plan of flags that decide no overlap, with what another one decides for the layers."""
+    """The plan of flags that decide no overlap, with the overlap of another plan."""
 
     def overlapped(stage: StagePlan, planned: StagePlan) -> StagePlan:
         return dataclasses.replace(stage, overlap=planned.overlap)
@@ -236,7 +233,7 @@ def _require_equal(place: str, planned: Any, flagged: Any) -> None:
             if name not in _DESCRIPTIVE:
                 _require_equal(f"{place} {name}" if " " not in place else f"{place}.{name}", value, flagged[name])
     elif isinstance(planned, (list, tuple)) and len(planned) == len(flagged):
-        for index, (mine, theirs) in enumerate(zip(planned, flagged, strict=True)):
-            _require_equal(f"{place}[{index}]", mine, theirs)
+        for index, (entry, expected) in enumerate(zip(planned, flagged, strict=True)):
+            _require_equal(f"{place}[{index}]", entry, expected)
     elif planned != flagged:
         raise ConfigError(place, planned, f"the flags say {flagged}", "make the flags and the plan agree")

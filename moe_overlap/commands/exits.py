@@ -1,4 +1,4 @@
-"""How a process of a job ends: rank 0 says why, and no destructor runs."""
+"""The end of a process: rank 0 says why a job failed, a closed pipe ends it in silence, and no destructor runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RANK_0_SPEAKS_WITHIN_SECONDS = 10
 
 
 def leave(rank: int, line: str, status: int) -> int:
-    """Return the status of a run that failed on every rank: rank 0 says why, the others let it speak first.
+    """Return the status of a run that failed on every rank: rank 0 says why, the others give it time to speak.
 
-    torchrun ends every process as soon as one has failed; were another the first to go, nobody would read the line.
+    torchrun ends every process as soon as one has failed: if another rank went first, nobody would read the line.
     """
     if rank == 0:
         print(line, file=sys.stderr, flush=True)
@@ -28,9 +28,9 @@ def leave(rank: int, line: str, status: int) -> int:
 
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """What is printed here may be read in part (`| head`): the process ends then by SIGPIPE, as programs do, without a word.
+    """End the process by SIGPIPE, as programs do, when the reader of what the block prints goes away (`| head`).
 
-    Elsewhere Python's own setting holds: a socket that a peer has closed is an error, not the end.
+    Outside the block Python's own setting holds: a socket that a peer has closed is an error, not the end.
     """
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:

@@ -7,7 +7,7 @@ Writes a cluster description for --cluster of tools/predict.py, and beside it th
 the database has is not measured again: a run that was stopped goes on, and --megatron-args adds what a configuration needs.
 Links need torchrun with as many ranks as will train. On a CPU all ranks measure at once: they share its caches and memory.
 There, unless --quick, two small jobs are trained for some steps, too, on one machine with a thread for each rank: what steps take
-beside their operators (link_bed/host_time.py) then counts in every prediction.
+beside their operators (tools/bench/machine.py) then counts in every prediction.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from moe_overlap import VERSION_LINE
+from moe_overlap.api import job_operators
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.predicting import job_operators
 from moe_overlap.tuner.profile.cluster_file import KINDS, measured_cluster, this_device
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct
 from moe_overlap.tuner.profile.lookup import IN_STEP, link_grid, operator_grid

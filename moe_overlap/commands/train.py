@@ -1,6 +1,10 @@
 """Train a Mixture-of-Experts language model: `torchrun --nproc-per-node N pretrain_moe.py @examples/FILE.args [flags]`.
 
-Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. torch is imported only when training starts.
+Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. torch is imported only when training starts, so that
+mistakes in flags are answered at once.
+
+This command is where the training package and the runtime meet, which do not import each other: `main` reads and checks flags,
+`train` starts and ends the process, `assemble` ties plan, model, data, checkpoint and reports to a training loop.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit status: 0, 1 for a run that failed, 2 for a user's mistake."""
+    """Execute the command; returns the exit status: 0, 1 for a run that failed, 2 for a user's mistake."""
     rank = int(os.environ.get("RANK", "0"))
     try:
         require_our_portion()
@@ -58,12 +62,12 @@ def main(argv: Sequence[str]) -> int:
 def require_our_portion() -> None:
     """Refuse another package's `megatron.training`, before anything is imported from it."""
     if getattr(megatron.training, "PORTION", None) != "moe-overlap":
-        where = getattr(megatron.training, "__file__", "")
-        raise ConfigError("megatron.training", where, "belongs to another package", "install megatron-core==0.16.1")
+        found_at = getattr(megatron.training, "__file__", "")
+        raise ConfigError("megatron.training", found_at, "belongs to another package", "install megatron-core==0.16.1")
 
 
 def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
-    """Everything from the import of torch to the last evaluation."""
+    """Train from the import of torch to the last evaluation; returns the exit status."""
     from megatron.training import cpu_backend
     from megatron.training.cli.packages import require_packages
     from megatron.training.cli.start import quiet_libraries

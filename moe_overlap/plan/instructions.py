@@ -1,4 +1,4 @@
-"""Instructions: what one rank does in one step, as printable data.
+"""Instructions: what one rank does in one step, and the buffers and spans of it, as printable data.
 
 A list is in issue order. Instructions of one channel start in list order, the next when the one before has finished;
 different channels run at the same time. An instruction starts when all of `after` have finished and its channel is
@@ -7,24 +7,222 @@ free.
 Channels: `compute`; `optimizer`, where parts step by themselves; one per process group (`ep`, `dp`); one per direction of a stage
 boundary (`pp.S0>S1`, `pp.S0>S1.backward`: on a single one, two stages that both wait to send would block each other); one per
 copy direction (`h2d`, `d2h`).
+
+Names. An instruction, a draft of it and a span carry the print form of an operator (operators.py) in `name`, and answer with the
+typed one in `operator`. Buffers are named in `reads` and `writes`; `BufferId` is such a name as data, `parse_buffer` reads it. No
+other file takes either apart.
 """
 
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
 from typing import Any, Literal, get_args
 
+from moe_overlap.plan.operators import FORWARD, WEIGHT_GRADIENT, OperatorId, OperatorKind, parse_operator
 from moe_overlap.plan.serialize import as_values, read_record
 
 Kind = Literal["compute", "weight-gradient", "collective", "point-to-point", "copy", "optimizer"]
 KINDS: tuple[str, ...] = get_args(Kind)
 COMPUTE, OPTIMIZER, TO_DEVICE, TO_HOST = "compute", "optimizer", "h2d", "d2h"
+EXPERT, DATA, PIPELINE = "ep", "dp", "pp"
+"""Groups of channels: all-to-alls between experts, collectives over replicas, transfers between stages."""
 
 
 class ScheduleError(Exception):
     """A list or an order that must not be run: our own mistake, never a user's."""
+
+
+class BufferRole(StrEnum):
+    """The content of a buffer. Gradients of what operators hand to each other carry a `d` in front."""
+
+    TOKENS = "tokens"
+    LABELS = "labels"
+    HIDDEN = "h"
+    """Hidden states that enter a layer, and cross a stage boundary before it."""
+    ATTENDED = "a"
+    """Hidden states behind attention."""
+    ROWS = "rows"
+    """Routed rows, permuted for sending."""
+    COUNTS = "counts"
+    """Rows that this rank sends to each expert."""
+    SPLITS = "splits"
+    """Rows that each rank sends to each expert."""
+    CAPACITY = "capacity"
+    """The state of a gate that hands capacity to the next partition."""
+    RECEIVED = "received"
+    COMPUTED = "computed"
+    RETURNED = "returned"
+    SHARED = "shared"
+    """The output of the shared experts."""
+    INNER = "inner"
+    """The activated output of the first product inside fused kernels."""
+    NORMED = "normed"
+    LOSS = "loss"
+    D_HIDDEN = "dh"
+    D_ATTENDED = "da"
+    D_ROWS = "drows"
+    D_RECEIVED = "dreceived"
+    D_COMPUTED = "dcomputed"
+    D_RETURNED = "dreturned"
+    D_SHARED = "dshared"
+    D_INNER = "dinner"
+    D_NORMED = "dnormed"
+    SAVED = "saved"
+    """Operands of a deferred weight gradient."""
+    ACTIVATIONS = "activations"
+    """Tensors that the forward pass of a micro-batch through a parameter group saves for its backward pass."""
+    PARAMETERS = "parameters"
+    WEIGHTS = "weights"
+    """Gathered parameters."""
+    GRADIENT = "gradient"
+    """Weight gradients, summed over micro-batches."""
+    D_WEIGHTS = "dweights"
+    """Weight gradients of one micro-batch, before they are scattered."""
+    STATE = "state"
+    """Optimizer state."""
+    NORM = "norm"
+
+    @property
+    def differentiated(self) -> BufferRole:
+        """The role of which this is the gradient; a role that is no gradient is its own."""
+        return _DIFFERENTIATED.get(self, self)
+
+
+_DIFFERENTIATED = {BufferRole(f"d{role}"): role for role in BufferRole if f"d{role}" in set(BufferRole)}
+
+
+class Home(StrEnum):
+    """Which copy of the content a buffer is; its value is the first word of the name."""
+
+    DEVICE = ""
+    HOST = "host"
+    """The share that is offloaded, on the host."""
+    MOVED = "moved"
+    """The same share while it is on the device."""
+    TILES = "tiles"
+    """The tiles that have arrived of a tensor that ranks complete for each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferId:
+    """The name of a buffer, as data: `a.L3.m0.p1`, `gradient.L3`, `host.state.L3`, `saved.L3.attention.qkv.m0`.
+
+    Attributes:
+        subject: what the content belongs to: a layer or parameter group, `mtp0.loss`, or, where it is saved for a weight
+            gradient, that gradient's name without its suffix. Empty where the role says it all.
+        micro_batch: None where the content is of a whole step.
+        partition: the part of a micro-batch; None for the whole.
+    """
+
+    role: BufferRole
+    subject: str = ""
+    micro_batch: int | None = None
+    partition: int | None = None
+    home: Home = Home.DEVICE
+
+    def __str__(self) -> str:
+        micro_batch = "" if self.micro_batch is None else f"m{self.micro_batch}"
+        partition = "" if self.partition is None else f"p{self.partition}"
+        return ".".join(word for word in (self.home, self.role, self.subject, micro_batch, partition) if word)
+
+    @property
+    def word(self) -> str:
+        """The first word of the name: the home where that is not the device, else the role."""
+        return self.home or self.role
+
+    @property
+    def gradient(self) -> OperatorId:
+        """The weight gradient that a saved buffer is for; the inverse of `saved_for`."""
+        assert self.role is BufferRole.SAVED, self
+        return parse_operator(f"{self.subject}.{WEIGHT_GRADIENT}", "buffer")
+
+
+_BUFFER = re.compile(rf"(?:({'|'.join(filter(None, Home))})\.)?([a-z]+)(?:\.(.+?))??(?:\.m(\d+))?(?:\.p(\d+))?")
+_SUBJECT = re.compile(r"L(0|[1-9]\d*)|mtp(0|[1-9]\d*)(\.loss)?|embedding|head|norm")
+
+
+@cache
+def parse_buffer(name: str) -> BufferId:
+    """The buffer of a name; the inverse of `str`.
+
+    Raises:
+        ScheduleError: no buffer is called so.
+    """
+    match = _BUFFER.fullmatch(name)
+    if match is None or match[2] not in set(BufferRole):
+        raise ScheduleError(f"{name!r} is not a buffer name such as a.L3.m0.p1, gradient.L3 or host.state.head")
+    micro_batch, partition = (None if number is None else int(number) for number in match.groups()[3:])
+    buffer = BufferId(BufferRole(match[2]), match[3] or "", micro_batch, partition, Home(match[1] or ""))
+    is_known = not buffer.subject or buffer.role is BufferRole.SAVED or bool(_SUBJECT.fullmatch(buffer.subject))
+    if not is_known or str(buffer) != name:
+        raise ScheduleError(f"{name!r} is not a buffer name: it belongs to no layer or parameter group")
+    if buffer.role is BufferRole.SAVED and buffer.subject:
+        parse_operator(str(buffer.gradient), "buffer")
+    return buffer
+
+
+@cache
+def buffer_role(name: str) -> BufferRole | None:
+    """The role of a name that may also be that of something inside an operator, which has none."""
+    try:
+        return parse_buffer(name).role
+    except ScheduleError:
+        return None
+
+
+@cache
+def whole_buffer(name: str) -> str:
+    """`a.L3.m0.p1` -> `a.L3.m0`: the buffer of which this is a partition."""
+    return str(replace(parse_buffer(name), partition=None))
+
+
+@cache
+def stem_of(name: str) -> str:
+    """`a.L3.m0.p1` -> `a.L3`: the content, of whichever micro-batch and partition."""
+    return str(replace(parse_buffer(name), micro_batch=None, partition=None))
+
+
+@cache
+def placed(buffer: str, micro_batch: int) -> str:
+    """The name with its micro-batch; sums over micro-batches have none."""
+    named = parse_buffer(buffer)
+    return buffer if named.role is BufferRole.GRADIENT else str(replace(named, micro_batch=micro_batch))
+
+
+@cache
+def partition_of(buffer: str, index: int) -> str:
+    """`a.L3.m0` -> `a.L3.m0.p1`: one partition of a buffer."""
+    return str(replace(parse_buffer(buffer), partition=index))
+
+
+@cache
+def saved_for(gradient: OperatorId, micro_batch: int | None = None) -> str:
+    """The buffer that a backward instruction leaves for a weight gradient."""
+    return str(BufferId(BufferRole.SAVED, str(replace(gradient, phase=FORWARD)), micro_batch))
+
+
+@cache
+def parse_access(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The buffers that an operator reads and writes, from the form `a.L3 shared.L3 -> h.L4`."""
+    reads, arrow, writes = text.partition("->")
+    assert arrow, text
+    return tuple(reads.split()), tuple(writes.split())
+
+
+@cache
+def channel_group(channel: str) -> str:
+    """`ep.counts` -> `ep`, `pp.S0>S1` -> `pp`: the kind of a channel, under which spans record it."""
+    return channel.partition(".")[0]
+
+
+def boundary_channel(transfer: OperatorId) -> str:
+    """`pp.S0>S1.backward`: one channel for each direction of a stage boundary."""
+    return f"{PIPELINE}.{transfer.boundary}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +259,31 @@ class Instruction:
 
     def __str__(self) -> str:
         return " ".join(_cells(self))
+
+    @property
+    def operator(self) -> OperatorId:
+        """Its name, taken apart; ConfigError where it is no operator's."""
+        return parse_operator(self.name, "instruction")
+
+    @property
+    def in_backward_pass(self) -> bool:
+        """Whether it belongs to a backward pass."""
+        return self.operator.in_backward_pass
+
+    @property
+    def sends(self) -> bool:
+        """Whether it sends over a stage boundary."""
+        return self.kind == "point-to-point" and self.operator.kind is OperatorKind.SEND
+
+    @property
+    def receives(self) -> bool:
+        """Whether it receives over a stage boundary."""
+        return self.kind == "point-to-point" and self.operator.kind is OperatorKind.RECEIVE
+
+    @property
+    def channel_group(self) -> str:
+        """The kind of its channel, under which spans record it."""
+        return channel_group(self.channel)
 
 
 def _cells(instruction: Instruction) -> tuple[str, ...]:
@@ -159,6 +382,11 @@ class Span:
     micro_batch: int
     start: float
     end: float
+
+    @property
+    def operator(self) -> OperatorId:
+        """Its name, taken apart; ConfigError where it is no operator's."""
+        return parse_operator(self.name, "span")
 
 
 def communication_seconds(spans: Sequence[Span]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The one vocabulary of operator names: capture, plans, instructions, spans and the range words of the flags use it.
+"""Operator names: the one place that knows how the name of an operator is written and read.
 
     embedding   head.norm   head.loss   L3.attention   L3.mlp   L3.moe.gate   …   mtp0.attention   …
     L3.moe.dispatch_fc1   L3.moe.fc2_combine
@@ -6,46 +6,96 @@
     offload.L3.weights   prefetch.L3.weights
 
 Suffixes: `.backward`; `.dW`, after the weight where the operator has several (`L3.attention.qkv.dW`); `.recompute`.
+
+Contract. `OperatorId` is the name as data; `str` of it is the print form, which plans, instruction lists, spans and the range
+words of the flags share, and `parse_operator` is the inverse: both directions are the identity. All other code asks an
+`OperatorId` and takes no name apart.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache
 
 from moe_overlap.describe.errors import ConfigError
 
-ATTENTION = "attention"
-"""Norm, attention, bias-dropout-add."""
-MLP = "mlp"
-GATE = "moe.gate"
-"""Norm, gate, permutation."""
-COUNT, DISPATCH, SHARED, EXPERTS, COMBINE = "moe.count", "moe.dispatch", "moe.shared", "moe.experts", "moe.combine"
-DISPATCH_FC1, FC2_COMBINE = "moe.dispatch_fc1", "moe.fc2_combine"
-"""Fused kernels, in place of dispatch, experts and combine. The activation between them runs behind the first of a pass; a
-weight gradient that is not deferred is computed in the backward of its product's kernel, as a kernel of its own."""
-MERGE = "moe.merge"
-"""Unpermutation, sum with the residual."""
+
+class OperatorKind(StrEnum):
+    """The work of an operator, without its place and its phase."""
+
+    ATTENTION = "attention"
+    """Norm, attention, bias-dropout-add."""
+    MLP = "mlp"
+    GATE = "moe.gate"
+    """Norm, gate, permutation."""
+    COUNT = "moe.count"
+    DISPATCH = "moe.dispatch"
+    SHARED = "moe.shared"
+    EXPERTS = "moe.experts"
+    COMBINE = "moe.combine"
+    DISPATCH_FC1 = "moe.dispatch_fc1"
+    """Fused kernel, with FC2_COMBINE in place of dispatch, experts and combine. The activation between the two runs behind the
+    first of a pass; a weight gradient that is not deferred is computed in the backward of its product's kernel, on its own."""
+    FC2_COMBINE = "moe.fc2_combine"
+    MERGE = "moe.merge"
+    """Unpermutation, sum with the residual."""
+    EMBEDDING = "embedding"
+    HEAD_NORM = "head.norm"
+    HEAD_LOSS = "head.loss"
+    PROJECT = "project"
+    LOSS = "loss"
+    SEND = "send"
+    RECEIVE = "receive"
+    GATHER = "gather"
+    """Ranks of a stage complete what each has received a part of."""
+    GRADIENTS = "gradients"
+    PARAMETERS = "parameters"
+    OPTIMIZER = "optimizer"
+    NORM = "optimizer.norm"
+    """Gradient norm and NaN check, over the whole world."""
+    OFFLOAD = "offload"
+    PREFETCH = "prefetch"
+
+
+class Phase(StrEnum):
+    """The pass an operator belongs to; its value is the suffix of the name."""
+
+    FORWARD = ""
+    BACKWARD = "backward"
+    WEIGHT_GRADIENT = "dW"
+    RECOMPUTE = "recompute"
+
+
+class Copied(StrEnum):
+    """The state that an offload or a prefetch moves."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+
+
+ATTENTION, MLP = OperatorKind.ATTENTION, OperatorKind.MLP
+GATE, COUNT, DISPATCH = OperatorKind.GATE, OperatorKind.COUNT, OperatorKind.DISPATCH
+SHARED, EXPERTS, COMBINE = OperatorKind.SHARED, OperatorKind.EXPERTS, OperatorKind.COMBINE
+DISPATCH_FC1, FC2_COMBINE, MERGE = OperatorKind.DISPATCH_FC1, OperatorKind.FC2_COMBINE, OperatorKind.MERGE
+EMBEDDING, HEAD_NORM, HEAD_LOSS = OperatorKind.EMBEDDING, OperatorKind.HEAD_NORM, OperatorKind.HEAD_LOSS
+NORM = OperatorKind.NORM
+FORWARD, BACKWARD, WEIGHT_GRADIENT, RECOMPUTE = Phase
 
 DENSE_PARTS = (ATTENTION, MLP)
 MOE_PARTS = (ATTENTION, GATE, COUNT, DISPATCH, SHARED, EXPERTS, COMBINE, MERGE)
 """Forward order. The shared expert stands behind the dispatch, under which it can run."""
 FUSED_KERNELS = (DISPATCH_FC1, FC2_COMBINE)
 FUSED_PARTS = (ATTENTION, GATE, COUNT, SHARED, *FUSED_KERNELS, MERGE)
-"""Forward order of a fused layer. The shared expert runs under the exchange of counts, for which the kernel waits."""
+"""Forward order of a fused layer. The shared expert runs under the all-to-all of counts, for which the kernel waits."""
 EXCHANGE_PARTS = (COUNT, DISPATCH, COMBINE)
 """Collectives over the ranks that share the experts."""
 NO_BACKWARD_PARTS = (COUNT,)
-
-EMBEDDING, HEAD_NORM, HEAD_LOSS = "embedding", "head.norm", "head.loss"
-PROJECT, LOSS = MTP_PARTS = ("project", "loss")
-"""What a multi-token-prediction layer has beside a layer's parts."""
-NORM = "optimizer.norm"
-"""Gradient norm and NaN check, over the whole world."""
-
-BACKWARD, WEIGHT_GRADIENT, RECOMPUTE = "backward", "dW", "recompute"
-SUFFIXES = (BACKWARD, WEIGHT_GRADIENT, RECOMPUTE)
+PROJECT, LOSS = MTP_PARTS = (OperatorKind.PROJECT, OperatorKind.LOSS)
+"""Operators of a multi-token-prediction layer beside those of its transformer layer."""
 
 WEIGHTS: dict[str, tuple[str, ...]] = {
     ATTENTION: ("norm", "qkv", "q", "q_down", "q_up", "kv_down", "kv_up", "proj"),
@@ -56,99 +106,202 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     EMBEDDING: ("word", "position"),
     HEAD_NORM: ("norm",),
     HEAD_LOSS: ("output",),
-    "project": ("norm", "fc"),
-    "loss": ("norm", "output"),
+    PROJECT: ("norm", "fc"),
+    LOSS: ("norm", "output"),
 }
 """Weights whose gradient can be an operator of its own."""
 
-STATE_PREFIXES = ("gradients", "parameters", "optimizer")
-COPY_PREFIXES = ("offload", "prefetch")
-COPIED = ("weights", "gradients", "optimizer", "activations")
+STATE_KINDS = (OperatorKind.GRADIENTS, OperatorKind.PARAMETERS, OperatorKind.OPTIMIZER)
+"""Reductions of gradients, gathers of parameters and optimizer steps: of the whole stage or of one parameter group."""
+COPY_KINDS = (OperatorKind.OFFLOAD, OperatorKind.PREFETCH)
+TRANSFER_KINDS = (OperatorKind.SEND, OperatorKind.RECEIVE)
+_BOUNDARY_KINDS = (*TRANSFER_KINDS, OperatorKind.GATHER)
+_OUTSIDE_LAYERS = (EMBEDDING, HEAD_NORM, HEAD_LOSS)
+_MODEL_KINDS = frozenset((*MOE_PARTS, MLP, *FUSED_KERNELS, *MTP_PARTS, *_OUTSIDE_LAYERS))
+_COLLECTIVE_KINDS = frozenset(
+    (*EXCHANGE_PARTS, OperatorKind.GRADIENTS, OperatorKind.PARAMETERS, OperatorKind.GATHER, NORM)
+)
 
-_LAYER = re.compile(r"(L|mtp)(\d+)\.(.+)")
-_BOUNDARY = re.compile(r"(send|receive|gather)\.S(0|[1-9]\d*)>S(0|[1-9]\d*)(\.backward)?")
-_STATE = re.compile(rf"({'|'.join(STATE_PREFIXES)})\.(L\d+|mtp\d+|embedding|head)")
-_COPY = re.compile(rf"({'|'.join(COPY_PREFIXES)})\.(L\d+|mtp\d+|embedding|head)\.({'|'.join(COPIED)})")
 
-_OF_STATES = frozenset((*STATE_PREFIXES, *(f"{prefix}.{copied}" for prefix in COPY_PREFIXES for copied in COPIED)))
+class GroupKind(StrEnum):
+    """Kinds of parameter groups, in the order of the model."""
+
+    EMBEDDING = "embedding"
+    LAYER = "L"
+    PREDICTION = "mtp"
+    HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True)
-class Operator:
-    """A name, taken apart.
+class ParameterGroup:
+    """Parameters that are stored, moved and stepped as one: `embedding`, `L3`, `mtp0`, `head`.
 
     Attributes:
-        part: what it does, without place and suffix (`moe.dispatch`, `embedding`, `send.S0>S1`, `gradients`).
+        number: of the layer or the prediction layer; None for the embedding and the head.
+    """
+
+    kind: GroupKind
+    number: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'' if self.number is None else self.number}"
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: embedding, layers by number, prediction layers, head."""
+        return list(GroupKind).index(self.kind), self.number or 0
+
+
+_GROUP = re.compile(r"(L|mtp)(0|[1-9]\d*)|embedding|head")
+
+
+@cache
+def parse_group(name: str) -> ParameterGroup:
+    """The parameter group of a name.
+
+    Raises:
+        ConfigError: no parameter group is called so.
+    """
+    match = _GROUP.fullmatch(name)
+    if match is None:
+        raise ConfigError("parameter group", name, "not a parameter group", "use embedding, L0, mtp0 or head")
+    return ParameterGroup(GroupKind(match[1]), int(match[2])) if match[1] else ParameterGroup(GroupKind(name))
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorId:
+    """The name of an operator, as data.
+
+    Attributes:
         layer: layer of the model; None outside the layers.
         mtp: multi-token-prediction layer; None outside them.
         weight: the weight of a weight gradient; the empty string where all weights are meant.
-        suffix: one of SUFFIXES, or the empty string for the forward operator.
+        stages: pipeline stages at the two ends of a boundary, in forward direction.
+        end: `embedding` or `head`, for gradients, parameters, optimizer steps and copies of those.
+        copied: what an offload or a prefetch moves.
     """
 
-    part: str
+    kind: OperatorKind
     layer: int | None = None
     mtp: int | None = None
     weight: str = ""
-    suffix: str = ""
+    phase: Phase = FORWARD
+    stages: tuple[int, int] | None = None
+    end: str = ""
+    copied: Copied | None = None
 
     def __str__(self) -> str:
-        place = f"L{self.layer}." if self.layer is not None else f"mtp{self.mtp}." if self.mtp is not None else ""
-        if self.part in _OF_STATES:
-            head, _, tail = self.part.partition(".")
-            return ".".join(piece for piece in (head, place.rstrip("."), tail) if piece)
-        return ".".join(piece for piece in (place + self.part, self.weight, self.suffix) if piece)
+        words: tuple[str | None, ...]
+        if self.stages is not None:
+            words = (self.kind, f"S{self.stages[0]}>S{self.stages[1]}", self.phase)
+        elif self.kind in _MODEL_KINDS:
+            words = (self._place, self.kind, self.weight, self.phase)
+        else:
+            words = (self.kind, self._place or self.end, self.copied)
+        return ".".join(word for word in words if word)
+
+    @property
+    def _place(self) -> str:
+        return f"L{self.layer}" if self.layer is not None else f"mtp{self.mtp}" if self.mtp is not None else ""
+
+    @property
+    def group(self) -> str:
+        """The parameter group it belongs to: `L3`, `mtp0`, `embedding` or `head`; empty for what belongs to none or to all."""
+        if self.kind is EMBEDDING:
+            return GroupKind.EMBEDDING.value
+        return GroupKind.HEAD.value if self.kind in (HEAD_NORM, HEAD_LOSS) else self._place or self.end
+
+    @property
+    def boundary(self) -> str:
+        """The stage boundary it crosses, with the direction: `S0>S1`, `S0>S1.backward`; empty for what crosses none."""
+        return "" if self.stages is None else str(self).removeprefix(f"{self.kind}.")
+
+    @property
+    def in_backward_pass(self) -> bool:
+        """Whether it runs in a backward pass: backward operators, weight gradients, and what is recomputed for them."""
+        return self.phase is not FORWARD
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it is an operator of the model, and not of what surrounds it."""
+        return self.kind in _MODEL_KINDS
 
     @property
     def is_collective(self) -> bool:
         """Whether it communicates inside a process group; a weight gradient never does."""
-        head = self.part.partition(".")[0]
-        return self.part in EXCHANGE_PARTS or head in ("gradients", "parameters", "gather") or self.part == NORM
+        return self.kind in _COLLECTIVE_KINDS
 
     @property
     def is_point_to_point(self) -> bool:
         """Whether it crosses a stage boundary."""
-        return self.part.startswith(("send.", "receive."))
+        return self.kind in TRANSFER_KINDS
 
     @property
     def is_copy(self) -> bool:
         """Whether it moves state between device and host."""
-        return self.part.partition(".")[0] in COPY_PREFIXES
+        return self.kind in COPY_KINDS
 
     @property
     def is_compute(self) -> bool:
         """Whether it occupies the compute channel."""
         return not (self.is_collective or self.is_point_to_point or self.is_copy)
 
+    @property
+    def is_bucket(self) -> bool:
+        """Whether it reduces the gradients of one parameter group, among the passes."""
+        return self.kind is OperatorKind.GRADIENTS and bool(self.group)
 
-def layer_operator(layer: int, part: str, suffix: str = "") -> str:
+    @property
+    def is_update(self) -> bool:
+        """Whether it stands behind the passes: reduction of all gradients, norm, optimizer steps, gathers of parameters."""
+        return (self.kind in STATE_KINDS or self.kind is NORM) and not self.is_bucket
+
+    def on(self, layers: dict[int, int] | None = None, shift: int = 0) -> OperatorId:
+        """The operator at the same place of another stage.
+
+        Args:
+            layers: layers of this stage -> layers of the other one; None: the layer stays.
+            shift: what is added to the stages of a boundary.
+        """
+        layer = self.layer if self.layer is None or layers is None else layers[self.layer]
+        stages = None if self.stages is None else (self.stages[0] + shift, self.stages[1] + shift)
+        return replace(self, layer=layer, stages=stages)
+
+
+def layer_operator(layer: int, part: OperatorKind, phase: Phase = FORWARD) -> str:
     """`L3.moe.dispatch`, with `.backward` or `.recompute` where given."""
     assert part in MOE_PARTS or part == MLP, part
-    return str(Operator(part, layer=layer, suffix=suffix))
+    return str(OperatorId(part, layer=layer, phase=phase))
 
 
-def prediction_operator(depth: int, part: str, suffix: str = "") -> str:
+def prediction_operator(depth: int, part: OperatorKind, phase: Phase = FORWARD) -> str:
     """`mtp0.project`, with `.backward` or `.recompute` where given."""
     assert part in MTP_PARTS, part
-    return str(Operator(part, mtp=depth, suffix=suffix))
+    return str(OperatorId(part, mtp=depth, phase=phase))
 
 
-def weight_gradient(layer: int, part: str, weight: str) -> str:
+def weight_gradient(layer: int, part: OperatorKind, weight: str) -> str:
     """`L3.attention.qkv.dW`."""
     assert weight in WEIGHTS[part], (part, weight)
-    return str(Operator(part, layer=layer, weight=weight, suffix=WEIGHT_GRADIENT))
+    return str(OperatorId(part, layer=layer, weight=weight, phase=WEIGHT_GRADIENT))
 
 
-def boundary_operator(action: str, source: int, target: int, backward: bool = False) -> str:
+def boundary_operator(action: OperatorKind, source: int, target: int, backward: bool = False) -> str:
     """`send.S0>S1`: the transfer of the activations from stage 0 to 1; `.backward`: of their gradients from 1 to 0.
-
-    `gather.S0>S1`: ranks of stage 1 complete what each has received a part of.
 
     Stages are physical; with virtual stages the last one sends to the first (`send.S1>S0`).
     """
-    return f"{action}.S{source}>S{target}" + (".backward" if backward else "")
+    assert action in _BOUNDARY_KINDS, action
+    return str(OperatorId(action, stages=(source, target), phase=BACKWARD if backward else FORWARD))
 
 
-def layer_parts(moe: bool, shared_expert: bool, exchanges: bool, fused: bool = False) -> tuple[str, ...]:
+def state_operator(kind: OperatorKind, group: str, copied: Copied | None = None) -> str:
+    """`gradients.L3`, `optimizer.head`, `offload.L3.weights`: what is done to the state of one parameter group."""
+    assert kind in STATE_KINDS or (kind in COPY_KINDS and copied is not None), (kind, copied)
+    return str(OperatorId(kind, **_where(parse_group(group)), copied=copied))  # type: ignore[arg-type]
+
+
+def layer_parts(moe: bool, shared_expert: bool, exchanges: bool, fused: bool = False) -> tuple[OperatorKind, ...]:
     """Forward order of one layer.
 
     Args:
@@ -163,14 +316,14 @@ def layer_parts(moe: bool, shared_expert: bool, exchanges: bool, fused: bool = F
     return tuple(part for part in (FUSED_PARTS if fused else MOE_PARTS) if part not in left_out)
 
 
-def backward_parts(moe: bool, shared_expert: bool, exchanges: bool, fused: bool = False) -> tuple[str, ...]:
-    """Backward order of one layer: the mirror, without the exchange of counts."""
+def backward_parts(moe: bool, shared_expert: bool, exchanges: bool, fused: bool = False) -> tuple[OperatorKind, ...]:
+    """Backward order of one layer: the mirror, without the all-to-all of counts."""
     parts = layer_parts(moe, shared_expert, exchanges, fused)
     return tuple(part for part in reversed(parts) if part not in NO_BACKWARD_PARTS)
 
 
-def parse_operator(name: str, subject: str = "operator") -> Operator:
-    """Take a name apart.
+def parse_operator(name: str, subject: str = "operator") -> OperatorId:
+    """The operator of a name; the inverse of `str`.
 
     Args:
         subject: the field or flag the name was written in, for the error.
@@ -188,54 +341,97 @@ def parse_operator(name: str, subject: str = "operator") -> Operator:
     return operator
 
 
+@cache
 def kind_of(name: str) -> str:
-    """An operator's name without its layer, stages, weight and parts; a name that is not in the vocabulary as it is."""
-    try:
-        operator = parse_operator(name)
-    except ConfigError:
+    """An operator's name without its layer, weight and stages: the key under which measurements of equal work are compared.
+
+    A name that is not in the vocabulary is its own key.
+    """
+    operator = _parsed(name)
+    if operator is None:
         return name
-    part = operator.part.partition(".S")[0] if operator.part.startswith(("send.", "receive.")) else operator.part
-    return ".".join(piece for piece in (part, operator.suffix) if piece)
+    if operator.is_point_to_point:
+        return ".".join(word for word in (operator.kind, operator.phase) if word)
+    return str(replace(operator, layer=None, mtp=None, weight=""))
+
+
+def in_backward_operator(kind: str) -> str | None:
+    """The key of the backward operator whose span holds the work of this key, where that has no span of its own.
+
+    Args:
+        kind: of `kind_of`; weight gradients and recomputations stand inside backward operators, all else in none.
+    """
+    for phase in (WEIGHT_GRADIENT, RECOMPUTE):
+        if kind.endswith(f".{phase}"):
+            return kind.removesuffix(phase) + BACKWARD
+    return None
+
+
+def is_state_key(kind: str) -> bool:
+    """Whether a key of `kind_of` is that of a reduction of gradients, a gather of parameters, an optimizer step or the norm."""
+    return kind.startswith(STATE_KINDS)
+
+
+_LAYER = re.compile(r"(?:(L|mtp)(\d+)\.)?(.+)")
+_BOUNDARY = re.compile(rf"({'|'.join(_BOUNDARY_KINDS)})\.S(\d+)>S(\d+)(\.{BACKWARD})?")
+_STATE = re.compile(rf"({'|'.join(STATE_KINDS)})(?:\.({_GROUP.pattern}))?")
+_COPY = re.compile(rf"({'|'.join(COPY_KINDS)})\.({_GROUP.pattern})\.({'|'.join(Copied)})")
 
 
 @cache
-def _parsed(name: str) -> Operator | None:
+def _parsed(name: str) -> OperatorId | None:
     """None for what is no name; a list of instructions has few names, each many times."""
-    operator = _state_or_boundary(name) or _model_operator(name)
+    operator = _boundary(name) or _state(name) or _model_operator(name)
+    # Numbers such as 03 and suffixes that an operator does not print are refused here, for all forms at once.
     return operator if operator is not None and str(operator) == name else None
 
 
-def _state_or_boundary(name: str) -> Operator | None:
-    if _BOUNDARY.fullmatch(name):
-        backward = name.endswith("." + BACKWARD)
-        return Operator(name.removesuffix("." + BACKWARD), suffix=BACKWARD if backward else "")
-    if name in ("gradients", "parameters", NORM):
-        return Operator(name)
-    if found := _STATE.fullmatch(name) or _COPY.fullmatch(name):
-        action, place, *copied = found.groups()
-        if place in (EMBEDDING, "head"):
-            return Operator(name)
-        part = ".".join((action, *copied))
-        number = int(place.lstrip("Lmtp"))
-        return Operator(part, layer=number) if place.startswith("L") else Operator(part, mtp=number)
-    return None
+def _where(group: ParameterGroup) -> dict[str, int | str | None]:
+    """The fields of an `OperatorId` that say which parameter group it belongs to."""
+    fields = {GroupKind.LAYER: "layer", GroupKind.PREDICTION: "mtp"}
+    return {fields[group.kind]: group.number} if group.kind in fields else {"end": str(group.kind)}
 
 
-def _model_operator(name: str) -> Operator | None:
+def _boundary(name: str) -> OperatorId | None:
+    match = _BOUNDARY.fullmatch(name)
+    if match is None:
+        return None
+    phase = BACKWARD if match[4] else FORWARD
+    return OperatorId(OperatorKind(match[1]), stages=(int(match[2]), int(match[3])), phase=phase)
+
+
+def _state(name: str) -> OperatorId | None:
+    if name == NORM:
+        return OperatorId(NORM)
+    if match := _COPY.fullmatch(name):
+        where = _where(parse_group(match[2]))
+        return OperatorId(OperatorKind(match[1]), **where, copied=Copied(match[match.lastindex or 0]))  # type: ignore[arg-type]
+    match = _STATE.fullmatch(name)
+    if match is None or name == OperatorKind.OPTIMIZER:
+        return None
+    return OperatorId(OperatorKind(match[1]), **(_where(parse_group(match[2])) if match[2] else {}))  # type: ignore[arg-type]
+
+
+def _model_operator(name: str) -> OperatorId | None:
     """Operators of the model, forward, backward, recomputed, and their weight gradients."""
-    layer = mtp = None
-    rest = name
-    allowed: tuple[str, ...] = (EMBEDDING, HEAD_NORM, HEAD_LOSS)
-    if found := _LAYER.fullmatch(name):
-        kind, number, rest = found.groups()
-        layer, mtp = (int(number), None) if kind == "L" else (None, int(number))
-        allowed = (*MOE_PARTS, MLP, *(FUSED_KERNELS if kind == "L" else MTP_PARTS))
-    suffix = next((known for known in SUFFIXES if rest.endswith("." + known)), "")
-    rest = rest.removesuffix("." + suffix) if suffix else rest
-    if rest in allowed:
-        legal = (suffix != BACKWARD or rest not in NO_BACKWARD_PARTS) and (suffix != WEIGHT_GRADIENT or rest in WEIGHTS)
-        return Operator(rest, layer, mtp, "", suffix) if legal else None
-    part, _, weight = rest.rpartition(".")
-    if suffix == WEIGHT_GRADIENT and part in allowed and weight in WEIGHTS.get(part, ()):
-        return Operator(part, layer, mtp, weight, suffix)
-    return None
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return None
+    place, number, rest = match.groups()
+    layer, mtp = (int(number) if place == known else None for known in ("L", "mtp"))
+    allowed: tuple[OperatorKind, ...] = _OUTSIDE_LAYERS
+    if place:
+        allowed = (*MOE_PARTS, MLP, *(FUSED_KERNELS if place == "L" else MTP_PARTS))
+    phase = next((known for known in Phase if known and rest.endswith(f".{known}")), FORWARD)
+    rest = rest.removesuffix(f".{phase}")
+    part, _, weight = ("" if rest in allowed else rest).rpartition(".")
+    kind = next((known for known in allowed if known == (part or rest)), None)
+    if kind is None or (phase is BACKWARD and kind in NO_BACKWARD_PARTS):
+        return None
+    if phase is WEIGHT_GRADIENT:
+        return (
+            OperatorId(kind, layer, mtp, weight, phase)
+            if weight in ("", *WEIGHTS.get(kind, ())) and kind in WEIGHTS
+            else None
+        )
+    return OperatorId(kind, layer, mtp, phase=phase) if not weight else None

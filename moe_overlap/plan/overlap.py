@@ -17,7 +17,8 @@ from moe_overlap.plan.operators import (
     MERGE,
     MLP,
     MOE_PARTS,
-    Operator,
+    OperatorId,
+    OperatorKind,
     layer_operator,
     parse_operator,
 )
@@ -130,7 +131,7 @@ NO_OVERLAP = StageOverlap()
 # layer leave no barrier between mixture-of-experts layers.
 
 RangeWord = Literal["experts", "after", "around"]
-Place = tuple[int, str]
+Place = tuple[int, OperatorKind]
 """Layer, part."""
 CHUNKED_PARTS = (DISPATCH, EXPERTS, COMBINE)
 """What the Tutel-style pipeline runs in chunks of each expert's rows; gate and merge stay whole (Lancet, Fig. 5a)."""
@@ -149,10 +150,10 @@ def range_of_word(word: RangeWord, layer: int, chunk: tuple[int, int]) -> tuple[
     return first, layer_operator(layer, MERGE)
 
 
-def order_of(operator: Operator) -> tuple[int, int]:
+def order_of(operator: OperatorId) -> tuple[int, int]:
     """Sort key: forward order in the model."""
     assert operator.layer is not None
-    return operator.layer, part_order(operator.part)
+    return operator.layer, part_order(operator.kind)
 
 
 def part_order(part: str) -> int:
@@ -160,7 +161,7 @@ def part_order(part: str) -> int:
     return 1 if part == MLP else MOE_PARTS.index(part)
 
 
-def range_ends(layer: LayerOverlap) -> tuple[Operator, Operator]:
+def range_ends(layer: LayerOverlap) -> tuple[OperatorId, OperatorId]:
     """First and last operator of a partitioned layer."""
     assert layer.first_operator is not None and layer.last_operator is not None
     return parse_operator(layer.first_operator), parse_operator(layer.last_operator)

@@ -8,6 +8,7 @@ A file is written beside its place and renamed, so that it is complete or absent
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -93,6 +94,11 @@ def as_values(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: as_values(item) for key, item in value.items()}
     return value
+
+
+def content_sha256(content: Any) -> str:
+    """Hash of a JSON value, independent of the order of keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def format_json(value: Any, indent: int = 0, used: int = 0) -> str:

@@ -19,7 +19,16 @@ from moe_overlap.describe.model import (
     norm_parameters,
     prediction_parameters,
 )
-from moe_overlap.plan.operators import ATTENTION, EXPERTS, GATE, HEAD_LOSS, SHARED, Operator
+from moe_overlap.plan.operators import (
+    ATTENTION,
+    EXPERTS,
+    GATE,
+    HEAD_LOSS,
+    SHARED,
+    GroupKind,
+    OperatorId,
+    parse_group,
+)
 from moe_overlap.plan.plan import Plan, Precision, StagePlan
 
 ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}
@@ -42,17 +51,17 @@ def tokens_of_rank(plan: Plan, stage: StagePlan) -> int:
 
 
 def boundary_bytes(plan: Plan, stage: StagePlan, model: ModelDescription) -> int:
-    """Of one send: B · S / (C · T) · H · b."""
+    """Bytes of one send: B · S / (C · T) · H · b."""
     return tokens_of_rank(plan, stage) * model.hidden_size * ACTIVATION_BYTES[plan.precision]
 
 
 def count_bytes(stage: StagePlan, model: ModelDescription) -> int:
-    """Of one exchange of counts: E integers to each of the P · Q - 1 others."""
+    """Bytes of one all-to-all of counts: E integers to each of the P · Q - 1 others."""
     return model.num_experts * COUNT_BYTES * (stage.expert * stage.expert_tensor - 1)
 
 
 def exchange_bytes(plan: Plan, stage: StagePlan, model: ModelDescription, partitions: int = 1) -> int:
-    """Of one dispatch or combine of one of the micro-batch's partitions.
+    """Bytes of one dispatch or combine of one of the micro-batch's partitions.
 
     B · S / (C · T) · k · H · b · ((P - 1) / P + (Q - 1)) over their number: all-to-all over the expert ranks, then
     all-gather (combine: reduce-scatter) over the expert-tensor ranks. H is the experts' own width where they have one.
@@ -73,7 +82,7 @@ class PartSize:
         return PartSize(self.dense + other.dense, self.experts + other.experts)
 
     def replicated_bytes(self, stage: StagePlan) -> int:
-        """Of the accumulated gradients that a reduction takes in."""
+        """Bytes of the accumulated gradients that a reduction takes in."""
         dense = self.dense if stage.data * stage.context > 1 else 0
         return (dense + (self.experts if stage.expert_data > 1 else 0)) * GRADIENT_BYTES
 
@@ -86,7 +95,7 @@ class PartSize:
         return self._ring(stage, ACTIVATION_BYTES[precision])
 
     def stored_bytes(self, stage: StagePlan, what: str, precision: Precision) -> int:
-        """Of the `weights`, `gradients` or `optimizer` states that the rank keeps, whole or its shard."""
+        """Bytes of the `weights`, `gradients` or `optimizer` states that the rank keeps, whole or its shard."""
         states = STATE_BYTES + (0 if precision == "fp32" else MASTER_BYTES)
         width = {"weights": ACTIVATION_BYTES[precision], "gradients": GRADIENT_BYTES, "optimizer": states}[what]
         if stage.zero_level < SHARDED_FROM[what]:
@@ -112,8 +121,9 @@ def part_size(part: str, plan: Plan, stage: StagePlan, model: ModelDescription) 
         before = embedding_parameters(model, replace(share, last_stage=False)) if alone.first_stage else 0
         output = embedding_parameters(model, alone) - before
         return PartSize(output + norm_parameters(model, model.hidden_size), 0)
-    predicts = part.startswith("mtp")
-    layer = model.num_layers - 1 if predicts else int(part.removeprefix("L"))
+    group = parse_group(part)
+    predicts = group.kind is GroupKind.PREDICTION
+    layer = model.num_layers - 1 if predicts or group.number is None else group.number
     experts = 0
     if model.moe_layers[layer]:
         experts = model.num_experts // stage.expert * expert_parameters(model, stage.expert_tensor)
@@ -126,7 +136,7 @@ ROUTED_LOAD_BOUND = 2.0
 decides which weight gradients are computed early: the decision stands in the list, so it must hold for every rank."""
 
 
-def deferred_bytes(gradient: Operator, plan: Plan, stage: StagePlan, model: ModelDescription) -> int:
+def deferred_bytes(gradient: OperatorId, plan: Plan, stage: StagePlan, model: ModelDescription) -> int:
     """Bytes that one deferred weight gradient of a whole micro-batch holds on one rank: its product's input and output gradient.
 
     Args:
@@ -139,13 +149,13 @@ def deferred_bytes(gradient: Operator, plan: Plan, stage: StagePlan, model: Mode
     whole = part * stage.tensor
     rows = {Rows.WHOLE: whole, Rows.PART: part, Rows.ROUTED: 0}
     split = stage.tensor
-    if gradient.part == EXPERTS:
+    if gradient.kind == EXPERTS:
         split = stage.expert_tensor
         rows[Rows.ROUTED] = math.ceil(part * model.router_topk * stage.expert_tensor * ROUTED_LOAD_BOUND)
     width = ACTIVATION_BYTES[plan.precision]
     read = rows[product.input_rows] * (product.input // (split if product.input_is_split else 1)) * width
     written = rows[product.output_rows] * (product.output // (split if product.output_is_split else 1))
-    return read + written * (ROUTER_BYTES if gradient.part == GATE else width)
+    return read + written * (ROUTER_BYTES if gradient.kind == GATE else width)
 
 
 class Rows(enum.Enum):
@@ -168,21 +178,21 @@ class _Product:
     output_is_split: bool = False
 
 
-def _products(gradient: Operator, model: ModelDescription) -> dict[str, _Product]:
+def _products(gradient: OperatorId, model: ModelDescription) -> dict[str, _Product]:
     """The products of an operator by the name of their weight."""
     hidden = model.hidden_size
     gate = 2 if model.gated else 1
-    if gradient.part == ATTENTION:
+    if gradient.kind == ATTENTION:
         return _attention_products(model)
-    if gradient.part == GATE:
+    if gradient.kind == GATE:
         return {"router": _Product(hidden, model.num_experts, Rows.PART, Rows.PART)}
-    if gradient.part == HEAD_LOSS:
+    if gradient.kind == HEAD_LOSS:
         return {"output": _Product(hidden, model.vocab_size, Rows.PART, output_is_split=True)}
-    if gradient.part == EXPERTS:
+    if gradient.kind == EXPERTS:
         width, hidden, rows = model.moe_ffn_hidden_size, model.moe_latent_size or hidden, Rows.ROUTED
         first = _Product(hidden, gate * width, rows, rows, output_is_split=True)
         return {"fc1": first, "fc2": _Product(width, hidden, rows, rows, input_is_split=True)}
-    width = model.shared_expert_hidden_size if gradient.part == SHARED else model.ffn_hidden_size
+    width = model.shared_expert_hidden_size if gradient.kind == SHARED else model.ffn_hidden_size
     first = _Product(hidden, gate * width, Rows.PART, output_is_split=True)
     return {"fc1": first, "fc2": _Product(width, hidden, input_is_split=True)}
 

@@ -1,7 +1,7 @@
 """Spans, measured or simulated, as a Perfetto trace (Chrome's JSON format): one process per rank, one track per channel.
 
 A run writes a file for each rank: FILE, FILE.rank1, … (`--trace` of pretrain_moe.py). Beside its spans a file says,
-under `otherData`, what ran: plan and model, so that what was measured can be laid against prices (`moe_overlap/refining.py`).
+under `otherData`, what ran: plan and model, so that what was measured can be laid against prices (`tuner/calibrate/refine.py`).
 """
 
 from __future__ import annotations

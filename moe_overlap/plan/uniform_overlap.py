@@ -1,4 +1,10 @@
-"""The overlap of a stage from what flags say: a range word and a number of partitions, the same for every layer."""
+"""Uniform overlap: one mechanism for every mixture-of-experts layer of a plan, as flags ask for it and as the tuner tries it.
+
+1. `OverlapWords` names the mechanism: partitions and a range word, capacity chunks, or interleaved micro-batches; weight
+   gradients may be deferred beside it.
+2. `overlap_from_words` is the overlap of one stage; `with_uniform_overlap` is the plan whose stages all have it.
+3. Both refuse, in the words of the flags, what the stage, the model or the settings of the run do not allow.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,8 @@ from moe_overlap.plan.overlap import (
     StageOverlap,
     range_of_word,
 )
-from moe_overlap.plan.plan import StagePlan
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.rules.listed_run import ListedRun, require_cuttable, require_listable, require_one_chunk
 from moe_overlap.plan.rules.overlap import indivisible
 
 PARTITIONS_FLAG, CHUNKS_FLAG = "--moe-overlap-partitions", "--moe-overlap-capacity-chunks"
@@ -48,6 +55,40 @@ class OverlapWords:
     defer: bool = False
     max_deferred_bytes: int = 0
     micro_batches: int = 1
+
+    @property
+    def flag(self) -> str:
+        """The flag that asks for the overlap; where several do, the one that errors name."""
+        if self.partitions != 1:
+            return PARTITIONS_FLAG
+        if self.micro_batches != 1:
+            return MICRO_BATCHES_FLAG
+        return CHUNKS_FLAG if self.capacity_chunks != 1 else DEFER_FLAG
+
+
+def with_uniform_overlap(plan: Plan, model: ModelDescription, words: OverlapWords, run: ListedRun) -> Plan:
+    """The plan with the same overlap on every layer, in place of what it decides so far; predictions are dropped.
+
+    Args:
+        words: the overlap, which decides something.
+        run: the settings beside the plan; its bucket bytes are those of every stage.
+    Raises:
+        ConfigError: the settings do not go with the overlap, or `overlap_from_words` refuses it.
+    """
+    if run.refusal is not None:
+        raise run.refusal
+    require_one_chunk(run, words.micro_batches, MICRO_BATCHES_FLAG)
+    require_listable(run, words.flag, words.capacity_chunks)
+    if words.partitions > 1:
+        assert words.gate is not None, "capacity passes from partition to partition in our gates only"
+        require_partitionable(words.gate, words.range_word)
+        require_cuttable(run)
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        bucketed = replace(stage, overlap=StageOverlap(gradient_chunk_bytes=run.gradient_bucket_bytes))
+        ends = {"holds_embedding": index == plan.embedding_stage, "holds_head": index == plan.loss_stage}
+        stages.append(replace(stage, overlap=overlap_from_words(words, bucketed, model, **ends)))
+    return replace(plan, stages=tuple(stages), predicted=None)
 
 
 def overlap_from_words(

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_overlap.describe.expert_load import ExpertLoad
@@ -74,7 +74,7 @@ class WrapChunks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Builders:
-    """What the training package builds, bound to the flags of the run.
+    """Builders of the training package, bound to the flags of the run.
 
     Attributes:
         seed: seeds every generator of this process, by its place in the groups.
@@ -86,7 +86,7 @@ class Builders:
     seed: Callable[[ProcessGroupCollection], None]
     model: Callable[[StageGroups, AdaptLayer], Sequence[torch.nn.Module]]
     wrap: WrapChunks
-    optimizer: Callable[[Sequence[DistributedDataParallel], ProcessGroupCollection], MegatronOptimizer]
+    optimizer: Callable[[Sequence[DistributedDataParallel], ProcessGroupCollection], ChainedOptimizer]
 
 
 def build_context(plan: Plan, model: ModelDescription, settings: Settings, builders: Builders) -> RunContext:
@@ -198,6 +198,6 @@ def _bucket_reduction(plan: Plan, chunks: Sequence[DistributedDataParallel]) -> 
     """The reduction that the list places among the passes; None where every stage reduces its gradients behind them."""
     if not any(stage.overlap.gradient_chunk_bytes for stage in plan.stages):
         return None
-    from moe_overlap.runtime.state.buckets import GradientPieces
+    from moe_overlap.runtime.state.buckets import GradientBuckets
 
-    return GradientPieces(chunks)
+    return GradientBuckets(chunks)

@@ -1,4 +1,4 @@
-"""What every part of the runtime is given: one frozen object per rank, built once (build.py), complete when built.
+"""`RunContext`, which every part of the runtime is given: one frozen object per rank, built once (build.py), complete when built.
 
 The runners (megatron_core/runner.py, executor/execute.py) and the update (state/update.py) take it as their only clump of
 arguments. It holds no state of a step: what belongs to one step is an argument of `run` or lives inside it.
@@ -26,7 +26,7 @@ from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
 class BucketReduction(Protocol):
     """Reduces gradients over their replicas bucket by bucket, where the instruction list says so (state/buckets.py)."""
 
-    def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
+    def start(self, parameter_group: str, bucket: int, buckets: int) -> Callable[[], None]:
         """Start one bucket of a parameter group whose backward passes are over; the answer waits for its sum."""
 
     def finish(self) -> None:

@@ -1,6 +1,10 @@
 """The process groups of one rank, built from its stage's plan. `parallel_state` of megatron-core is never initialised.
 
-Rank order inside a stage, fastest first: tensor, context, data (dense layers); expert-tensor, expert, expert-data (experts).
+Every part of the runtime is handed its groups. Rank order inside a stage, fastest first: tensor, context, data (dense layers);
+expert-tensor, expert, expert-data (experts). Tensor ranks, which communicate most, are thus neighbours on one host.
+
+`torch.distributed.new_group` is a collective over all ranks, members or not: every rank creates every group of the plan, in one
+order. A rank that skipped a group it is not in would let the others wait for it.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from moe_overlap.plan.instructions import boundary_channel
+from moe_overlap.plan.operators import OperatorKind, boundary_operator, parse_operator
 from moe_overlap.plan.plan import Plan, StagePlan
 
 
 @dataclass(frozen=True, slots=True)
 class StageGroups:
-    """Where this rank stands, and its groups.
+    """This rank's place in the plan, and its process groups.
 
     Attributes:
         stage: index of this rank's stage in the plan.
@@ -32,8 +38,8 @@ class StageGroups:
 
     stage: int
     collection: ProcessGroupCollection
-    world: Any
-    transfers: Mapping[tuple[str, int], Any] = field(default_factory=dict)
+    world: dist.ProcessGroup
+    transfers: Mapping[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def data_rank(self) -> int:
@@ -42,7 +48,7 @@ class StageGroups:
 
     @property
     def data_size(self) -> int:
-        """Replicas of the dense layers."""
+        """Number of replicas of the dense layers."""
         return self.collection.dp.size()
 
     def close(self) -> None:
@@ -88,27 +94,33 @@ def _slices(ranks: tuple[int, ...], sizes: tuple[int, int, int], axes: tuple[int
 
 
 def build_groups(plan: Plan, timeout: datetime.timedelta | None = None) -> StageGroups:
-    """Make this rank's groups. A collective call: every rank of the run makes all groups in the same order.
+    """Create this rank's groups. Collective: every rank of the run creates all groups in the same order.
 
-    The pipeline group joins ranks of equal place in their stages, so the stages must have equal numbers of ranks.
+    1. Groups inside each stage, stage by stage.
+    2. Groups across stages. The pipeline group joins ranks of equal place in their stages, so the stages must have equal numbers
+       of ranks; the group of the tied embedding joins the first and the last of them.
+    3. Groups that span the tensor ranks of all stages, for norms and checks of a whole model replica.
 
     Args:
         timeout: of every operation of the groups; torch's own default (not that of the process group) unless given.
+    Raises:
+        ValueError: stages hold unequal numbers of ranks.
     """
-    me = dist.get_rank()
-    stage_index = next(i for i, stage in enumerate(plan.stages) if me in stage.devices.ranks)
-    fields: dict[str, Any] = {}
-    for stage in plan.stages:
+    rank = dist.get_rank()
+    stage_index = next(index for index, stage in enumerate(plan.stages) if rank in stage.devices.ranks)
+    fields: dict[str, dist.ProcessGroup | None] = {}
+    for stage in plan.stages:  # 1
         for kind, rank_sets in stage_rank_sets(stage).items():
-            _make(kind, rank_sets, fields, timeout)
-    columns = list(zip(*(stage.devices.ranks for stage in plan.stages), strict=True))
-    _make("pp", columns, fields, timeout)
-    _make("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields, timeout)
-    _make("pos_embd", [(column[0],) for column in columns], fields, timeout)
-    rows = [stage_rank_sets(stage) for stage in plan.stages]
+            _create(kind, rank_sets, fields, timeout)
+    columns = list(zip(*(stage.devices.ranks for stage in plan.stages), strict=True))  # 2
+    _create("pp", columns, fields, timeout)
+    _create("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields, timeout)
+    _create("pos_embd", [(column[0],) for column in columns], fields, timeout)
+    rows = [stage_rank_sets(stage) for stage in plan.stages]  # 3
     for kind, source in (("mp", "tp_cp"), ("tp_ep_pp", "tp_ep")):
         joined = zip(*(row[source] for row in rows), strict=True)
-        _make(kind, [tuple(rank for part in parts for rank in part) for parts in joined], fields, timeout)
+        _create(kind, [tuple(rank for ranks in stages for rank in ranks) for stages in joined], fields, timeout)
+    # Inner stages hold neither embedding: megatron-core asks for the fields all the same.
     fields.setdefault("embd", None)
     fields.setdefault("pos_embd", None)
     # The norm of the gradients and the NaN check cover every shard of the model once: the whole world.
@@ -122,16 +134,16 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None) -> Stage
 
 
 def transfer_pairs(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
-    """Channel and pair of ranks of every communicator that transfers between stages need, in the order in which all ranks make them."""
+    """Channel and pair of ranks of every communicator for transfers between stages, in the order in which all ranks make them."""
     stages = len(plan.stages)
     wraps = any(len(stage.chunks) > 1 for stage in plan.stages)
     pairs = []
     for first in range(stages if wraps else stages - 1):
         second = (first + 1) % stages
         for backward in (False, True) if stages > 1 else ():
-            channel = boundary_channel(first, second, backward)
+            send = parse_operator(boundary_operator(OperatorKind.SEND, first, second, backward), "groups")
             columns = zip(plan.stages[first].devices.ranks, plan.stages[second].devices.ranks, strict=True)
-            pairs += [(channel, pair) for pair in columns]
+            pairs += [(boundary_channel(send), pair) for pair in columns]
     return pairs
 
 
@@ -145,11 +157,15 @@ def _transfer_groups(plan: Plan, timeout: datetime.timedelta | None) -> dict[tup
     return groups
 
 
-def _make(
-    kind: str, rank_sets: list[tuple[int, ...]], fields: dict[str, Any], timeout: datetime.timedelta | None
+def _create(
+    kind: str,
+    rank_sets: list[tuple[int, ...]],
+    fields: dict[str, dist.ProcessGroup | None],
+    timeout: datetime.timedelta | None,
 ) -> None:
-    me = dist.get_rank()
+    """Create a group for every rank set, and keep the one that holds this rank."""
+    this_rank = dist.get_rank()
     for ranks in rank_sets:
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{kind} {ranks}")
-        if me in ranks:
+        if this_rank in ranks:
             fields[kind] = group

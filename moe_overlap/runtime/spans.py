@@ -1,8 +1,9 @@
-"""The span recorder: what ran when, under the names of the instruction list.
+"""The span recorder: which operator ran when, under the names of the instruction list; and the seconds of a step's phases.
 
 One recorder per rank is handed to the layers, the pipeline's communicator and the optimizer. Work that blocks the rank forms
 one serial line: `begin` ends the span before it. Work in the background has spans of its own (`background`). On a CPU a span
-costs two clock reads; on CUDA an event is recorded on the current stream and read at the end of the step.
+costs two clock reads; on CUDA an event is recorded on the current stream and read at the end of the step, because reading it
+earlier would make the host wait for the device inside the step.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_overlap.plan.instructions import COMPUTE, Span
+from moe_overlap.plan.instructions import COMPUTE, EXPERT, PIPELINE, Span
+from moe_overlap.plan.operators import EXCHANGE_PARTS, FORWARD, RECOMPUTE, OperatorKind, parse_operator
 
 
 @dataclass(slots=True)
 class _Open:
+    """A span that has not ended."""
+
     name: str
     channel: str
     chunk: int
@@ -32,28 +36,28 @@ class HostClock:
     """Wall clock of the host, for work that has finished when the call returns."""
 
     def mark(self) -> float:
-        """A point in time."""
+        """Read the clock."""
         return time.perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
-        """Between two points."""
+        """Seconds between two marks."""
         return end - start
 
     def finish(self) -> None:
-        """Every mark is readable at once."""
+        """Do nothing: every mark is readable at once."""
 
 
 class CudaClock:
     """Events on the current CUDA stream. Not yet run on hardware."""
 
     def mark(self) -> Any:
-        """A point on the stream."""
+        """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Between two points, once both have been reached."""
+        """Seconds between two events, once the stream has reached both."""
         return start.elapsed_time(end) / 1e3
 
     def finish(self) -> None:
@@ -81,29 +85,30 @@ class SpanRecorder:
         self._origin: Any = None
 
     def start_step(self) -> None:
-        """Forget the step before."""
+        """Drop the spans of the step before, and count seconds from now on."""
         self._raw.clear()
         self._background.clear()
         self._current, self._in_backward = None, False
         self._origin = self.clock.mark()
 
     def forward(self, chunk: int, micro_batch: int) -> None:
-        """A forward pass of one micro-batch starts on this rank."""
+        """Note that the forward pass of one micro-batch starts on this rank."""
         self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, False
 
     def place(self, chunk: int, micro_batch: int) -> None:
-        """The next spans belong to this chunk and micro-batch; their names are complete, in backward passes too."""
+        """Assign the next spans to this chunk and micro-batch; their names are complete, in backward passes too."""
         self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, False
 
     def begin(self, name: str, channel: str = COMPUTE) -> None:
         """End the current span and begin the next. Forward work met during a backward pass is a recomputation."""
-        if self._in_backward and channel in (COMPUTE, "ep") and not name.endswith(".backward"):
-            name += ".recompute"
+        if self._in_backward and channel in (COMPUTE, "ep") and parse_operator(name).phase is FORWARD:
+            name = str(replace(parse_operator(name), phase=RECOMPUTE))
         self._switch(name, channel)
 
     def _switch(self, name: str, channel: str) -> None:
         current = self._current
         wanted = (name, channel, self.chunk, self.micro_batch)
+        # A layer that is entered twice in a row (a hook inside a recomputed module) continues its span.
         if current is not None and (current.name, current.channel, current.chunk, current.micro_batch) == wanted:
             return
         now = self.clock.mark()
@@ -119,7 +124,7 @@ class SpanRecorder:
 
     @contextlib.contextmanager
     def span(self, name: str, channel: str) -> Iterator[None]:
-        """One blocking stretch of work with nothing after it."""
+        """Record one stretch of blocking work that nothing follows."""
         self._switch(name, channel)
         try:
             yield
@@ -127,13 +132,13 @@ class SpanRecorder:
             self.end()
 
     def background(self, name: str, channel: str) -> Any:
-        """Start a span that runs beside the current one; hand the answer to `finish_background`."""
+        """Start a span that runs beside the current one; its handle ends it in `finish_background`."""
         opened = _Open(name, channel, self.chunk, self.micro_batch, self.clock.mark())
         self._background.append(opened)
         return opened
 
     def finish_background(self, opened: Any) -> None:
-        """The work of `background` has been waited for."""
+        """End a span of `background`: its work has been waited for. A span of an earlier step is left out."""
         if any(opened is other for other in self._background):
             self._background = [other for other in self._background if other is not opened]
             self._raw.append((opened, self.clock.mark()))
@@ -150,26 +155,29 @@ class SpanRecorder:
         return passed[0] if len(tensors) == 1 else passed
 
     def begin_backward(self, name: str, chunk: int, micro_batch: int) -> None:
-        """A backward operator starts; called by the marks of `on_backward`."""
+        """Begin a backward operator; called by the marks of `on_backward`."""
         self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, True
-        self._switch(name, "ep" if _is_exchange(name) else COMPUTE)
+        self._switch(name, EXPERT if parse_operator(name).kind in EXCHANGE_PARTS else COMPUTE)
 
     def spans(self) -> list[Span]:
-        """The spans of the step, in order of their start; background work that nobody waited for ends now."""
+        """End the step and return its spans in order of their start; background work that nobody waited for ends now."""
         self.end()
         for opened in list(self._background):
             self.finish_background(opened)
         self.clock.finish()
         seconds = self.clock.seconds
-        made = [
-            Span(o.name, o.channel, o.chunk, o.micro_batch, seconds(self._origin, o.start), seconds(self._origin, end))
-            for o, end in self._raw
+        spans = [
+            Span(
+                opened.name,
+                opened.channel,
+                opened.chunk,
+                opened.micro_batch,
+                seconds(self._origin, opened.start),
+                seconds(self._origin, end),
+            )
+            for opened, end in self._raw
         ]
-        return sorted(made, key=lambda span: (span.start, span.end))
-
-
-def _is_exchange(name: str) -> bool:
-    return name.endswith((".dispatch.backward", ".combine.backward"))
+        return sorted(spans, key=lambda span: (span.start, span.end))
 
 
 class _BackwardMark(torch.autograd.Function):
@@ -188,13 +196,18 @@ class _BackwardMark(torch.autograd.Function):
         return (None, None, None, None, *gradients)
 
 
-# Seconds of the phases of a step, from its spans, under the names of Megatron-LM's timers.
-
-EXCHANGES = {"ep": "expert-exchange", "pp": "pipeline-exchange"}
+PHASE_OF_CHANNEL = {EXPERT: "expert-exchange", PIPELINE: "pipeline-exchange"}
+"""Communication inside the forward-backward phase: channel -> timer."""
+TIMER_OF = {
+    OperatorKind.OPTIMIZER: "optimizer",
+    OperatorKind.NORM: "optimizer",
+    OperatorKind.GRADIENTS: "all-grads-sync",
+    OperatorKind.PARAMETERS: "params-all-gather",
+}
 
 
 def phase_seconds(spans: Iterable[Span], level: int) -> dict[str, float]:
-    """Timers of one step on one rank.
+    """Add up the timers of one step on one rank, under the names of Megatron-LM's timers.
 
     Args:
         level: of --timing-log-level. 1: `forward-backward`, from the first operator to the last; `all-grads-sync`;
@@ -207,24 +220,21 @@ def phase_seconds(spans: Iterable[Span], level: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
     first, last = float("inf"), 0.0
     for span in spans if level else ():
-        part = span.name.partition(".")[0]
-        if part == "optimizer":
-            names = ["optimizer"]
-        elif part == "gradients":
-            names = ["all-grads-sync"]
-        elif part == "parameters":
-            names = ["params-all-gather"]
+        if span.operator.kind in TIMER_OF:
+            names = [TIMER_OF[span.operator.kind]]
         else:
             first, last = min(first, span.start), max(last, span.end)
             seconds["forward-backward"] = last - first
-            names = [_part_of(span)] if level > 1 else []
+            names = [_phase_of(span)] if level > 1 else []
         for name in names:
             seconds[name] = seconds.get(name, 0.0) + span.end - span.start
     return seconds
 
 
-def _part_of(span: Span) -> str:
+def _phase_of(span: Span) -> str:
     if span.channel != COMPUTE:
-        return EXCHANGES.get(span.channel, span.channel)
-    is_backward = span.name.endswith((".backward", ".dW"))
+        return PHASE_OF_CHANNEL.get(span.channel, span.channel)
+    operator = span.operator
+    # What is recomputed runs in the backward pass, but Megatron-LM's timer of forward computation counts it, too.
+    is_backward = operator.in_backward_pass and operator.phase is not RECOMPUTE
     return "backward-compute" if is_backward else "forward-compute"

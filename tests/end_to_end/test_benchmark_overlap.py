@@ -132,7 +132,7 @@ def test_real_compute() -> None:
         (["--variants", "magic"], "error: --variants magic: unknown here; choose among "),
         (["--ratio", "0"], "error: --ratio 0.0: must be positive; use 0.25, 0.5, 1 or 2\n"),
         (["--repeats", "0"], "error: --repeats 0: must be positive; use at least 5\n"),
-        (["--ranks", "1"], "error: --ranks 1: one rank exchanges nothing; use 2, 4 or 8\n"),
+        (["--ranks", "1"], "error: --ranks 1: one rank sends no tokens to others; use 2, 4 or 8\n"),
     ],
 )
 def test_mistakes(words: list[str], error: str) -> None:

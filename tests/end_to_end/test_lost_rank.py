@@ -39,7 +39,7 @@ def test_a_killed_rank_ends_the_others_with_the_operation(tmp_path: Path) -> Non
     for rank, ended in ((0, first), (2, third)):
         assert ended.status == 1, ended.err
         (line,) = ended.err.splitlines()
-        assert line.startswith(f"error: {WAITED_FOR}: rank {rank} could not complete its exchange with rank 1")
+        assert line.startswith(f"error: {WAITED_FOR}: rank {rank} could not complete its all-to-all with rank 1")
     rows = [json.loads(row) for row in log.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(0 < row["deferred_peak_bytes"] <= 60_000 and row["deferred_early"] > 0 for row in rows)
@@ -58,4 +58,4 @@ def test_a_frozen_rank_ends_the_other_after_the_timeout(tmp_path: Path) -> None:
         launch.kill()
     assert status == 1 and time.monotonic() - begin > TIMEOUT_SECONDS - 1
     (line,) = (tmp_path / "rank0.err").read_text().splitlines()
-    assert line.startswith(f"error: {WAITED_FOR}: rank 0 could not complete its exchange with rank 1")
+    assert line.startswith(f"error: {WAITED_FOR}: rank 0 could not complete its all-to-all with rank 1")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_overlap.api import predict
 from moe_overlap.describe.cluster import load_cluster
-from moe_overlap.predicting import predict
 from moe_overlap.tuner.profile.database import Database
 
 ROOT = Path(__file__).resolve().parents[2]

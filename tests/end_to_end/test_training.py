@@ -14,14 +14,15 @@ from megatron.training.cli.arguments import parse
 from megatron.training.cli.config import Config
 from megatron.training.cli.sizes import describe_model
 from megatron.training.plan_flags import plan_from_flags
+from moe_overlap.api import problem_of
 from moe_overlap.commands import compare_losses
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Plan
-from moe_overlap.predicting import Flags, task_of
-from moe_overlap.refining import refine
+from moe_overlap.tuner.calibrate.refine import refine
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
+from moe_overlap.tuner.capture.stages import Flags
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import SMALL, SMALL_ARGS, STEPS, Launch, alone
 from tests.spawn import run
@@ -96,7 +97,7 @@ def test_trace_refines_predictions_of_its_run(undisturbed: Undisturbed) -> None:
     def graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, CapturedModel]:
         return {0: captured_by_hand(model, Layout(tensor=1, context=1, expert=2, expert_tensor=1))}
 
-    task = task_of(SMALL, shipped_cluster("H100", 2), {"graphs": graphs})
+    task = problem_of(SMALL, shipped_cluster("H100", 2), {"graphs": graphs})
     _, found = refine(task, [undisturbed.folder / "trace.json"])
     (step,) = found.steps
     assert step.before_seconds < 0.7 * step.seconds

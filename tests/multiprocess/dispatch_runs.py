@@ -309,7 +309,7 @@ def lose_a_peer(case: Case, how: str, seconds: float) -> tuple[str, float]:
     import torch.distributed as dist
 
     from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
-    from moe_overlap.runtime.dispatch.wire import ExchangeError
+    from moe_overlap.runtime.dispatch.wire import AllToAllError
 
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     dispatcher = IrregularDispatcher(Wires(make_groups(case.expert_ranks, case.tensor_ranks, seconds)))
@@ -324,7 +324,7 @@ def lose_a_peer(case: Case, how: str, seconds: float) -> tuple[str, float]:
     start = time.monotonic()
     try:
         dispatcher.start_dispatch(rows, handle).wait()
-    except ExchangeError as error:
+    except AllToAllError as error:
         assert error.name == "L3.moe.dispatch" and last in error.peers
         if how == "killed":
             raise

@@ -196,11 +196,11 @@ def test_several_passes_in_flight(on_two: tuple[Any, list[Any]]) -> None:
 def test_killed_peer_ends_the_exchange() -> None:
     with pytest.raises(ProcessFailed) as failure:
         run(2, dispatch_runs.lose_a_peer, Case("killed"), "killed", 20.0)
-    assert "L3.moe.dispatch: rank 0 could not complete its exchange with rank 1" in str(failure.value)
+    assert "L3.moe.dispatch: rank 0 could not complete its all-to-all with rank 1" in str(failure.value)
     assert "rank 1: ended without a report, exit code -9" in str(failure.value)
 
 
 def test_peer_that_stays_away_is_named_on_every_rank(on_four: tuple[Any, list[Any]]) -> None:
     for rank, (text, seconds) in enumerate(on_four[1][:3]):
-        assert text.startswith(f"L3.moe.dispatch: rank {rank} could not complete its exchange with rank ")
+        assert text.startswith(f"L3.moe.dispatch: rank {rank} could not complete its all-to-all with rank ")
         assert seconds < 5.0

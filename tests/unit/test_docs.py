@@ -109,6 +109,13 @@ def test_flags_in_sentences_exist(path: Path) -> None:
     assert unknown == set()
 
 
+def test_paths_of_contributing_exist() -> None:
+    """What tells where to edit names files that are there."""
+    named = re.findall(r"`((?:moe_overlap|megatron|tests|tools)/[\w./-]+)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_readme_is_one_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 

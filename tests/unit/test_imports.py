@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -85,6 +86,10 @@ def test_import_rule(folder: str) -> None:
         ("moe_overlap/tuner/profile/measure", "from megatron.training.model.build import build_model"),
         ("moe_overlap/commands", "from tools.bench.bed import Bed"),
         ("moe_overlap/tuner", "from moe_overlap.api import predict"),
+        ("moe_overlap/tuner", "from megatron.training.cli.config import Config"),
+        ("moe_overlap/report", "from moe_overlap.api import predict"),
+        ("moe_overlap/report", "from megatron.training.cli.arguments import expand_files"),
+        ("moe_overlap/report", "from moe_overlap.runtime.spans import Recorder"),
     ],
 )
 def test_the_rule_can_be_broken(folder: str, line: str) -> None:
@@ -102,6 +107,39 @@ def test_the_rule_can_be_broken(folder: str, line: str) -> None:
 )
 def test_what_the_rule_allows(folder: str, line: str) -> None:
     assert forbidden(folder, line) == []
+
+
+BRIDGES = {"moe_overlap/api.py"}
+"""The files outside of commands and `tuner/capture` that import both `megatron.training` and the tuner."""
+
+
+def test_the_api_is_the_only_bridge() -> None:
+    both = set()
+    for path in sorted((ROOT / "moe_overlap").rglob("*.py")):
+        place = path.relative_to(ROOT)
+        if place.is_relative_to("moe_overlap/commands") or place.is_relative_to("moe_overlap/tuner/capture"):
+            continue
+        names = list(imported(ast.parse(path.read_text()), ".".join(place.parent.parts)))
+        if all(any(name.startswith(root) for name in names) for root in ("megatron.training", "moe_overlap.tuner")):
+            both.add(str(place))
+    assert both == BRIDGES
+
+
+def flags_in(source: str) -> list[str]:
+    """String literals that begin like a flag; one inside a sentence is no composed flag."""
+    texts = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    return [text for text in texts if isinstance(text, str) and re.match(r"\s*--[a-z]", text)]
+
+
+def test_a_search_transforms_plans_and_composes_no_flags() -> None:
+    assert flags_in('words = [*own, "--moe-overlap-range", f"--moe-gate {gate}"]') == [
+        "--moe-overlap-range",
+        "--moe-gate ",
+    ]
+    files = sorted((ROOT / "moe_overlap/tuner/search").rglob("*.py"))
+    assert files
+    found = {str(path.relative_to(ROOT)): flags_in(path.read_text()) for path in files}
+    assert {path: flags for path, flags in found.items() if flags} == {}
 
 
 def test_megatron_stays_a_namespace() -> None:

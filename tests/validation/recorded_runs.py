@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from moe_overlap.api import Job, read_job
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
 from moe_overlap.plan.plan import Devices, Offload, Recompute, StagePlan
-from moe_overlap.predicting import Job, read_job
 from tests.validation.rows import DATA, models
 
 MEASURED = ("measured", "derived_from_measured")

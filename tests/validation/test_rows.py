@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import moe_overlap.tuner.cost.hardware as owner
-from moe_overlap.predicting import read_job
+from moe_overlap.api import read_job
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json, shipped_constants
 from tests.validation.errors import spearman
 from tests.validation.fit import START, constants_at, fit

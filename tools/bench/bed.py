@@ -1,5 +1,9 @@
 """Hosts with slow links on one machine: network namespaces joined by a bridge, each with a token bucket at its exit.
 
+`Bed` makes the hosts and `CpuGroup` gives their processes priority. Both are `Temporary`: they must not outlive the program.
+Their names carry the id of the process; they are gone when the `with` block is left, when the program ends, and after SIGINT,
+SIGTERM or SIGHUP; what a killed program leaves behind goes when the next one starts.
+
 Between hosts communication waits as it does on a cluster, and costs little CPU. Needs root, `ip` and `tc` (iproute2), `nsenter`
 and `setpriv` (util-linux); without them use the emulator (emulator.py).
 
@@ -24,20 +28,15 @@ from typing import Any, Self
 
 from moe_overlap.describe.errors import ConfigError
 
-# Things on the machine that must not outlive the program that made them.
-#
-# What holds: their names carry the id of the process; they are gone when the `with` block is left, when the program ends, and
-# after SIGINT, SIGTERM or SIGHUP; what a killed program left behind goes when the next one makes its own.
-
 PREFIX = "moebed"
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Temporary:
-    """Made when a `with` block in the main thread is entered, removed when it is left, however that happens.
+    """Something on the machine that exists while a `with` block in the main thread runs, however that block ends.
 
     Attributes:
-        name: prefix of the names of everything that is made.
+        name: prefix of all names it gives.
     """
 
     def __init__(self) -> None:
@@ -45,7 +44,7 @@ class Temporary:
         self._previous: dict[int, Any] = {}
 
     def build(self) -> None:
-        """Make everything."""
+        """Create everything."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -53,7 +52,7 @@ class Temporary:
         raise NotImplementedError
 
     def sweep(self) -> None:
-        """Remove what programs that no longer exist left behind."""
+        """Remove everything of programs that no longer exist."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -82,7 +81,7 @@ class Temporary:
 
 
 def found_in(folder: Path) -> Iterator[tuple[Path, int]]:
-    """What stands in a folder under such names, and the process each belongs to."""
+    """Paths in a folder that have such names, and the process each belongs to."""
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
             if match := re.fullmatch(rf"{PREFIX}(\d+)\.\w+", path.name):
@@ -99,21 +98,19 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-# A CPU group of the highest weight: processes in it hardly notice other work on the machine.
-#
-# Needs root. Without it nothing else changes, and measurements vary with the load. (Real-time scheduling is no substitute: gloo's
-# threads spin under it for whole seconds.)
-
 PLACES = ((Path("/sys/fs/cgroup/cpu"), "cpu.shares", 262144), (Path("/sys/fs/cgroup"), "cpu.weight", 10000))
-"""Where CPU groups stand (version 1, version 2), the file of their weight, and the highest one."""
+"""Folders of CPU groups (version 1, version 2), the file of their weight, and the highest weight."""
 REMOVAL_SECONDS = 5.0
 
 
 class CpuGroup(Temporary):
-    """A group that exists while the `with` block runs.
+    """A CPU group of the highest weight: processes in it hardly notice other work on the machine.
+
+    It needs root. Without it nothing else changes, and measurements vary with the load. Real-time scheduling is no substitute:
+    gloo's threads spin under it for whole seconds.
 
     Attributes:
-        folder: of the group; None where this program may not make one.
+        folder: the folder of the group; None where this program may not create one.
     """
 
     folder: Path | None = None
@@ -158,7 +155,7 @@ MTU = 9000
 BURST_BYTES = 128 * 1024
 FAST_BURST_BYTES = 512 * 1024
 FAST_MBIT = 1000.0
-"""From this rate on the larger burst is used."""
+"""The larger burst is used from this rate on."""
 QUEUE_MILLISECONDS = 400
 SYSCTLS = {
     "tcp_congestion_control": "reno",
@@ -202,7 +199,7 @@ class Bed(Temporary):
         return f"10.77.0.{host + 1}"
 
     def prefix(self, host: int) -> list[str]:
-        """What to put before a command so that it runs on a host. Not `ip netns exec`, which hides /sys/fs/cgroup."""
+        """The words before a command that execute it on a host. `ip netns exec` would hide /sys/fs/cgroup."""
         return ["nsenter", f"--net={NETNS_FOLDER / self._host(host)}", "--"]
 
     def set_rate(self, rate_mbit: float | None) -> None:
@@ -240,7 +237,7 @@ class Bed(Temporary):
 
 
 def require_namespaces() -> None:
-    """Raise ConfigError where namespaces cannot be made."""
+    """Raise ConfigError where namespaces cannot be created."""
     fix = "use --emulator"
     if os.geteuid() != 0:
         raise ConfigError("--namespaces", os.geteuid(), "network namespaces need root (user id 0)", fix)
@@ -260,8 +257,8 @@ def _remove(chosen: Callable[[Path, int], bool]) -> None:
 
 def _kill_inside(netns: Path) -> None:
     """End the processes of a host; its links live as long as they do."""
-    found = subprocess.run(["ip", "netns", "pids", netns.name], capture_output=True, text=True, check=False).stdout
-    for pid in map(int, found.split()):
+    listed = subprocess.run(["ip", "netns", "pids", netns.name], capture_output=True, text=True, check=False).stdout
+    for pid in map(int, listed.split()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

@@ -1,12 +1,17 @@
 """Slow links inside the process: no root, no namespaces.
 
-Data move at the machine's speed; a virtual clock per rank says when they would have left it: an exchange of b bytes that starts
+Data move at the machine's speed; a virtual clock per rank says when they would have left it: an all-to-all of b bytes that starts
 at t leaves at max(t, clock) + b / rate, and the clock is set to that. This time goes along with the data, in a message of 8
 bytes (CLOCK_MONOTONIC, one for all processes of a machine), and the receiver's wait lasts until the last of its senders has
-finished, plus the latency. Exchanges of a rank follow one another in order of their start, as on one connection. The counts,
+finished, plus the latency. All-to-alls of a rank follow one another in order of their start, as on one connection. The counts,
 a few bytes in a group of their own, overtake the rows of others.
 
-Not modelled: two senders that meet at one receiver's entrance, TCP, shares of the link inside an exchange.
+Not modelled: two senders that meet at one receiver's entrance, TCP, shares of the link inside an all-to-all.
+
+    EgressClock       the virtual clock of one rank's exit
+    EmulatedExchange  the runtime's wire over such an exit
+    GlooAllToAll      the wire over gloo's own all-to-all, which megatron-core's dispatcher uses; for timer compute
+    replaced          the same two choices under megatron-core's own dispatcher, for baselines on a CPU
 """
 
 from __future__ import annotations
@@ -22,12 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_overlap.runtime.dispatch.irregular import Wires
-from moe_overlap.runtime.dispatch.wire import Exchange, Pending
-
-# When data leave a rank whose exit has a given rate: a virtual clock.
+from moe_overlap.runtime.dispatch.wire import AllToAll, Pending
 
 HANDED_OVER_BYTES = 128 * 1024
-"""Most that one connection puts into the queue of an exit: `tcp_limit_output_bytes` of the bed (bed.py)."""
+"""The most bytes that one connection puts into the queue of an exit: `tcp_limit_output_bytes` of the bed (bed.py)."""
 
 
 class EgressClock:
@@ -88,14 +91,14 @@ def sleep_until(moment: float, now: Callable[[], float] = time.monotonic) -> Non
 
 
 STAMP_TAGS = 1 << 30
-"""Added to the tag of an exchange, whose own tags are below."""
+"""This is added to the tag of an all-to-all, whose own tags are below."""
 
 
-class EmulatedExchange(Exchange):
-    """An exchange over an emulated link.
+class EmulatedExchange(AllToAll):
+    """The runtime's wire over an emulated link.
 
     Args:
-        clock: of this rank's exit; all its exchanges share one.
+        clock: the clock of this rank's exit; all its wires share one.
         overtakes: whether its messages pass those of other groups.
         until: sleeps until a moment.
     """
@@ -116,7 +119,7 @@ class EmulatedExchange(Exchange):
     def start(
         self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], *, tag: int, name: str
     ) -> Pending[Tensor]:
-        """As `Exchange.start`; the wait ends when the data would have arrived."""
+        """Start as `AllToAll.start` does; the wait ends when the data would have arrived."""
         if self.size == 1:
             return super().start(rows, send_counts, receive_counts, tag=tag, name=name)
         sent_before = self.sent_bytes
@@ -138,7 +141,7 @@ class EmulatedExchange(Exchange):
 
 
 class _Delayed:
-    """An exchange and the times at which its parts left their senders."""
+    """An all-to-all under way and the times at which its rows left their senders."""
 
     def __init__(
         self,
@@ -165,13 +168,7 @@ def emulate(wires: Wires, clock: EgressClock) -> None:
     """Put the wires of a rank on an emulated link; nothing may be under way."""
     wires.rows = EmulatedExchange(wires.rows.group, clock)
     wires.tensor = EmulatedExchange(wires.tensor.group, clock)
-    wires.counts.exchange = EmulatedExchange(wires.counts.exchange.group, clock, overtakes=True)
-
-
-# The wire over gloo's own all-to-all, made at the wait: what megatron-core's dispatcher does, for timer compute.
-#
-# gloo posts sends before receives; a receiver's permission to send then queues behind the data of the other direction, and the
-# link is half duplex.
+    wires.counts.all_to_all = EmulatedExchange(wires.counts.all_to_all.group, clock, overtakes=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +179,17 @@ class _AtTheWait:
         return self.run()
 
 
-class GlooAllToAll(Exchange):
-    """An exchange by one blocking `all_to_all_single`; its result is waited for once, in the same order on every rank."""
+class GlooAllToAll(AllToAll):
+    """The wire over one blocking `all_to_all_single`, which runs at the wait: once, and in the same order on every rank.
+
+    gloo posts sends before receives; a receiver's permission to send then queues behind the data of the other direction, and the
+    link is half duplex.
+    """
 
     def start(
         self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], *, tag: int, name: str
     ) -> Pending[Tensor]:
-        """As `Exchange.start`, but nothing moves before the wait."""
+        """Start as `AllToAll.start` does, but move nothing before the wait."""
         sent, expected = list(send_counts), list(receive_counts)
         self.sent_bytes += rows[:1].nbytes * (sum(sent) - sent[self.rank])
 
@@ -200,18 +201,21 @@ class GlooAllToAll(Exchange):
         return _AtTheWait(exchange)
 
 
-# What stands in for `torch.distributed.all_to_all_single` under megatron-core's own dispatcher, for baselines on a CPU.
-#
-# `receive_first`: point-to-point with every receive posted before any send, so that a gain over it is not gloo's half-duplex
-# all-to-all. `clock`: an emulated link under either. Neither imports anything of the overlapped runtime.
-
 TAG = (1 << 31) - 8
-"""Of every message; each exchange is waited for before the next."""
+"""The tag of every message: each all-to-all is waited for before the next."""
 
 
 @contextlib.contextmanager
 def replaced(receive_first: bool, clock: EgressClock | None) -> Iterator[None]:
-    """Replace the all-to-all of this process while the block runs."""
+    """Replace `torch.distributed.all_to_all_single` of this process while the block runs.
+
+    Nothing of the overlapped runtime is imported.
+
+    Args:
+        receive_first: post every receive before any send, point-to-point: a gain over that is not due to gloo's half-duplex
+            all-to-all.
+        clock: an emulated link under either; None leaves the link free.
+    """
     original = dist.all_to_all_single
     if not receive_first and clock is None:
         yield

@@ -1,4 +1,4 @@
-"""From seconds of steps to the figures of the overlap benchmark.
+"""The figures of the overlap benchmark, computed from seconds of steps, and the plans that a chosen plan is judged against.
 
     sequential     the step without overlap on the same transport
     computation    the sequential step with a free link
@@ -34,7 +34,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """The spread of at least one value."""
         return cls(min(values), statistics.median(values), max(values))
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One step of a variant: the slowest rank's seconds."""
+    """One step of a variant, in seconds of the slowest rank."""
 
     step: float
     exposed: float
@@ -82,7 +82,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What every variant has to get through, in seconds of one step."""
+    """The work of every variant, in seconds of one step."""
 
     sequential: float
     computation: float
@@ -95,12 +95,12 @@ class Totals:
 
     @property
     def bound(self) -> float:
-        """No step is shorter."""
+        """Seconds below which no step can be."""
         return max(self.computation, self.communication)
 
     @property
     def bound_speedup(self) -> float:
-        """The largest gain there is."""
+        """The largest speedup that any variant can reach."""
         return self.sequential / self.bound
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "over alltoall": lambda row: "-" if row.plain_speedup is None else str(row.plain_speedup),
     "hidden": lambda row: "-" if row.hidden is None else f"{row.hidden:.0%}",
 }
-"""Of the table; three numbers are minimum, median and maximum."""
+"""Columns of the table; three numbers are minimum, median and maximum."""
 
 
 def table(rows: Sequence[Figures]) -> str:
@@ -184,8 +184,6 @@ def table(rows: Sequence[Figures]) -> str:
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([header, rule, *body]) + "\n"
 
-
-# Every plan that flags can say by hand for a gate, and the judgement of a plan that was chosen among them.
 
 PARTITIONS = (2, 4, 8)
 RANGES = ("experts", "after", "around")
@@ -199,7 +197,9 @@ def baselines(gate: str) -> list[Variant]:
 
 
 def hand_set(gate: str, samples: int) -> list[Variant]:
-    """Mechanism × deferral × one or two micro-batches at a time, without the sequential one and those that a plan may not have.
+    """Every plan that flags can say by hand: mechanism × deferral × one or two micro-batches in flight.
+
+    The sequential plan and those that a plan may not have are left out.
 
     Args:
         samples: of a micro-batch, which partitions divide.
@@ -213,26 +213,26 @@ def hand_set(gate: str, samples: int) -> list[Variant]:
             if samples % count == 0:
                 flags = ("--moe-overlap-partitions", str(count), "--moe-overlap-range", name)
                 cuts.append((f"{name} {count}", flags))
-    found = []
+    plans = []
     for together, interleaved in (("", ()), ("two micro-batches", INTERLEAVE)):
         for cut, cut_flags in cuts:
             if interleaved and CHUNKS in cut_flags:
                 continue  # a plan may not have both
             for deferred, defer_flags in (("", ()), ("deferral", DEFER)):
-                if words := [word for word in (cut, deferred, together) if word]:
+                if parts := [word for word in (cut, deferred, together) if word]:
                     flags = (*base_flags(gate), *cut_flags, *defer_flags, *interleaved)
-                    found.append(Variant(" + ".join(words), flags))
-    return found
+                    plans.append(Variant(" + ".join(parts), flags))
+    return plans
 
 
 def fastest(steps: Mapping[str, Sequence[float]], count: int) -> list[str]:
-    """Names of the plans with the shortest step; of what disturbed a step little is left in the least of several."""
+    """Names of the plans with the shortest step: the least of several steps is the one that was disturbed least."""
     return sorted(steps, key=lambda name: min(steps[name]))[:count]
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What was measured of one cell.
+    """The measurements of one cell, and the judgement of the plan that was chosen.
 
     Attributes:
         finals: plan -> its steps of the last round: the chosen one, the baselines, the fastest hand-set ones.
@@ -250,12 +250,12 @@ class Judged:
         return min((name for name in self.finals if name not in (*BASELINES, CHOSEN)), key=self.median)
 
     def median(self, name: str) -> float:
-        """Of a plan's steps: those of the last round, where it took part."""
+        """Median step of a plan: of the last round, where it took part."""
         return statistics.median(self.finals.get(name) or self.swept[name])
 
     @property
     def over_best(self) -> float:
-        """By what share the chosen plan is slower than the best hand-set one."""
+        """Share by which the chosen plan is slower than the best hand-set one."""
         return self.median(CHOSEN) / self.median(self.best) - 1.0
 
     def gain(self, baseline: str) -> Spread:
@@ -263,10 +263,10 @@ class Judged:
         return Spread.of([slow / fast for slow, fast in zip(self.finals[baseline], self.finals[CHOSEN], strict=True)])
 
     def error(self, name: str) -> float:
-        """Of the predicted step, relative to the measured one."""
+        """Error of the predicted step, relative to the measured one."""
         return self.predicted[name] / self.median(name) - 1.0
 
     @property
     def mean_error(self) -> float:
-        """Of the absolute values over all hand-set plans."""
+        """Mean of the absolute errors over all hand-set plans."""
         return statistics.fmean(abs(self.error(name)) for name in self.swept)

@@ -102,10 +102,10 @@ class Ranks:
         cpus = sorted(os.sched_getaffinity(0))
         reads, writes = os.pipe()
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        words = ["setpriv", "--pdeathsig", "KILL", "--", "taskset", "-c", str(cpus[rank % len(cpus)]), *command]
+        pinned = ["setpriv", "--pdeathsig", "KILL", "--", "taskset", "-c", str(cpus[rank % len(cpus)]), *command]
         try:
             process = subprocess.Popen(
-                [*(bed.prefix(host) if bed is not None else ()), *words, "--reply-fd", str(writes)],
+                [*(bed.prefix(host) if bed is not None else ()), *pinned, "--reply-fd", str(writes)],
                 env={**_outside_torchrun(), **ENVIRONMENT, **meeting, **place},
                 cwd=self._folder,
                 stdin=subprocess.PIPE,
@@ -144,11 +144,11 @@ class Ranks:
         return self.answers()
 
     def answers(self) -> list[Any]:
-        """One line of every rank."""
+        """Wait for one line of every rank, and return them in order of rank."""
         deadline = time.monotonic() + self.timeout_seconds
-        found: dict[int, Any] = {}
-        while len(found) < len(self._processes):
-            waiting = {self._replies[rank]: rank for rank in range(len(self._processes)) if rank not in found}
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self._processes):
+            waiting = {self._replies[rank]: rank for rank in range(len(self._processes)) if rank not in answers}
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 silent = ", ".join(map(str, sorted(waiting.values())))
@@ -161,10 +161,10 @@ class Ranks:
                     raise RankFailed(f"rank {rank}: ended with status {status}", status)
                 line, newline, rest = (self._unread[rank] + data).partition(b"\n")
                 if newline:
-                    found[rank], self._unread[rank] = json.loads(line), rest
+                    answers[rank], self._unread[rank] = json.loads(line), rest
                 else:
                     self._unread[rank] = line
-        return [found[rank] for rank in range(len(self._processes))]
+        return [answers[rank] for rank in range(len(self._processes))]
 
     def kill(self) -> None:
         """End every process, and what it started."""
@@ -183,7 +183,7 @@ class Ranks:
 
 
 def _outside_torchrun() -> dict[str, str]:
-    """The environment without what torchrun told this program: a job of its own meets at a store of its own."""
+    """The environment without torchrun's variables: this job has a rendezvous of its own."""
     return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
 

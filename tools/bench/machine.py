@@ -1,4 +1,15 @@
-"""A bed as a cluster of measured machines, a node for each rank: its operators and links in a database that is kept."""
+"""A bed as a cluster of measured machines, one node per rank: its operators and links in a database that is kept.
+
+`MeasuredBed` fills the database. `measure_host_time` measures what a step on a CPU takes beside its operators. An operator is
+timed alone, again and again; in a step its operands are colder, and Python, autograd and the runtime come between it and the next
+one. So the real runtime executes two jobs without all-to-alls: one of tiny operators, which the host dominates, and one of larger
+ones. For both holds
+
+    seconds of computation in a step = in_step · seconds of its operators alone + call_seconds · number of operators,
+
+two equations with two unknowns. Steps and operators are timed in turn, round by round, because a shared machine is faster in one
+minute than in the next. Predictions are then made for jobs of other shapes.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +20,38 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moe_overlap.commands.compare_trace import Trace, read_trace
+from moe_overlap.api import features_of, job_operators, read_job
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.plan.instructions import COMPUTE
-from moe_overlap.predicting import cpu_graphs, job_operators, read_job
-from moe_overlap.speed_flags import features_of
+from moe_overlap.plan.operators import is_state_key
+from moe_overlap.report.trace import Trace, read_trace
 from moe_overlap.tuner.capture.graph import Op
+from moe_overlap.tuner.capture.stages import cpu_graphs
 from moe_overlap.tuner.cost.analytic import machine_of
 from moe_overlap.tuner.cost.exchange_costs import COUNTS, QUEUED_COUNTS, STARTS, costs_of
 from moe_overlap.tuner.cost.measured import constants_of
 from moe_overlap.tuner.cost.operators import Lookup, Provenance
 from moe_overlap.tuner.cost.simulate.step import simulate_step
+from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.cluster_file import Fitted, fit_links, measured_cluster, this_device
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct, key_of
 from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, MeasuredOperators
 from tools.bench.bed import CpuGroup
 from tools.bench.launch import ENVIRONMENT, Ranks, Tell
-from tools.bench.profile import ORDER_COUNTS, ORDER_LINKS, ORDER_SLOWDOWN, TRANSFERS, is_update, order_of
+from tools.bench.profile import ORDER_COUNTS, ORDER_LINKS, ORDER_SLOWDOWN, TRANSFERS, order_of
 from tools.bench.variants import IRREGULAR, JOB, TOP_2, Variant, job_flags
 from tools.bench.worker import ORDER_STEP, command_of
-
-# What a step on a CPU takes beside its operators: measured on two jobs, kept with the operators.
-#
-# An operator is timed alone, again and again. In a step its operands are colder, and Python, autograd and the runtime come
-# between it and the next one. Two jobs that exchange nothing are run by the real runtime: one of tiny operators, which the host
-# dominates, and one of larger ones. Seconds of computation in a step = `in_step` · seconds of its operators alone +
-# `call_seconds` · their number holds for both, which determines the two. Steps and operators are timed in turn, round by round,
-# as machines that others share are faster in one minute than in the next. Predictions are made for jobs of other shapes.
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS, STEPS = 3, 5
 SECONDS_EACH_JOB = 0.01
-"""Of an operator in a round."""
+"""Seconds for which each operator is timed in a round."""
 SHAPES = {
     "small": "--hidden-size 32 --num-attention-heads 2 --moe-ffn-hidden-size 32 --seq-length 16 --micro-batch-size 2",
     "large": "--hidden-size 384 --num-attention-heads 6 --moe-ffn-hidden-size 640 --seq-length 192 --micro-batch-size 6",
 }
 LEAST_CALL_SECONDS = 1e-9
-"""A database keeps nothing below; where the measurement is disturbed, none may be left for the host."""
+"""A database keeps nothing below this. A disturbed measurement may leave less for the host."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,9 +59,9 @@ class Calibration:
     """One job, measured in steps and operator by operator.
 
     Attributes:
-        step_seconds: of all computation of a step's passes.
-        alone_seconds: of its operators, each timed alone.
-        calls: how many operators that is.
+        step_seconds: all computation of a step's passes.
+        alone_seconds: its operators, each timed alone.
+        calls: the number of these operators.
     """
 
     step_seconds: float
@@ -65,35 +70,35 @@ class Calibration:
 
 
 def calibrating(ranks: int) -> list[Variant]:
-    """The two jobs, for workers: every rank has all experts."""
+    """The two jobs as variants for workers: every rank has all experts."""
     gate = (*IRREGULAR, *TOP_2, "--moe-gate", "topk", "--expert-model-parallel-size", "1")
-    found = []
+    jobs = []
     for name, shape in SHAPES.items():
-        words = shape.split()
-        batch = ranks * int(words[-1])
-        found.append(Variant(f"calibration {name}", (*gate, *words, "--global-batch-size", str(batch))))
-    return found
+        flags = shape.split()
+        batch = ranks * int(flags[-1])
+        jobs.append(Variant(f"calibration {name}", (*gate, *flags, "--global-batch-size", str(batch))))
+    return jobs
 
 
-def words_of(variant: Variant, ranks: int) -> list[str]:
-    """Flags of one of them, for capture."""
+def flags_of(variant: Variant, ranks: int) -> list[str]:
+    """Flags of one of the two jobs, for capture."""
     return [*JOB, *job_flags(ranks, 1, 2), *variant.flags]
 
 
 def measure_host_time(database: Database, cluster: Cluster, tell: Tell) -> None:
-    """Run the two jobs and keep what their steps take beside their operators: medians of the rounds.
+    """Execute the two jobs and keep `in_step` and `call_seconds`: medians of the rounds.
 
     Args:
         cluster: as many ranks as `tell` reaches.
         tell: reaches workers that have `calibrating`.
     """
-    found = [_round(database, cluster, tell) for _ in range(ROUNDS)]
-    database.add_rate(IN_STEP, statistics.median(in_step for in_step, _ in found))
-    database.add_rate(CALL_SECONDS, statistics.median(call for _, call in found))
+    rounds = [_round(database, cluster, tell) for _ in range(ROUNDS)]
+    database.add_rate(IN_STEP, statistics.median(in_step for in_step, _ in rounds))
+    database.add_rate(CALL_SECONDS, statistics.median(call for _, call in rounds))
 
 
 def measure_host_time_here(database: Database, cluster: Cluster) -> None:
-    """The same on this machine, with ranks of its own."""
+    """Call `measure_host_time` with ranks that this program starts on this machine."""
     chosen = calibrating(cluster.gpus)
     job = [*JOB, *job_flags(cluster.gpus, 1, 2)]
     command = command_of(job, chosen, timer=False, emulator=False, profiled=chosen[0])
@@ -103,7 +108,7 @@ def measure_host_time_here(database: Database, cluster: Cluster) -> None:
 
 
 def host_time(small: Calibration, large: Calibration) -> tuple[float, float]:
-    """`in_step` and `call_seconds`: two equations."""
+    """Solve the two equations for `in_step` and `call_seconds`."""
     determinant = small.alone_seconds * large.calls - large.alone_seconds * small.calls
     call = (small.alone_seconds * large.step_seconds - large.alone_seconds * small.step_seconds) / determinant
     call = max(call, LEAST_CALL_SECONDS)
@@ -113,13 +118,13 @@ def host_time(small: Calibration, large: Calibration) -> tuple[float, float]:
 def computing(trace: Trace) -> float:
     """Seconds of computation in the passes of a step."""
     kinds = trace.seconds.items()
-    return sum(seconds for (kind, channel), seconds in kinds if channel == COMPUTE and not is_update(kind))
+    return sum(seconds for (kind, channel), seconds in kinds if channel == COMPUTE and not is_state_key(kind))
 
 
 def _round(database: Database, cluster: Cluster, tell: Tell) -> tuple[float, float]:
-    """The operators of both jobs, then steps of both."""
+    """Time the operators of both jobs, then steps of both."""
     variants = calibrating(cluster.gpus)
-    every = [key for variant in variants for key in job_operators(words_of(variant, cluster.gpus), cluster.gpus, "cpu")]
+    every = [key for variant in variants for key in job_operators(flags_of(variant, cluster.gpus), cluster.gpus, "cpu")]
     with tempfile.TemporaryDirectory() as folder:
         fresh = Database.open(Path(folder, "operators.jsonl"), database.device)
         for name, value in database.rates.items():
@@ -136,35 +141,40 @@ def _calibration(variant: Variant, database: Database, cluster: Cluster, tell: T
     for _ in range(STEPS):
         tell(do=ORDER_STEP, variant=variant.name, scale=1.0, trace=str(trace))
         steps.append(computing(read_trace(trace)))
-    words, measured = words_of(variant, cluster.gpus), MeasuredOperators(database)
+    flags, measured = flags_of(variant, cluster.gpus), MeasuredOperators(database)
 
     def alone(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
         key = key_of(op, shape, moved_bytes)
         return None if key is None else measured.seconds(key)
 
-    def one(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
+    def counted(op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Provenance] | None:
         return None if key_of(op, shape, moved_bytes) is None else (1.0, "measured")
 
-    return Calibration(statistics.median(steps), *(_passes_seconds(words, cluster, lookup) for lookup in (alone, one)))
+    return Calibration(
+        statistics.median(steps), *(_passes_seconds(flags, cluster, lookup) for lookup in (alone, counted))
+    )
 
 
-def _passes_seconds(words: Sequence[str], cluster: Cluster, lookup: Lookup) -> float:
-    """Of the computation in the passes of a step whose operators take what a lookup says."""
+def _passes_seconds(flags: Sequence[str], cluster: Cluster, lookup: Lookup) -> float:
+    """Seconds of computation in the passes of a step whose operators take the seconds that a lookup gives."""
     assert cluster.measured is not None
-    job = read_job(words, cluster.gpus)
+    job = read_job(flags, cluster.gpus)
     graphs = cpu_graphs(job.config, job.model, job.plan, job.flags)
     constants = constants_of(cluster.measured, cluster.group_of(0).gpu.name)
     machine, _ = machine_of(cluster, constants, lookup=lookup)
     features = features_of(job.config, job.plan.precision, job.flags)
-    ran = simulate_step(job.plan, job.model, graphs, machine, features).simulation.ran
+    problem = Problem(model=job.model, plan=job.plan, graphs=graphs, features=features, machine=machine)
+    ran = simulate_step(job.plan, problem).simulation.ran
     return sum(
-        one.end - one.start for one in ran if one.instruction.channel == COMPUTE and not is_update(one.instruction.name)
+        task.end - task.start
+        for task in ran
+        if task.instruction.channel == COMPUTE and not task.instruction.operator.is_update
     )
 
 
 EXCHANGE_BYTES = tuple(1 << power for power in range(20, 24))
 GATHER_BYTES = (1 << 23, 1 << 24)
-"""As large as the gradients of the job: gloo's larger gathers are half duplex, its smaller ones now and then."""
+"""Sizes like the gradients of the job. gloo's larger gathers are half duplex, its smaller ones only sometimes."""
 MEASURED_LINKS = {"all_to_all": EXCHANGE_BYTES, "all_gather": GATHER_BYTES, "reduce_scatter": GATHER_BYTES}
 SLOWDOWN_BYTES = QUEUE_BYTES = 1 << 22
 SECONDS_EACH = 0.02
@@ -174,12 +184,13 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BedLinks:
-    """Of a bed, beside the rates of its links.
+    """Seconds of a bed's links beside their rates.
 
     Attributes:
-        starting: seconds of the processor to start an exchange, by the bytes that leave.
+        starting: processor seconds to start an all-to-all, by the bytes that leave.
         transfers: seconds of a transfer to the next stage, by its bytes; None where there is one stage.
-        count_seconds, queue_seconds: of an exchange of counts, and how much longer it takes behind rows.
+        count_seconds: seconds of an all-to-all of counts.
+        queue_seconds: how much longer it takes behind rows.
     """
 
     starting: Fitted
@@ -206,7 +217,7 @@ class MeasuredBed:
         self.database = Database.open(path.with_suffix(".measured.jsonl"), device)
 
     def measure_operators(self, keys: Sequence[OperatorKey]) -> None:
-        """Those that the database lacks."""
+        """Measure the operators that the database lacks."""
         missing = [key for key in keys if key not in self.database.operators and can_be_measured(key)]
         if not missing and "kernel_seconds" in self.database.rates:
             return
@@ -215,8 +226,8 @@ class MeasuredBed:
         self.database = Database.load(self.database.path)
 
     def measure_links(self, links: Mapping[str, Sequence[int]] = MEASURED_LINKS) -> None:
-        """Exchanges and what starting them takes, collectives of the update, transfers between stages, counts, and what
-        exchanges cost products beside them.
+        """Measure all-to-alls and their starts, collectives of the update, transfers between stages, counts, and how much
+        all-to-alls slow down products beside them.
 
         Args:
             links: kind of collective -> sizes, in bytes that a rank holds.
@@ -246,19 +257,19 @@ class MeasuredBed:
             self.database.add_rate("overlap_slowdown", max(lost, 1e-6))
 
     def measure_host_time(self) -> None:
-        """What a step takes beside its operators; the ranks have the jobs of `calibrating`."""
+        """Measure what a step takes beside its operators; the ranks must have the jobs of `calibrating`."""
         if IN_STEP not in self.database.rates or CALL_SECONDS not in self.database.rates:
             self._say("measuring the host's time")
             measure_host_time(self.database, self.cluster(), self._tell)
 
     def cluster(self) -> Cluster:
-        """The description, written to its file."""
+        """Write the description to its file and return it."""
         content = measured_cluster(self.database, self._path.stem, nodes=self._ranks, ranks_per_node=1)
         self._path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         return load_cluster(self._path)
 
     def links(self) -> BedLinks:
-        """As measured."""
+        """The measured links."""
         costs = costs_of(self.database.links)
         assert costs is not None, "measure_links has measured all kinds"
         transfers = fit_links(self.database.links, (TRANSFERS,), "network")

@@ -1,6 +1,6 @@
-"""What ranks measure of themselves and of their links for predictions: operators and exchanges as training runs them there.
+"""Measurements that ranks take of themselves and of their links for predictions: operators and all-to-alls as in training.
 
-Operators are timed in the ranks themselves: on their processors, with their memory allocator, all ranks at once. Exchanges go
+Operators are timed in the ranks themselves: on their processors, with their memory allocator, all ranks at once. All-to-alls go
 through the run's own wire, so that receives stand before sends and an emulated link counts; other collectives through torch.
 """
 
@@ -17,33 +17,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_overlap.runtime.dispatch.wire import Exchange
+from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey, OperatorKey
 from moe_overlap.tuner.profile.measure.links import collective_seconds, measure_rates
 from moe_overlap.tuner.profile.measure.operators import measure_operators
 from tools.bench.profile import ORDER_COUNTS, ORDER_LINKS, ORDER_OPERATORS, TRANSFERS
 
 IN_A_ROW = 4
-"""Exchanges behind one another: what a limited link carries for nothing after a pause does not count."""
+"""All-to-alls in a row, so that the burst that a limited link grants after a pause does not count."""
 REPEATS = 5
 FILLING_SECONDS = 0.01
-"""After which an exchange fills the link's queue."""
+"""Seconds after which an all-to-all fills the link's queue."""
 PRODUCT = 256
-"""Rows and columns of the products beside an exchange."""
+"""Rows and columns of the products beside an all-to-all."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankWires:
-    """What a rank's messages travel over.
+    """The wires of a rank's messages.
 
     Attributes:
-        rows, counts: of its experts.
-        stages: the ranks of equal place in all stages.
+        rows, counts: join the ranks that share its experts.
+        stages: joins the ranks of equal place in all stages.
     """
 
-    rows: Exchange
-    counts: Exchange
-    stages: Exchange
+    rows: AllToAll
+    counts: AllToAll
+    stages: AllToAll
 
 
 def answer(order: dict[str, Any], wires: RankWires) -> Any:
@@ -74,8 +74,8 @@ def measure_into(path: str, device: dict[str, Any], operators: list[list[Any]], 
     dist.barrier()
 
 
-def link_seconds(kind: str, held_bytes: int, exchange: Exchange) -> tuple[float, float]:
-    """Seconds of one collective of all ranks, and those of them that starting it keeps the processor. All call this together."""
+def link_seconds(kind: str, held_bytes: int, exchange: AllToAll) -> tuple[float, float]:
+    """Seconds of one collective of all ranks, and of its start, which keeps the processor. All ranks call this together."""
     if kind != "all_to_all":
         key = LinkKey(kind, "network", exchange.size, held_bytes)
         return collective_seconds(key, dist.group.WORLD, "cpu", 0.0), 0.0
@@ -94,7 +94,7 @@ def link_seconds(kind: str, held_bytes: int, exchange: Exchange) -> tuple[float,
     return statistics.median(whole for whole, _ in taken), statistics.median(start for _, start in taken)
 
 
-def transfer_seconds(held_bytes: int, stages: Exchange) -> float:
+def transfer_seconds(held_bytes: int, stages: AllToAll) -> float:
     """Seconds between the arrivals of transfers that a stage sends to the next one; 0 on a rank that receives none."""
     sends, receives = [0] * stages.size, [0] * stages.size
     if stages.rank + 1 < stages.size:
@@ -111,7 +111,7 @@ def transfer_seconds(held_bytes: int, stages: Exchange) -> float:
 
 
 def count_seconds(held_bytes: int, wires: RankWires) -> tuple[float, float]:
-    """Seconds of an exchange of counts: with the link to itself, and behind rows of this many bytes that fill its queue."""
+    """Seconds of an all-to-all of counts: with the link to itself, and behind rows of this many bytes that fill its queue."""
     numbers, ones = torch.zeros(wires.counts.size, 1, dtype=torch.int64), [1] * wires.counts.size
     rows = torch.zeros(wires.rows.size, held_bytes // wires.rows.size, dtype=torch.uint8)
     each = [1] * wires.rows.size
@@ -133,8 +133,8 @@ def count_seconds(held_bytes: int, wires: RankWires) -> tuple[float, float]:
     return statistics.median(alone), statistics.median(behind)
 
 
-def overlap_slowdown(held_bytes: int, exchange: Exchange) -> float:
-    """Of an exchange and products that take as long, the part of the shorter that is lost when both run."""
+def overlap_slowdown(held_bytes: int, exchange: AllToAll) -> float:
+    """Share of the shorter of two that is lost when an all-to-all and products that take as long run together."""
     square = torch.rand(PRODUCT, PRODUCT)
 
     def products(count: int) -> float:
@@ -153,7 +153,7 @@ def overlap_slowdown(held_bytes: int, exchange: Exchange) -> float:
     return min(1.0, max(0.0, statistics.median(lost)))
 
 
-def _exchange_seconds(exchange: Exchange, held_bytes: int, beside: Callable[[], object]) -> float:
+def _exchange_seconds(exchange: AllToAll, held_bytes: int, beside: Callable[[], object]) -> float:
     size = exchange.size
     rows = torch.zeros(size, held_bytes // size, dtype=torch.uint8)
     dist.barrier()

@@ -1,35 +1,35 @@
-"""What a plan is expected to do on a bed: its lists at the prices of the cost model, or of a profile over timer compute."""
+"""The predicted step of a plan on a bed: its lists at the prices of the cost model, or of a profile over timer compute.
+
+`recorded` writes a simulated step as the runtime's recorder would, so that the two can be laid over each other: the executor goes
+through its list in order. The span of a communication begins where the executor starts it, though the link may still carry
+another one, and ends where the executor has waited for it, which may be later than the arrival. Computation is recorded as it
+runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from moe_overlap.api import simulated
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.plan.instructions import COMPUTE, OPTIMIZER, Instruction, Span
+from moe_overlap.plan.instructions import COMPUTE, EXPERT, OPTIMIZER, Instruction, Span
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL
-from moe_overlap.predicting import simulated
 from moe_overlap.tuner.cost.exchange_costs import start_seconds
 from moe_overlap.tuner.cost.interference import NO_INTERFERENCE
 from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 from tools.bench.machine import BedLinks
-from tools.bench.profile import apply_profile, computation_of, is_update
-
-# A simulated step as the runtime's recorder would have written it, so that the two can be laid over each other.
-#
-# The executor goes through its list in order. A communication's span begins where the executor starts it, though the link may
-# still carry another one, and ends where the executor has waited for it, which may be later than the arrival. Computation is
-# recorded as it runs.
+from tools.bench.profile import apply_profile, computation_of
 
 
-def recorded(made: Sequence[Instruction], simulation: Simulation, rank: int) -> list[Span]:
+def recorded(instructions: Sequence[Instruction], simulation: Simulation, rank: int) -> list[Span]:
     """Spans of one rank, in order of their starts.
 
     Args:
-        made: the rank's list.
+        instructions: the rank's list.
     """
-    ran = {one.instruction.id: one for one in simulation.ran if one.rank == rank}
+    ran = {task.instruction.id: task for task in simulation.ran if task.rank == rank}
     spans: list[Span] = []
     under_way: dict[int, tuple[Instruction, float]] = {}
     now = 0.0
@@ -44,7 +44,7 @@ def recorded(made: Sequence[Instruction], simulation: Simulation, rank: int) -> 
             now = max(now, ran[earlier].end)
             spans.append(_span(other, start, now))
 
-    for i in made:
+    for i in instructions:
         for number in i.after:
             wait(number)
         if i.channel in (COMPUTE, OPTIMIZER):
@@ -58,26 +58,30 @@ def recorded(made: Sequence[Instruction], simulation: Simulation, rank: int) -> 
 
 
 def _span(i: Instruction, start: float, end: float) -> Span:
-    return Span(i.name, i.channel.partition(".")[0], i.chunk or 0, i.micro_batch or 0, start, end)
+    return Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, start, end)
 
 
 def predicted_spans(
-    words: Sequence[str], cluster: Cluster, links: BedLinks, profile: Mapping[str, float] | None
+    flags: Sequence[str], cluster: Cluster, links: BedLinks, profile: Mapping[str, float] | None
 ) -> dict[int, list[Span]]:
     """A step of the first rank of every stage, as its recorder would write it.
 
     Args:
-        words: flags of the job and the plan.
-        links: an exchange is started by the thread that computes; counts and transfers take what was measured.
+        flags: of the job and the plan.
+        links: the thread that computes starts all-to-alls; counts and transfers take the measured seconds.
         profile: seconds of operators that sleep, whose steps have no update; None: real computation.
     """
-    step = simulated(words, cluster)
+    step = simulated(flags, cluster)
     lists = {
-        rank: [i for i in prices.made if profile is None or not is_update(i.name)]
+        rank: [i for i in prices.made if profile is None or not i.operator.is_update]
         for rank, prices in step.prices.items()
     }
-    starts = {rank: start_seconds(made, links.starting) for rank, made in lists.items()}
-    slept = {rank: apply_profile(profile, made) for rank, made in lists.items()} if profile is not None else None
+    starts = {rank: start_seconds(instructions, links.starting) for rank, instructions in lists.items()}
+    slept = (
+        {rank: apply_profile(profile, instructions) for rank, instructions in lists.items()}
+        if profile is not None
+        else None
+    )
 
     def seconds(rank: int, i: Instruction) -> float:
         if i.channel == COUNT_CHANNEL:
@@ -91,7 +95,7 @@ def predicted_spans(
 
     slowed = {rank: prices.slowed if profile is None else NO_INTERFERENCE for rank, prices in step.prices.items()}
     simulation = simulate(lists, seconds, slowed, links.queue_seconds, half_duplex=True)
-    return {rank: recorded(made, simulation, rank) for rank, made in lists.items()}
+    return {rank: recorded(instructions, simulation, rank) for rank, instructions in lists.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class PricedList:
     Attributes:
         sleeps: name and seconds of every operator, in the list's order.
         sent_bytes: of its all-to-alls, that leave the rank.
-        seconds: of the passes, as the tuner simulates them.
+        seconds: the passes, as the tuner simulates them.
     """
 
     sleeps: list[tuple[str, float]]
@@ -115,10 +119,12 @@ class PricedList:
 
 
 def priced_list(step: SimulatedStep) -> PricedList:
-    """What a simulated step of one stage computes, sends and takes. Starting exchanges is left to the run."""
+    """The list of a simulated step of one stage, priced. The start of all-to-alls is left to the run."""
     ((rank, prices),) = step.prices.items()
-    made = [i for i in prices.made if not is_update(i.name)]
-    simulation = simulate({rank: made}, lambda _, i: prices.seconds(i), prices.slowed, prices.machine.queue_seconds)
-    sent = sum(i.bytes for i in made if i.channel.startswith("ep"))
-    sleeps = [(i.name, prices.seconds(i) - prices.starts.get(i.id, 0.0)) for i in computation_of(made)]
+    instructions = [i for i in prices.made if not i.operator.is_update]
+    simulation = simulate(
+        {rank: instructions}, lambda _, i: prices.seconds(i), prices.slowed, prices.machine.queue_seconds
+    )
+    sent = sum(i.bytes for i in instructions if i.channel_group == EXPERT)
+    sleeps = [(i.name, prices.seconds(i) - prices.starts.get(i.id, 0.0)) for i in computation_of(instructions)]
     return PricedList(sleeps, sent, simulation.step_seconds)

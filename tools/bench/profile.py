@@ -1,4 +1,4 @@
-"""How long each operator of a list computes: CPU seconds measured in steps without partitions.
+"""Profiles: the CPU seconds of each operator of a list, measured in steps without partitions.
 
 With deferred weight gradients a backward operator and its weight gradients are measured apart. A list that names a weight
 gradient is charged for it there, a list that does not is charged for it in the backward operator. One of K partitions takes 1/K
@@ -11,19 +11,20 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, WEIGHT_GRADIENT, parse_operator
+from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.lowering.deferral import backward_of
+from moe_overlap.plan.operators import BACKWARD, FORWARD, RECOMPUTE, WEIGHT_GRADIENT, is_state_key, parse_operator
 from moe_overlap.tuner.profile.database import Database, OperatorKey
 
-# Orders to ranks that measure themselves and their links; measuring.py follows them. No torch.
+# Orders to ranks; measuring.py follows them. They stand here because no torch is imported here.
 
 ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN, ORDER_COUNTS = "operators", "links", "slowdown", "counts"
 ORDERS = (ORDER_OPERATORS, ORDER_LINKS, ORDER_SLOWDOWN, ORDER_COUNTS)
 TRANSFERS = "point_to_point"
-"""Kind of link that leads to the next stage."""
+"""The kind of link that leads to the next stage."""
 
 
 def order_of(database: Database, keys: Sequence[OperatorKey], seconds_each: float) -> dict[str, Any]:
@@ -37,13 +38,7 @@ def order_of(database: Database, keys: Sequence[OperatorKey], seconds_each: floa
     }
 
 
-UPDATE_PARTS = ("gradients", "parameters", "optimizer")
 COMPUTING_KINDS = ("compute", "weight-gradient")
-
-
-def is_update(name: str) -> bool:
-    """Whether an operator stands behind the passes. Reductions in pieces (`gradients.L3`) stand among them."""
-    return name.startswith(UPDATE_PARTS) and not name.startswith("gradients.")
 
 
 class ProcessorClock:
@@ -54,7 +49,7 @@ class ProcessorClock:
         return time.thread_time()
 
     def seconds(self, start: float, end: float) -> float:
-        """Between two points."""
+        """Seconds between two points."""
         return end - start
 
     def finish(self) -> None:
@@ -64,28 +59,28 @@ class ProcessorClock:
 def median_seconds(steps: Iterable[Sequence[Any]]) -> dict[str, float]:
     """Median seconds of one micro-batch of every operator over several steps' spans; updates left out.
 
-    An operator that is recorded in several pieces counts with their sum.
+    An operator with several spans counts with their sum.
     """
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for spans in steps:
         sums: dict[tuple[str, int], float] = {}
         for span in spans:
-            if span.channel == "compute" and not span.name.startswith(UPDATE_PARTS):
+            if span.channel == COMPUTE and not is_state_key(span.name):
                 key = (span.name, span.micro_batch)
                 sums[key] = sums.get(key, 0.0) + span.end - span.start
         for (name, _), seconds in sums.items():
-            found.setdefault(name, []).append(seconds)
-    return {name: statistics.median(values) for name, values in found.items()}
+            by_name.setdefault(name, []).append(seconds)
+    return {name: statistics.median(values) for name, values in by_name.items()}
 
 
 def mean_of_ranks(profiles: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One profile for all ranks; each operator counts on the ranks that have it."""
+    """One profile for all ranks: the mean of each operator over the ranks that have it."""
     names = dict.fromkeys(name for profile in profiles for name in profile)
     return {name: statistics.fmean(profile[name] for profile in profiles if name in profile) for name in names}
 
 
 def step_seconds(seconds: Mapping[str, float], micro_batches: int) -> float:
-    """Computation of a whole step."""
+    """Seconds of computation of a whole step."""
     return sum(seconds.values()) * micro_batches
 
 
@@ -95,15 +90,15 @@ class ListSeconds:
 
     Attributes:
         whole: operator -> seconds of an uncut micro-batch.
-        parts: operator -> number of pieces the list cuts it into; 1 where missing.
+        partitions: operator -> number of partitions in the list; 1 where missing.
     """
 
     whole: Mapping[str, float]
-    parts: Mapping[str, int]
+    partitions: Mapping[str, int]
 
     def of(self, i: Instruction) -> float:
         """Seconds of one instruction."""
-        share = len(i.partition) / self.parts.get(i.name, 1) if i.partition else 1.0
+        share = len(i.partition) / self.partitions.get(i.name, 1) if i.partition else 1.0
         return self.whole[i.name] * share
 
 
@@ -133,7 +128,7 @@ def given_seconds(sleeps: Sequence[tuple[str, float]], instructions: Sequence[In
 
 
 def computation_of(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """What computes in the passes of a list, the update left out."""
+    """Instructions that compute in the passes of a list, without the update."""
     return [i for i in instructions if i.kind in COMPUTING_KINDS and i.micro_batch is not None]
 
 
@@ -145,18 +140,22 @@ def apply_profile(profile: Mapping[str, float], instructions: Sequence[Instructi
     """
     computed = computation_of(instructions)
     listed = {i.name for i in computed}
-    parts: dict[str, int] = {}
+    partitions: dict[str, int] = {}
     for i in computed:
-        parts[i.name] = max([parts.get(i.name, 1), *(piece + 1 for piece in i.partition)])
-    return ListSeconds({name: _whole_seconds(name, profile, listed) for name in listed}, parts)
+        partitions[i.name] = max([partitions.get(i.name, 1), *(number + 1 for number in i.partition)])
+    return ListSeconds({name: _whole_seconds(name, profile, listed) for name in listed}, partitions)
 
 
 def _whole_seconds(name: str, profile: Mapping[str, float], listed: set[str]) -> float:
     operator = parse_operator(name)
-    if operator.suffix == RECOMPUTE:
-        return profile[name.removesuffix("." + RECOMPUTE)]
-    if operator.suffix != BACKWARD:
+    if operator.phase == RECOMPUTE:
+        return profile[str(replace(operator, phase=FORWARD))]
+    if operator.phase != BACKWARD:
         return profile[name]
-    before = name.removesuffix(BACKWARD)
-    inside = (n for n in profile if n.startswith(before) and n.endswith("." + WEIGHT_GRADIENT) and n not in listed)
+    inside = (other for other in profile if other not in listed and _is_gradient_of(other, name))
     return profile[name] + sum(profile[n] for n in inside)
+
+
+def _is_gradient_of(name: str, backward: str) -> bool:
+    """Whether a name is that of a weight gradient of a backward operator."""
+    return parse_operator(name).phase is WEIGHT_GRADIENT and backward_of(name) == backward

@@ -1,4 +1,4 @@
-"""Ranks on hosts of their own, joined by links of a rate that may change: what benchmarks of predictions and choices stand on."""
+"""Ranks on hosts of their own, joined by links of a rate that may change: the base of benchmarks of predictions and choices."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def ranks_on_bed(
 
 
 def add_link_options(parser: argparse.ArgumentParser) -> None:
-    """`--namespaces` and `--emulator`, which `settle_links` decides where neither is given."""
+    """`--namespaces` and `--emulator`, between which `settle_links` decides where neither is given."""
     links = parser.add_mutually_exclusive_group()
     links.add_argument("--namespaces", action="store_true", default=None, help="default where they can be made")
     links.add_argument("--emulator", dest="namespaces", action="store_false", help="links inside the processes")
 
 
 def settle_links(arguments: argparse.Namespace) -> None:
-    """Namespaces where they can be made; ConfigError where they are asked for and cannot."""
+    """Choose namespaces where they can be created; ConfigError where they are asked for and cannot."""
     if arguments.namespaces is None:
         with contextlib.suppress(ConfigError):
             require_namespaces()
@@ -89,5 +89,5 @@ def settle_links(arguments: argparse.Namespace) -> None:
 
 
 def links_name(arguments: argparse.Namespace) -> str:
-    """Of the links that were settled, for files and records."""
+    """Name of the chosen links, for files and records."""
     return "namespaces" if arguments.namespaces else "emulator"

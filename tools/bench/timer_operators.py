@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, parse_operator
+from moe_overlap.plan.instructions import BufferRole, Instruction
+from moe_overlap.plan.operators import BACKWARD, COUNT, DISPATCH, GATE, OperatorKind, state_operator
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
-from moe_overlap.runtime.dispatch.wire import Exchange, Pending, extra_columns
-from moe_overlap.runtime.executor.bindings import StepState, handle_of, travelling
+from moe_overlap.runtime.dispatch.wire import AllToAll, Pending, extra_columns
 from moe_overlap.runtime.executor.buffers import Buffers
-from moe_overlap.runtime.executor.execute import PIECES, PlanExecutor, StageTransfers, is_update
+from moe_overlap.runtime.executor.execute import PlanExecutor, StageTransfers, is_update
+from moe_overlap.runtime.executor.state import StepState, handle_of, travelling
 from moe_overlap.runtime.step import Batch, StepResult
 from tools.bench.profile import GivenSeconds, ListSeconds, apply_profile
 
@@ -32,7 +32,7 @@ LATE_SECONDS = 1e-4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
-    """What decides the size of a message."""
+    """The sizes that decide how large a message is."""
 
     tokens: int
     experts: int
@@ -42,41 +42,41 @@ class Sizes:
 
 
 class TimerOperators:
-    """In the place of `ChunkOperators`: sleeps, and exchanges rows of zeros."""
+    """Stands in for `ChunkOperators`: it sleeps, and its all-to-alls carry rows of zeros."""
 
     def __init__(self, dispatcher: IrregularDispatcher, sizes: Sizes) -> None:
         self._dispatcher, self._sizes = dispatcher, sizes
         self.seconds: ListSeconds | GivenSeconds = ListSeconds({}, {})
         self.scale = 1.0
-        self.parts: Mapping[str, int] = {}
+        self.partitions: Mapping[str, int] = {}
         self._openings: dict[int, Handle] = {}
         self._zeros: dict[tuple[int, int], Tensor] = {}
 
     def compute(self, instruction: Instruction, state: StepState) -> None:
-        """Take the time of a compute or weight-gradient instruction; a gate also decides the routing."""
+        """Sleep for the time of a compute or weight-gradient instruction; a gate also decides the routing."""
         begun = time.perf_counter()
-        operator = parse_operator(instruction.name, "instruction")
-        if operator.part == GATE and not operator.suffix:
+        operator = instruction.operator
+        if operator.kind == GATE and not operator.phase:
             assert operator.layer is not None
-            places = travelling(instruction, operator.layer, instruction.writes, "rows")
-            parts = max(self.parts.get(instruction.name, 1), len(places))
-            state.handles |= {place: self._open(operator.layer, parts) for place in places}
+            places = travelling(instruction, operator.layer, instruction.writes, BufferRole.ROWS)
+            partitions = max(self.partitions.get(instruction.name, 1), len(places))
+            state.handles |= {place: self._open(operator.layer, partitions) for place in places}
         left = begun + self.seconds.of(instruction) * self.scale - LATE_SECONDS - time.perf_counter()
         if left > 0:
             time.sleep(left)
 
     def exchange(self, instruction: Instruction, state: StepState) -> Callable[[], None]:
-        """Start an exchange; the answer waits for it."""
-        operator = parse_operator(instruction.name, "instruction")
+        """Start an all-to-all; the returned function waits for it."""
+        operator = instruction.operator
         handle, dispatcher = handle_of(instruction, operator, state, self._dispatcher), self._dispatcher
-        if operator.part == COUNT:
+        if operator.kind == COUNT:
             counting = dispatcher.start_counts(handle)
             return lambda: _drop(counting.wait())
         routed, arrived = sum(handle.counts.sent), sum(handle.counts.received)
         packed = self._sizes.hidden + extra_columns(self._sizes.dtype, handle.probs_dtype)
-        back = operator.suffix == BACKWARD
+        back = operator.phase == BACKWARD
         start: Callable[[Tensor, Handle], Pending[Tensor]]
-        if operator.part == DISPATCH:
+        if operator.kind == DISPATCH:
             start = dispatcher.start_dispatch_backward if back else dispatcher.start_dispatch
             rows = self._rows(arrived if back else routed, packed)
         else:
@@ -85,8 +85,8 @@ class TimerOperators:
         pending = start(rows, handle)
         return lambda: _drop(pending.wait())
 
-    def _open(self, layer: int, parts: int) -> Handle:
-        tokens = self._sizes.tokens // parts
+    def _open(self, layer: int, partitions: int) -> Handle:
+        tokens = self._sizes.tokens // partitions
         if tokens not in self._openings:
             experts, k = self._sizes.experts, self._sizes.experts_per_token
             chosen_TK = (torch.arange(tokens)[:, None] * k + torch.arange(k)[None, :]) % experts
@@ -102,21 +102,21 @@ class TimerOperators:
 
 
 class ZeroPieces:
-    """In the place of `GradientPieces`: exchanges as many zeros as the list says."""
+    """Stands in for `GradientBuckets`: it sends as many zeros as the list says."""
 
-    def __init__(self, replicas: Exchange) -> None:
+    def __init__(self, replicas: AllToAll) -> None:
         self.replicas = replicas
         self._sent_bytes: dict[tuple[str, int], int] = {}
 
     def take_sizes(self, instructions: Sequence[Instruction]) -> None:
-        """The pieces of the next step."""
-        pieces = [i for i in instructions if i.name.startswith(PIECES)]
+        """Read the buckets of the next step."""
+        pieces = [i for i in instructions if i.operator.is_bucket]
         self._sent_bytes = {(i.name, i.partition[0]): i.bytes for i in pieces}
 
-    def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
-        """Start one piece; the answer waits for it."""
-        name, size = PIECES + part, self.replicas.size
-        rows = torch.zeros(size, self._sent_bytes[name, piece] // (size - 1), dtype=torch.uint8)
+    def start(self, parameter_group: str, bucket: int, buckets: int) -> Callable[[], None]:
+        """Start one bucket; the returned function waits for it."""
+        name, size = state_operator(OperatorKind.GRADIENTS, parameter_group), self.replicas.size
+        rows = torch.zeros(size, self._sent_bytes[name, bucket] // (size - 1), dtype=torch.uint8)
         pending = self.replicas.start(rows, [1] * size, [1] * size, tag=self.replicas.take_tags(1), name=name)
         return lambda: _drop(pending.wait())
 
@@ -125,17 +125,17 @@ class ZeroPieces:
 
 
 class ZeroTransfers(StageTransfers):
-    """In the place of `StageTransfers`: sends as many zeros, and keeps nothing of what arrives."""
+    """Stands in for `StageTransfers`: it sends as many zeros, and keeps nothing that arrives."""
 
     @classmethod
     def like(cls, transfers: StageTransfers) -> ZeroTransfers:
-        """With the sizes and the group of another one."""
-        made = cls.__new__(cls)
-        made.__dict__.update(transfers.__dict__)
-        return made
+        """Zero transfers with the sizes and the group of given transfers."""
+        zeros = cls.__new__(cls)
+        zeros.__dict__.update(transfers.__dict__)
+        return zeros
 
     def start(self, i: Instruction, buffers: Buffers) -> Callable[[], None]:
-        """Start one transfer; the answer waits for it."""
+        """Start one transfer; the returned function waits for it."""
         empty = Buffers(lambda _: 1)
         hidden = dataclasses.replace(i, reads=("h.m0",), writes=("h.m0",))
         empty.write(hidden, "h", torch.zeros(self._shape, dtype=self._dtype))
@@ -156,21 +156,21 @@ class TimedExecutor(PlanExecutor):
     scale: float = 1.0
 
     @classmethod
-    def over(cls, executor: PlanExecutor, sizes: Sizes, replicas: Exchange, waits: bool) -> TimedExecutor:
+    def over(cls, executor: PlanExecutor, sizes: Sizes, replicas: AllToAll, waits: bool) -> TimedExecutor:
         """An executor that shares everything but the operators with another one.
 
         Args:
-            replicas: what gradients are exchanged over.
+            replicas: the wire over which gradients are reduced.
             waits: wait for every all-to-all where it is started.
         """
-        made = cls.__new__(cls)
-        made.__dict__.update(executor.__dict__)
-        made._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
-        made._pieces = ZeroPieces(replicas)
-        made._waits = waits
-        made._transfers = ZeroTransfers.like(executor._transfers)
-        made.profile = {}
-        return made
+        timed = cls.__new__(cls)
+        timed.__dict__.update(executor.__dict__)
+        timed._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
+        timed._pieces = ZeroPieces(replicas)
+        timed._waits = waits
+        timed._transfers = ZeroTransfers.like(executor._transfers)
+        timed.profile = {}
+        return timed
 
     @torch.no_grad()
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
@@ -179,7 +179,7 @@ class TimedExecutor(PlanExecutor):
         seconds = self.given or apply_profile(self.profile, listed)
         for operators in self._operators:
             assert isinstance(operators, TimerOperators)
-            operators.seconds, operators.parts, operators.scale = seconds, _parts(listed), self.scale
+            operators.seconds, operators.partitions, operators.scale = seconds, _partitions(listed), self.scale
         assert isinstance(self._pieces, ZeroPieces)
         self._pieces.take_sizes(listed)
         self._recorder.start_step()
@@ -192,12 +192,12 @@ def _as_compute(i: Instruction) -> Instruction:
     return dataclasses.replace(i, kind="compute") if i.kind == "weight-gradient" else i
 
 
-def _parts(instructions: Sequence[Instruction]) -> dict[str, int]:
-    parts: dict[str, int] = {}
+def _partitions(instructions: Sequence[Instruction]) -> dict[str, int]:
+    partitions: dict[str, int] = {}
     for i in instructions:
-        parts[i.name] = max([parts.get(i.name, 1), *(piece + 1 for piece in i.partition)])
-    return parts
+        partitions[i.name] = max([partitions.get(i.name, 1), *(number + 1 for number in i.partition)])
+    return partitions
 
 
 def _drop(arrived: object) -> None:
-    """What arrives has no meaning."""
+    """Drop what arrives: it has no meaning."""

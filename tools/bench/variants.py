@@ -1,4 +1,9 @@
-"""What the overlap benchmark compares, as flags of pretrain_moe.py."""
+"""The variants that the overlap benchmark compares, as flags of pretrain_moe.py.
+
+`variants` lists them. Two of their fields change what flags alone cannot say: `reduction` moves the reduction of one gradient
+within a list (`with_reduction`), and `reach` sets the ranges of partitions to any number of operators (`reaching`), the
+horizontal axis of Lancet's figure 6.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +19,38 @@ from moe_overlap.plan.operators import ATTENTION, EXPERTS, GATE, MERGE, MLP, lay
 from moe_overlap.plan.overlap import LayerOverlap, Place, needs_whole_batch
 from moe_overlap.plan.plan import Plan, StagePlan
 
-# Lists that reduce one gradient in other ways than `gradient_gaps` places it, to measure what its places are worth.
-#
-# as listed     every part, as the plan says
-# none          nothing is reduced
-# in gaps       the head alone, as the plan says
-# at once       the head alone, in one collective that starts when its gradient is complete
-# at the end    the head alone, in one collective behind the last backward pass
-
 Reduction = Literal["as listed", "none", "in gaps", "at once", "at the end"]
+"""How a list reduces gradients, to measure what the places that lowering chooses are worth.
+
+    as listed     every parameter group, as the plan says
+    none          nothing is reduced
+    in gaps       the head alone, as the plan says
+    at once       the head alone, in one collective that starts when its gradient is complete
+    at the end    the head alone, in one collective behind the last backward pass
+"""
 HEAD = "gradients.head"
 
 
 def with_reduction(instructions: Sequence[Instruction], reduction: Reduction) -> tuple[Instruction, ...]:
-    """A list with its reductions as described above; nothing but the executor's order is kept sound.
+    """The list with its reductions moved; nothing but the executor's order is kept sound.
 
     Args:
-        instructions: a list with reductions in pieces; the last two ways need the head in one piece.
+        instructions: a list with reductions in buckets; the last two ways need the head in one bucket.
     """
     if reduction == "as listed":
         return tuple(instructions)
     head = [i for i in instructions if i.name == HEAD]
-    others = [i for i in instructions if not i.name.startswith("gradients.")]
+    others = [i for i in instructions if not i.operator.is_bucket]
     if reduction == "none":
         return tuple(others)
     if reduction == "in gaps":
         return tuple(i for i in instructions if i.name == HEAD or i in others)
-    (piece,) = head
-    free = [dataclasses.replace(i, after=tuple(number for number in i.after if number != piece.id)) for i in others]
+    (bucket,) = head
+    free = [dataclasses.replace(i, after=tuple(number for number in i.after if number != bucket.id)) for i in others]
     passes = [i for i in free if i.micro_batch is not None]
-    complete = max(place for place, i in enumerate(passes) if piece.reads[0] in i.writes)
+    complete = max(place for place, i in enumerate(passes) if bucket.reads[0] in i.writes)
     place = complete + 1 if reduction == "at once" else len(passes)
-    return (*passes[:place], dataclasses.replace(piece, after=()), *passes[place:], *free[len(passes) :])
+    return (*passes[:place], dataclasses.replace(bucket, after=()), *passes[place:], *free[len(passes) :])
 
 
 MODEL = """
@@ -55,9 +60,9 @@ MODEL = """
     --moe-router-load-balancing-type none --moe-router-dtype fp32
     --micro-batch-size 8 --mock-data --train-iters 100000 --lr 1e-4 --eval-iters 0 --num-workers 0 --log-interval 1000000
 """.split()
-"""The default job: 2048 tokens per rank and micro-batch; on two ranks 4 MiB leave a rank per exchange (two experts per token)."""
+"""The default job: 2048 tokens per rank and micro-batch. On two ranks 4 MiB leave a rank per all-to-all, with top-2."""
 JOB = (*MODEL, "--tokenizer-type", "NullTokenizer", "--vocab-size", "1024")
-"""The same with a vocabulary that flags tell, as predictions need it."""
+"""The default job with a vocabulary that flags tell, as predictions need it."""
 TOP_2 = ("--moe-router-topk", "2")
 GATE_FLAGS = {
     "switch": ("--moe-router-topk", "1", "--moe-router-pre-softmax"),
@@ -75,15 +80,15 @@ PLAIN, RECEIVE_FIRST = "alltoall", "alltoall receive-first"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run the job.
+    """One way to execute the job.
 
     Attributes:
         flags: behind the job's own.
         plain: megatron-core's own dispatcher; runs in processes that import no overlap code.
         receive_first: its all-to-all is replaced by point-to-point.
-        waits: every exchange is waited for where it starts.
+        waits: every all-to-all is waited for where it starts.
         reach: operators on each side of a MoE layer that run in its partitions; None: what the flags say.
-        reduction: when the gradient of the head is reduced, see variants.py; timer compute only.
+        reduction: how gradients are reduced; timer compute only.
     """
 
     name: str
@@ -108,7 +113,7 @@ def variants(
     reaches: Sequence[int] = (),
     micro_batches: int = 1,
 ) -> list[Variant]:
-    """All variants for one gate, in the order of their turns.
+    """List all variants for one gate, in the order of their turns.
 
     Args:
         gate: of `--moe-gate`; the baselines use megatron-core's router.
@@ -119,7 +124,7 @@ def variants(
             interleaved, too.
     """
     plain, base = plain_flags(gate), base_flags(gate)
-    found = [
+    chosen = [
         Variant(PLAIN, plain, plain=True),
         Variant(RECEIVE_FIRST, plain, plain=True, receive_first=True),
         Variant(SEQUENTIAL, base),
@@ -130,19 +135,19 @@ def variants(
     for name in ranges:
         for count in partitions:
             cut = (*base, "--moe-overlap-partitions", str(count), "--moe-overlap-range", name)
-            found.append(Variant(f"partitions {count} {name}", cut))
-            found.append(Variant(f"both {count} {name}", (*cut, *DEFER)))
+            chosen.append(Variant(f"partitions {count} {name}", cut))
+            chosen.append(Variant(f"both {count} {name}", (*cut, *DEFER)))
             if micro_batches > 1:
-                found.append(Variant(f"all {count} {name}", (*cut, *DEFER, *INTERLEAVE)))
-    widest = found[-1]
+                chosen.append(Variant(f"all {count} {name}", (*cut, *DEFER, *INTERLEAVE)))
+    widest = chosen[-1]
     if micro_batches > 1:
-        found.append(Variant("micro-batches", (*base, *INTERLEAVE)))
-        found.append(Variant("micro-batches and deferral", (*base, *DEFER, *INTERLEAVE)))
+        chosen.append(Variant("micro-batches", (*base, *INTERLEAVE)))
+        chosen.append(Variant("micro-batches and deferral", (*base, *DEFER, *INTERLEAVE)))
     for reach in reaches:
         for count in partitions:
             cut = (*base, "--moe-overlap-partitions", str(count), "--moe-overlap-range", "experts")
-            found.append(Variant(f"partitions {count} reach {reach}", cut, reach=reach))
-    return [*found, Variant(f"{widest.name}, waiting", widest.flags, waits=True)]
+            chosen.append(Variant(f"partitions {count} reach {reach}", cut, reach=reach))
+    return [*chosen, Variant(f"{widest.name}, waiting", widest.flags, waits=True)]
 
 
 def deferral(gate: str) -> Variant:
@@ -171,15 +176,12 @@ def job_flags(ranks: int, micro_batches: int, experts_per_rank: int) -> list[str
     return [word for flag, value in sizes.items() for word in (flag, str(value))]
 
 
-# Ranges of any number of operators around a MoE layer: the horizontal axis of Lancet's figure 6.
-#
-# Reach n: the mixture of experts with up to n operators before it and up to n behind it. An operator is an attention or a dense
-# MLP. A range ends at its neighbours' mixtures of experts and at its chunk; where two ranges meet, what lies between them
-# belongs to the later one first, and both become one pipeline.
-
-
 def reaching(plan: Plan, model: ModelDescription, reach: int) -> Plan:
     """The plan with the ranges of all its partitioned layers replaced.
+
+    Reach n means the MoE operators with up to n operators before them and up to n behind. An operator is an attention or a dense
+    MLP. A range ends at the experts of its neighbours and at its model chunk; where two ranges meet, the operators between them
+    belong to the later one first, and both become one pipeline.
 
     Args:
         reach: most operators on each side.
@@ -204,7 +206,7 @@ def _stage(stage: StagePlan, model: ModelDescription, reach: int) -> StagePlan:
 
 
 def _free(places: list[Place], reach: int, taken: set[Place]) -> int:
-    """How many of the next operators can be had, up to `reach`."""
+    """Number of the next operators that the range may take, up to `reach`."""
     count = 0
     for place in places[:reach]:
         if place in taken or place[1] == EXPERTS:

@@ -1,4 +1,4 @@
-"""One rank of the overlap benchmark: assembles the variants' runs, then steps the one it is told to.
+"""One rank of the overlap benchmark: it assembles the runs of all variants, then executes a step of the one it is told to.
 
 Orders come as JSON lines, each gets one answer:
 
@@ -8,7 +8,7 @@ Orders come as JSON lines, each gets one answer:
     {"do": "step", "variant": …, "bytes_per_second": …, "scale": …, "trace": FILE or null}
     {"do": "operators", …}                             see measuring.py: what a rank computes,
     {"do": "links", "kind": …, "held_bytes": …}        seconds of a collective,
-    {"do": "slowdown", "held_bytes": …}                and of an exchange beside products
+    {"do": "slowdown", "held_bytes": …}                and of an all-to-all beside products
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from moe_overlap.commands.exits import end_process
 from moe_overlap.describe.errors import ConfigError
 from tools.bench.emulator import EgressClock
-from tools.bench.profile import ORDERS, GivenSeconds, ProcessorClock, given_seconds, is_update, median_seconds
+from tools.bench.profile import ORDERS, GivenSeconds, ProcessorClock, given_seconds, median_seconds
 from tools.bench.variants import Variant
 
 OVERLAP_CODE = (
@@ -37,7 +37,7 @@ OVERLAP_CODE = (
     "moe_overlap.runtime.executor.bindings",
     "moe_overlap.runtime.dispatch",
 )
-"""What processes of megatron-core's own variants must not import."""
+"""Modules that processes of megatron-core's own variants must not import."""
 ORDER_STEP, ORDER_PROFILE, ORDER_USE, ORDER_ADD = "step", "profile", "use", "add"
 
 
@@ -65,7 +65,7 @@ class Rank:
         self.runs: dict[str, Run] = {}
 
     def answer(self, order: dict[str, Any]) -> Any:
-        """Do as told."""
+        """Follow an order."""
         if self.clock is not None:
             self.clock.bytes_per_second = order["bytes_per_second"]
         if order["do"] == ORDER_STEP:
@@ -77,11 +77,16 @@ class Rank:
         raise ValueError(f"unknown order {order}")
 
     def wires(self) -> Any:
-        """What messages travel over, as `measuring.RankWires`."""
+        """The wires of this rank, as `measuring.RankWires`."""
         raise NotImplementedError
 
     def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
-        """One step. `step`: forward and backward; `whole`: the update, too; `exchanges`: sum of the all-to-alls' spans."""
+        """Execute one step.
+
+        Returns:
+            Seconds. `step`: forward and backward; `whole`: with the update; `exposed`: communication that no computation covers;
+            `exchanges`: sum of the spans of the all-to-alls.
+        """
         import torch.distributed as dist
 
         from moe_overlap.plan.instructions import communication_seconds
@@ -94,8 +99,8 @@ class Rank:
         if trace is not None:
             rank = dist.get_rank()
             write_trace(Path(f"{trace}.rank{rank}" if rank else trace), result.spans, rank)
-        passes = [span for span in result.spans if not is_update(span.name)]
-        update = min((span.start for span in result.spans if is_update(span.name)), default=whole)
+        passes = [span for span in result.spans if not span.operator.is_update]
+        update = min((span.start for span in result.spans if span.operator.is_update), default=whole)
         exchanges = sum(span.end - span.start for span in passes if span.channel == "ep")
         return {
             "step": update,
@@ -105,7 +110,7 @@ class Rank:
         }
 
     def parse(self, variant: Variant) -> Any:
-        """The command line of a variant, validated."""
+        """Parse and validate the command line of a variant."""
         import torch.distributed as dist
 
         from megatron.training.cli.arguments import parse
@@ -116,7 +121,7 @@ class Rank:
         return parsed
 
     def assemble(self, variant: Variant) -> Any:
-        """What pretrain_moe.py makes of a variant's flags."""
+        """Assemble a variant's run as pretrain_moe.py does."""
         import torch.distributed as dist
 
         from moe_overlap.commands import train as pretrain_moe
@@ -125,7 +130,7 @@ class Rank:
 
 
 class RealRank(Rank):
-    """Every variant as pretrain_moe.py assembles it."""
+    """A rank that executes every variant as pretrain_moe.py assembles it."""
 
     def __init__(self, job: Sequence[str], emulator: bool) -> None:
         super().__init__(job, emulator)
@@ -149,12 +154,12 @@ class RealRank(Rank):
         self.runs[variant.name] = Run(variant, runner, job.schedule.instructions, job.batches("train", 0))
 
     def wires(self) -> Any:
-        """Of the first variant that has any."""
+        """The wires of the first variant that has any."""
         name = next(name for name, wires in self._wires.items() if wires)
         return _rank_wires(self._wires[name][0], self._stages[name])
 
     def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
-        """One step, megatron-core's all-to-all replaced where the variant says so; its bytes are not counted."""
+        """Execute one step, with megatron-core's all-to-all replaced where the variant says so; its bytes are not counted."""
         from tools.bench.emulator import replaced
 
         wires = self._wires[run.variant.name]
@@ -165,14 +170,14 @@ class RealRank(Rank):
 
 
 class TimerRank(Rank):
-    """One assembled run whose executor follows the lists of all variants over timer compute.
+    """A rank whose one assembled run follows the lists of all variants over timer compute.
 
     Args:
         profiled: the variant that is assembled and measured; its weight gradients stand apart.
     """
 
     def __init__(self, job: Sequence[str], emulator: bool, profiled: Variant) -> None:
-        from moe_overlap.runtime.dispatch.wire import Exchange
+        from moe_overlap.runtime.dispatch.wire import AllToAll
         from moe_overlap.runtime.executor.execute import PlanExecutor
         from tools.bench.emulator import EmulatedExchange, GlooAllToAll, emulate
         from tools.bench.timer_operators import TimedExecutor
@@ -184,7 +189,7 @@ class TimerRank(Rank):
         assert isinstance(self._real, PlanExecutor), f"the list of {profiled.name!r} is not followed by the executor"
         self._wires = self._real.dispatcher.wires
         replicas = self._real.context.groups.collection.dp_cp
-        over_replicas = Exchange(replicas)
+        over_replicas = AllToAll(replicas)
         if self.clock is not None:
             emulate(self._wires, self.clock)
             over_replicas = EmulatedExchange(replicas, self.clock)
@@ -224,11 +229,11 @@ class TimerRank(Rank):
         return super().answer(order)
 
     def wires(self) -> Any:
-        """Those that all variants share."""
+        """The wires that all variants share."""
         return _rank_wires(self._wires, self._real.context.groups.collection.pp)
 
     def step(self, run: Run, scale: float, trace: str | None = None) -> dict[str, float]:
-        """One step of sleeps."""
+        """Execute one step of sleeps."""
         self._wires.rows = self._gloo if run.variant.plain else self._point_to_point
         run.runner.given, run.runner.scale = self._given.get(run.variant.name), scale
         before = self._wires.sent_bytes
@@ -277,10 +282,10 @@ class TimerRank(Rank):
 
 
 def _rank_wires(wires: Any, stages: Any) -> Any:
-    from moe_overlap.runtime.dispatch.wire import Exchange
+    from moe_overlap.runtime.dispatch.wire import AllToAll
     from tools.bench.measuring import RankWires
 
-    return RankWires(wires.rows, wires.counts.exchange, Exchange(stages))
+    return RankWires(wires.rows, wires.counts.all_to_all, AllToAll(stages))
 
 
 def _waiting(runner: Any) -> Any:
@@ -292,7 +297,7 @@ def _waiting(runner: Any) -> Any:
 
 
 def wires_of(job: Any, runner: Any) -> list[Any]:
-    """Every wire of an assembled run."""
+    """All wires of an assembled run."""
     from megatron.training.model.build import unwrap
     from moe_overlap.runtime.executor.execute import PlanExecutor
 

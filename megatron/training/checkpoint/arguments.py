@@ -42,7 +42,7 @@ CHECKPOINT_WINS = frozenset(
         "moe_router_score_function moe_router_enable_expert_bias moe_router_topk_scaling_factor"
     ).split()
 )
-"""What upstream takes from the checkpoint also where the command line says otherwise; tokenizer and parallel sizes, too."""
+"""Fields that upstream takes from the checkpoint even where the command line differs; tokenizer and parallel sizes are others."""
 
 
 def with_checkpoint_arguments(parsed: ParsedArguments) -> ParsedArguments:
@@ -66,11 +66,11 @@ def with_checkpoint_arguments(parsed: ParsedArguments) -> ParsedArguments:
 
 
 def _saved_config(start: Start) -> Config:
-    words = start.stored.mark.get("arguments")
-    if words is None:
+    arguments = start.stored.mark.get("arguments")
+    if arguments is None:
         rule = f"step {start.stored.step} carries no arguments: an older version saved it"
         raise ConfigError(start.flag, start.folder, rule, f"drop {ASKED} and give the model's flags")
-    return parse(words).config
+    return parse(arguments).config
 
 
 def _merged(parsed: ParsedArguments, saved: Config) -> tuple[Config, list[str]]:
@@ -79,14 +79,15 @@ def _merged(parsed: ParsedArguments, saved: Config) -> tuple[Config, list[str]]:
     told = []
     for flag in _wanted(parsed.config):
         path = f"{flag.group}.{flag.field}"
-        mine, theirs = (getattr(getattr(config, flag.group), flag.field) for config in (parsed.config, saved))
+        written, stored = (getattr(getattr(config, flag.group), flag.field) for config in (parsed.config, saved))
         given = not parsed.given.isdisjoint((*flag.names, *([flag.off] if flag.off else [])))
         keeps = given and path not in CHECKPOINT_WINS and flag.group != "parallel" and path not in TOKENIZER
-        if given and mine != theirs:
-            here, there = _shown(flag, mine), _shown(flag, theirs)
-            told.append(f"{here} of the command line holds, not {there}" if keeps else f"{there} holds, not {here}")
+        if given and written != stored:
+            given_text, stored_text = _shown(flag, written), _shown(flag, stored)
+            kept_line = f"{given_text} of the command line holds, not {stored_text}"
+            told.append(kept_line if keeps else f"{stored_text} holds, not {given_text}")
         if not keeps:
-            values.setdefault(flag.group, {})[flag.field] = theirs
+            values.setdefault(flag.group, {})[flag.field] = stored
     groups = {group: dataclasses.replace(getattr(parsed.config, group), **new) for group, new in values.items()}
     return dataclasses.replace(parsed.config, **groups), told
 
@@ -101,7 +102,7 @@ def _wanted(config: Config) -> Iterator[Flag]:
 
 
 def _shown(flag: Flag, value: Any) -> str:
-    """The words of a value, or of its absence."""
+    """The arguments that set a value, or `no --flag` for its absence."""
     if value is None or (flag.kind == "switch" and value == flag.default):
         return f"no {flag.off if value else flag.names[0]}"
     return " ".join(flag_texts(flag, value))

@@ -1,8 +1,8 @@
 """Saving and loading a run: weights, optimizer, schedule, random-number states, progress.
 
-In `checkpoints/`, `folder.py` makes a checkpoint complete or absent, `saver.py` and `optimizer_state.py` say what its tensors
-are; `cli/rules/checkpoint.py` says what a run may load. A run that resumes in the layout it was saved in continues bitwise; in
-another one, within rounding.
+`folder.py` makes a checkpoint complete or absent, `saver.py` and `optimizer_state.py` say what its tensors are,
+`cli/rules/checkpoint.py` says what a run may load. A run that resumes in the layout it was saved in continues bitwise; in
+another layout, within rounding.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.build import unwrap
 from moe_overlap.describe.errors import ConfigError
 
-# The dynamic loss scale of fp16 in a checkpoint: its value, and how far it is from moving again.
+# The dynamic loss scale of fp16
 
 
 def scaler_state(optimizer: Any) -> dict[str, float] | None:
-    """JSON numbers, equal on every rank; None where the scale is constant or there is none.
+    """The dynamic loss scale and how far it is from moving again, in JSON numbers equal on every rank; None without one.
 
     Args:
         optimizer: megatron-core's chained optimizers; the first one's scaler counts (moe_overlap/runtime/state/optimizer.py).
@@ -57,7 +57,7 @@ def scaler_state(optimizer: Any) -> dict[str, float] | None:
 
 
 def restore_scaler(optimizer: Any, state: dict[str, float] | None) -> None:
-    """Take over a saved scale; one that is constant now, or was when the run was saved, stays as the flags have it.
+    """Take over a saved loss scale; a scale that is constant now, or was in the saved run, stays as the flags have it.
 
     A window that is shorter than it was may be over: it ends at the next step, as megatron-core waits for equality.
     """
@@ -73,11 +73,11 @@ def restore_scaler(optimizer: Any, state: dict[str, float] | None) -> None:
     )
 
 
-# The state of every random-number generator of a process.
+# Random-number generators
 
 
 def random_states() -> dict[str, Any]:
-    """Python, numpy, torch on the host and on the GPU, and megatron-core's named streams."""
+    """States of this process's generators: Python, numpy, torch on host and GPU, megatron-core's named streams."""
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
@@ -104,7 +104,7 @@ RANDOM_STATES = "random_states"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a run is: steps made, those of them that left the weights alone, samples consumed."""
+    """Progress of a run: steps executed, steps among them that left the weights alone, samples consumed."""
 
     iteration: int = 0
     skipped: int = 0
@@ -143,7 +143,7 @@ class Checkpointer:
         """Write `<save>/step-N`, or with --async-save start to; killed at any moment, the step is absent or complete.
 
         Args:
-            persistent: keep it; else it replaces the former one that was not, in a folder apart.
+            persistent: keep it; else it replaces the former non-persistent checkpoint, in a folder apart.
         Raises:
             ConfigError: on every rank, when the folder cannot be written.
         """
@@ -209,11 +209,11 @@ class Checkpointer:
 
         request = self._state(with_optimizer, with_random and same_layout, loading=True)
         ignored = () if with_optimizer else (KEY_PREFIX,)
-        found = differences(request, stored.path, ignored)
-        told = checkpoint_rules.require_fit(stored, load, found, flags.dist_ckpt_strictness)
-        loaded = self._read(stored, without_keys(request, found.absent_keys))
+        differing = differences(request, stored.path, ignored)
+        told = checkpoint_rules.require_fit(stored, load, differing, flags.dist_ckpt_strictness)
+        loaded = self._read(stored, without_keys(request, differing.absent_keys))
         for index, chunk in enumerate(self._chunks):
-            unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not found.absent_keys)
+            unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not differing.absent_keys)
         if with_optimizer:
             name, steps = self._config.optimizer.optimizer, stored.mark["optimizer"]["steps"]
             restore_optimizer(self._optimizer, name, loaded["optimizer"], steps)
@@ -234,8 +234,8 @@ class Checkpointer:
             name = self._config.optimizer.optimizer
             state["optimizer"] = optimizer_state(self._optimizer, name, models, loading=loading)
         if with_random:
-            mine = None if loading else random_states()
-            state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, mine, (dist.get_world_size(),), (dist.get_rank(),))
+            states = None if loading else random_states()
+            state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, states, (dist.get_world_size(),), (dist.get_rank(),))
         return state
 
     def _read(self, stored: Stored, request: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _gathered_weights(self) -> Iterator[None]:
-        """With an overlapped gather the weights of other ranks are stale until the next forward pass: fetch them now."""
+        """Fetch the weights of other ranks, which an overlapped gather leaves stale until the next forward pass."""
         overlapped = [chunk for chunk in self._chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -275,14 +275,14 @@ class Checkpointer:
         return {"name": flags.optimizer, "precision": precision, "steps": steps, "scaler": scaler}
 
     def _load_schedule(self, stored: Stored, load: str) -> None:
-        mine = self._scheduler.state_dict()
-        saved = checkpoint_rules.schedule_to_load(stored, load, mine, self._config.optimizer)
+        of_run = self._scheduler.state_dict()
+        saved = checkpoint_rules.schedule_to_load(stored, load, of_run, self._config.optimizer)
         self._scheduler.load_state_dict(saved)
         # megatron-core leaves the run's own bounds in the parameter groups, where they win over the schedule's, and sets this
         # step's weight decay before it takes over the saved one.
         for group in self._optimizer.param_groups:
             for bound in ("max_lr", "min_lr"):
-                if group.get(bound) == mine[bound]:
+                if group.get(bound) == of_run[bound]:
                     group[bound] = getattr(self._scheduler, bound)
         self._scheduler.step(increment=0)
 

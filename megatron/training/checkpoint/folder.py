@@ -1,10 +1,14 @@
 """Checkpoints on disk: complete or absent, whenever the writer is killed. No torch.
 
     <folder>/step-000300/              a checkpoint; `complete.json` inside is its completion mark
-    <folder>/.tmp-step-000300-<hex>/   one being written, or being deleted: never loaded, swept by the next save
-    <folder>/.replaced-step-000300-<hex>/   what a save of the same step displaced; loaded only while step-000300 is missing
+    <folder>/.tmp-step-000300-<hex>/   a checkpoint being written or deleted: never loaded, swept by the next save
+    <folder>/.replaced-step-000300-<hex>/   a checkpoint that a save of the same step displaced; loaded only while step-000300 is
+                                       missing
 
-A save goes: fresh temporary folder, data files, completion mark, every file and folder synced, one rename.
+Steps of a save:
+    1. a fresh temporary folder (`open_temporary`);
+    2. the data files, by every rank;
+    3. the completion mark, with their sizes and checksums; every file and folder synced; one rename (`publish`).
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ class Stored:
 
     Attributes:
         order: 1 for the first save into its folder, larger for every later one; after a return to an earlier step the newest
-            checkpoint is not the one of the highest step.
+            checkpoint is not that of the highest step.
         mark: content of its completion mark.
     """
 
@@ -58,11 +62,11 @@ def step_name(step: int) -> str:
 
 def complete_checkpoints(folder: Path) -> list[Stored]:
     """Every complete checkpoint of a folder, oldest save first."""
-    found = {int(match[1]): path for path, match in _matches(folder, _REPLACED)}
-    # The finished name of a step hides the one it displaced.
-    found |= {int(match[1]): path for path, match in _matches(folder, _FINISHED)}
+    paths = {int(match[1]): path for path, match in _matches(folder, _REPLACED)}
+    # The finished name of a step hides the checkpoint that it displaced.
+    paths |= {int(match[1]): path for path, match in _matches(folder, _FINISHED)}
     stored = []
-    for step, path in found.items():
+    for step, path in paths.items():
         mark = _read_mark(path)
         if mark is not None:
             stored.append(Stored(path, step, mark["order"], mark))
@@ -70,7 +74,7 @@ def complete_checkpoints(folder: Path) -> list[Stored]:
 
 
 def non_persistent_folder(parent: str, given: str | None) -> Path:
-    """Where the saves lie of which only the last is kept.
+    """The folder of the checkpoints of which only the last is kept.
 
     Args:
         parent: folder of the other saves.
@@ -89,7 +93,7 @@ def choose(load: str, step: int | None, exit_on_missing: bool) -> Stored | None:
     Returns:
         None when the folder is absent or empty.
     Raises:
-        ConfigError: no complete checkpoint of that step, or an incomplete one that is newer than the last complete one.
+        ConfigError: no complete checkpoint of that step, or an incomplete one newer than the last complete one.
     """
     folder = Path(load)
     _refuse_other_folders(folder)
@@ -156,7 +160,10 @@ def _matches(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.
 
 
 def _read_mark(path: Path) -> dict[str, Any] | None:
-    """A mark that cannot be read completes nothing: a damaged old checkpoint must not stop a run that does not need it."""
+    """The completion mark of a folder; None where it is missing or broken.
+
+    A damaged old checkpoint must not stop a run that does not need it: a mark that cannot be read is no error.
+    """
     try:
         mark = json.loads((path / MARK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -166,7 +173,7 @@ def _read_mark(path: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turns failures of the file system into the user's error."""
+    """Turn failures of the file system into the user's error."""
     try:
         yield
     except OSError as error:
@@ -175,7 +182,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def open_temporary(folder: Path, step: int) -> Path:
-    """Sweep what killed saves left behind and make a fresh folder for this one."""
+    """Sweep the remains of killed saves and make a fresh folder for this save."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for leftover, _ in list(_matches(folder, _TEMPORARY)):
@@ -208,12 +215,12 @@ def verify(checkpoint: Stored, names: Sequence[str]) -> None:
         fix = f"delete {checkpoint.path.name}, or choose another checkpoint by --ckpt-step"
         size, crc = checkpoint.mark["files"][name]
         try:
-            found = checksums([path])[name]
+            read_size, read_crc = checksums([path])[name]
         except OSError as error:
             raise ConfigError("--load", path, f"cannot be read: {error.strerror}", fix) from None
-        if found[0] != size:
-            raise ConfigError("--load", path, f"is corrupt: {found[0]} bytes instead of {size}", fix)
-        if found[1] != crc:
+        if read_size != size:
+            raise ConfigError("--load", path, f"is corrupt: {read_size} bytes instead of {size}", fix)
+        if read_crc != crc:
             raise ConfigError("--load", path, "is corrupt: its content is not what was written", fix)
 
 
@@ -233,7 +240,7 @@ def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]
         _sync(temporary / MARK)
         _sync(temporary)
         if final.exists():
-            # A checkpoint is replaced by two renames; killed between them, the displaced one is still found.
+            # A checkpoint is replaced by two renames; killed between them, a run still finds the displaced one.
             complete = (final / MARK).is_file()
             final.rename(folder / f".{'replaced' if complete else 'tmp'}-{final.name}-{secrets.token_hex(4)}")
         temporary.rename(final)
@@ -248,7 +255,7 @@ def prune(folder: Path, written: int, keep_last: int | None, retain_interval: in
 
     Args:
         written: the step just saved, which stays.
-        keep_last: keep the newest N; a retain interval alone keeps the newest one, as upstream does.
+        keep_last: keep the newest N; a retain interval alone keeps the newest, as upstream does.
         retain_interval: keep multiples of this in any case.
     """
     if keep_last is None and retain_interval is None:
@@ -264,7 +271,7 @@ def prune(folder: Path, written: int, keep_last: int | None, retain_interval: in
 
 
 def _delete(path: Path) -> None:
-    """The rename makes the checkpoint absent at once; killed after it, the next save sweeps the rest."""
+    """Delete a checkpoint: a rename makes it absent at once; if the run is killed then, the next save sweeps the rest."""
     doomed = path.with_name(f".tmp-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
     path.rename(doomed)
     shutil.rmtree(doomed)

@@ -1,8 +1,8 @@
 """Optimizer state in the shape of the model's parameters, so that a checkpoint loads at any parallel sizes.
 
-The distributed optimizer (ZeRO-1) cuts gradient buckets, not parameters: a rank holds a flat piece of most parameters, and a
-parameter at a cut is shared by neighbouring ranks. Saving joins the pieces on the first of them; loading reads the whole
-parameter and keeps the piece. megatron-core's own formats lose Adam's step count or corrupt state with several buckets.
+The distributed optimizer (ZeRO-1) cuts gradient buckets, not parameters: a rank holds a flat shard of most parameters, and a
+parameter at a cut is shared by neighbouring ranks. Saving joins the shards on the first of them; loading reads the whole
+parameter and keeps the shard. megatron-core's own formats lose Adam's step count or corrupt state with several buckets.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """This rank's flat piece of one parameter.
+class _Shard:
+    """This rank's flat shard of one parameter.
 
     Attributes:
         inner: the torch optimizer that steps `main`.
         group: its parameter group.
         data_parallel_group: the ranks among which the parameter's bucket is cut.
-        main: the piece, fp32; for fp32 parameters a view of the parameter.
+        main: the shard, fp32; for fp32 parameters a view of the parameter.
         place: index of this rank among `holders`.
-        holders: (rank in the data-parallel group, first, last element) of every rank with a piece.
+        holders: (rank in the data-parallel group, first, last element) of every rank with a shard.
     """
 
     inner: Any
@@ -43,20 +43,20 @@ class _Piece:
     holders: tuple[tuple[int, int, int], ...]
 
     def kinds(self, optimizer: str) -> tuple[str, ...]:
-        """What is stored of it. An fp32 parameter is its own master weight."""
+        """Kinds of state that are stored for the parameter. An fp32 parameter is its own master weight."""
         master = () if self.parameter.dtype == torch.float32 else (MASTER_WEIGHT,)
         return MOMENTS[optimizer] + master
 
     def tensor(self, kind: str) -> torch.Tensor:
-        """The flat piece of a kind; moments are zero before the first step."""
+        """The flat shard of a kind; moments are zero before the first step."""
         if kind == MASTER_WEIGHT:
             return self.main.detach()
         moment = self.inner.state.get(self.main, {}).get(kind)
         return torch.zeros_like(self.main).detach() if moment is None else moment.detach()
 
 
-def _pieces(optimizer: Any) -> Iterator[_Piece]:
-    """This rank's pieces, in an order that all ranks of a data-parallel group share."""
+def _shards(optimizer: Any) -> Iterator[_Shard]:
+    """This rank's shards, in an order that all ranks of a data-parallel group share."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:  # nothing to train on this rank
             continue
@@ -75,17 +75,17 @@ def _pieces(optimizer: Any) -> Iterator[_Piece]:
                 )
                 group = part.optimizer.param_groups[place[0]]
                 own = [rank for rank, _, _ in holders].index(ranks.rank())
-                yield _Piece(part.optimizer, group, ranks, parameter, group["params"][place[1]], own, holders)
+                yield _Shard(part.optimizer, group, ranks, parameter, group["params"][place[1]], own, holders)
 
 
 @torch.no_grad()
 def step_count(optimizer: Any) -> int:
-    """Updates made so far; the same on every rank. Collective."""
+    """Number of updates so far, the same on every rank. Collective."""
     steps = [0]
-    for piece in _pieces(optimizer):
+    for shard in _shards(optimizer):
         # torch's optimizers count per parameter, the fused ones of Transformer Engine and apex per group.
-        state = piece.inner.state.get(piece.main, {})
-        steps.append(int(state.get("step", piece.group.get("step", 0))))
+        state = shard.inner.state.get(shard.main, {})
+        steps.append(int(state.get("step", shard.group.get("step", 0))))
     assert len(set(steps[1:])) <= 1, f"parameters were stepped unequally: {sorted(set(steps))}"
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, max(steps))
@@ -99,46 +99,46 @@ def optimizer_state(optimizer: Any, name: str, model_state: Any, *, loading: boo
     Args:
         name: "adam" or "sgd".
         model_state: the chunks' sharded states, whose tensors are the parameters themselves.
-        loading: make empty tensors to load into, instead of joining the pieces.
+        loading: make empty tensors to load into, instead of joining the shards.
     Returns:
-        Entries keyed by position and kind; what another rank stores is left out.
+        Entries keyed by position and kind; entries that another rank stores are left out.
     """
-    shards = {id(s.data): s for s in nested_values(model_state) if isinstance(s, ShardedBase)}
+    sharded = {id(s.data): s for s in nested_values(model_state) if isinstance(s, ShardedBase)}
     state: dict[str, Any] = {}
-    for index, piece in enumerate(_pieces(optimizer)):
-        like = shards[id(piece.parameter)]
-        for kind in piece.kinds(name):
-            whole = _empty(piece) if loading else _joined(piece, piece.tensor(kind))
+    for index, shard in enumerate(_shards(optimizer)):
+        like = sharded[id(shard.parameter)]
+        for kind in shard.kinds(name):
+            whole = _empty(shard) if loading else _joined(shard, shard.tensor(kind))
             if whole is None:
                 continue
             dtype = {} if isinstance(like, ShardedTensorFactory) else {"dtype": whole.dtype}
             state[f"{index}.{kind}"] = replace(
                 like,
                 key=f"{KEY_PREFIX}{kind}.{like.key}",
-                data=whole.view(piece.parameter.shape),
+                data=whole.view(shard.parameter.shape),
                 # The last number counts replicas over the data-parallel ranks; here only the holders ask for the parameter.
-                replica_id=(*like.replica_id[:-1], piece.place),
+                replica_id=(*like.replica_id[:-1], shard.place),
                 **dtype,
             )
     return state
 
 
-def _empty(piece: _Piece) -> torch.Tensor:
-    return torch.zeros(piece.parameter.numel(), dtype=torch.float32, device=piece.parameter.device)
+def _empty(shard: _Shard) -> torch.Tensor:
+    return torch.zeros(shard.parameter.numel(), dtype=torch.float32, device=shard.parameter.device)
 
 
-def _joined(piece: _Piece, mine: torch.Tensor) -> torch.Tensor | None:
+def _joined(shard: _Shard, own: torch.Tensor) -> torch.Tensor | None:
     """The whole parameter's flat state on its first holder; None on the others."""
-    group = piece.data_parallel_group
-    if piece.place > 0:
-        dist.send(mine.contiguous(), group=group, group_dst=piece.holders[0][0])
+    group = shard.data_parallel_group
+    if shard.place > 0:
+        dist.send(own.contiguous(), group=group, group_dst=shard.holders[0][0])
         return None
-    parts = [mine]
-    for rank, first, last in piece.holders[1:]:
-        part = mine.new_empty(last - first)
+    parts = [own]
+    for rank, first, last in shard.holders[1:]:
+        part = own.new_empty(last - first)
         dist.recv(part, group=group, group_src=rank)
         parts.append(part)
-    return torch.cat(parts) if len(parts) > 1 else mine
+    return torch.cat(parts) if len(parts) > 1 else own
 
 
 @torch.no_grad()
@@ -146,20 +146,20 @@ def restore_optimizer(optimizer: Any, name: str, state: dict[str, Any], steps: i
     """Take over a loaded state, after the model's parameters have been loaded.
 
     Args:
-        state: what came back for `optimizer_state(..., loading=True)`; of a parameter that it lacks the state stays as new.
-        steps: updates made so far.
+        state: the loaded `optimizer_state(..., loading=True)`; a parameter that it lacks keeps a fresh state.
+        steps: number of updates so far.
     """
-    for index, piece in enumerate(_pieces(optimizer)):
-        _, first, last = piece.holders[piece.place]
-        found = {kind: state[f"{index}.{kind}"] for kind in piece.kinds(name) if f"{index}.{kind}" in state}
-        loaded = {kind: whole.reshape(-1)[first:last].clone() for kind, whole in found.items()}
-        loaded |= {kind: torch.zeros_like(piece.main) for kind in MOMENTS[name] if kind not in loaded}
+    for index, shard in enumerate(_shards(optimizer)):
+        _, first, last = shard.holders[shard.place]
+        stored = {kind: state[f"{index}.{kind}"] for kind in shard.kinds(name) if f"{index}.{kind}" in state}
+        loaded = {kind: whole.reshape(-1)[first:last].clone() for kind, whole in stored.items()}
+        loaded |= {kind: torch.zeros_like(shard.main) for kind in MOMENTS[name] if kind not in loaded}
         if MASTER_WEIGHT in loaded:
-            piece.main.copy_(loaded.pop(MASTER_WEIGHT))
-        if name == "adam" and isinstance(piece.inner, (torch.optim.Adam, torch.optim.AdamW)):
-            # A tensor of its own each: the update adds to it in place.
-            on_device = piece.group.get("fused") or piece.group.get("capturable")
-            loaded["step"] = torch.tensor(float(steps), device=piece.main.device if on_device else "cpu")
+            shard.main.copy_(loaded.pop(MASTER_WEIGHT))
+        if name == "adam" and isinstance(shard.inner, (torch.optim.Adam, torch.optim.AdamW)):
+            # Every parameter gets a tensor of its own: the update adds to it in place.
+            on_device = shard.group.get("fused") or shard.group.get("capturable")
+            loaded["step"] = torch.tensor(float(steps), device=shard.main.device if on_device else "cpu")
         elif name == "adam":
-            piece.group["step"] = steps
-        piece.inner.state[piece.main] = loaded
+            shard.group["step"] = steps
+        shard.inner.state[shard.main] = loaded

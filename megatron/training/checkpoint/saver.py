@@ -1,13 +1,15 @@
 """One save at a time, complete on every rank or not at all: at once, or beside training (--async-save).
 
-Beside training a save goes:
+Steps of a save beside training:
     1. the loop waits for the former save, and has every rank copy what it will write;
     2. a thread of each rank writes the copies, in a process group that the threads have to themselves;
     3. when all have written, rank 0's thread completes the checkpoint by its rename (`checkpoint_folder.publish`);
     4. after its next steps the loop asks whether all threads are done, and hears their error if there is one.
-Killed before 3, the save is absent and the one before it is the last complete one.
+A run killed before 3 leaves the former checkpoint as the last complete one.
 
-megatron-core's own asynchronous callers fork a process with the training process's memory, and wait for ever when it dies.
+Data files are megatron.core.dist_checkpointing's: tensors under keys by layer, never by rank or stage. `parallel_state` is not
+read: the groups are handed over, and where megatron-core would fetch them the same state is built here. megatron-core's own
+asynchronous callers fork a process with the training process's memory, and wait for ever when it dies.
 """
 
 from __future__ import annotations
@@ -40,10 +42,6 @@ from megatron.training.cli.rules.checkpoint import Differences
 from megatron.training.initialize import on_every_rank, on_first_rank
 from moe_overlap.describe.errors import ConfigError
 
-# What a checkpoint's data files hold, by megatron.core.dist_checkpointing: tensors under keys by layer, never by rank or stage.
-#
-# `parallel_state` is not read: the groups are handed over, and where megatron-core would fetch them the same state is built here.
-
 EMBEDDING, OUTPUT, OUTPUT_BIAS = "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"
 
 
@@ -68,7 +66,7 @@ class DirectSave(AsyncSaveShardedStrategy):
         return True
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
-        """What writes every shard of which this rank holds the main replica, as they are now.
+        """A request that writes, in its present state, every shard of which this rank holds the main replica.
 
         The request's function is collective. It raises CheckpointException on every rank when a rank could not write.
         """
@@ -91,7 +89,7 @@ class DirectSave(AsyncSaveShardedStrategy):
 
 
 def first_reason(error: CheckpointException) -> str:
-    """What the first rank that failed says, in a line."""
+    """The error of the first rank that failed, in a line."""
     failure = next(iter(error.failures.values()))[0]
     return str(getattr(failure, "strerror", None) or failure).splitlines()[0]
 
@@ -99,7 +97,7 @@ def first_reason(error: CheckpointException) -> str:
 def model_state(model: Any, groups: ProcessGroupCollection) -> dict[str, Any]:
     """The sharded state of one GPTModel chunk; tensors are the parameters and buffers themselves.
 
-    As GPTModel.sharded_state_dict, which for tied embeddings on several stages reads a global group.
+    It equals GPTModel.sharded_state_dict, which for tied embeddings on several stages reads a global group.
     """
     metadata = {"dp_cp_group": groups.dp_cp, "non_homogeneous_layers": True}
     state: dict[str, Any] = MegatronModule.sharded_state_dict(model, "", (), metadata)
@@ -139,24 +137,24 @@ def differences(state: Any, path: Path, ignored: Sequence[str]) -> Differences:
     Args:
         ignored: beginnings of keys that the checkpoint may hold without being asked for.
     """
-    there = {
+    stored = {
         key: tuple(tensor.global_shape) for key, tensor in dist_checkpointing.load_tensors_metadata(str(path)).items()
     }
-    here = {shard.key: (tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in sharded_tensors(state)}
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here)
-    wanted = {key: value for rank in everywhere for key, value in rank.items()}
+    of_rank = {shard.key: (tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in sharded_tensors(state)}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, of_rank)
+    wanted = {key: value for asked in of_ranks for key, value in asked.items()}
     shapes = []
-    for key in sorted(wanted.keys() & there.keys()):
+    for key in sorted(wanted.keys() & stored.keys()):
         shape, padded = wanted[key]
-        if there[key] != shape and not (padded and there[key][1:] == shape[1:]):
-            shapes.append(f"{key} is {list(there[key])} in the checkpoint, {list(shape)} here")
-    absent = sorted(wanted.keys() - there.keys())
-    extra = sorted(key for key in there.keys() - wanted.keys() if not key.startswith(tuple(ignored)))
+        if stored[key] != shape and not (padded and stored[key][1:] == shape[1:]):
+            shapes.append(f"{key} is {list(stored[key])} in the checkpoint, {list(shape)} here")
+    absent = sorted(wanted.keys() - stored.keys())
+    extra = sorted(key for key in stored.keys() - wanted.keys() if not key.startswith(tuple(ignored)))
     return Differences(
         tuple(shapes),
         tuple(f"{key} {list(wanted[key][0])} is not in the checkpoint" for key in absent),
-        tuple(f"{key} {list(there[key])} is only in the checkpoint" for key in extra),
+        tuple(f"{key} {list(stored[key])} is only in the checkpoint" for key in extra),
         frozenset(absent),
     )
 
@@ -174,7 +172,7 @@ def without_keys(state: Any, keys: Collection[str]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which checkpoints of a folder stay: all, or the last ones and those at multiples of an interval."""
+    """The checkpoints of a folder that stay: all, or the last ones and those at multiples of an interval."""
 
     last: int | None
     multiples_of: int | None = None
@@ -213,8 +211,8 @@ class Saver:
         Args:
             state: sharded; with --async-save it may change as soon as this returns.
             temporary: what `open` returned.
-            content: of the completion mark.
-            keep: which of the folder's checkpoints stay.
+            content: entries of the completion mark.
+            keep: the folder's checkpoints that stay.
         Raises:
             ConfigError: on every rank, when the folder cannot be written.
         """
@@ -271,14 +269,14 @@ class Saver:
             with checkpoint_folder.writing(folder):
                 return checkpoint_folder.checksums(temporary.glob(f"__{rank}_*.distcp"))
 
-        mine = on_every_rank(read_again, self._group)
+        own_sums = on_every_rank(read_again, self._group)
         sums: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sums, mine, group=self._group)
+        dist.all_gather_object(sums, own_sums, group=self._group)
 
         def complete() -> None:
             with checkpoint_folder.writing(folder):
                 save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(temporary))
-            files = {name: sizes for part in sums for name, sizes in part.items()}
+            files = {name: sizes for of_rank in sums for name, sizes in of_rank.items()}
             files |= checkpoint_folder.checksums(path for path in temporary.iterdir() if path.name not in files)
             checkpoint_folder.publish(temporary, folder, step, {**content, "files": files})
             checkpoint_folder.prune(folder, step, keep.last, keep.multiples_of)

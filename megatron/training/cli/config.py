@@ -1,8 +1,8 @@
-"""What a run is, as dataclasses. Each field is a flag: name, type, default and choices stand here once, its help below it.
+"""A run as dataclasses. Each field is a flag: name, type, default and choices stand here once, its help below it.
 
-Field names are the attribute names of upstream Megatron-LM, defaults are upstream's; `arguments.py` makes the flags.
-Forms of attention stand in `cli/config_fields.py`, the groups that need a GPU's libraries in `cli/config_fields.py`.
-Nothing here derives or repairs a value: derived sizes are computed by `sizes.py`, rules stand in `validation.py`.
+Field names are the attribute names of upstream Megatron-LM, defaults are upstream's; `flags/table.py` makes the flags of them.
+Attention variants and the groups that need a GPU's libraries stand in `config_fields.py`. Nothing here derives or repairs a
+value: derived sizes are computed by `sizes.py`, rules stand in `validation.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelConfig:
     rotary_base: int = 10000
     """Base of the rotary frequencies."""
     rotary_percent: float = 1.0
-    """Part of a head that is rotated."""
+    """Share of a head that is rotated."""
     rotary_interleaved: bool = False
     """Rotate neighbouring elements instead of halves."""
     rotary_seq_len_interpolation_factor: int | None = None
@@ -86,7 +86,7 @@ class ModelConfig:
     embedding_init_method_std: float | None = None
     """Standard deviation of the initial word embedding; default --init-method-std."""
     apply_query_key_layer_scaling: bool = False
-    """Divide attention scores by the layer's number, and multiply them again in the softmax: idle here, as fp32 holds them."""
+    """Divide attention scores by the layer's number and multiply them again in the softmax; without effect, as they are fp32."""
     multi_latent_attention: bool = False
     """Multi-head latent attention (DeepSeek)."""
     q_lora_rank: int | None = flag(None, of="model.multi_latent_attention")
@@ -96,7 +96,7 @@ class ModelConfig:
     qk_head_dim: int = flag(128, of="model.multi_latent_attention")
     """Head width of queries and keys without positions."""
     qk_pos_emb_head_dim: int = flag(64, of="model.multi_latent_attention")
-    """Head width of their rotary part."""
+    """Head width of the rotary part of queries and keys."""
     v_head_dim: int = flag(128, of="model.multi_latent_attention")
     """Head width of values."""
     rotary_scaling_factor: float = 1.0
@@ -104,11 +104,11 @@ class ModelConfig:
     mscale: float = 1.0
     """YaRN: scale of the attention temperature."""
     mscale_all_dim: float = 0.0
-    """YaRN: the same over all dimensions."""
+    """YaRN: scale of the attention temperature over all dimensions."""
     mtp_num_layers: int | None = None
     """Multi-token prediction: layers behind the decoder, each of which predicts one token further ahead (DeepSeek-V3)."""
     mtp_loss_scaling_factor: float = flag(0.1, of="model.mtp_num_layers")
-    """Weight of their mean loss beside the loss."""
+    """Weight of the prediction layers' mean loss beside the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +138,7 @@ class MoEConfig:
     moe_z_loss_coeff: float | None = None
     """Coefficient of the router's z-loss."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """From logits to scores."""
+    """Function that turns the router's logits into scores."""
     moe_router_pre_softmax: bool = False
     """Softmax before the top-k instead of after it."""
     moe_router_num_groups: int | None = None
@@ -152,7 +152,7 @@ class MoEConfig:
     moe_router_enable_expert_bias: bool = False
     """Balance by a bias on the choice, moved after each step (DeepSeek-V3)."""
     moe_router_bias_update_rate: float = 1e-3
-    """Step of that bias."""
+    """Step by which --moe-router-enable-expert-bias moves the bias."""
     moe_router_force_load_balancing: bool = False
     """Random balanced routing, for benchmarks."""
     moe_input_jitter_eps: float | None = None
@@ -188,7 +188,7 @@ class ParallelConfig:
     decoder_last_pipeline_num_layers: int | None = None
     """Layers of the last stage."""
     pipeline_model_parallel_layout: str | None = None
-    """What each (virtual) stage holds, separated by |: E embedding, t layer, m prediction layer, L loss: "Et*3|(tt|)*6tmL"."""
+    """Content of each (virtual) stage, separated by |: E embedding, t layer, m prediction layer, L loss: "Et*3|(tt|)*6tmL"."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
@@ -206,11 +206,11 @@ class ParallelConfig:
     use_distributed_optimizer: bool = False
     """Shard the optimizer state over the data-parallel ranks (ZeRO-1); always on here."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients bucket by bucket during the backward pass; with planned overlap, piece by piece between exchanges."""
+    """Reduce gradients bucket by bucket during the backward pass; with overlapped all-to-alls, between those."""
     overlap_param_gather: bool = False
     """Gather the updated weights during the next forward pass."""
     ddp_bucket_size: int | None = None
-    """Parameters per gradient bucket, or piece; 40 million, or a million per data-parallel rank, unless given."""
+    """Parameters per gradient bucket; default 40 million, or a million per data-parallel rank where that is more."""
     overlap_p2p_comm: bool = flag(True, off="--no-overlap-p2p-communication")
     """Overlap the interleaved pipeline's transfers with computation."""
     recompute_granularity: Literal["full", "selective"] | None = None
@@ -242,7 +242,7 @@ class OptimizerConfig:
     decoupled_lr: float | None = None
     """Peak learning rate of word embedding and output layer, where it differs."""
     decoupled_min_lr: float | None = flag(None, of="optimizer.decoupled_lr")
-    """Their lowest learning rate."""
+    """Lowest learning rate of word embedding and output layer, with --decoupled-lr."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the schedule."""
     lr_decay_iters: int | None = None
@@ -250,7 +250,7 @@ class OptimizerConfig:
     lr_decay_samples: int | None = None
     """Samples of the decay; default --train-samples."""
     lr_warmup_fraction: float | None = None
-    """Warm-up as a part of the decay."""
+    """Warm-up as a share of the decay."""
     lr_warmup_iters: int = 0
     """Warm-up steps."""
     lr_warmup_samples: int = 0
@@ -258,11 +258,11 @@ class OptimizerConfig:
     lr_warmup_init: float = 0.0
     """Learning rate at the start of the warm-up."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Shape of the last part of warm-up, stable, decay."""
+    """Shape of the decay of --lr-decay-style WSD (warm-up, stable, decay)."""
     lr_wsd_decay_iters: int | None = None
-    """Steps of that last part."""
+    """Steps of the decay of --lr-decay-style WSD."""
     lr_wsd_decay_samples: int | None = None
-    """Samples of that last part."""
+    """Samples of the decay of --lr-decay-style WSD."""
     weight_decay: float = 0.01
     """Decoupled weight decay; norms and biases have none."""
     apply_wd_to_qk_layernorm: bool = False
@@ -286,9 +286,9 @@ class OptimizerConfig:
     bf16: bool = False
     """Train in bfloat16 with fp32 master weights."""
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Accumulate and reduce gradients in fp32; so by default with --bf16."""
+    """Accumulate and reduce gradients in fp32; the default with --bf16."""
     grad_reduce_in_bf16: bool = False
-    """With --bf16: accumulate and reduce gradients in bf16."""
+    """Accumulate and reduce gradients in bf16, with --bf16."""
     override_opt_param_scheduler: bool = flag(False, "--override-opt-param-scheduler", "--override-opt_param-scheduler")
     """On load: take the schedule from the flags, not from the checkpoint."""
     use_checkpoint_opt_param_scheduler: bool = flag(
@@ -332,7 +332,7 @@ class TrainingConfig:
     exit_signal_handler: bool = False
     """On a signal: finish the step, save and stop."""
     exit_signal: int = 15
-    """Which signal."""
+    """Number of the signal that --exit-signal-handler acts on."""
     skip_train: bool = False
     """Evaluate only."""
 
@@ -344,15 +344,15 @@ class DataConfig:
     data_path: tuple[str, ...] | None = None
     """Prefixes of indexed datasets, or weights and prefixes in turn; default the built-in corpus."""
     data_args_path: str | None = None
-    """File with the words of --data-path."""
+    """File with the values of --data-path."""
     train_data_path: tuple[str, ...] | None = None
-    """As --data-path, for training alone; what has no path of its own is left out."""
+    """Like --data-path, for training alone; a part without a path of its own is left out."""
     valid_data_path: tuple[str, ...] | None = None
-    """As --data-path, for validation alone."""
+    """Like --data-path, for validation alone."""
     test_data_path: tuple[str, ...] | None = None
-    """As --data-path, for the test alone."""
+    """Like --data-path, for the test alone."""
     per_split_data_args_path: str | None = None
-    """JSON file with the words of these three flags as lists under train, valid and test."""
+    """JSON file with the values of --train-data-path and the other two as lists under train, valid and test."""
     split: str | None = None
     """Parts for training, validation and test, such as 969,30,1."""
     mock_data: bool = False
@@ -410,7 +410,7 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Steps between saves; with --save one more at the end."""
     async_save: bool = False
-    """Write beside training: it waits only while each rank copies what it will write."""
+    """Write beside training, which waits only while each rank copies its part of the state."""
     ckpt_fully_parallel_save: bool = flag(True, "--ckpt-fully-parallel-save", off="--no-ckpt-fully-parallel-save")
     """Share the writing of replicated weights among the data-parallel ranks."""
     ckpt_assume_constant_structure: bool = False
@@ -420,13 +420,13 @@ class CheckpointConfig:
     keep_last_checkpoints: int | None = None
     """Delete all but the last N; --save-retain-interval wins."""
     pretrained_checkpoint: str | None = None
-    """Where --load holds nothing: folder whose last weights the run starts from, as with --finetune."""
+    """Folder whose last weights the run starts from, as with --finetune, if --load holds nothing."""
     non_persistent_save_interval: int | None = None
     """Steps between saves of which only the last is kept, in a folder of their own."""
     non_persistent_ckpt_type: Literal["global"] | None = None
-    """What those are: checkpoints like the others. A load takes the later one of either kind."""
+    """Kind of the non-persistent checkpoints: like the others. A load takes the later of both kinds."""
     non_persistent_global_ckpt_dir: str | None = flag(None, of="checkpoint.non_persistent_ckpt_type")
-    """Folder for them; default `non_persistent` in that of --save, or of --load."""
+    """Folder for the non-persistent checkpoints; default `non_persistent` in that of --save, or of --load."""
     ckpt_step: int | None = None
     """Load this step instead of the last one."""
     ckpt_format: Literal["torch_dist", "torch", "torch_dcp"] = "torch_dist"
@@ -446,18 +446,18 @@ class CheckpointConfig:
     use_checkpoint_args: bool = False
     """Take model and vocabulary from the checkpoint's arguments; flags of sizes that are given stay, others give way."""
     use_mp_args_from_checkpoint_args: bool = flag(False, of="checkpoint.use_checkpoint_args")
-    """Take tensor, pipeline and expert parallel sizes from there as well."""
+    """Take tensor, pipeline and expert parallel sizes from the checkpoint's arguments as well."""
     use_tokenizer_model_from_checkpoint_args: bool = flag(
         True, "--use-tokenizer-model-from-checkpoint-args", off="--no-use-tokenizer-model-from-checkpoint-args"
     )
-    """Take the tokenizer from there as well."""
+    """Take the tokenizer from the checkpoint's arguments as well."""
     ckpt_fully_parallel_load: bool = False
-    """Have each of the data-parallel ranks read a part of what they share, and exchange it."""
+    """Have each data-parallel rank read a part of the weights that they share, and send it to the others."""
     dist_ckpt_strictness: (
         Literal["assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "ignore_all"]
         | None
     ) = None
-    """What to do about weights that only the run (unexpected) or only the checkpoint has; default raise_all."""
+    """Treatment of weights that only the run (unexpected) or only the checkpoint has; default raise_all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -477,11 +477,11 @@ class LoggingConfig:
     wandb_project: str | None = None
     """Project at Weights & Biases that gets the same points as TensorBoard."""
     wandb_exp_name: str | None = flag(None, of="logging.wandb_project")
-    """Name of the run there."""
+    """Name of the run at Weights & Biases."""
     wandb_entity: str | None = flag(None, of="logging.wandb_project")
-    """Team or user there; default the account's own."""
+    """Team or user at Weights & Biases; default the account's own."""
     wandb_save_dir: str | None = flag(None, of="logging.wandb_project")
-    """Folder for its local files; default the working folder."""
+    """Folder for the local files of Weights & Biases; default the working folder."""
     log_throughput: bool = False
     """Add model TFLOP/s per device to the log."""
     log_params_norm: bool = False
@@ -493,7 +493,7 @@ class LoggingConfig:
     log_memory_interval: int | None = None
     """Steps between console lines with the memory of every rank."""
     log_loss_scale_to_tensorboard: bool = flag(True, off="--no-log-loss-scale-to-tensorboard", of="precision.fp16")
-    """A curve of the loss scale."""
+    """Draw a curve of the loss scale."""
     log_world_size_to_tensorboard: bool = False
     """Number of processes to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = False
@@ -529,17 +529,17 @@ class OverlapConfig:
     moe_gate: Literal["topk", "switch", "batch_prioritized", "random", "hash", "expert_choice"] | None = None
     """The gate; default: Megatron's router, and for partitions without a capacity topk, which decides as that router does."""
     moe_overlap_partitions: int | None = None
-    """Cut each micro-batch into this many parts around the MoE layers: one computes while another is exchanged."""
+    """Cut each micro-batch into this many partitions around the MoE layers: one computes during the all-to-all of another."""
     moe_overlap_range: Literal["experts", "after", "around"] = "around"
-    """Which operators run in parts: gate to merge, gate to the next layer's attention, or attention to merge."""
+    """Operators that run in partitions: gate to merge, gate to the next layer's attention, or attention to merge."""
     moe_overlap_micro_batches: int = 1
-    """With 2, the backward pass of one micro-batch runs beside the forward pass of another, each under the other's all-to-all."""
+    """With 2, the backward pass of a micro-batch runs beside the forward pass of another, each under the other's all-to-all."""
     moe_overlap_capacity_chunks: int | None = None
-    """Run dispatch, experts and combine in 2, 4 or 8 chunks of each expert's rows instead (Tutel's pipeline)."""
+    """Run dispatch, experts and combine in 2, 4 or 8 chunks of each expert's rows, in place of partitions (Tutel's pipeline)."""
     defer_weight_gradients: bool = False
     """Compute weight gradients while a backward all-to-all is under way."""
     max_deferred_bytes: int = 1 << 30
-    """Most bytes that weight gradients put aside may hold; beyond it they are computed at once."""
+    """Most bytes that deferred weight gradients may hold; beyond it they are computed at once."""
     trace: str | None = None
     """Write the measured spans of the last step as a Perfetto trace, one file per rank."""
 

@@ -130,8 +130,8 @@ def in_flight_line(plan: Plan) -> str:
     held, before = (
         ", ".join(str(most_in_flight(pipeline_blocks(either, stage))) for stage in stages) for either in (plan, without)
     )
-    where = f" (stages {', '.join(map(str, stages))})" if len(stages) > 1 else ""
-    return f"activations of at most {held} micro-batches{where}; {before} without --moe-overlap-micro-batches"
+    of_stages = f" (stages {', '.join(map(str, stages))})" if len(stages) > 1 else ""
+    return f"activations of at most {held} micro-batches{of_stages}; {before} without --moe-overlap-micro-batches"
 
 
 def gate_line(gate: str | None) -> str:

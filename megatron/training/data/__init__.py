@@ -1,1 +1,1 @@
-"""From files of text or token ids to the micro-batches of a run."""
+"""Data: files of text or token ids become the micro-batches of a run."""

@@ -1,4 +1,11 @@
-"""Where a run's micro-batches come from: datasets of the right size, and iterators that start at any consumed sample."""
+"""Micro-batches of a run: megatron.core datasets of the right size, and iterators that start at any consumed sample.
+
+The order of samples is a function of flags alone (seed, sequence length, samples asked for), so the number of samples consumed is
+the whole state of the data: a run resumes at the exact sample, also at another data-parallel size or micro-batch.
+
+In order: the datasets of training, validation and test, with their indices in a cache (`build_datasets`); the samples of a rank's
+micro-batches (`BatchSampler`) and their tensors (`batches`); all of it for a run (`BatchSource`).
+"""
 
 from __future__ import annotations
 
@@ -42,19 +49,13 @@ from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.layers.attention import part_of_batch
 from moe_overlap.describe.errors import ConfigError
 
-# Samples for training, validation and test: megatron.core datasets, their order, and micro-batches of tensors.
-#
-# The order of samples is a function of flags alone (seed, sequence length, samples asked for), so the number of samples
-# consumed is the whole state of the data: a run resumes at the exact sample, also at another data-parallel size or
-# micro-batch.
-
 Dataset: TypeAlias = GPTDataset | BlendedDataset
 PARTS = ("train", "validation", "test")
 ORIGIN = "dataset_id"
 """megatron-core's name for the number of the dataset, in a blend, that a sample is from."""
 SECONDS_UNTIL_ABANDONED = 24 * 3600
 MOCK_DOCUMENTS = 100_000
-"""What megatron-core's mock data pretends to hold."""
+"""Documents that megatron-core's mock data pretends to hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Datasets:
     valid: Dataset | None
     test: Dataset | None
     source: str
-    """One line for the user: what the text is, how it is tokenized and split."""
+    """A line for the user: the text, how it is tokenized and split."""
 
 
 def build_datasets(
@@ -77,8 +78,8 @@ def build_datasets(
         data: the data flags; without a path and without mock data, the built-in corpus.
         tokenizer: gives end of document and vocabulary; it tokenizes the built-in corpus.
         sequence_length: tokens of a sample.
-        seed: of the order of documents and samples.
-        samples: how many are wanted for train, validation, test; a short text is repeated in epochs.
+        seed: decides the order of documents and samples.
+        samples: numbers wanted for train, validation, test; a short text is repeated in epochs.
     Raises:
         ConfigError: on every rank, for data that are missing, corrupt, too few or not of this vocabulary, a wrong
             split, or a cache that cannot be written.
@@ -134,7 +135,7 @@ def _as_pair(blend: Blend | None) -> tuple[list[str], list[float] | None] | None
 
 
 def _source(data: DataConfig, tokenizer: Tokenizer, cache: Path) -> tuple[DataSource, str, str]:
-    """What the text is: blends (none for mock data), split (of a single blend), and the line for the user."""
+    """The text: its blends (none for mock data), the split of a single blend, and the line for the user."""
     source = on_every_rank(lambda: data_source(data))
     split = data.split if data.split is not None else DEFAULT_SPLIT if source.whole else BUILTIN_SPLIT
     if source.parts is not None:
@@ -150,7 +151,7 @@ def _source(data: DataConfig, tokenizer: Tokenizer, cache: Path) -> tuple[DataSo
 
 
 def _check_parts(source: DataSource, split: str, matrix: list[Any], tokenizer: Tokenizer) -> None:
-    """Files fit together, ids are known, wanted parts hold tokens (megatron-core adds empty epochs for ever)."""
+    """Require files that fit together, known ids, and tokens in every wanted part (without them megatron-core never ends)."""
     for prefix in source.prefixes:
         facts = check_indexed_dataset(prefix)
         lengths = numpy.memmap(prefix + ".idx", "<i4", "r", offset=HEADER.size, shape=(facts.sequences,))
@@ -181,13 +182,13 @@ def _check_vocabulary(lowest: int, highest: int, vocab_size: int, prefix: object
 
 
 def _state(source: DataSource) -> list[Any]:
-    """What identifies the content of the blends; megatron-core's own key misses rewritten files."""
+    """An identification of the blends' content, rewritten files included, which megatron-core's own key misses."""
     files = [Path(prefix + suffix).stat() for prefix in source.prefixes for suffix in (".bin", ".idx")]
     return [asdict(source), [(f.st_size, f.st_mtime_ns) for f in files]]
 
 
 def _build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> tuple[Dataset | None, ...]:
-    """Build with the indices of `folder`, or make them.
+    """Build with the indices of `folder`, or write them.
 
     megatron-core takes any index file that exists for a whole one. A job killed while it writes would poison every
     later one, so new indices go to a folder of their own, which gets its name once every rank has read them.
@@ -201,9 +202,9 @@ def _build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> t
             for abandoned in folder.parent.glob("*.building-*"):
                 if time.time() - abandoned.stat().st_mtime > SECONDS_UNTIL_ABANDONED:
                     shutil.rmtree(abandoned, ignore_errors=True)
-            made = tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent)
-            Path(made).chmod(0o755)
-            return made
+            building = tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent)
+            Path(building).chmod(0o755)
+            return building
         except OSError as error:
             raise cannot_write(folder.parent, error) from error
 
@@ -250,7 +251,7 @@ def _check_lengths(parts: tuple[Dataset | None, ...], samples: tuple[int, int, i
 
 
 class BatchSampler:
-    """Which samples make which micro-batch of one data-parallel rank. Resumable: `consumed_samples` is the whole state.
+    """The samples of each micro-batch of one data-parallel rank. Resumable: `consumed_samples` is the whole state.
 
     The stream of samples is cut into chunks of micro_batch_size · data_parallel_size; rank r takes the r-th micro-batch
     of each chunk, as Megatron does. An incomplete last chunk is dropped. The stream:
@@ -314,7 +315,7 @@ def batches(
 
     Args:
         num_workers: loader processes; 0 reads in this one.
-        seed: of the loader's own generator: the global one, which dropout draws from, is left alone.
+        seed: seeds the loader's own generator; the global one, which dropout draws from, is left alone.
         vocab_size: the tokenizer's; an id beyond it would crash or corrupt the embedding.
     Yields:
         tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32; with --reset-attention-mask also
@@ -355,7 +356,7 @@ def _check_ids(batch: dict[str, Tensor], dataset: Dataset, origins_B: Tensor, vo
 
 
 def unigram_entropy(dataset: Dataset | numpy.ndarray, max_tokens: int = 1 << 26) -> float:
-    """Nats per token of a model that knows only how often each id occurs: what a trained loss has to beat.
+    """Nats per token of a model that knows only how often each id occurs: the bar for a trained loss.
 
     Args:
         dataset: a part (each of its documents is counted once), or an array of ids.
@@ -363,9 +364,9 @@ def unigram_entropy(dataset: Dataset | numpy.ndarray, max_tokens: int = 1 << 26)
     """
     counts = numpy.zeros(0, dtype=numpy.int64)
     for ids in [dataset] if isinstance(dataset, numpy.ndarray) else _documents(dataset):
-        found = numpy.bincount(ids.astype(numpy.int64).reshape(-1), minlength=len(counts))
-        found[: len(counts)] += counts
-        counts = found
+        longer = numpy.bincount(ids.astype(numpy.int64).reshape(-1), minlength=len(counts))
+        longer[: len(counts)] += counts
+        counts = longer
         if counts.sum() >= max_tokens:
             break
     shares = counts[counts > 0] / counts.sum()
@@ -422,7 +423,7 @@ class BatchSource:
 
     @property
     def description(self) -> str:
-        """One line: what the text is, how it is tokenized and split."""
+        """A line for the user: the text, how it is tokenized and split."""
         return self._datasets.source
 
     def unigram_entropy(self, split: str) -> float | None:

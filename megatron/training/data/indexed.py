@@ -1,4 +1,7 @@
-"""Writing Megatron indexed datasets; a killed writer leaves nothing that looks complete. The cached built-in corpus."""
+"""Megatron indexed datasets as they are written, and the built-in corpus as one of them, in a cache.
+
+A dataset appears when both of its files are complete: a killed writer leaves nothing that looks complete.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class IndexedWriter:
         self.documents, self.tokens = self.documents + 1, self.tokens + len(ids)
 
     def publish(self) -> None:
-        """Give both files their names. The index comes last: without it the dataset does not exist."""
+        """Give both files their names, the index last: without it the dataset does not exist."""
         self._builder.finalize(self._index)
         if not self._replaces_equal:
             with contextlib.suppress(FileNotFoundError):
@@ -54,7 +57,7 @@ class IndexedWriter:
         Path(self._index).replace(self._prefix + ".idx")
 
     def discard(self) -> None:
-        """Remove what was written so far."""
+        """Remove the unfinished files."""
         self._builder.data_file.close()
         for path in (self._data, self._index):
             with contextlib.suppress(FileNotFoundError):

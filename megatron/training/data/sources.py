@@ -1,4 +1,15 @@
-"""The tokenizer a run's flags ask for. No torch."""
+"""Text on disk as the data flags name it, checked without torch: indexed datasets, blends, splits, the run's tokenizer.
+
+An indexed dataset is a pair of files, PREFIX.bin (token ids, one after the other) and PREFIX.idx: magic (9 bytes),
+version (u64), type code of the ids (u8), sequences S (u64), document boundaries D (u64), S lengths (i32), S byte
+offsets (i64), D boundaries (i64); little-endian.
+
+A run reads exactly one of these, or none for the built-in corpus:
+    --data-path VALUES, --data-args-path FILE (the same values in a file)           one blend, which --split cuts
+    --train-data-path, --valid-data-path, --test-data-path VALUES                   a blend for each part
+    --per-split-data-args-path FILE, {"train": [VALUES], "valid": [...], ...}       the same in a JSON file
+    --mock-data
+"""
 
 from __future__ import annotations
 
@@ -19,12 +30,6 @@ from megatron.training.cli.sizes import vocab_file_entries
 from megatron.training.data.tokenizers import NullTokenizer, Tokenizer, TokenizerFiles, build_tokenizer
 from moe_overlap.describe.errors import ConfigError
 
-# What the data flags name on disk, checked without torch: blends, splits, the cache folder, indexed datasets.
-#
-# An indexed dataset is a pair of files, PREFIX.bin (token ids, one after the other) and PREFIX.idx: magic (9 bytes),
-# version (u64), type code of the ids (u8), sequences S (u64), document boundaries D (u64), S lengths (i32), S byte
-# offsets (i64), D boundaries (i64); little-endian.
-
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
 BYTES_BY_TYPE_CODE = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
@@ -44,7 +49,7 @@ class Blend:
 
 @dataclass(frozen=True, slots=True)
 class IndexedFacts:
-    """What the index of a dataset says."""
+    """Facts of a dataset that its index states."""
 
     sequences: int
     tokens: int
@@ -52,21 +57,21 @@ class IndexedFacts:
 
 
 def parse_blend(data_path: Sequence[str], subject: str = "--data-path") -> Blend:
-    """`P`, `P1 P2 …`, or `W1 P1 W2 P2 …` as Megatron reads them.
+    """Read `P`, `P1 P2 …`, or `W1 P1 W2 P2 …` as Megatron does, with prefixes P and weights W.
 
     Args:
-        subject: the flag that gave the words.
+        subject: the flag that gave the values.
     Raises:
         ConfigError: nothing is named, weights and prefixes do not alternate, or a weight is not positive.
     """
-    words = [word.strip() for word in data_path]
-    shown = " ".join(words)
-    if not words or not all(words):
+    entries = [entry.strip() for entry in data_path]
+    shown = " ".join(entries)
+    if not entries or not all(entries):
         raise ConfigError(subject, shown or '""', "names no dataset", "give a prefix, or drop the flag")
-    numbers = [_number(word) for word in words]
+    numbers = [_number(entry) for entry in entries]
     if all(number is None for number in numbers):
-        return Blend(tuple(words), None)
-    alternate = len(words) % 2 == 0 and all((number is not None) == (i % 2 == 0) for i, number in enumerate(numbers))
+        return Blend(tuple(entries), None)
+    alternate = len(entries) % 2 == 0 and all((number is not None) == (i % 2 == 0) for i, number in enumerate(numbers))
     if not alternate:
         raise ConfigError(
             subject,
@@ -77,12 +82,12 @@ def parse_blend(data_path: Sequence[str], subject: str = "--data-path") -> Blend
     weights = tuple(number for number in numbers if number is not None)
     if not all(weight > 0 and math.isfinite(weight) for weight in weights):
         raise ConfigError(subject, shown, "weights must be positive", "drop the datasets you do not want")
-    return Blend(tuple(words[1::2]), weights)
+    return Blend(tuple(entries[1::2]), weights)
 
 
-def _number(word: str) -> float | None:
+def _number(text: str) -> float | None:
     try:
-        return float(word)
+        return float(text)
     except ValueError:
         return None
 
@@ -93,7 +98,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     Raises:
         ConfigError: not one to three numbers ≥ 0, separated by commas, of which one is positive.
     """
-    numbers = [_number(word) for word in split.split(",")]
+    numbers = [_number(part) for part in split.split(",")]
     parts = [n for n in numbers if n is not None and n >= 0 and math.isfinite(n)]
     if len(parts) != len(numbers) or len(parts) > 3 or not sum(parts):
         raise ConfigError("--split", split, "must be one to three numbers, separated by commas", "write, say, 969,30,1")
@@ -102,7 +107,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def cache_folder(data_cache_path: str | None) -> Path:
-    """Where indices and the built-in corpus are kept: the flag, else `moe_overlap` in the user's cache folder."""
+    """The folder of indices and the built-in corpus: the flag's, else `moe_overlap` in the user's cache folder."""
     if data_cache_path is not None:
         return Path(data_cache_path)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_overlap"
@@ -161,13 +166,7 @@ def _read_facts(prefix: str, subject: str) -> IndexedFacts:
     return IndexedFacts(sequences, data_bytes // token_bytes, token_bytes)
 
 
-# Where a run's text comes from, as the data flags say it: one blend that --split cuts, or a blend for each part. No torch.
-#
-# Exactly one of these, or none for the built-in corpus:
-# --data-path WORDS, --data-args-path FILE (the same words in a file)         one blend
-# --train-data-path, --valid-data-path, --test-data-path WORDS                a blend for each part
-# --per-split-data-args-path FILE, {"train": [WORDS], "valid": [...], ...}    the same in a JSON file
-# --mock-data
+# The source of a run's text
 
 PARTS = ("train", "valid", "test")
 ARGS, PER_SPLIT_ARGS = "--data-args-path", "--per-split-data-args-path"
@@ -205,8 +204,8 @@ def _shown(blend: Blend | None) -> str:
 
 
 def check_data_flags(data: DataConfig) -> None:
-    """Raises ConfigError where flags name text twice, or a blend is wrong; opens no file."""
-    separate = [flag for flag, words in _separate_flags(data) if words is not None]
+    """Raise ConfigError where flags name text twice, or a blend is wrong; opens no file."""
+    separate = [flag for flag, values in _separate_flags(data) if values is not None]
     named = [
         *(["--mock-data"] if data.mock_data else []),
         *(["--data-path"] if data.data_path is not None else []),
@@ -218,9 +217,9 @@ def check_data_flags(data: DataConfig) -> None:
         raise ConfigError(named[0], "", f"is set together with {named[1]}", "drop one of them")
     if data.split is not None and (separate or data.per_split_data_args_path is not None):
         raise ConfigError("--split", data.split, f"{named[0]} names the parts already", "drop --split")
-    for flag, words in (("--data-path", data.data_path), *_separate_flags(data)):
-        if words is not None:
-            parse_blend(words, flag)
+    for flag, values in (("--data-path", data.data_path), *_separate_flags(data)):
+        if values is not None:
+            parse_blend(values, flag)
 
 
 def data_source(data: DataConfig) -> DataSource:
@@ -237,15 +236,15 @@ def data_source(data: DataConfig) -> DataSource:
     if data.per_split_data_args_path is not None:
         return _per_split(data.per_split_data_args_path)
     separate = _separate_flags(data)
-    if all(words is None for _, words in separate):
+    if all(values is None for _, values in separate):
         return DataSource()
-    train, valid, test = (None if words is None else parse_blend(words, flag) for flag, words in separate)
+    train, valid, test = (None if values is None else parse_blend(values, flag) for flag, values in separate)
     return DataSource(parts=(train, valid, test))
 
 
 def _separate_flags(data: DataConfig) -> tuple[tuple[str, Sequence[str] | None], ...]:
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    return tuple((f"--{part}-data-path", words) for part, words in zip(PARTS, paths, strict=True))
+    return tuple((f"--{part}-data-path", values) for part, values in zip(PARTS, paths, strict=True))
 
 
 def _per_split(path: str) -> DataSource:
@@ -254,13 +253,14 @@ def _per_split(path: str) -> DataSource:
         parts = json.loads(_text(PER_SPLIT_ARGS, path))
     except ValueError as error:
         raise ConfigError(PER_SPLIT_ARGS, path, f"{rule} ({error})", fix) from error
-    if not isinstance(parts, dict) or not all(isinstance(words, list) for words in parts.values()):
+    if not isinstance(parts, dict) or not all(isinstance(values, list) for values in parts.values()):
         raise ConfigError(PER_SPLIT_ARGS, path, f"{rule} of lists", fix)
     unknown = sorted(set(parts) - set(PARTS))
     if unknown:
         raise ConfigError(PER_SPLIT_ARGS, path, f"names the part {unknown[0]!r}", f"use {', '.join(PARTS)}")
     train, valid, test = (
-        parse_blend([str(word) for word in parts[part]], PER_SPLIT_ARGS) if parts.get(part) else None for part in PARTS
+        parse_blend([str(value) for value in parts[part]], PER_SPLIT_ARGS) if parts.get(part) else None
+        for part in PARTS
     )
     return DataSource(parts=(train, valid, test))
 
@@ -273,7 +273,9 @@ def _text(flag: str, path: str) -> str:
 
 
 def tokenizer_of_run(data: DataConfig) -> Tokenizer:
-    """Bytes by default; with a GPT-2 --vocab-file and no type, the ids of data that are tokenized already: its entries, unless
+    """The tokenizer that the flags ask for; bytes by default.
+
+    A GPT-2 --vocab-file without a type stands for data that are tokenized already: it has as many ids as entries, unless
     --vocab-size counts them.
 
     Raises:

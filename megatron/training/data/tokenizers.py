@@ -1,4 +1,9 @@
-"""Text to token ids: bytes (the default), a tokenizer's files, or numbers that are ids already. No torch."""
+"""Tokenizers: bytes (the default), a tokenizer's files, or numbers that are ids already.
+
+GPT-2's byte-pair encoding, SentencePiece, tiktoken and Hugging Face's are the libraries' own; ids are those that Megatron-LM's
+tokenizer of the same name gives. A ConfigError says where the library is not installed, or a file is missing or broken.
+No torch is imported, except for tiktoken's.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +17,19 @@ from megatron.training.cli.flags.table import one_of
 from megatron.training.cli.packages import TOKENIZER_PACKAGES, require_package
 from moe_overlap.describe.errors import ConfigError
 
-# Tokenizers read from one or two files: GPT-2's byte-pair encoding, SentencePiece, tiktoken. No torch, but for tiktoken's.
-#
-# Each is the library's own; ids are those that Megatron-LM's tokenizer of the same name gives. Where the library is not
-# installed, where a file is missing or broken, a ConfigError says so.
-
 NO_PAD = -1
 """megatron-core masks tokens equal to `pad`; none of ours ever are, because samples are always full."""
 END_OF_TEXT = "<|endoftext|>"
 TIKTOKEN_VOCAB_SIZE = 1 << 17
-"""Of a TikTokenizer without --vocab-size, special tokens included."""
+"""Ids of a TikTokenizer without --vocab-size, special tokens included."""
 T = TypeVar("T")
 
 
 class FileTokenizer:
-    """What the tokenizers of this file share.
+    """Base of the tokenizers that are read from one or two files.
 
     Attributes:
-        vocab_size, eod, pad: as in `Tokenizer`.
+        vocab_size, eod, pad: those of `Tokenizer`.
     """
 
     def __init__(self, paths: Sequence[str], vocab_size: int, eod: int, pad: int = NO_PAD) -> None:
@@ -40,13 +40,13 @@ class FileTokenizer:
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """Kind, files and vocabulary."""
+        """Kind, files and size of the vocabulary."""
         kind = type(self).__name__
         return OrderedDict({"class": kind, "paths": self._paths, "vocab_size": self.vocab_size})
 
 
 class GPT2BPETokenizer(FileTokenizer):
-    """GPT-2's vocab.json and merges.txt."""
+    """GPT-2's byte-pair encoding, from its vocab.json and merges.txt."""
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         _prepare("GPT2BPETokenizer", ("--vocab-file", vocab_file), ("--merge-file", merge_file))
@@ -117,7 +117,7 @@ class TikTokenizer(FileTokenizer):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """Also what decides how the file's tokens become ids."""
+        """The base's entries, and the settings that decide how the file's tokens become ids."""
         known = super().unique_identifiers
         known["special_tokens"], known["pattern"] = self._model.num_special_tokens, self._model.tokenizer._pat_str
         return known
@@ -130,7 +130,7 @@ class TikTokenizer(FileTokenizer):
 
 
 def _prepare(kind: str, *files: tuple[str, str]) -> None:
-    """Raises ConfigError where the library or a file (flag, path) is missing."""
+    """Raise ConfigError where the library or a file (flag, path) is missing."""
     require_package("--tokenizer-type", kind, TOKENIZER_PACKAGES[kind])
     for flag, path in files:
         if not Path(path).is_file():
@@ -138,7 +138,7 @@ def _prepare(kind: str, *files: tuple[str, str]) -> None:
 
 
 def _read(flag: str, value: str, library: str, read: Callable[[], T]) -> T:
-    """What the library makes of a file, or one line of why it could not: it raises a dozen types, bare ones among them."""
+    """Have the library read a file, and turn its error into a line: it raises a dozen types, bare ones among them."""
     try:
         return read()
     except Exception as error:
@@ -148,18 +148,18 @@ def _read(flag: str, value: str, library: str, read: Callable[[], T]) -> T:
 
 
 SENTENCE_PIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-"""One tokenizer by three names of upstream's."""
+"""Three names of upstream's for one tokenizer."""
 MODEL_TYPES = ("HuggingFaceTokenizer", "TikTokenizer", *SENTENCE_PIECE_TYPES)
 """Types that read --tokenizer-model."""
 TYPES = ("ByteTokenizer", "NullTokenizer", "GPT2BPETokenizer", *MODEL_TYPES)
 
 
 class Tokenizer(Protocol):
-    """What the datasets and the model builder ask of a tokenizer."""
+    """The interface of a tokenizer, as the datasets and the model builder use it."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids, before the embedding is padded."""
+        """Number of ids, before the embedding is padded."""
         ...
 
     @property
@@ -174,7 +174,7 @@ class Tokenizer(Protocol):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """What the tokenizer's ids depend on; part of the key of every cache."""
+        """Everything that the tokenizer's ids depend on; part of the key of every cache."""
         ...
 
     def tokenize(self, text: str) -> list[int]:
@@ -223,7 +223,7 @@ class NullTokenizer:
         return OrderedDict({"class": "NullTokenizer", "vocab_size": self.vocab_size})
 
     def tokenize(self, text: str) -> list[int]:
-        """Raises ConfigError for a word that is not an id of the vocabulary."""
+        """Ids that the text spells; raises ConfigError for a word that is not an id of the vocabulary."""
         ids = []
         for word in text.split():
             if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
@@ -302,7 +302,7 @@ class HuggingFaceTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """Where a tokenizer's files are, and how a tiktoken file becomes ids; each field is the flag of its name."""
+    """A tokenizer's files, and how a tiktoken file becomes ids; each field is the flag of its name."""
 
     tokenizer_model: str | None = None
     vocab_file: str | None = None
@@ -336,12 +336,12 @@ def build_tokenizer(tokenizer_type: str | None, files: TokenizerFiles, vocab_siz
 
 
 def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, vocab_size: int | None) -> None:
-    """Raises ConfigError where a type is unknown or lacks a flag; opens no file."""
+    """Raise ConfigError where a type is unknown or lacks a flag; opens no file."""
     if tokenizer_type is not None and tokenizer_type not in TYPES:
         raise ConfigError("--tokenizer-type", tokenizer_type, "is not supported", f"use {one_of(TYPES)}")
-    what = "FOLDER" if tokenizer_type == "HuggingFaceTokenizer" else "FILE"
+    placeholder = "FOLDER" if tokenizer_type == "HuggingFaceTokenizer" else "FILE"
     lacking = (
-        (tokenizer_type in MODEL_TYPES and files.tokenizer_model is None, f"add --tokenizer-model {what}"),
+        (tokenizer_type in MODEL_TYPES and files.tokenizer_model is None, f"add --tokenizer-model {placeholder}"),
         (tokenizer_type == "GPT2BPETokenizer" and files.vocab_file is None, "add --vocab-file FILE"),
         (tokenizer_type == "GPT2BPETokenizer" and files.merge_file is None, "add --merge-file FILE"),
     )
@@ -353,7 +353,7 @@ def check_tokenizer_flags(tokenizer_type: str | None, files: TokenizerFiles, voc
 
 
 def refuse_unread_files(tokenizer_type: str | None, files: TokenizerFiles) -> None:
-    """Raises ConfigError for a file that the type does not read."""
+    """Raise ConfigError for a file that the type does not read."""
     by_gpt2, by_model = ("GPT2BPETokenizer",), MODEL_TYPES
     for flag, path, readers in (
         ("--tokenizer-model", files.tokenizer_model, by_model),

@@ -1,7 +1,10 @@
 """The megatron-core model of a configuration, given process groups. No globals: training and the tuner's capture both call it.
 
-The layer specs are megatron-core's; `adapt_layer` lets the caller replace parts of them (gate, dispatcher, the whole MoE
-layer) before they are built.
+Steps of `build_model`:
+    1. the TransformerConfig of the stage (`stage_config.py`);
+    2. a spec for every layer of each model chunk: megatron-core's, with modules of `layers/` where Transformer Engine is missing
+       or megatron-core has none; `adapt_layer` lets the caller replace parts of it (gate, dispatcher, the whole MoE layer);
+    3. the modules, in megatron-core's order, their parameters marked for optimizer and checkpoints.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ def build_model(
     stage: int,
     adapt_layer: AdaptLayer | None = None,
 ) -> list[torch.nn.Module]:
-    """This rank's part of the model.
+    """Build this rank's share of the model.
 
     Args:
         plan: says which layers each chunk of `stage` holds.

@@ -1,4 +1,8 @@
-"""The plan's layers in megatron-core's form, which numbers the layers of a stage by it."""
+"""megatron-core's TransformerConfig of a stage, from flags, model and the plan's layout of layers.
+
+`transformer_config` gathers the fields, group by group; `StageLayout` is the plan's layout in megatron-core's form, by which it
+numbers the layers of a stage. Fields for fp8, fp4, offloading and the flex dispatcher were not executed on a GPU so far.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,12 @@ _tanh_gelu = partial(F.gelu, approximate="tanh")
 
 
 def transformer_config(config: Config, model: ModelDescription, layout: StageLayout | None = None) -> TransformerConfig:
-    """megatron-core's configuration of a run.
+    """megatron-core's configuration of a stage's model.
 
     Args:
         config: validated flags.
         model: the derived sizes (`describe_model`).
-        layout: what the stages of a pipeline hold; None without one.
+        layout: the layers of every stage of a pipeline; None without one.
     """
     has_cuda = torch.cuda.is_available()
     sizes: dict[str, Any] = {
@@ -93,14 +97,14 @@ def transformer_config(config: Config, model: ModelDescription, layout: StageLay
 
 
 def weight_type(config: Config) -> torch.dtype:
-    """Of weights and activations; master weights are fp32."""
+    """Type of weights and activations; master weights are fp32."""
     if config.precision.fp16:
         return torch.float16
     return torch.bfloat16 if config.optimizer.bf16 else torch.float32
 
 
 def _precision_fields(config: Config) -> dict[str, Any]:
-    """fp8 and fp4 by Transformer Engine. Not run on a GPU so far."""
+    """Fields for fp8 and fp4 by Transformer Engine."""
     precision = config.precision
     fields: dict[str, Any] = {
         "moe_router_padding_for_quantization": precision.moe_router_padding_for_quantization
@@ -120,7 +124,7 @@ def _precision_fields(config: Config) -> dict[str, Any]:
 
 
 def _offload_fields(config: Config) -> dict[str, Any]:
-    """Activations on the host and the flex dispatcher's backend. Not run on a GPU so far."""
+    """Fields for activations on the host and for the flex dispatcher's backend."""
     device = config.device
     fields: dict[str, Any] = {}
     if device.fine_grained_activation_offloading:
@@ -204,7 +208,7 @@ def _moe_fields(config: Config, model: ModelDescription) -> dict[str, Any]:
 
 
 def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -> dict[str, Any]:
-    """What stands between an MLP's two products."""
+    """Fields for the activation between an MLP's two products."""
     flags = config.model
     function: Callable[..., Tensor] = F.gelu
     if flags.squared_relu:
@@ -236,7 +240,7 @@ def activation_fields(config: Config, model: ModelDescription, has_cuda: bool) -
 
 
 def attention_fields(config: Config) -> dict[str, Any]:
-    """Windows and sinks."""
+    """Fields for attention windows and sinks."""
     frequency = config.attention.window_attn_skip_freq
     return {
         "window_size": config.attention.window_size,
@@ -262,7 +266,7 @@ def set_yarn(tc: TransformerConfig, config: Config) -> None:
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """What every stage holds, and where this rank's stage begins.
+    """The layers of every stage, and the first layer of this rank's stage.
 
     megatron-core asks for the layers before a stage without naming it, and reads `parallel_state` for the answer.
 
@@ -271,14 +275,14 @@ class StageLayout(PipelineParallelLayerLayout):
     """
 
     def __init__(self, plan: Plan, stage: int, predictions: int) -> None:
-        parts = [
+        held = [
             ["decoder"] * (last - first)
             for chunk in range(len(plan.stages[0].chunks))
             for first, last in (other.chunks[chunk] for other in plan.stages)
         ]
-        parts[0].insert(0, "embedding")
-        parts[-1] += ["mtp"] * predictions + ["loss"]
-        super().__init__(parts, len(plan.stages))
+        held[0].insert(0, "embedding")
+        held[-1] += ["mtp"] * predictions + ["loss"]
+        super().__init__(held, len(plan.stages))
         self._chunks = plan.stages[stage].chunks
 
     def get_layer_offset(

@@ -1,1 +1,1 @@
-"""What a run reports about itself: metrics, timers, memory, TensorBoard and W&B."""
+"""Reports of a run about itself: metrics, timers, memory, TensorBoard and W&B."""

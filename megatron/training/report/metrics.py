@@ -1,4 +1,4 @@
-"""Where a run's figures go: console, JSON lines, TensorBoard and W&B, the file of expert loads."""
+"""Figures of a run and the places that take them: console, JSON lines, TensorBoard and W&B, the file of expert loads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from typing import IO, Any
 from megatron.training.cli.config import LoggingConfig
 from moe_overlap.describe.expert_load import ExpertLoad
 
-# TensorBoard and Weights & Biases behind one interface; made on the rank that speaks.
-
 
 class Boards:
-    """What the flags ask for: none, one of the two, or both.
+    """TensorBoard and Weights & Biases behind one interface: none of them, one or both, as the flags ask; rank 0 has them.
 
     Args:
         settings: all flags of the run; W&B shows them beside its curves.
@@ -44,7 +42,7 @@ class Boards:
             )
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Points of several curves at one step."""
+        """Add a point to each of several curves at one step."""
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -52,7 +50,7 @@ class Boards:
             self._wandb.log(dict(values), step=step)
 
     def loads(self, name: str, load: Sequence[int], step: int) -> None:
-        """A bar for every expert: the histogram's bucket e holds the tokens of expert e."""
+        """Draw a bar for every expert: the histogram's bucket e holds the tokens of expert e."""
         if self._tensorboard is None or not any(load):
             return
         self._tensorboard.add_histogram_raw(
@@ -68,7 +66,7 @@ class Boards:
         )
 
     def close(self) -> None:
-        """Write what is waiting."""
+        """Write the waiting points."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -76,7 +74,7 @@ class Boards:
 
 
 LARGEST_EXPONENT = 20
-"""Of a perplexity, as upstream bounds it."""
+"""Largest exponent of a perplexity, as upstream bounds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +97,15 @@ class StepMetrics:
     optional: dict[str, float]
     """Figures behind flags: params_norm, num_zeros_in_grad, model_tflops; with fp16 loss_scale and skipped_iterations so far."""
     deferred: dict[str, int]
-    """Weight gradients put aside so far: deferred_peak_bytes they held, deferred_early ones that had no room; else empty."""
+    """Deferred weight gradients so far: deferred_peak_bytes they held, deferred_early computed early for lack of memory
+    capacity; empty where none are deferred."""
 
 
 class MetricsLog:
     """Console, TensorBoard, W&B and the file of expert loads on rank 0, JSON lines on every rank.
 
     Args:
-        total_steps: for the console's counter.
+        total_steps: end of the console's counter.
         settings: all flags of the run, for W&B.
     """
 
@@ -162,19 +161,19 @@ class MetricsLog:
             self._boards.loads(f"{name}/load", load.load, load.last_step)
 
     def say(self, subject: str, text: str) -> None:
-        """One line on the console of rank 0."""
+        """Print a line on the console of rank 0."""
         if self._rank == 0:
             print(f"{subject:<12} {text}", flush=True)
 
     def close(self) -> None:
         """Flush and close the files."""
-        for part in (self._json, self._loads, self._boards):
-            if part is not None:
-                part.close()
+        for sink in (self._json, self._loads, self._boards):
+            if sink is not None:
+                sink.close()
 
 
 def _appended(path: str | None) -> IO[str] | None:
-    """A file to append to, in a folder that is made; None without a path."""
+    """A file to append to, whose folder is made if it is missing; None without a path."""
     if path is None:
         return None
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +201,7 @@ def _thousands(value: float) -> str:
 
 
 def _or_null(value: Any) -> Any:
-    """JSON has no number for what is not finite, such as the norm of a step whose gradients overflowed."""
+    """The value, or None for a number that is not finite (the norm of a step that overflowed): JSON has none for it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

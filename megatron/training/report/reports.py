@@ -1,6 +1,8 @@
-"""What a run reports beside the figures of its steps: timers, memory and expert loads, each at its interval.
+"""Reports of a run beside the figures of its steps: timers, memory and expert loads, each at its interval; first and last lines.
 
-Every report that speaks for all ranks is a collective, made by all of them at the same steps: the intervals alone decide.
+Every report that speaks for all ranks is a collective, in which all ranks take part at the same steps: the intervals alone
+decide. The peak memory of a step is the allocator's figure on a GPU, that of tracked tensor storages on a CPU. Timers are
+seconds per step on every rank; the caller names what is timed, and a window adds steps up until it is shown.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megatron.training.report.metrics import MetricsLog
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 
-# Peak memory of a step: the allocator's figure on a GPU, tracked tensor storages on a CPU.
+# Memory
 
 
 class StorageTracker(TorchDispatchMode):
@@ -96,9 +98,7 @@ def held_tensors(chunks: Any, optimizer: Any) -> list[torch.Tensor]:
     return tensors
 
 
-# Timers of --timing-log-level: seconds per step on every rank, shown as --timing-log-option says.
-#
-# What is timed is told by the caller, name by name; a window adds steps up and is emptied when it is shown.
+# Timers
 
 NAME_WIDTH = 32
 
@@ -111,20 +111,20 @@ class TimerWindow:
         self._steps = 0
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """The timers of one step."""
+        """Add the timers of one step."""
         self._steps += 1
         for name, value in seconds.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def take(self) -> dict[str, tuple[float, ...]]:
-        """Seconds per step by name, one for each rank (0 where a rank has no such timer); the window is empty then.
+        """Empty the window: seconds per step by name, a number for each rank (0 where a rank has no such timer).
 
         Collective over the default group; names come in the order of the first rank that has them.
         """
-        mine = {name: value / self._steps for name, value in self._sums.items()}
+        own = {name: value / self._steps for name, value in self._sums.items()}
         self._sums, self._steps = {}, 0
         ranks: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, mine)
+        dist.all_gather_object(ranks, own)
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {name: tuple(rank.get(name, 0.0) for rank in ranks) for name in names}
 
@@ -135,7 +135,7 @@ def slowest(timers: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
 
 
 def timer_lines(timers: Mapping[str, tuple[float, ...]], option: str) -> list[str]:
-    """What the console shows, in milliseconds.
+    """The console's lines, in milliseconds.
 
     Args:
         option: `max`, `minmax` or `all`.
@@ -179,7 +179,7 @@ class Reports:
         self._first_uncounted: int | None = None
 
     def curves(self, iteration: int, step_seconds: float, peak_bytes: int, spans: Spans) -> dict[str, float]:
-        """What the boards get of a step beside its metrics; counts the timers of the step, so call it once for each."""
+        """The boards' curves of a step beside its metrics; it counts the step's timers, so call it once for each step."""
         config, values = self._config, dict[str, float]()
         phases = self._phases(spans, self._level) if self._level else {}
         self._console.add(phases)
@@ -199,7 +199,7 @@ class Reports:
         return values
 
     def after_step(self, iteration: int, peak_bytes: int, resident: int) -> None:
-        """The reports that are due; collective. `resident` is this rank's memory on the host, in bytes."""
+        """Make the reports that are due; collective. `resident` is this rank's memory on the host, in bytes."""
         config = self._config
         if self._first_uncounted is None:
             self._first_uncounted = iteration
@@ -212,14 +212,14 @@ class Reports:
             self._log.say("memory", f"step {iteration}: {_memory_text(peak_bytes, resident)}")
 
     def flush_loads(self, iteration: int) -> None:
-        """Expert loads up to this step, where steps have been made since the last report; collective."""
+        """Record expert loads up to this step, if steps were executed since the last report; collective."""
         if self._expert_loads is not None and self._first_uncounted is not None and self._first_uncounted <= iteration:
             self._log.log_loads(self._expert_loads(self._first_uncounted, iteration))
             self._first_uncounted = iteration + 1
 
 
 def uses_expert_loads(config: Config) -> bool:
-    """Whether anything that the flags ask for is made of expert loads; a dense model has none."""
+    """Whether the flags ask for expert loads anywhere; a dense model has none."""
     logging = config.logging
     by_board = logging.moe_per_layer_logging and bool(logging.tensorboard_dir or logging.wandb_project)
     return config.moe.num_experts is not None and (logging.log_expert_load is not None or by_board)
@@ -235,11 +235,11 @@ def _memory_text(peak_bytes: int, resident: int) -> str:
     return f"peak {low:.0f} to {high:.0f} MiB, most on rank {peaks.index(max(peaks))}; {host}"
 
 
-# What a run says before its first step and after its last.
+# First and last lines
 
 
 def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, world_size: int, corpus: str) -> None:
-    """Environment, corpus, model, layout, what was decided between flags, and the flags that have no effect here."""
+    """Print environment, corpus, model, layout, decisions between flags, and the flags without effect in this run."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     packages = f"torch {torch.__version__} ({device}), megatron-core {version('megatron-core')}"
     log.say("environment", f"python {platform.python_version()}, {packages}")
@@ -256,11 +256,11 @@ def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, 
 
 
 def announce_end(log: MetricsLog, argv: Sequence[str], config: Config, world_size: int, reason: str | None) -> None:
-    """Why the run ended early, if it did, and the command that continues it.
+    """Print the reason of an early end, if there is one, and the command that continues the run.
 
     Args:
-        argv: the words of this run's command line.
-        reason: of an early end, or None.
+        argv: the arguments of this run's command line.
+        reason: the reason of an early end, or None.
     """
     if reason is not None:
         log.say("stopped", reason)

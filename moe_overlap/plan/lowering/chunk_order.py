@@ -15,19 +15,21 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
+from moe_overlap.plan.instructions import BufferRole, parse_buffer, partition_of
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What an instruction handles of a micro-batch: part `index` of `count`."""
+    """The share of a micro-batch that an instruction handles: partition `index` of `count`."""
 
     index: int = 0
     count: int = 1
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """As it stands in an instruction; empty for the whole."""
+        """The partition that stands in an instruction; empty for the whole."""
         return (self.index,) if self.count > 1 else ()
 
 
@@ -82,7 +84,7 @@ class CutBuffers:
         read = [name for buffer in reads for name in self._read(buffer, part)]
         written = []
         for buffer in writes:
-            if buffer not in reads and not buffer.startswith("gradient."):
+            if buffer not in reads and parse_buffer(buffer).role is not BufferRole.GRADIENT:
                 self._parts[buffer] = max(part.count, into)
             written += self._read(buffer, part)
         return read, written
@@ -96,4 +98,4 @@ class CutBuffers:
         if count == 1:
             return [buffer]
         indices = [part.index] if part.count == count else range(count)
-        return [f"{buffer}.p{index}" for index in indices]
+        return [partition_of(buffer, index) for index in indices]

@@ -1,11 +1,14 @@
-"""Slots behind transfers between stages: weight gradients that run when a chunk has sent its input's gradient.
+"""Weight gradients as operators of their own: which there are, and the slots behind which they run.
 
-A stage waits for what the stage behind it sends. What of a backward pass stands behind the send is not waited for: it runs while
-the gradient travels, and where the stage would wait for its next micro-batch, in the bubble of the pipeline. Behind the last
-micro-batches of a step every stage but the first hands on that much earlier.
+The backward pass of an operator is cut in two: the gradient of its input, which the critical path needs, and those of its
+weights, which only the optimizer needs and which may run while tokens travel (Lancet, section 4). A slot is a backward all-to-all
+of a layer, or the transfer with which a chunk sends its input's gradient.
 
-A slot is named by its transfer (`send.S0>S1.backward`) and stands in the entry of any one layer of the chunk; it ends with the
-pass: the next micro-batch adds to the same sums behind it.
+Slots behind transfers. A stage waits for what the stage behind it sends. Work of a backward pass behind the send is not waited
+for: it runs while the gradient travels, and where the stage would wait for its next micro-batch, in the bubble of the pipeline.
+Behind the last micro-batches of a step every stage but the first hands on that much earlier. Such a slot is named by its transfer
+(`send.S0>S1.backward`) and stands in the entry of any one layer of the chunk; it ends with the pass: the next micro-batch adds to
+the same sums behind it.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2 (whose schedules also let weight gradients wait for longer).
 """
@@ -32,7 +35,8 @@ from moe_overlap.plan.operators import (
     MLP,
     SHARED,
     WEIGHT_GRADIENT,
-    Operator,
+    OperatorId,
+    OperatorKind,
     boundary_operator,
     layer_operator,
     parse_operator,
@@ -41,16 +45,11 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
 
-# Weight gradients as operators of their own: which there are, and under which exchange they run.
-#
-# The backward pass of an operator is cut in two: the gradient of its input, which the critical path needs, and those of
-# its weights, which only the optimizer needs and which may run while tokens travel (Lancet, section 4).
-
 SLOT_PARTS = (COMBINE, DISPATCH)
 """Exchanges whose backward is a slot."""
 
 
-def split_weights(part: str, model: ModelDescription) -> tuple[str, ...]:
+def split_weights(part: OperatorKind, model: ModelDescription) -> tuple[str, ...]:
     """Weights of an operator whose gradient can be computed apart, in forward order; named with EXPERTS for a fused kernel.
 
     Norms, biases and the gate of a shared expert are not among them: their gradients cost nothing.
@@ -71,19 +70,19 @@ def split_weights(part: str, model: ModelDescription) -> tuple[str, ...]:
     return weights.get(part, ())
 
 
-def named_part(part: str) -> str:
+def named_part(part: OperatorKind) -> OperatorKind:
     """The operator that a weight gradient of a part is named with."""
     return EXPERTS if part in FUSED_KERNELS else part
 
 
-def gradient_name(part: str, weight: str, layer: int | None = None) -> str:
+def gradient_name(part: OperatorKind, weight: str, layer: int | None = None) -> str:
     """`L0.attention.qkv.dW`, or of the head where no layer is given."""
     if layer is not None:
         return weight_gradient(layer, part, weight)
-    return str(Operator(part, weight=weight, suffix=WEIGHT_GRADIENT))
+    return str(OperatorId(part, weight=weight, phase=WEIGHT_GRADIENT))
 
 
-def keeps_gradients(part: str, deferred: Sequence[str], model: ModelDescription) -> bool:
+def keeps_gradients(part: OperatorKind, deferred: Sequence[str], model: ModelDescription) -> bool:
     """Whether the backward pass still adds to the layer's gradients when these weights are deferred."""
     if set(deferred) != set(split_weights(part, model)):
         return True
@@ -91,20 +90,9 @@ def keeps_gradients(part: str, deferred: Sequence[str], model: ModelDescription)
     return part in (ATTENTION, MLP, GATE) or gated or model.linear_bias
 
 
-def saved_buffer(name: str) -> str:
-    """What a backward instruction leaves for the weight gradient of this name."""
-    return f"saved.{name.removesuffix('.' + WEIGHT_GRADIENT)}"
-
-
 def backward_of(gradient: str) -> str:
     """The backward instruction that leaves what a weight gradient is computed from."""
-    return str(replace(parse_operator(gradient), weight="", suffix=BACKWARD))
-
-
-def gradient_of_saved(buffer: str) -> str:
-    """The weight gradient that a saved buffer of a micro-batch, or a part of it, is for: the inverse of `saved_buffer`."""
-    name = buffer.removeprefix("saved.")
-    return f"{name[: name.rindex('.m')]}.{WEIGHT_GRADIENT}"
+    return str(replace(parse_operator(gradient), weight="", phase=BACKWARD))
 
 
 def gradients_of_pass(layers: Sequence[int], model: ModelDescription, holds_head: bool) -> tuple[str, ...]:
@@ -146,21 +134,21 @@ def default_slots(
     return slots
 
 
-def _names(part: str, layer: int, model: ModelDescription) -> list[str]:
+def _names(part: OperatorKind, layer: int, model: ModelDescription) -> list[str]:
     return [gradient_name(part, weight, layer) for weight in reversed(split_weights(part, model))]
 
 
 def sends_of(plan: Plan, index: int) -> tuple[str, ...]:
     """By chunk of a stage, the transfer of its input's gradient; the empty string where the model begins."""
     stages = len(plan.stages)
-    name = boundary_operator("send", (index - 1) % stages, index, backward=True)
+    name = boundary_operator(OperatorKind.SEND, (index - 1) % stages, index, backward=True)
     begins = index == plan.embedding_stage
     return tuple("" if begins and chunk == 0 else name for chunk in range(len(plan.stages[index].chunks)))
 
 
-def is_send(slot: Operator) -> bool:
+def is_send(slot: OperatorId) -> bool:
     """Whether a slot is the transfer of an input's gradient."""
-    return slot.part.startswith("send.") and slot.suffix == BACKWARD
+    return slot.kind is OperatorKind.SEND and slot.phase is BACKWARD
 
 
 def behind_send(overlap: StageOverlap, layers: Sequence[int]) -> tuple[str, ...]:
@@ -187,7 +175,8 @@ def receives_first(drafts: Iterable[Draft]) -> Iterator[Draft]:
         if draft.kind == "weight-gradient" and is_behind_send:
             waiting.append(draft)
             continue
-        if draft.kind != "point-to-point" or not draft.name.startswith("receive."):
+        if not draft.receives:
+            # Receives alone are issued first, as the next pass needs them; all else keeps its order.
             yield from waiting
             waiting = []
         is_behind_send = draft.kind == "point-to-point"

@@ -1,4 +1,7 @@
-"""The race check: instructions that touch one buffer on different channels must be ordered.
+"""Dependencies of instructions: found from their buffers when a list is built, and checked for races.
+
+Contract. `ListBuilder` gives every draft its id and what it waits for; `last_uses` says how long each buffer must be kept;
+`check_races` accepts a list only if instructions that touch one buffer on different channels are ordered.
 
 Terms. `i` happens before `j` where a path leads from i to j over `after` and over the order of a channel (an earlier
 instruction of a channel finishes before a later one starts). Two accesses of a buffer, at least one of them writing,
@@ -16,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind, ScheduleError
+from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind, ScheduleError, parse_buffer
+from moe_overlap.plan.operators import OperatorId, OperatorKind, parse_operator
 
 # Builds one rank's instruction list and finds the dependencies from the buffers.
 
@@ -36,9 +40,19 @@ class Draft:
     bytes: int = 0
     peers: tuple[int, ...] = ()
 
+    @property
+    def operator(self) -> OperatorId:
+        """Its name, taken apart."""
+        return parse_operator(self.name, "draft")
+
+    @property
+    def receives(self) -> bool:
+        """Whether it receives over a stage boundary."""
+        return self.kind == "point-to-point" and self.operator.kind is OperatorKind.RECEIVE
+
     @classmethod
     def of(cls, instruction: Instruction) -> Draft:
-        """What an instruction of a list was made from."""
+        """The draft from which an instruction of a list was built."""
         return cls(**{field.name: getattr(instruction, field.name) for field in fields(cls)})
 
 
@@ -115,7 +129,7 @@ class ListBuilder:
         return self._without_implied(self._last_of_each_channel(found, channel))
 
     def _last_of_each_channel(self, found: set[int], channel: str) -> set[int]:
-        """Of the dependencies on another channel the last is enough: that channel runs in order."""
+        """The last dependency on each other channel is enough: that channel runs in order."""
         last: dict[str, int] = {}
         for number in sorted(found):
             last[self._list[number].channel] = number
@@ -200,7 +214,7 @@ def check_races(instructions: Sequence[Instruction], inputs: frozenset[str] = IN
         for name in instruction.reads:
             buffer = buffers.setdefault(name, _Buffer())
             if buffer.writer is None:
-                if name.split(".")[0] not in inputs:
+                if parse_buffer(name).word not in inputs:
                     raise ScheduleError(f"{name} is read before anything wrote it\n{_marked(instructions, here)}")
             elif not knows(here, buffer.writer):
                 raise _race(instructions, name, buffer.writer, here)

@@ -24,6 +24,7 @@ from moe_overlap.plan.instructions import COMPUTE, Instruction
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL, EXPERT_CHANNEL
 from moe_overlap.plan.lowering.update import DATA_CHANNEL, is_replicated, optimizer_parts
+from moe_overlap.plan.operators import OperatorKind, state_operator
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import PartSize
 
@@ -135,7 +136,7 @@ def _reduce(piece: Piece, after: Iterable[int], to: ListBuilder) -> int:
     total = f"gradient.{piece.part}"
     draft = Draft(
         kind="collective",
-        name=f"gradients.{piece.part}",
+        name=state_operator(OperatorKind.GRADIENTS, piece.part),
         channel=DATA_CHANNEL,
         partition=(piece.index,),
         reads=(total,),

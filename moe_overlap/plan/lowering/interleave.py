@@ -52,7 +52,7 @@ def turns_of(drafts: Sequence[Draft]) -> list[Turn]:
 
 def interleave(backward: Sequence[Draft], forward: Sequence[Draft]) -> Iterator[Draft]:
     """Two passes of different micro-batches in the order above; each keeps its own."""
-    received = list(takewhile(lambda draft: draft.name.startswith("receive."), forward))
+    received = list(takewhile(lambda draft: draft.receives, forward))
     yield from received
     mine = turns_of(backward)
     theirs = turns_of(forward[len(received) :])

@@ -1,16 +1,24 @@
-"""Layers as drafts: the operators of layers.py, in the order of chunk_order.py, with their buffers."""
+"""Layers as drafts: the operators of a chunk's layers in program order, with the buffers they read and write.
+
+Contract. `LayerLowering` writes the forward or the backward pass of a chunk of layers for one micro-batch:
+1. `LayerSequence` puts the operators in program order; backward, each layer has what it recomputes in front.
+2. chunk_order.py runs ranges that are cut into partitions stage-major: one partition communicates while the next computes.
+3. Each operator is given its buffers from the two tables below; what stands in partitions is named by partition.
+4. Deferred weight gradients stand right behind the backward all-to-all that is their slot.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators
 from moe_overlap.plan import sizes as payload
-from moe_overlap.plan.instructions import COMPUTE
+from moe_overlap.plan.instructions import COMPUTE, parse_access, placed, saved_for
 from moe_overlap.plan.lowering.chunk_order import CutBuffers, Part, stage_major
-from moe_overlap.plan.lowering.deferral import behind_send, keeps_gradients, named_part, saved_buffer, split_weights
+from moe_overlap.plan.lowering.deferral import behind_send, keeps_gradients, named_part, split_weights
 from moe_overlap.plan.lowering.dependencies import Draft
 from moe_overlap.plan.operators import (
     ATTENTION,
@@ -21,13 +29,16 @@ from moe_overlap.plan.operators import (
     DISPATCH_FC1,
     EXPERTS,
     FC2_COMBINE,
+    FORWARD,
     FUSED_KERNELS,
     GATE,
     MERGE,
     MLP,
     RECOMPUTE,
     SHARED,
-    Operator,
+    OperatorId,
+    OperatorKind,
+    Phase,
     parse_operator,
 )
 from moe_overlap.plan.overlap import partitions_of
@@ -92,11 +103,6 @@ def backward_buffers(n: str, after: str, has_shared: bool, sent: bool, total: st
     }
 
 
-def placed(buffer: str, micro_batch: int) -> str:
-    """The name with its micro-batch; sums over micro-batches have none."""
-    return buffer if buffer.startswith("gradient.") else f"{buffer}.m{micro_batch}"
-
-
 # The operators of a chunk's layers in program order: forward, and backward with what it recomputes.
 
 
@@ -109,14 +115,14 @@ class LayerOperator:
     """
 
     layer: int
-    part: str
-    suffix: str = ""
+    part: OperatorKind
+    suffix: Phase = FORWARD
     mtp: int | None = None
 
     @property
     def name(self) -> str:
-        """As it stands in an instruction."""
-        return str(Operator(self.part, None if self.mtp is not None else self.layer, self.mtp, "", self.suffix))
+        """The name that stands in an instruction."""
+        return _name(self.part, None if self.mtp is not None else self.layer, self.mtp, self.suffix)
 
     @property
     def place(self) -> str:
@@ -125,13 +131,18 @@ class LayerOperator:
 
     @property
     def after(self) -> str:
-        """What follows that place in forward order."""
+        """The place that follows in forward order."""
         return f"L{self.layer + 1}" if self.mtp is None else f"mtp{self.mtp}.loss"
 
     @property
     def is_exchange(self) -> bool:
         """Whether it communicates."""
         return self.part in operators.EXCHANGE_PARTS
+
+
+@cache
+def _name(part: OperatorKind, layer: int | None, mtp: int | None, phase: Phase) -> str:
+    return str(OperatorId(part, layer, mtp, phase=phase))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +167,13 @@ class LayerSequence:
         """Whether tokens leave the rank."""
         return self.stage.expert * self.stage.expert_tensor > 1
 
-    def parts(self, layer: int) -> tuple[str, ...]:
+    def parts(self, layer: int) -> tuple[OperatorKind, ...]:
         """Operators of a layer in forward order."""
         return operators.layer_parts(
             self.model.moe_layers[layer], self.has_shared, self.exchanges, self._is_fused(layer)
         )
 
-    def forward(self, layers: Sequence[int], suffix: str = "") -> Iterator[LayerOperator]:
+    def forward(self, layers: Sequence[int], suffix: Phase = FORWARD) -> Iterator[LayerOperator]:
         """Layers forward; suffix `recompute` where the backward pass runs them a second time."""
         return (LayerOperator(layer, part, suffix) for layer in layers for part in self.parts(layer))
 
@@ -195,7 +206,7 @@ class LayerSequence:
                 yield LayerOperator(layer, part, RECOMPUTE)
             yield LayerOperator(layer, part, BACKWARD)
 
-    def _backward_parts(self, layer: int) -> tuple[str, ...]:
+    def _backward_parts(self, layer: int) -> tuple[OperatorKind, ...]:
         """In partitions the shared expert runs before the experts backward as it does forward: under an exchange."""
         moe = self.model.moe_layers[layer]
         parts = list(operators.backward_parts(moe, self.has_shared, self.exchanges, self._is_fused(layer)))
@@ -237,7 +248,7 @@ def recompute_groups(recompute: Recompute, layers: Sequence[int]) -> list[Recomp
 
 
 EXPERT_CHANNEL, COUNT_CHANNEL = "ep", "ep.counts"
-"""Counts travel in a group of their own, beside the rows of other parts: whoever waits for them waits for no rows."""
+"""Counts travel in a group of their own, beside the rows of other partitions: whoever waits for them waits for no rows."""
 
 
 class LayerLowering:
@@ -255,9 +266,9 @@ class LayerLowering:
         self._sequence = LayerSequence(stage, model, is_cut=lambda layer: (layer, EXPERTS) in self._partitions)
         slots = [slot for layer in stage.overlap.layers for slot in layer.weight_gradient_slots.items()]
         self._slots = dict(slots)
-        self._deferred: dict[tuple[str, int | None], list[Operator]] = {}
+        self._deferred: dict[tuple[OperatorKind, int | None], list[OperatorId]] = {}
         for operator in (parse_operator(name) for _, names in slots for name in names):
-            self._deferred.setdefault((operator.part, operator.layer), []).append(operator)
+            self._deferred.setdefault((operator.kind, operator.layer), []).append(operator)
 
     def forward(self, layers: Sequence[int], chunk: int, micro_batch: int) -> Iterator[Draft]:
         """The layers of a chunk forward."""
@@ -280,7 +291,7 @@ class LayerLowering:
         for name in behind_send(self.stage.overlap, layers):
             yield self._weight_gradient(parse_operator(name), chunk, micro_batch)
 
-    def deferred(self, part: str, layer: int | None = None) -> list[Operator]:
+    def deferred(self, part: OperatorKind, layer: int | None = None) -> list[OperatorId]:
         """Weight gradients of an operator that are instructions of their own."""
         mine = self._deferred.get((named_part(part), layer), [])
         return [one for one in mine if one.weight in split_weights(part, self._model)]
@@ -288,7 +299,8 @@ class LayerLowering:
     def _write(self, sequence: list[LayerOperator], chunk: int, micro_batch: int, last_first: bool) -> Iterator[Draft]:
         for operator, part in stage_major(sequence, self._count, lambda operator: operator.is_exchange, last_first):
             yield self._operator(operator, part, chunk, micro_batch)
-            # Slots of layers are backward exchanges: partition 0 is the last to start.
+            # Backward, partition 0 is the last to start its all-to-all: behind it everything the slot needs has run, and the
+            # whole transfer is there to be hidden.
             if operator.name in self._slots and part.index == 0:
                 for name in self._slots[operator.name]:
                     yield self._weight_gradient(parse_operator(name), chunk, micro_batch)
@@ -325,9 +337,9 @@ class LayerLowering:
             table = backward_buffers(*ends, has_shared, sent, f"gradient.{operator.place}" if kept else "")
         else:
             table = forward_buffers(*ends, has_shared, sent)
-        sides = table[operator.part].split("->")
-        reads, writes = ([placed(b, micro_batch) for b in side.split()] for side in sides)
-        writes += [placed(saved_buffer(str(gradient)), micro_batch) for gradient in deferred]
+        sides = parse_access(table[operator.part])
+        reads, writes = ([placed(buffer, micro_batch) for buffer in side] for side in sides)
+        writes += [saved_for(gradient, micro_batch) for gradient in deferred]
         if operator.part != GATE or operator.suffix == BACKWARD:
             return self.buffers.name(reads, writes, part)
         # A gate that decides on the whole micro-batch leaves its rows in the parts that travel.
@@ -336,8 +348,8 @@ class LayerLowering:
         before, behind = _capacity(operator, part, placed(f"capacity.L{n}", micro_batch))
         return [*reads, *before], [*writes, *behind]
 
-    def _weight_gradient(self, gradient: Operator, chunk: int, micro_batch: int) -> Draft:
-        saved = self.buffers.parts(placed(saved_buffer(str(gradient)), micro_batch))
+    def _weight_gradient(self, gradient: OperatorId, chunk: int, micro_batch: int) -> Draft:
+        saved = self.buffers.parts(saved_for(gradient, micro_batch))
         total = "gradient.head" if gradient.layer is None else f"gradient.L{gradient.layer}"
         return Draft(
             kind="weight-gradient",
@@ -357,7 +369,7 @@ def _channel(operator: LayerOperator) -> str:
 
 
 def _capacity(operator: LayerOperator, part: Part, buffer: str) -> tuple[Iterable[str], Iterable[str]]:
-    """What a gate takes from the partition before and leaves to the next; again, it finds what it left."""
+    """The capacity that a gate takes from the partition before and leaves to the next; recomputed, it finds what it left."""
     before = [f"{buffer}.p{part.index - 1}"] if part.index > 0 else []
     hands_on = part.index < part.count - 1 and not operator.suffix
     return before, [f"{buffer}.p{part.index}"] if hands_on else []

@@ -10,21 +10,22 @@ What it asks for and is not lowered yet is refused by field.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
-from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lowering.deferral import receives_first, saved_buffer
-from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list
+from moe_overlap.plan.instructions import Instruction, parse_access, placed, saved_for
+from moe_overlap.plan.lowering.deferral import receives_first
+from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list, check_races
 from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces
 from moe_overlap.plan.lowering.interleave import interleave
 from moe_overlap.plan.lowering.issue_order import in_issue_order
-from moe_overlap.plan.lowering.layers import LayerLowering, placed, recomputes_predictions
+from moe_overlap.plan.lowering.layers import LayerLowering, recomputes_predictions
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
+from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.lowering.resharding import TransferLowering
 from moe_overlap.plan.lowering.update import lower_update
 from moe_overlap.plan.operators import (
@@ -35,12 +36,34 @@ from moe_overlap.plan.operators import (
     LOSS,
     PROJECT,
     RECOMPUTE,
+    OperatorKind,
     prediction_operator,
 )
 from moe_overlap.plan.plan import Plan
 
 
-def lower(
+def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
+    """The instruction list of one rank, as it will be executed: free of races, and sure to end together with the other stages'.
+
+    Args:
+        plan: a plan that `validate_plan` has accepted for this model.
+        rank: global rank.
+    Raises:
+        ConfigError: the plan uses a field that is not lowered yet.
+        ScheduleError: the list has a race, or the stages would wait for each other for good (rendezvous.py): our own mistake.
+    """
+    place = plan.stages[plan.stage_of(rank)].devices.ranks.index(rank)
+    if plan.transfers:
+        together: Iterable[int] = (other for stage in plan.stages for other in stage.devices.ranks)
+    else:
+        # Equal stages: rank i of a stage meets rank i of the next, and the others of a stage do the same.
+        together = (stage.devices.ranks[place] for stage in plan.stages)
+    lists = {other: lower_rank(plan, model, other) for other in together}
+    check_rendezvous(lists)
+    return lists[rank]
+
+
+def lower_rank(
     plan: Plan,
     model: ModelDescription,
     rank: int,
@@ -48,16 +71,28 @@ def lower(
     while_waiting: bool = True,
     blocks: Sequence[Sequence[Step]] | None = None,
 ) -> tuple[Instruction, ...]:
-    """The instruction list of one rank.
+    """The instruction list of one rank, checked for races and not against the lists of other stages.
 
     Args:
-        plan: a plan that `validate_plan` has accepted for this model.
-        rank: global rank.
-        saved_bytes, while_waiting: as in optimizer_state.py and optimizer_state.py, for stages whose parts step by themselves.
+        saved_bytes, while_waiting: as in optimizer_state.py, for stages whose parameter groups step by themselves.
         blocks: other passes than the whole step's, in the form of `pipeline_blocks`, for what is told from a few of them.
     Raises:
-        ConfigError: the plan uses a field that is not lowered yet.
+        ConfigError, ScheduleError: as `lower`.
     """
+    instructions = in_issue_order(plan, _written(plan, model, rank, saved_bytes, while_waiting, blocks))
+    check_races(instructions)
+    return instructions
+
+
+def _written(
+    plan: Plan,
+    model: ModelDescription,
+    rank: int,
+    saved_bytes: Mapping[str, int],
+    while_waiting: bool,
+    blocks: Sequence[Sequence[Step]] | None,
+) -> tuple[Instruction, ...]:
+    """The list with the waits that its buffers ask for."""
     refuse_what_cannot_be_lowered(plan)
     index = plan.stage_of(rank)
     layers = LayerLowering(plan, plan.stages[index], model)
@@ -71,14 +106,14 @@ def lower(
     to = ListBuilder(index)
     if plan.stages[index].is_decoupled:
         DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to, while_waiting).write(drafts)
-        return in_issue_order(plan, to.finish())
+        return to.finish()
     pieces = gradient_pieces(plan, index, model)
     if pieces:
         fill_gaps(build_list(index, drafts), pieces, to)
     else:
         to.extend(drafts)
     to.extend(lower_update(plan, index, model))
-    return in_issue_order(plan, to.finish())
+    return to.finish()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +138,7 @@ class _PassLowering:
         if self._is_first(chunk):
             yield self._compute(EMBEDDING, place, f"tokens -> h.L{first}")
         else:
-            yield from self.transfers.write("receive", -1, place, f"h.L{first}")
+            yield from self.transfers.write(OperatorKind.RECEIVE, -1, place, f"h.L{first}")
         yield from self.layers.forward(range(first, last), chunk, micro_batch)
         if self._is_last(chunk):
             yield self._compute(HEAD_NORM, place, f"h.L{last} -> normed")
@@ -111,7 +146,7 @@ class _PassLowering:
                 yield from self._prediction(depth, place)
             yield self._compute(HEAD_LOSS, place, "normed labels -> loss")
         else:
-            yield from self.transfers.write("send", +1, place, f"h.L{last}")
+            yield from self.transfers.write(OperatorKind.SEND, +1, place, f"h.L{last}")
 
     def _backward(self, chunk: int, micro_batch: int) -> Iterator[Draft]:
         """The mirror of `_forward`."""
@@ -120,20 +155,20 @@ class _PassLowering:
         if self._is_last(chunk):
             total = "gradient.head"
             deferred = self.layers.deferred(HEAD_LOSS)
-            saved = " ".join(saved_buffer(str(gradient)) for gradient in deferred)
+            saved = " ".join(saved_for(gradient) for gradient in deferred)
             added = "" if deferred else total
             yield self._compute(f"{HEAD_LOSS}.{BACKWARD}", place, f"loss {added} -> dnormed {added} {saved}")
             for depth in reversed(range(self.model.mtp_layers)):
                 yield from self._prediction_backward(depth, place)
             yield self._compute(f"{HEAD_NORM}.{BACKWARD}", place, f"dnormed {total} -> dh.L{last} {total}")
         else:
-            yield from self.transfers.write("receive", +1, place, f"dh.L{last}", backward=True)
+            yield from self.transfers.write(OperatorKind.RECEIVE, +1, place, f"dh.L{last}", backward=True)
         yield from self.layers.backward(range(first, last), chunk, micro_batch)
         if self._is_first(chunk):
             total = "gradient.embedding"
             yield self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
         else:
-            yield from self.transfers.write("send", -1, place, f"dh.L{first}", backward=True)
+            yield from self.transfers.write(OperatorKind.SEND, -1, place, f"dh.L{first}", backward=True)
             yield from self.layers.behind_send(range(first, last), chunk, micro_batch)
 
     def _prediction(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
@@ -166,8 +201,13 @@ class _PassLowering:
 
     def _compute(self, name: str, place: tuple[int, int], buffers: str) -> Draft:
         chunk, micro_batch = place
-        reads, writes = ([placed(b, micro_batch) for b in side.split()] for side in buffers.split("->"))
+        reads, writes = ([placed(buffer, micro_batch) for buffer in side] for side in parse_access(buffers))
         reads, writes = self.layers.buffers.name(reads, writes)
         return Draft(
-            kind="compute", name=name, chunk=chunk, micro_batch=micro_batch, reads=tuple(reads), writes=tuple(writes)
+            kind="compute",
+            name=str(name),
+            chunk=chunk,
+            micro_batch=micro_batch,
+            reads=tuple(reads),
+            writes=tuple(writes),
         )

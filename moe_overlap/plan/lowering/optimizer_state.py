@@ -32,10 +32,10 @@ from typing import TypeVar
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
-from moe_overlap.plan.instructions import OPTIMIZER, TO_DEVICE, TO_HOST
+from moe_overlap.plan.instructions import OPTIMIZER, TO_DEVICE, TO_HOST, BufferRole, parse_buffer
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder
 from moe_overlap.plan.lowering.update import DATA_CHANNEL, is_replicated, norm_of, optimizer_parts
-from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, parse_operator
+from moe_overlap.plan.operators import Copied, GroupKind, OperatorKind, parse_group, state_operator
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
 from moe_overlap.plan.sizes import PartSize
 
@@ -72,10 +72,7 @@ def part_of(draft: Draft) -> str:
     """The part that an instruction of a pass computes; the empty string for what is no computation."""
     if draft.kind != "compute":
         return ""
-    operator = parse_operator(draft.name)
-    if operator.layer is not None:
-        return f"L{operator.layer}"
-    return f"mtp{operator.mtp}" if operator.mtp is not None else operator.part.partition(".")[0]
+    return draft.operator.group
 
 
 def uses_of(drafts: Sequence[Draft]) -> list[Use]:
@@ -84,7 +81,7 @@ def uses_of(drafts: Sequence[Draft]) -> list[Use]:
     for place, draft in enumerate(drafts):
         if part := part_of(draft):
             assert draft.micro_batch is not None
-            found.setdefault((part, is_backward(draft), draft.micro_batch), []).append(place)
+            found.setdefault((part, draft.operator.in_backward_pass, draft.micro_batch), []).append(place)
     return [
         Use(
             part,
@@ -99,14 +96,10 @@ def uses_of(drafts: Sequence[Draft]) -> list[Use]:
     ]
 
 
-def is_backward(draft: Draft) -> bool:
-    """Whether an instruction belongs to a backward pass; what is recomputed does."""
-    return draft.name.endswith((f".{BACKWARD}", f".{RECOMPUTE}"))
-
-
 def gradients_of(draft: Draft) -> list[str]:
     """Parts whose gradient an instruction adds to."""
-    return [name.removeprefix("gradient.") for name in draft.writes if name.startswith("gradient.")]
+    written = map(parse_buffer, draft.writes)
+    return [buffer.subject for buffer in written if buffer.word == BufferRole.GRADIENT]
 
 
 def gradient_ends(drafts: Sequence[Draft]) -> dict[tuple[str, int], int]:
@@ -128,7 +121,7 @@ def gradient_ends(drafts: Sequence[Draft]) -> dict[tuple[str, int], int]:
 
 @dataclass(frozen=True, slots=True)
 class PartDrafts:
-    """Of one stage.
+    """Writes the copies and collectives of the parameter groups of one stage.
 
     Attributes:
         saved_bytes: part -> bytes that its forward pass of a micro-batch keeps; the capture knows them. Copies of activations
@@ -162,7 +155,7 @@ class PartDrafts:
         """
         if part == "embedding" and backward:
             return ()
-        if part.startswith("mtp"):
+        if parse_group(part).kind is GroupKind.PREDICTION:
             return (part, "embedding", "head")
         shares = self.model.tied_embeddings and self.plan.loss_stage in (self.plan.embedding_stage, self.plan.mtp_stage)
         return ("head", "embedding") if part == "head" and shares else (part,)
@@ -185,7 +178,7 @@ class PartDrafts:
     def gather(self, part: str, into: tuple[str, ...], use: Use | None = None) -> Draft:
         """Shards of a part's weights, gathered."""
         sent = self._size(part).gather_bytes(self.stage, self.plan.precision)
-        name, shards = f"parameters.{part}", self.stored(part)
+        name, shards = state_operator(OperatorKind.PARAMETERS, part), self.stored(part)
         draft = Draft(kind="collective", name=name, channel=DATA_CHANNEL, reads=shards, writes=into, bytes=sent)
         return _at(draft, use)
 
@@ -193,7 +186,7 @@ class PartDrafts:
         """The gradient of a micro-batch, or of the step, summed over the replicas."""
         return Draft(
             kind="collective",
-            name=f"gradients.{part}",
+            name=state_operator(OperatorKind.GRADIENTS, part),
             channel=DATA_CHANNEL,
             chunk=chunk,
             micro_batch=micro_batch,
@@ -202,21 +195,24 @@ class PartDrafts:
             bytes=self._size(part).reduction_bytes(self.stage),
         )
 
-    def fetch(self, part: str, what: str, buffer: str, use: Use | None = None) -> Draft:
+    def fetch(self, part: str, what: Copied, buffer: str, use: Use | None = None) -> Draft:
         """The offloaded share of something, from the host; `buffer` without `host.` and `moved.`."""
-        return _at(self._copy("prefetch", part, what, f"host.{buffer}", f"moved.{buffer}", TO_DEVICE), use)
+        return _at(self._copy(OperatorKind.PREFETCH, part, what, f"host.{buffer}", f"moved.{buffer}", TO_DEVICE), use)
 
-    def store(self, part: str, what: str, buffer: str, use: Use | None = None) -> Draft:
+    def store(self, part: str, what: Copied, buffer: str, use: Use | None = None) -> Draft:
         """The same, to the host."""
-        return _at(self._copy("offload", part, what, f"moved.{buffer}", f"host.{buffer}", TO_HOST), use)
+        return _at(self._copy(OperatorKind.OFFLOAD, part, what, f"moved.{buffer}", f"host.{buffer}", TO_HOST), use)
 
-    def _copy(self, action: str, part: str, what: str, source: str, target: str, channel: str) -> Draft:
-        name, size = f"{action}.{part}.{what}", getattr(self.stage.offload, what) * self._stored_bytes(part, what)
+    def _copy(self, action: OperatorKind, part: str, what: Copied, source: str, target: str, channel: str) -> Draft:
+        name, size = (
+            state_operator(action, part, what),
+            getattr(self.stage.offload, what) * self._stored_bytes(part, what),
+        )
         return Draft(kind="copy", name=name, channel=channel, reads=(source,), writes=(target,), bytes=round(size))
 
-    def _stored_bytes(self, part: str, what: str) -> int:
+    def _stored_bytes(self, part: str, what: Copied) -> int:
         """Bytes of a part's weights, gradients or states on this rank, or of a layer's saved activations."""
-        if what == "activations":
+        if what is Copied.ACTIVATIONS:
             return self.saved_bytes.get(part, 0)
         return self._size(part).stored_bytes(self.stage, what, self.plan.precision)
 
@@ -252,7 +248,7 @@ class DecoupledLowering:
     while_waiting: bool = True
     _earliest: tuple[int, ...] = ()
     _ended: tuple[int, ...] = ()
-    _gone: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _gone: dict[Copied, list[int]] = field(default_factory=lambda: defaultdict(list))
     _updated: set[str] = field(default_factory=set)
     _used: set[str] = field(default_factory=set)
     _written: set[str] = field(default_factory=set)
@@ -278,7 +274,7 @@ class DecoupledLowering:
             (before.first if before else 0, (before, use)) for before, use in zip(befores, uses, strict=False)
         )
         left = _by_place((use.last, use) for use in uses)
-        leaving = {use.first: "gradients" if use.backward else "activations" for use in uses}
+        leaving = {use.first: Copied.GRADIENTS if use.backward else Copied.ACTIVATIONS for use in uses}
         complete = _by_place((place, key) for key, place in ends.items())
         last = {part: max(place for (other, _), place in ends.items() if other == part) for part, _ in ends}
         for before, use in loads.pop(0, []):
@@ -296,33 +292,33 @@ class DecoupledLowering:
         totals = tuple(f"gradient.{part}" for part in names)
         self.to.append(norm_of(plan, totals, NORM))
 
-    def _two_back(self, what: str) -> tuple[int, ...]:
-        """What must have ended so that no more than the part before still holds its share of something."""
+    def _two_back(self, what: Copied) -> tuple[int, ...]:
+        """The instruction that must have ended so that no more than the part before still holds its share of something."""
         return tuple(self._gone[what][-2:-1])
 
     def _update(self, part: str) -> None:
         """Step 1."""
         offload, parts = self._offload, self.parts
-        back = (*self._earliest, *self._two_back("optimizer"))
+        back = (*self._earliest, *self._two_back(Copied.OPTIMIZER))
         if offload.optimizer > 0:
-            self.to.append(parts.fetch(part, "optimizer", f"state.{part}"), back)
+            self.to.append(parts.fetch(part, Copied.OPTIMIZER, f"state.{part}"), back)
         if offload.gradients > 0:
-            self.to.append(parts.fetch(part, "gradients", f"gradient.{part}"), back)
+            self.to.append(parts.fetch(part, Copied.GRADIENTS, f"gradient.{part}"), back)
         step = Draft(
             kind="optimizer",
-            name=f"optimizer.{part}",
+            name=state_operator(OperatorKind.OPTIMIZER, part),
             channel=OPTIMIZER,
             reads=(*parts.sums(part), *parts.states(part), NORM),
             writes=(*parts.stored(part), *parts.states(part)),
         )
         number = self.to.append(step, (*self._earliest, *(self._ended if offload.weights > 0 else ())))
         if offload.optimizer > 0:
-            number = self.to.append(parts.store(part, "optimizer", f"state.{part}"))
-        self._gone["optimizer"].append(number)
+            number = self.to.append(parts.store(part, Copied.OPTIMIZER, f"state.{part}"))
+        self._gone[Copied.OPTIMIZER].append(number)
         if is_replicated(parts.stage) and parts.stage.zero_level in (1, 2):
             self.to.append(parts.gather(part, into=parts.stored(part)))
         if offload.weights > 0:
-            self.to.append(parts.store(part, "weights", f"weights.{part}"))
+            self.to.append(parts.store(part, Copied.WEIGHTS, f"weights.{part}"))
         self._updated.add(part)
 
     def _load(self, use: Use, before: Use | None) -> None:
@@ -335,24 +331,24 @@ class DecoupledLowering:
             if part not in self._updated:
                 self._update(part)
             elif self._offload.weights > 0 and part in self._used:
-                self.to.append(parts.fetch(part, "weights", f"weights.{part}", use), limit)
+                self.to.append(parts.fetch(part, Copied.WEIGHTS, f"weights.{part}", use), limit)
             self._used.add(part)
             if parts.gathers:
                 self.to.append(parts.gather(part, (f"weights.{part}",), use), limit)
         if use.backward and use.is_layer and self._offload.activations > 0:
             saved = f"activations.{use.part}.m{use.micro_batch}"
-            self.to.append(parts.fetch(use.part, "activations", saved, use), limit)
+            self.to.append(parts.fetch(use.part, Copied.ACTIVATIONS, saved, use), limit)
         for part in use.adds_to if use.backward else ():
             if part in self._away:
-                self.to.append(parts.fetch(part, "gradients", f"gradient.{part}", use), limit)
+                self.to.append(parts.fetch(part, Copied.GRADIENTS, f"gradient.{part}", use), limit)
                 self._away.remove(part)
 
     def _leave(self, use: Use, number: int) -> None:
         """Step 3; `number`: the last instruction of the use."""
         self._ended = (number,)
         if not use.backward and use.is_layer and self._offload.activations > 0:
-            draft = self.parts.store(use.part, "activations", f"activations.{use.part}.m{use.micro_batch}", use)
-            self._gone["activations"].append(self.to.append(draft))
+            draft = self.parts.store(use.part, Copied.ACTIVATIONS, f"activations.{use.part}.m{use.micro_batch}", use)
+            self._gone[Copied.ACTIVATIONS].append(self.to.append(draft))
 
     def _gradient(self, part: str, chunk: int | None, micro_batch: int, is_last: bool) -> None:
         """Step 4."""
@@ -363,8 +359,10 @@ class DecoupledLowering:
             self.to.append(parts.reduction(part, (*own, *known), chunk, micro_batch))
             self._written.add(moved)
         if self._offload.gradients > 0:
-            draft = replace(parts.store(part, "gradients", f"gradient.{part}"), chunk=chunk, micro_batch=micro_batch)
-            self._gone["gradients"].append(self.to.append(draft))
+            draft = replace(
+                parts.store(part, Copied.GRADIENTS, f"gradient.{part}"), chunk=chunk, micro_batch=micro_batch
+            )
+            self._gone[Copied.GRADIENTS].append(self.to.append(draft))
             self._away.add(part)
 
     def _with_weights(self, draft: Draft) -> Draft:
@@ -372,7 +370,7 @@ class DecoupledLowering:
         part = part_of(draft)
         if not part:
             return draft
-        needed = self.parts.weights(part, is_backward(draft))
+        needed = self.parts.weights(part, draft.operator.in_backward_pass)
         reads = [
             name for one in needed for name in ((f"weights.{one}",) if self.parts.gathers else self.parts.stored(one))
         ]
@@ -380,12 +378,12 @@ class DecoupledLowering:
         if self._offload.activations > 0 and part not in ("embedding", "head"):
             saved = f"moved.activations.{part}.m{draft.micro_batch}"
             reads += [saved] if saved in self._written else []
-            writes += [] if is_backward(draft) else [saved]
+            writes += [] if draft.operator.in_backward_pass else [saved]
             self._written.add(saved)
         return replace(draft, reads=(*draft.reads, *reads), writes=(*draft.writes, *writes))
 
     def _with_gradients(self, draft: Draft) -> Draft:
-        """What adds to a gradient adds to that of its micro-batch where it is scattered, and to the share that moves."""
+        """A draft that adds to a gradient: to that of its micro-batch where it is scattered, and to the share that moves."""
         for part in gradients_of(draft):
             if self.parts.scatters:
                 own = f"dweights.{part}.m{draft.micro_batch}"

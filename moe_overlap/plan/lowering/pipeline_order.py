@@ -182,7 +182,7 @@ def _check_progress(orders: Sequence[Sequence[Step]], chunks: int) -> None:
 
 
 def _input_of(stage: int, step: Step, stages: int, chunks: int) -> tuple[int, Step] | None:
-    """What a step waits for at another stage; model order is chunk · stages + stage."""
+    """The step that a step waits for at another stage; model order is chunk · stages + stage."""
     delta = -1 if step.direction == "forward" else 1
     position = step.chunk * stages + stage + delta
     if not 0 <= position < stages * chunks:

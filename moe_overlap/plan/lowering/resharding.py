@@ -1,16 +1,16 @@
-"""What crosses a stage boundary, as point-to-point instructions: from rank to rank, or tile by tile between unlike stages."""
+"""Transfers over stage boundaries as point-to-point instructions: from rank to rank, or tile by tile between unlike stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan import operators
 from moe_overlap.plan import sizes as payload
+from moe_overlap.plan.instructions import Home, boundary_channel, parse_buffer, placed
 from moe_overlap.plan.lowering.chunk_order import CutBuffers
 from moe_overlap.plan.lowering.dependencies import Draft
-from moe_overlap.plan.lowering.layers import placed
+from moe_overlap.plan.operators import OperatorKind, boundary_operator, parse_operator
 from moe_overlap.plan.plan import AllGather, Plan, Transfer
 from moe_overlap.plan.rules.resharding import Piece, pieces_of
 
@@ -32,17 +32,17 @@ class TransferLowering:
     _pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(default_factory=dict)
 
     def write(
-        self, action: str, step: int, place: tuple[int, int], buffer: str, backward: bool = False
+        self, action: OperatorKind, step: int, place: tuple[int, int], buffer: str, backward: bool = False
     ) -> Iterator[Draft]:
         """Sends or receives with the stage before (-1) or behind (+1); the boundary is named in forward direction.
 
         Args:
-            action: `send` or `receive`.
+            action: SEND or RECEIVE.
             place: chunk and micro-batch.
         """
         other = (self.stage_index + step) % len(self.plan.stages)
         ends = (self.stage_index, other) if step > 0 else (other, self.stage_index)
-        name = operators.boundary_operator(action, *ends, backward)
+        name = boundary_operator(action, *ends, backward)
         transfer = next((t for t in self.plan.transfers if (t.from_stage, t.to_stage) == ends), None)
         stage = self.plan.stages[self.stage_index]
         if transfer is None:
@@ -50,9 +50,9 @@ class TransferLowering:
             sent = payload.boundary_bytes(self.plan, stage, self.model)
             yield self._draft(name, place, buffer, sent, peer)
             return
-        gather = transfer.all_gather if action == "receive" and not backward else None
+        gather = transfer.all_gather if action is OperatorKind.RECEIVE and not backward else None
         members = _group(gather, self.rank)
-        arriving = f"tiles.{buffer}" if members else buffer
+        arriving = str(replace(parse_buffer(buffer), home=Home.TILES)) if members else buffer
         width = self.model.hidden_size * payload.ACTIVATION_BYTES[self.plan.precision]
         for piece in self._of(transfer):
             mine = piece.source_micro_batch if piece.source == self.rank else piece.target_micro_batch
@@ -60,7 +60,7 @@ class TransferLowering:
                 peer = piece.target if piece.source == self.rank else piece.source
                 yield self._draft(name, place, arriving, piece.tokens * width, peer, piece.index)
         if members:
-            yield self._gather(operators.boundary_operator("gather", *ends), place, arriving, buffer, len(members))
+            yield self._gather(boundary_operator(OperatorKind.GATHER, *ends), place, arriving, buffer, len(members))
 
     def _of(self, transfer: Transfer) -> tuple[Piece, ...]:
         ends = transfer.from_stage, transfer.to_stage
@@ -73,13 +73,14 @@ class TransferLowering:
         self, name: str, place: tuple[int, int], buffer: str, sent: int, peer: int, index: int | None = None
     ) -> Draft:
         chunk, micro_batch = place
-        sends = name.startswith("send.")
+        operator = parse_operator(name)
+        sends = operator.kind is OperatorKind.SEND
         named = [placed(buffer, micro_batch)]
         reads, writes = self.buffers.name(*((named, []) if sends else ([], named)))
         return Draft(
             kind="point-to-point",
             name=name,
-            channel=f"pp.{name.partition('.')[2]}",
+            channel=boundary_channel(operator),
             chunk=chunk,
             micro_batch=micro_batch,
             partition=() if index is None else (index,),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan import operators
 from moe_overlap.plan import sizes as payload
 from moe_overlap.plan.instructions import COMPUTE
 from moe_overlap.plan.lowering.dependencies import Draft
+from moe_overlap.plan.operators import NORM, OperatorKind, state_operator
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import PartSize
 
@@ -18,7 +18,7 @@ NORM_BUFFER = "norm"
 
 
 def optimizer_parts(plan: Plan, stage_index: int, model: ModelDescription) -> tuple[str, ...]:
-    """What the optimizer of a stage steps, in order: `embedding`, `L0`, …, `mtp0`, …, `head`.
+    """The parameter groups that the optimizer of a stage steps, in order: `embedding`, `L0`, …, `mtp0`, …, `head`.
 
     The stage of the prediction layers has the word embedding or a copy of it.
     """
@@ -52,7 +52,10 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
     for part in parts:
         reads = (f"gradient.{part}", f"state.{part}", NORM_BUFFER)
         yield Draft(
-            kind="optimizer", name=f"optimizer.{part}", reads=reads, writes=(f"parameters.{part}", f"state.{part}")
+            kind="optimizer",
+            name=state_operator(OperatorKind.OPTIMIZER, part),
+            reads=reads,
+            writes=(f"parameters.{part}", f"state.{part}"),
         )
     if replicated and stage.zero_level > 0:
         shards = tuple(f"parameters.{part}" for part in parts)
@@ -65,7 +68,7 @@ def norm_of(plan: Plan, totals: tuple[str, ...], buffer: str = NORM_BUFFER) -> D
     alone = plan.world_size == 1
     return Draft(
         kind="compute" if alone else "collective",
-        name=operators.NORM,
+        name=str(NORM),
         channel=COMPUTE if alone else DATA_CHANNEL,
         reads=totals,
         writes=(buffer,),

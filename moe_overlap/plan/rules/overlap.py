@@ -20,7 +20,7 @@ from moe_overlap.plan.operators import (
     MLP,
     SHARED,
     WEIGHT_GRADIENT,
-    Operator,
+    OperatorId,
     layer_operator,
     parse_operator,
 )
@@ -89,7 +89,7 @@ def _check_end(
 ) -> None:
     """An end is a forward operator of a layer of the chunk, not inside another layer's mixture of experts."""
     operator = parse_operator(name, f"{subject}.{field}")
-    if operator.layer is None or operator.suffix:
+    if operator.layer is None or operator.phase:
         raise ConfigError(f"{subject}.{field}", name, "a range runs between forward operators of layers", "name one")
     if not chunk[0] <= operator.layer < chunk[1]:
         rule = f"layer {operator.layer} is not in the chunk of layer {layer.layer}"
@@ -97,18 +97,18 @@ def _check_end(
     if model is not None and operator.layer < model.num_layers:
         _check_exists(operator, model, stage, f"{subject}.{field}")
     before, allowed = (GATE, "begin") if field == "first_operator" else (MERGE, "end")
-    inside = operator.part in operators.MOE_PARTS and part_order(GATE) <= part_order(operator.part)
-    if layer.axis == "batch" and operator.layer != layer.layer and inside and operator.part != before:
+    inside = operator.kind in operators.MOE_PARTS and part_order(GATE) <= part_order(operator.kind)
+    if layer.axis == "batch" and operator.layer != layer.layer and inside and operator.kind != before:
         rule = f"the range cuts through the mixture of experts of layer {operator.layer}"
         raise ConfigError(f"{subject}.{field}", name, rule, f"{allowed} at L{operator.layer}.{before}")
 
 
-def _check_exists(operator: Operator, model: ModelDescription, stage: StagePlan, subject: str) -> None:
+def _check_exists(operator: OperatorId, model: ModelDescription, stage: StagePlan, subject: str) -> None:
     assert operator.layer is not None
     exchanges = stage.expert * stage.expert_tensor > 1
     moe, shared = model.moe_layers[operator.layer], model.shared_expert_hidden_size > 0
     parts = operators.layer_parts(moe, shared, exchanges)
-    if operator.part not in parts:
+    if operator.kind not in parts:
         shown = ", ".join(f"L{operator.layer}.{part}" for part in parts)
         raise ConfigError(subject, str(operator), f"{model.name} has no such operator", f"use one of {shown}")
 
@@ -196,14 +196,14 @@ def validate_slots(
                 placed[name] = slot
 
 
-def _slot(slot: str, layer: LayerOverlap, send: str, subject: str) -> Operator:
+def _slot(slot: str, layer: LayerOverlap, send: str, subject: str) -> OperatorId:
     operator = parse_operator(slot, subject)
     if is_send(operator):
         if slot != send:
             rule = f"the chunk of layer {layer.layer} sends its input's gradient {f'by {send}' if send else 'nowhere'}"
             raise ConfigError(subject, "", rule, "write that" if send else "remove the slot")
         return operator
-    if operator.part not in SLOT_PARTS or operator.suffix != BACKWARD:
+    if operator.kind not in SLOT_PARTS or operator.phase != BACKWARD:
         rule = "a slot is a backward exchange such as L0.moe.dispatch.backward, or the chunk's send of gradients"
         raise ConfigError(subject, "", rule, "name one")
     if operator.layer != layer.layer:
@@ -212,26 +212,26 @@ def _slot(slot: str, layer: LayerOverlap, send: str, subject: str) -> Operator:
     return operator
 
 
-def _check_gradient(gradient: Operator, model: ModelDescription | None, subject: str) -> None:
+def _check_gradient(gradient: OperatorId, model: ModelDescription | None, subject: str) -> None:
     """The name is that of a weight gradient that the model computes apart."""
-    if gradient.suffix != WEIGHT_GRADIENT:
+    if gradient.phase != WEIGHT_GRADIENT:
         raise ConfigError(subject, str(gradient), "not a weight gradient", "use a name that ends in .dW")
-    if gradient.layer is None and gradient.part != HEAD_LOSS:
+    if gradient.layer is None and gradient.kind != HEAD_LOSS:
         raise ConfigError(subject, str(gradient), "its gradient is not computed apart", "remove it")
     if model is None or (gradient.layer is not None and gradient.layer >= model.num_layers):
         return
     if gradient.layer is not None:
-        has_part = gradient.part == ATTENTION or (gradient.part != MLP) == model.moe_layers[gradient.layer]
-        if not has_part or (gradient.part == SHARED and model.shared_expert_hidden_size == 0):
+        has_part = gradient.kind == ATTENTION or (gradient.kind != MLP) == model.moe_layers[gradient.layer]
+        if not has_part or (gradient.kind == SHARED and model.shared_expert_hidden_size == 0):
             rule = f"layer {gradient.layer} of {model.name} has no such operator"
             raise ConfigError(subject, str(gradient), rule, "remove it")
-    weights = split_weights(gradient.part, model)
+    weights = split_weights(gradient.kind, model)
     if gradient.weight not in weights:
-        fix = f"use {' or '.join(gradient_name(gradient.part, weight, gradient.layer) for weight in weights)}"
+        fix = f"use {' or '.join(gradient_name(gradient.kind, weight, gradient.layer) for weight in weights)}"
         raise ConfigError(subject, str(gradient), f"{model.name} computes no such gradient apart", fix)
 
 
-def _check_chunk(gradient: Operator, layer: int, stage: StagePlan, head_apart: bool, subject: str) -> None:
+def _check_chunk(gradient: OperatorId, layer: int, stage: StagePlan, head_apart: bool, subject: str) -> None:
     """The pass that saves what it is computed from is that of the slot, which stands in the entry of a layer."""
     chunk = next(layers for layers in stage.chunks if layers[0] <= layer < layers[1])
     if gradient.layer is None:
@@ -246,12 +246,12 @@ def _check_chunk(gradient: Operator, layer: int, stage: StagePlan, head_apart: b
         raise ConfigError(subject, str(gradient), rule, "move it to a slot of its own chunk")
 
 
-def _check_order(gradient: Operator, exchange: Operator, subject: str) -> None:
+def _check_order(gradient: OperatorId, exchange: OperatorId, subject: str) -> None:
     """The backward pass that saves what it is computed from runs before the exchange."""
     assert exchange.layer is not None
     if gradient.layer is None:
         return
-    same_layer_first = exchange.part == DISPATCH and gradient.part in (EXPERTS, SHARED)
+    same_layer_first = exchange.kind == DISPATCH and gradient.kind in (EXPERTS, SHARED)
     if gradient.layer < exchange.layer or (gradient.layer == exchange.layer and not same_layer_first):
         rule = "its backward pass has not run when the exchange starts"
         raise ConfigError(subject, str(gradient), rule, "move it to an exchange that starts later")

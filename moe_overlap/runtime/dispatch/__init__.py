@@ -1,1 +1,1 @@
-"""Token dispatchers: the wire, the irregular two-phase exchange, and the capacity-chunk baseline."""
+"""Token dispatchers: the wire, the irregular two-phase all-to-all, and the capacity-chunk baseline."""

@@ -1,7 +1,7 @@
 """The Tutel-style baseline: all-to-alls and experts pipelined over chunks of each expert's rows (Lancet, Fig. 5a).
 
-Every (source rank, expert) piece is cut into `degree` chunks along its rows; chunk c of all pieces makes one small dispatch. Both
-sides know the counts, so the chunks need no exchange of their own.
+The rows of every (source rank, expert) pair are cut into `degree` capacity chunks; chunk c of all pairs makes one small dispatch.
+Both sides know the counts of the whole, hence those of every chunk: chunks need no all-to-all of counts.
 
     1. all dispatches are started, in order of their chunk
     2. per chunk: wait for its rows, run the experts, start its combine
@@ -30,7 +30,7 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Counts that need no exchange."""
+    """Counts that follow from those of the whole pass: there is nothing to wait for."""
 
     counts: Counts
 
@@ -40,38 +40,38 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class CapacityChunk:
-    """One of the chunks of a pass.
+    """One capacity chunk of a pass.
 
     Attributes:
-        handle: its own.
-        rows_N: places of its rows among the permuted rows of the whole.
+        handle: the chunk's own handle, with tags of its own.
+        rows_N: places of the chunk's rows among the permuted rows of the whole.
     """
 
     handle: Handle
     rows_N: Tensor
 
     def of(self, rows: Tensor) -> Tensor:
-        """Its rows [N, ...] of the whole."""
+        """Select the chunk's rows [N, ...] of the whole."""
         return rows.index_select(0, self.rows_N)
 
 
 def capacity_chunks(stages: IrregularDispatcher, handle: Handle, degree: int) -> list[CapacityChunk]:
-    """The chunks of a pass; its counts are waited for. Chunks take tags, so all ranks cut their passes in the same order."""
-    made = []
+    """Cut a pass into its chunks; waits for its counts. Chunks take tags, so all ranks cut their passes in the same order."""
+    chunks = []
     for index in range(degree):
         counts = handle.counts.chunk(index, degree)
         rows_N = _rows_of_chunk(handle.counts, index, degree).to(handle.row_sources_N.device)
         sources = handle.row_sources_N.index_select(0, rows_N)
         own = replace(handle, row_sources_N=sources, tag=stages.take_tags(), arriving=_Known(counts))
-        made.append(CapacityChunk(own, rows_N))
-    return made
+        chunks.append(CapacityChunk(own, rows_N))
+    return chunks
 
 
 def join_chunks(chunks: Sequence[CapacityChunk], parts: Sequence[Tensor], rows: int | None = None) -> Tensor:
-    """The rows of all chunks where they stand in the whole.
+    """Join the rows of all chunks, each where it stands in the whole.
 
     Args:
-        rows: of the whole; those past the routed ones, which the default leaves out, are zero.
+        rows: number of rows of the whole; rows past the routed ones, which the default leaves out, are zero.
     """
     routed = sum(part.shape[0] for part in parts)
     whole = parts[0].new_zeros((routed if rows is None else rows, *parts[0].shape[1:]))
@@ -111,7 +111,7 @@ class CapacityChunks:
 
 
 def _rows_of_chunk(counts: Counts, index: int, degree: int) -> Tensor:
-    """Places of a chunk's rows among the permuted rows: a stretch of every expert's piece."""
+    """Places of a chunk's rows among the permuted rows: a stretch of every expert's rows."""
     places, start = [], 0
     for rows in counts.to_expert:
         places.append(torch.arange(start + index * rows // degree, start + (index + 1) * rows // degree))

@@ -1,16 +1,20 @@
 """The irregular all-to-all dispatcher: counts first, then exactly the rows that are routed (Lancet, section 6 and Fig. 10).
 
     1. permute      rows in order of their expert, token and probability packed into one row      compute
-    2. counts       how many rows go where; the one copy to the host                                exchange
-    3. dispatch     the rows to the ranks of their experts                                         exchange
+    2. counts       how many rows go where; the one copy to the host                               all-to-all
+    3. dispatch     the rows to the ranks of their experts                                         all-to-all
     4. sort         rows of one expert together (expert-tensor ranks: gathered first)               compute
     5. unsort       the experts' output back in order of arrival (expert-tensor: summed)            compute
-    6. combine      the way back, counts swapped                                                    exchange
+    6. combine      the way back, counts swapped                                                   all-to-all
     7. unpermute    sum per token                                                                   compute
 
-Compute stages run under autograd, one island each; exchanges stand outside autograd and have a backward of their own, again with
-counts swapped. Nothing is kept here between stages: what belongs to one pass stands in its `Handle`, so partitions and
-micro-batches can be under way together.
+Compute stages run under autograd, one autograd segment each; all-to-alls stand outside autograd and have a backward of their own,
+again with counts swapped. The dispatcher keeps nothing between stages: what belongs to one pass stands in its `Handle`, so
+partitions and micro-batches can be under way together.
+
+Counts (stage 2): every rank tells every rank of the expert group (expert-tensor ranks included) how many of its rows go to each
+expert that rank holds. The numbers come to the host once per layer, because shapes and splits are decided there; the backward
+pass reuses them.
 
 T tokens, E experts of the layer, H elements per token, N rows, X columns of a packed row.
 """
@@ -24,12 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_overlap.runtime.dispatch.wire import Exchange, GatherUnpack, Pack, Pending, SumOwnRows, TensorRanks, Unpack
-
-# Phase one of the irregular exchange: who sends how many rows to whom.
-#
-# Every rank tells every rank of the expert group (expert-tensor ranks included) how many of its rows go to each expert that rank
-# holds. The numbers come to the host once per layer; the backward pass reuses them.
+from moe_overlap.runtime.dispatch.wire import AllToAll, GatherUnpack, Pack, Pending, SumOwnRows, TensorRanks, Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +90,25 @@ class Counts:
         )
 
 
-class CountExchange:
-    """Exchanges counts over the expert group.
+class CountAllToAll:
+    """The all-to-all of counts over the expert group.
 
     Args:
-        exchange: the wire over all Q·P ranks, expert-tensor ranks fastest.
+        all_to_all: the wire over all Q·P ranks, expert-tensor ranks fastest.
         expert_ranks, tensor_ranks, tensor_rank: P, Q, and this rank's place among the Q.
     Attributes:
         host_copies: copies of counts from the device to the host so far.
     """
 
-    def __init__(self, exchange: Exchange, expert_ranks: int, tensor_ranks: int, tensor_rank: int) -> None:
-        assert exchange.size == expert_ranks * tensor_ranks, "the wire must join all ranks of the experts"
-        self.exchange, self.expert_ranks, self.tensor_ranks, self.tensor_rank = (
-            exchange,
-            expert_ranks,
-            tensor_ranks,
-            tensor_rank,
-        )
+    def __init__(self, all_to_all: AllToAll, expert_ranks: int, tensor_ranks: int, tensor_rank: int) -> None:
+        assert all_to_all.size == expert_ranks * tensor_ranks, "the wire must join all ranks of the experts"
+        self.all_to_all, self.expert_ranks = all_to_all, expert_ranks
+        self.tensor_ranks, self.tensor_rank = tensor_ranks, tensor_rank
         self.host_copies = 0
         self._stream: Any = None
 
     def start(self, to_expert_E: Tensor, *, tag: int, name: str) -> Pending[Counts]:
-        """Start the exchange of one layer's counts.
+        """Start the all-to-all of one layer's counts.
 
         Args:
             to_expert_E: [E] int64 rows this rank sends to each expert, on the device of the tokens.
@@ -122,11 +117,14 @@ class CountExchange:
             return _CountsOnHost(self, to_expert_E, self._start_wire(to_expert_E, tag, name))
         if self._stream is None:
             self._stream = torch.cuda.Stream()
+        # The gate writes the counts on the current stream. The side stream lets their copy reach the host while the current one
+        # goes on; the allocator is told, since the tensor was allocated on the other stream.
         self._stream.wait_stream(torch.cuda.current_stream())
         to_expert_E.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             received = self._start_wire(to_expert_E, tag, name).wait()
             device = torch.cat([to_expert_E, received.flatten()])
+            # Into pinned memory: a copy into pageable memory would block the host in spite of non_blocking.
             host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True)
             host.copy_(device, non_blocking=True)
             copied = torch.cuda.Event()
@@ -135,11 +133,11 @@ class CountExchange:
 
     def _start_wire(self, to_expert_E: Tensor, tag: int, name: str) -> Pending[Tensor]:
         rows = to_expert_E.view(self.expert_ranks, -1).repeat_interleave(self.tensor_ranks, dim=0)
-        ones = [1] * self.exchange.size
-        return self.exchange.start(rows, ones, ones, tag=tag, name=name)
+        ones = [1] * self.all_to_all.size
+        return self.all_to_all.start(rows, ones, ones, tag=tag, name=name)
 
     def to_host(self, numbers: Tensor, experts: int) -> Counts:
-        """Counts of one host tensor that holds [E] rows sent, then [P, Q, L] rows received. The only place that reads counts."""
+        """Read the counts of one host tensor: [E] rows sent, then [P, Q, L] rows received. No other place reads counts."""
         self.host_copies += 1
         values = iter(numbers.tolist())
         to_expert = tuple(itertools.islice(values, experts))
@@ -156,7 +154,9 @@ class CountExchange:
 
 
 class _CountsOnHost:
-    def __init__(self, owner: CountExchange, to_expert_E: Tensor, wire: Pending[Tensor]) -> None:
+    """Counts under way in host memory; read once, then kept."""
+
+    def __init__(self, owner: CountAllToAll, to_expert_E: Tensor, wire: Pending[Tensor]) -> None:
         self._owner, self._sent, self._wire = owner, to_expert_E, wire
         self._counts: Counts | None = None
 
@@ -170,7 +170,7 @@ class _CountsOnHost:
 class _CountsFromStream:
     """The copy is under way on the side stream; the host waits for its event alone. Not yet run on hardware."""
 
-    def __init__(self, owner: CountExchange, host: Tensor, copied: Any, experts: int) -> None:
+    def __init__(self, owner: CountAllToAll, host: Tensor, copied: Any, experts: int) -> None:
         self._owner, self._host, self._copied, self._experts = owner, host, copied, experts
         self._counts: Counts | None = None
 
@@ -188,7 +188,7 @@ _COUNT, _DISPATCH, _COMBINE, _DISPATCH_BACKWARD, _COMBINE_BACKWARD, _TENSOR = ra
 
 @dataclass(slots=True)
 class Handle:
-    """One pass of one layer.
+    """One pass of one partition through one layer's dispatch and combine.
 
     Attributes:
         name: the layer's operator (`L3.moe`), for errors and spans.
@@ -197,6 +197,7 @@ class Handle:
         row_sources_N: index token · E + expert of every permuted row; rows past the routed ones repeat index 0.
         probs_dtype: type of the probabilities.
         tag: first of this handle's tags.
+        arriving: the counts under way; None until `start_counts`.
     """
 
     name: str
@@ -209,8 +210,8 @@ class Handle:
 
     @property
     def counts(self) -> Counts:
-        """The counts, waited for where nobody has."""
-        assert self.arriving is not None, f"{self.name}: the counts were not exchanged"
+        """The counts; waits for them on first use."""
+        assert self.arriving is not None, f"{self.name}: start_counts comes first"
         return self.arriving.wait()
 
     @property
@@ -228,23 +229,23 @@ class Wires:
     """
 
     def __init__(self, groups: Any, timeout_seconds: float | None = None) -> None:
-        self.rows = Exchange(groups.ep, timeout_seconds)
-        self.tensor = Exchange(groups.expt_tp, timeout_seconds)
-        self.counts = CountExchange(
-            Exchange(groups.tp_ep, timeout_seconds), self.rows.size, self.tensor.size, self.tensor.rank
+        self.rows = AllToAll(groups.ep, timeout_seconds)
+        self.tensor = AllToAll(groups.expt_tp, timeout_seconds)
+        self.counts = CountAllToAll(
+            AllToAll(groups.tp_ep, timeout_seconds), self.rows.size, self.tensor.size, self.tensor.rank
         )
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that have left this rank, counts included."""
-        return self.rows.sent_bytes + self.tensor.sent_bytes + self.counts.exchange.sent_bytes
+        return self.rows.sent_bytes + self.tensor.sent_bytes + self.counts.all_to_all.sent_bytes
 
 
 class IrregularDispatcher:
-    """Stages of the dispatch and combine of MoE layers.
+    """The stages of dispatch and combine; one dispatcher serves all layers that share its wires.
 
     Args:
-        wires: of this rank's experts.
+        wires: the wires of this rank's experts.
         rows_per_token: most experts a token goes to. Then no stage before the counts needs the host: `permute` makes T times as
             many rows, those past the routed ones are never sent. None: exactly the routed rows, counted on the host (free on a
             CPU).
@@ -259,7 +260,7 @@ class IrregularDispatcher:
         return self.wires.counts.host_copies
 
     def open(self, map_TE: Tensor, probs_dtype: torch.dtype, name: str) -> Handle:
-        """The handle of a pass, from the gate's decision.
+        """Open the handle of a pass, from the gate's decision.
 
         Args:
             map_TE: [T, E] bool; what the gate dropped is not set.
@@ -278,7 +279,7 @@ class IrregularDispatcher:
         return Handle(name, map_TE, to_expert_E, flat, probs_dtype, self.take_tags())
 
     def take_tags(self) -> int:
-        """The first tag of a new handle."""
+        """Reserve the tags of a new handle and return the first; all ranks open their handles in the same order."""
         return self.wires.rows.take_tags(_TAGS_PER_HANDLE)
 
     def select(self, hidden_TH: Tensor, probs_TE: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
@@ -293,7 +294,7 @@ class IrregularDispatcher:
         return Pack.apply(*self.select(hidden_TH, probs_TE, handle)), handle
 
     def start_counts(self, handle: Handle) -> Pending[Counts]:
-        """Stage 2. Its wait returns the counts; a later stage that needs them waits itself."""
+        """Stage 2: the all-to-all of counts. Its wait returns them; a later stage that needs them waits itself."""
         handle.arriving = self.wires.counts.start(
             handle.to_expert_E, tag=handle.tag + _COUNT, name=f"{handle.name}.count"
         )
@@ -322,7 +323,7 @@ class IrregularDispatcher:
         return GatherUnpack.apply(received_NX, handle.probs_dtype, self._tensor_ranks(handle))
 
     def by_expert(self, rows_MH: Tensor, probs_M: Tensor, handle: Handle) -> tuple[Tensor, Tensor, Tensor]:
-        """Pieces in order of arrival put in order of expert; as `sort` returns them."""
+        """Put the shares of all sources, which stand in order of arrival, in order of expert; returns what `sort` does."""
         counts = handle.counts
         order = _expert_major(counts)
         per_expert = torch.tensor(counts.per_expert, dtype=torch.int64)
@@ -341,7 +342,7 @@ class IrregularDispatcher:
         return _reorder(output_MH, sizes, places)
 
     def leave(self, output_MH: Tensor, handle: Handle) -> Tensor:
-        """This rank's rows of the output, summed over the expert-tensor ranks."""
+        """Sum the output over the expert-tensor ranks and keep this rank's rows."""
         if self.wires.tensor.size == 1:
             return output_MH
         return SumOwnRows.apply(output_MH, self._tensor_ranks(handle))
@@ -375,7 +376,7 @@ class IrregularDispatcher:
 
 
 class _WithZeroRows:
-    """An exchange whose rows end in zeros: the gradient of rows that were never sent."""
+    """An all-to-all whose rows end in zeros: the gradient of rows that were never sent."""
 
     def __init__(self, pending: Pending[Tensor], rows: int) -> None:
         self._pending, self._rows = pending, rows

@@ -1,7 +1,7 @@
 """The irregular dispatcher in the place of megatron-core's: usable as `MoELayer.token_dispatcher`, without overlap.
 
-MoELayer hands no state from one call to the next, so the handle of the pass under way stands here; the backward pass has its own
-reference to it. For several passes at once use the stages of `IrregularDispatcher`.
+MoELayer hands no state from one call to the next, so the dispatcher keeps the handle of the pass under way; the backward pass has
+its own reference to it. Only one pass can be under way: for several use the stages of `IrregularDispatcher`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _REFUSED = {
 
 
 class IrregularTokenDispatcher:
-    """megatron-core's dispatcher interface over the irregular exchange.
+    """megatron-core's dispatcher interface over the irregular all-to-all.
 
     Args:
         num_local_experts, local_expert_indices, config, pg_collection: as megatron-core's dispatchers take them.
         wires: to share them between layers; this layer's own unless given.
     Attributes:
-        layer: the layer that owns the dispatcher, where it records spans (`operator`, `recorder`, `exchanges`).
+        layer: the layer that owns the dispatcher; None where nothing records spans.
     Raises:
         ConfigError: the configuration asks for padding, or for the shared expert inside the dispatcher.
     """
@@ -57,12 +57,12 @@ class IrregularTokenDispatcher:
         self._hidden_shape: torch.Size | None = None
 
     def set_shared_experts(self, shared_experts: Any) -> None:
-        """Refused: nothing here would run them."""
+        """Refuse: this dispatcher would not run them."""
         raise ConfigError("--moe-shared-expert-overlap", "", _REFUSED["moe_shared_expert_overlap"], "remove the flag")
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Exchange the counts and permute meanwhile."""
-        spans = self.layer is not None and self.layer.exchanges
+        """Start the all-to-all of counts, permute meanwhile, then wait for the counts: the splits of the dispatch need them."""
+        spans = self.layer is not None and self.layer.sends_tokens
         name = "moe" if self.layer is None else self.layer.operator
         hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
         handle = self.stages.open(routing_map, probs.dtype, name)
@@ -75,9 +75,9 @@ class IrregularTokenDispatcher:
         return rows
 
     def token_dispatch(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and probabilities to their experts, in one exchange."""
+        """Send tokens and probabilities to their experts, in one all-to-all."""
         handle, stages = self._current(), self.stages
-        received = _Exchanged.apply(
+        received = _AllToAllAtOnce.apply(
             Pack.apply(tokens, probs),
             lambda rows: stages.start_dispatch(rows, handle),
             lambda gradient: stages.start_dispatch_backward(gradient, handle),
@@ -86,17 +86,17 @@ class IrregularTokenDispatcher:
         return arrived
 
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, tokens per expert (on the host), probabilities, expert by expert."""
+        """Sort expert by expert; returns tokens, tokens per expert (on the host), probabilities."""
         return self.stages.by_expert(tokens, probs, self._current())
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Back to the order of arrival."""
+        """Put the experts' output back in the order of arrival."""
         return self.stages.by_arrival(hidden_states, self._current())
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Results to the ranks their tokens came from."""
+        """Send the results to the ranks their tokens came from."""
         handle, stages = self._current(), self.stages
-        returned: Tensor = _Exchanged.apply(
+        returned: Tensor = _AllToAllAtOnce.apply(
             stages.leave(hidden_states, handle),
             lambda rows: stages.start_combine(rows, handle),
             lambda gradient: stages.start_combine_backward(gradient, handle),
@@ -104,7 +104,7 @@ class IrregularTokenDispatcher:
         return returned
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """The layer's output in the shape of its input."""
+        """Return the layer's output in the shape of its input."""
         handle, shape = self._current(), self._hidden_shape
         assert shape is not None
         self._handle, self._hidden_shape = None, None
@@ -124,8 +124,8 @@ def refuse_padding(config: Any) -> None:
             raise ConfigError("--moe-token-dispatcher-type", "irregular", f"{rule}, {flag} asks for it", fix)
 
 
-class _Exchanged(torch.autograd.Function):
-    """An exchange waited for at once: _Exchanged.apply(rows, start, start_backward)."""
+class _AllToAllAtOnce(torch.autograd.Function):
+    """An all-to-all that is waited for at once: _AllToAllAtOnce.apply(rows, start, start_backward)."""
 
     @staticmethod
     def forward(

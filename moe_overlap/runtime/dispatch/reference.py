@@ -15,28 +15,17 @@ Expert = Callable[[Tensor, Tensor], Tensor]
 """(rows [M, H], probabilities [M]) -> output [M, H]."""
 
 
-def exchange(rows: Sequence[Tensor], send_counts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """What every rank has after an all-to-all of unequal parts.
-
-    Args:
-        rows: per rank, its rows for rank 0, then rank 1, …
-        send_counts: [rank][peer] how many of them.
-    """
-    parts = [rows[rank].split(list(counts)) for rank, counts in enumerate(send_counts)]
-    return [torch.cat([parts[rank][peer] for rank in range(len(rows))]) for peer in range(len(rows))]
-
-
 def expert_rows(maps_TE: Sequence[Tensor], expert_ranks: int, tensor_ranks: int, expert: int) -> list[tuple[int, int]]:
     """(rank, token) of the rows an expert works on, in the order it gets them.
 
     The order is by expert-tensor rank, then expert rank, then token; the rows come from all ranks of the expert group.
     """
-    found = []
+    rows = []
     for tensor in range(tensor_ranks):
         for place in range(expert_ranks):
             rank = place * tensor_ranks + tensor
-            found += [(rank, token) for token in range(maps_TE[rank].shape[0]) if maps_TE[rank][token, expert]]
-    return found
+            rows += [(rank, token) for token in range(maps_TE[rank].shape[0]) if maps_TE[rank][token, expert]]
+    return rows
 
 
 def moe_layer(

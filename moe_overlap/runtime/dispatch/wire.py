@@ -1,7 +1,17 @@
-"""Expert-tensor parallelism: every rank of the group holds a slice of the same experts and works on everybody's rows.
+"""The wire of the dispatchers: an asynchronous all-to-all of rows with unequal shares, and what travels over it.
 
-Before the experts the rows are gathered, behind them the partial outputs are summed and each rank keeps its own rows. Both go
-over the same wire as the dispatch, so uneven parts need no padding; sums run in order of rank, in fp32 at least.
+What holds of `AllToAll`: rank i sends `send_counts[j]` rows to rank j, which expects exactly that many; the rows arrive in order
+of the sending rank. Nothing is padded, nothing is sent for zero rows, a rank's own rows never leave it.
+
+- CPU (gloo): point-to-point requests, every receive posted before any send, because gloo's own all-to-all posts sends first and
+  is half duplex. Tags tell all-to-alls apart, so several may be under way and they may be waited for in any order; on one group
+  they share a link in order of their start.
+- CUDA (NCCL): one `all_to_all_single` on a stream of its own, so that it runs beside compute. NCCL ignores tags and matches
+  collectives by their order: all ranks of a group must start their all-to-alls in the same order, which the instruction list
+  guarantees. Not yet run on hardware.
+
+Three sections: the all-to-all; packed rows, which carry a token and its probability at once; expert-tensor parallelism, which
+gathers and sums rows over the same wire.
 """
 
 from __future__ import annotations
@@ -19,16 +29,6 @@ from torch import Tensor
 
 from moe_overlap.runtime.step import CommunicationFailed
 
-# The wire: an asynchronous all-to-all of rows with unequal parts.
-#
-# What holds: rank i sends `send_counts[j]` rows to rank j, which expects exactly that many; the rows arrive in order of the
-# sending rank. Nothing is padded, nothing is sent for zero rows, a rank's own rows never leave it.
-#
-# CPU (gloo): point-to-point with every receive posted before any send: gloo's own all-to-all posts sends first and is half
-# duplex. Tags tell exchanges apart, so several may be under way and they may be waited for in any order; on one group they
-# share a link in order of their start. CUDA (NCCL): one all_to_all_single on a stream of its own. Ranks start their exchanges
-# in the same order; tags do not matter.
-
 T_co = TypeVar("T_co", covariant=True)
 
 _TAGS = 1 << 30
@@ -36,14 +36,14 @@ _TAGS = 1 << 30
 
 
 class Pending(Protocol[T_co]):
-    """Something under way."""
+    """An operation under way."""
 
     def wait(self) -> T_co:
-        """Its result; waiting again gives the same."""
+        """Wait for the result; waiting again returns the same."""
 
 
-class ExchangeError(CommunicationFailed):
-    """An exchange that did not complete: a peer died, hung or disagreed.
+class AllToAllError(CommunicationFailed):
+    """An all-to-all that did not complete: a peer died, hung or disagreed.
 
     Attributes:
         name: the operation, as the instruction list calls it (`L3.moe.dispatch`).
@@ -54,11 +54,11 @@ class ExchangeError(CommunicationFailed):
         self.name, self.peers = name, tuple(peers)
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         listed = ", ".join(str(peer) for peer in self.peers)
-        super().__init__(f"{name}: rank {rank} could not complete its exchange with rank {listed}: {reason}")
+        super().__init__(f"{name}: rank {rank} could not complete its all-to-all with rank {listed}: {reason}")
 
 
-class Exchange:
-    """Exchanges rows among the ranks of one group.
+class AllToAll:
+    """Sends rows among the ranks of one group.
 
     Args:
         group: the ranks; gloo for tensors in host memory, NCCL for tensors on a GPU.
@@ -78,7 +78,7 @@ class Exchange:
         self._stream: Any = None
 
     def take_tags(self, count: int) -> int:
-        """The first of `count` tags nobody else uses. Equal on all ranks that take theirs in the same order."""
+        """Reserve `count` tags and return the first; equal on all ranks that reserve in the same order."""
         first = self._next_tag
         self._next_tag = (first + count) % _TAGS
         return first
@@ -86,18 +86,18 @@ class Exchange:
     def start(
         self, rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], *, tag: int, name: str
     ) -> Pending[Tensor]:
-        """Start one exchange. Autograd does not see it.
+        """Start one all-to-all. Autograd does not see it.
 
         Args:
             rows: [sum of send_counts, ...] rows for rank 0, then rank 1, …; must not change before the wait.
             send_counts, receive_counts: [size] rows to and from each rank of the group.
-            tag: tells this exchange from the others under way.
+            tag: tells this all-to-all from the others under way.
             name: the operation, for errors.
         Returns:
-            What waits for the [sum of receive_counts, ...] rows that arrive, in order of the sending rank. A group of one hands
-            back `rows` itself.
+            A handle that waits for the [sum of receive_counts, ...] rows that arrive, in order of the sending rank. A group of
+            one hands back `rows` itself.
         Raises:
-            ExchangeError: a peer is known to be gone; also raised by the wait, within the timeout.
+            AllToAllError: a peer is known to be gone; also raised by the wait, within the timeout.
         """
         assert len(send_counts) == len(receive_counts) == self.size, f"{name}: {self.size} counts each way"
         assert rows.shape[0] == sum(send_counts), f"{name}: {rows.shape[0]} rows, counts say {sum(send_counts)}"
@@ -140,24 +140,27 @@ class Exchange:
     def _start_on_stream(
         self, rows: Tensor, received: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> Pending[Tensor]:
-        """Not yet run on hardware."""
+        """Start an all-to-all that runs beside the current stream. Not yet run on hardware."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
+        # The rows are written by the current stream; everything issued on it so far comes before the all-to-all.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work = dist.all_to_all_single(
                 received, rows, list(receive_counts), list(send_counts), group=self.group, async_op=True
             )
-            work.wait()  # the stream waits, not the host
+            work.wait()  # NCCL runs on a stream of its own: this one waits for it, the host does not
             done = torch.cuda.Event()
             done.record()
+        # Both were allocated on the current stream: without this the allocator would hand their memory out again as soon as
+        # Python drops them, while the all-to-all still reads and writes it.
         for tensor in (rows, received):
             tensor.record_stream(self._stream)
         return _OnStream(received, done)
 
-    def _failed(self, name: str, peers: Sequence[int], cause: Exception) -> ExchangeError:
+    def _failed(self, name: str, peers: Sequence[int], cause: Exception) -> AllToAllError:
         ranks = [self._global_ranks[peer] for peer in peers]
-        return ExchangeError(name, self._global_ranks[self.rank], ranks, cause)
+        return AllToAllError(name, self._global_ranks[self.rank], ranks, cause)
 
     def _patience_seconds(self) -> float:
         if self._timeout_seconds is not None:
@@ -167,7 +170,7 @@ class Exchange:
 
 
 class _Done:
-    """Nothing was to be waited for."""
+    """A result that is there already: a group of one sends nothing."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
@@ -177,16 +180,16 @@ class _Done:
 
 
 class _OnHost:
-    """Point-to-point requests under way, and the tensors they read and write."""
+    """Point-to-point requests under way, and the tensors they read and write: gloo keeps neither alive."""
 
     def __init__(
-        self, exchange: Exchange, rows: Tensor, received: Tensor, works: list[tuple[int, Any]], name: str
+        self, all_to_all: AllToAll, rows: Tensor, received: Tensor, works: list[tuple[int, Any]], name: str
     ) -> None:
-        self._exchange, self._received, self._works, self._name = exchange, received, works, name
+        self._all_to_all, self._received, self._works, self._name = all_to_all, received, works, name
         self._rows: Tensor | None = rows
 
     def wait(self) -> Tensor:
-        deadline = time.monotonic() + self._exchange._patience_seconds()
+        deadline = time.monotonic() + self._all_to_all._patience_seconds()
         while self._works:
             peer, work = self._works[0]
             left = max(1e-3, deadline - time.monotonic())
@@ -194,14 +197,14 @@ class _OnHost:
                 work.wait(datetime.timedelta(seconds=left))
             except RuntimeError as error:
                 unfinished = dict.fromkeys(peer for peer, _ in self._works)
-                raise self._exchange._failed(self._name, list(unfinished), error) from error
+                raise self._all_to_all._failed(self._name, list(unfinished), error) from error
             self._works.pop(0)
         self._rows = None
         return self._received
 
 
 class _OnStream:
-    """An exchange on its own stream; the stream that is current at the wait waits for it."""
+    """An all-to-all on its own stream; the stream that is current at the wait waits for it, the host goes on."""
 
     def __init__(self, received: Tensor, done: Any) -> None:
         self._received, self._done = received, done
@@ -211,18 +214,18 @@ class _OnStream:
         return self._received
 
 
-# Tokens and probabilities as one row, so that one exchange carries both.
+# Packed rows: token and probability as one row, so that one all-to-all carries both.
 #
 # A packed row is a row of H elements followed by its probability: its bits read as elements of the rows' type (an fp32
 # probability behind bf16 rows takes two), or its value where the rows' type is the wider one. Both ways are exact. A packed
 # tensor is only ever moved and cut: its last columns are bits, and adding two of them means nothing. The gradient of a packed
-# tensor is packed the same way, so the exchange in the backward pass carries both gradients.
+# tensor is packed the same way, so the all-to-all of the backward pass carries both gradients.
 #
 # N rows, H elements per row, X = `extra_columns`.
 
 
 def extra_columns(rows_dtype: torch.dtype, probs_dtype: torch.dtype) -> int:
-    """Columns one probability takes behind a row."""
+    """Number of columns that one probability takes behind a row."""
     return max(1, probs_dtype.itemsize // rows_dtype.itemsize)
 
 
@@ -272,34 +275,43 @@ class Unpack(torch.autograd.Function):
         return join(*gradients), None
 
 
+# Expert-tensor parallelism: every rank of the group holds a slice of the same experts and works on everybody's rows.
+#
+# Before the experts the rows are gathered; behind them the partial outputs are summed and each rank keeps its own rows. Both go
+# over the same wire as the dispatch, so uneven shares need no padding; sums run in order of rank, in fp32 at least, so that every
+# layout of the ranks gives the same bits.
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRanks:
-    """One layer's exchanges among the expert-tensor ranks.
+    """The all-to-alls of one layer among its expert-tensor ranks.
 
     Attributes:
-        exchange: the wire among them.
+        all_to_all: the wire among them.
         rows: rows each of them brings.
         tag: first of two tags, for gather and sum.
         name: the layer's operator.
     """
 
-    exchange: Exchange
+    all_to_all: AllToAll
     rows: Sequence[int]
     tag: int
     name: str
 
     def everyones(self, rows: Tensor, suffix: str = "") -> Tensor:
-        """[sum of rows, ...] the rows of all ranks, in order of rank."""
-        size = self.exchange.size
-        mine = [rows.shape[0]] * size
+        """Gather the rows of all ranks: [sum of rows, ...], in order of rank."""
+        size = self.all_to_all.size
+        own_rows = [rows.shape[0]] * size
         repeated = rows.repeat(size, *[1] * (rows.dim() - 1))
-        return self.exchange.start(repeated, mine, self.rows, tag=self.tag, name=f"{self.name}.gather{suffix}").wait()
+        return self.all_to_all.start(
+            repeated, own_rows, self.rows, tag=self.tag, name=f"{self.name}.gather{suffix}"
+        ).wait()
 
     def for_me(self, rows: Tensor, suffix: str = "") -> tuple[Tensor, ...]:
-        """What every rank has for this rank's rows: one [own rows, ...] tensor per rank."""
-        mine = [self.rows[self.exchange.rank]] * self.exchange.size
+        """Collect every rank's share of this rank's rows: one [own rows, ...] tensor per rank."""
+        own_rows = [self.rows[self.all_to_all.rank]] * self.all_to_all.size
         name = f"{self.name}.sum{suffix}"
-        return self.exchange.start(rows, self.rows, mine, tag=self.tag + 1, name=name).wait().split(mine)
+        return self.all_to_all.start(rows, self.rows, own_rows, tag=self.tag + 1, name=name).wait().split(own_rows)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -7,13 +7,12 @@ Tensors that are read and added to are [sequence, batch, hidden]; rows that trav
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.instructions import Instruction, parse_buffer, stem_of
 
 BATCH = 1
 
@@ -30,7 +29,7 @@ class Buffers:
         self.partitions = partitions_of
 
     def read(self, instruction: Instruction, stem: str) -> Tensor | None:
-        """What the instruction reads under the names that begin with `stem`; None where it reads no such buffer."""
+        """The tensor that the instruction reads under the names that begin with `stem`; None where it reads no such buffer."""
         names = [name for name in instruction.reads if stem_of(name) == stem]
         if not names:
             return None
@@ -67,11 +66,6 @@ class Buffers:
         self._tensors.pop(name, None)
 
 
-def stem_of(name: str) -> str:
-    """`a.L3.m0.p1` -> `a.L3`."""
-    return re.sub(r"(\.m\d+)?(\.p\d+)?$", "", name)
-
-
 def is_part(name: str) -> bool:
-    """Whether a name is that of one part."""
-    return re.search(r"\.p\d+$", name) is not None
+    """Whether a name is that of one partition."""
+    return parse_buffer(name).partition is not None

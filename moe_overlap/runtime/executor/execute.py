@@ -1,15 +1,16 @@
 """Runs an instruction list, and decides nothing.
 
 For each instruction in turn: wait for what its `after` names, then run it. Compute runs at once; a communication is started and
-waited for by whoever names it or a later one of its channel. The list's transfers and exchanges are point-to-point with tags of
-their own, so any number may be in flight on a channel.
+waited for by whoever names it or a later one of its channel, so any number may be under way on a channel. What meets what is
+decided by the list alone: transfers by their order on the communicator of their boundary and direction, which
+plan/lowering/rendezvous.py has checked, all-to-alls by their order in the expert group.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,34 +19,34 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from moe_overlap.describe.model import TOKEN_COUNT
-from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.instructions import Instruction, stem_of
 from moe_overlap.plan.lowering.dependencies import last_uses
-from moe_overlap.plan.operators import RECOMPUTE
+from moe_overlap.plan.operators import FORWARD, RECOMPUTE
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
-from moe_overlap.runtime.executor.bindings import ChunkOperators, StepState, set_aux_loss_scale
-from moe_overlap.runtime.executor.buffers import Buffers, stem_of
+from moe_overlap.runtime.executor.bindings import ChunkOperators, set_aux_loss_scale
+from moe_overlap.runtime.executor.buffers import Buffers
+from moe_overlap.runtime.executor.state import StepState
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.step import Batch, StepResult, naming
 
-# Activations and their gradients between equal stages: rank i of a stage to rank i of the next, each with a tag of its own.
-
-GRADIENT_TAG = 1 << 28
-MOST_BOUNDARIES = 1 << 12
-
 
 class StageTransfers:
     """Point-to-point transfers of one rank's boundary tensors [sequence, batch, hidden].
+
+    The list says who sends what to whom; nothing is recomputed from ranks. A transfer meets the one of its peer that has the
+    same place among the transfers of their communicator, which belongs to one direction of one boundary: no tag tells them
+    apart, as NCCL has none.
 
     Args:
         config: the chunks' TransformerConfig; gives width, precision and whether the sequence is split over tensor ranks.
     """
 
     def __init__(self, groups: StageGroups, config: Any, sequence_length: int, micro_batch_size: int) -> None:
-        self._group = groups.collection.pp
+        self._communicators = groups.transfers
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         split *= config.context_parallel_size
         self._shape = (sequence_length // split, micro_batch_size, config.hidden_size)
@@ -53,23 +54,17 @@ class StageTransfers:
 
     def start(self, i: Instruction, buffers: Buffers) -> Callable[[], None]:
         """Start one transfer; the answer waits for it and, for a receive, stores what arrived."""
-        stage, stages = self._group.rank(), self._group.size()
-        forward = not i.name.endswith(".backward")
-        sends = i.name.startswith("send")
-        peer = (stage + (1 if forward == sends else -1)) % stages
-        assert i.micro_batch is not None
-        # Both ends know a boundary by the virtual stage before it; the chunk differs between them where the pipeline wraps.
-        boundary = (i.chunk or 0) * stages + stage - (0 if forward == sends else 1)
-        tag = (0 if forward else GRADIENT_TAG) + i.micro_batch * MOST_BOUNDARIES + boundary
-        if sends:
+        (peer,) = i.peers
+        communicator = self._communicators[i.channel, peer]
+        if i.sends:
             tensor = buffers.read(i, stem_of(i.reads[0]))
             assert tensor is not None
             outgoing = tensor.detach().contiguous()
-            request = dist.isend(outgoing, group=self._group, group_dst=peer, tag=tag)
+            request = dist.isend(outgoing, dst=peer, group=communicator)
             assert request is not None
             return lambda: _wait_and_release(request, outgoing)
         arriving = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
-        request = dist.irecv(arriving, group=self._group, group_src=peer, tag=tag)
+        request = dist.irecv(arriving, src=peer, group=communicator)
         assert request is not None
 
         def finish() -> None:
@@ -82,11 +77,6 @@ class StageTransfers:
 def _wait_and_release(request: Any, outgoing: torch.Tensor) -> None:
     request.wait()
     del outgoing
-
-
-UPDATE_PARTS = ("gradients", "parameters", "optimizer")
-PIECES = "gradients."
-"""Reductions that stand among the passes, by part."""
 
 
 class PlanExecutor:
@@ -116,7 +106,7 @@ class PlanExecutor:
 
     @property
     def recorder(self) -> SpanRecorder:
-        """Of the spans of its steps."""
+        """The recorder of the spans of its steps."""
         return self._recorder
 
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
@@ -157,7 +147,7 @@ class PlanExecutor:
             for partition in i.partition:
                 parts[i.name] = max(parts.get(i.name, 0), partition + 1)
         arrived = [next(batches) for _ in range(micro_batches)]
-        again = (i.name.removesuffix(f".{RECOMPUTE}") for i in instructions if i.name.endswith(f".{RECOMPUTE}"))
+        again = (str(replace(i.operator, phase=FORWARD)) for i in instructions if i.operator.phase is RECOMPUTE)
         return StepState(
             Buffers(lambda i: parts.get(i.name, 1)),
             arrived,
@@ -191,17 +181,17 @@ class PlanExecutor:
         for number in list(started):
             self._wait(number, started)
         self._recorder.end()
-        assert not state.islands or not torch.is_grad_enabled(), f"left without backward: {list(state.islands)[:3]}"
+        assert not state.segments or not torch.is_grad_enabled(), f"left without backward: {list(state.segments)[:3]}"
 
     def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
         """Start a communication; the answer waits for it and ends its span."""
         self._recorder.place(i.chunk or 0, i.micro_batch or 0)
-        span = self._recorder.background(i.name, i.channel.partition(".")[0])
+        span = self._recorder.background(i.name, i.channel_group)
         with naming(i.name):
-            if i.name.startswith(PIECES):
+            if i.operator.is_bucket:
                 assert self._pieces is not None
-                part, (piece,) = i.name.removeprefix(PIECES), i.partition
-                wait = self._pieces.start(part, piece, state.buffers.partitions(i))
+                (piece,) = i.partition
+                wait = self._pieces.start(i.operator.group, piece, state.buffers.partitions(i))
             elif i.kind == "collective":
                 wait = self._operators[i.chunk or 0].exchange(i, state)
             else:
@@ -230,7 +220,7 @@ class PlanExecutor:
 
 def is_update(i: Instruction) -> bool:
     """Whether an instruction stands behind the passes."""
-    return i.name.startswith(UPDATE_PARTS) and not i.name.startswith(PIECES)
+    return i.operator.is_update
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +232,8 @@ class _Started:
 
 
 def _is_backward(i: Instruction) -> bool:
-    return i.name.startswith(PIECES) or ".backward" in i.name or i.name.endswith((".recompute", ".dW"))
+    """Whether an evaluation leaves it out: what runs in a backward pass, and the reductions of gradients among the passes."""
+    return i.in_backward_pass or i.operator.is_bucket
 
 
 def _tokens_of(reports: Sequence[Tensor], device: torch.device) -> Tensor:

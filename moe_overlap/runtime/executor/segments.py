@@ -1,7 +1,7 @@
-"""What an operator that runs twice needs, so that both passes do the same.
+"""Autograd segments, and the state that lets an operator run twice with the same result.
 
 The first pass keeps no graph: what it was given waits in the buffers. The second stands in the list (`.recompute`), makes the
-island that the backward pass needs, and draws what the first has drawn. Gates repeat their decision from the routing state of
+segment that the backward pass needs, and draws what the first has drawn. Gates repeat their decision from the routing state of
 the micro-batch (routing/state.py); megatron-core's router counts and logs in passes with gradients only.
 """
 
@@ -22,11 +22,11 @@ from torch import Tensor
 
 # A stretch of computation whose backward runs when the instruction list says so.
 #
-# An island cuts the autograd graph at its inputs and outputs: what lies between two communications is one island, so no
+# A segment cuts the autograd graph at its inputs and outputs: what lies between two communications is one segment, so no
 # collective ever stands inside a backward pass that autograd schedules.
 
 
-class Island:
+class Segment:
     """One call of a function under autograd, with its graph cut at both ends; without gradients, no graph at all.
 
     Attributes:

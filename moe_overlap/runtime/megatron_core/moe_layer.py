@@ -1,7 +1,8 @@
 """The transformer layer and MoE layer of a run: megatron-core's, with replaceable gate and dispatcher, and spans.
 
 `adapt_layer` turns a stock layer spec into ours. The routed path is megatron-core's; the shared expert runs after the dispatch
-has been issued (megatron-core runs it before the gate): there it can hide the exchange, and the backward order is the mirror.
+has been issued (megatron-core runs it before the gate): there it can hide the all-to-all, and the backward order is the mirror.
+The names of the spans are those of the instruction list, so that a trace can be held against it.
 """
 
 from __future__ import annotations
@@ -105,14 +106,9 @@ class RecordedMoELayer(MoELayer):
         self.token_dispatcher.layer = self
 
     @property
-    def exchanges(self) -> bool:
-        """Whether tokens leave this rank."""
-        return bool(self.ep_size_of_exchange > 1)
-
-    @property
-    def ep_size_of_exchange(self) -> int:
-        """Ranks that share the experts, expert-tensor ranks included."""
-        return self.token_dispatcher.tp_ep_group.size()
+    def sends_tokens(self) -> bool:
+        """Whether tokens leave this rank: whether several ranks, expert-tensor ranks included, share the experts."""
+        return bool(self.token_dispatcher.tp_ep_group.size() > 1)
 
     def shared_experts_compute(self, hidden_states: Tensor) -> None:
         """Keep the input; the shared expert itself runs in `dispatch`."""
@@ -130,10 +126,10 @@ class RecordedMoELayer(MoELayer):
 
     def dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send the tokens to their experts, then run the shared expert."""
-        if self.exchanges:
+        if self.sends_tokens:
             self.recorder.begin(f"{self.operator}.dispatch", "ep")
         received, probs = super().dispatch(hidden_states, probs)
-        if self.exchanges:
+        if self.sends_tokens:
             received, probs = self.recorder.on_backward(f"{self.operator}.dispatch.backward", received, probs)
         if self._shared_input is not None:
             self.recorder.begin(f"{self.operator}.shared")
@@ -149,7 +145,7 @@ class RecordedMoELayer(MoELayer):
 
     def combine(self, output: Tensor) -> Tensor:
         """Send the results back."""
-        if not self.exchanges:
+        if not self.sends_tokens:
             return super().combine(output)
         self.recorder.begin(f"{self.operator}.combine", "ep")
         return self.recorder.on_backward(f"{self.operator}.combine.backward", super().combine(output))
@@ -165,13 +161,13 @@ class RecordedMoELayer(MoELayer):
 
 
 class RecordedAlltoAllDispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron-core's all-to-all dispatcher with a span around the exchange of counts."""
+    """megatron-core's all-to-all dispatcher with a span around the all-to-all of counts."""
 
     layer: RecordedMoELayer
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        """Exchange the counts."""
-        if not self.layer.exchanges or self.drop_and_pad:
+        """Send and receive the counts."""
+        if not self.layer.sends_tokens or self.drop_and_pad:
             return super().preprocess(routing_map)
         recorder, operator = self.layer.recorder, self.layer.operator
         recorder.begin(f"{operator}.count", "ep")
@@ -186,9 +182,11 @@ def adapt_layer(
     make_gate: MakeGate | None = None,
     make_dispatcher: MakeDispatcher | None = None,
 ) -> AdaptLayer:
-    """What `build_model` applies to every layer spec of a run.
+    """Make the function that `build_model` applies to every layer spec of a run.
 
     Args:
+        recorder: takes the spans of the layers.
+        groups: this rank's process groups.
         make_gate: replaces megatron-core's router; called with its `config` and `pg_collection`.
         make_dispatcher: replaces its token dispatcher; called as its dispatchers are.
 
@@ -203,10 +201,10 @@ def adapt_layer(
             # megatron-core hands the groups to its own MoELayer class only, recognised by identity; ours gets them here.
             params = {**(submodules.mlp.params or {}), "recorder": recorder, "pg_collection": groups}
             params["make_dispatcher"] = make_dispatcher
-            parts = submodules.mlp.submodules
+            inner = submodules.mlp.submodules
             if make_gate is not None:
-                parts = dataclasses.replace(parts, router=make_gate)
-            mlp = dataclasses.replace(submodules.mlp, module=RecordedMoELayer, submodules=parts, params=params)
+                inner = dataclasses.replace(inner, router=make_gate)
+            mlp = dataclasses.replace(submodules.mlp, module=RecordedMoELayer, submodules=inner, params=params)
             submodules = dataclasses.replace(submodules, mlp=mlp)
         recorded: type = RecordedLayer
         if spec.module is not TransformerLayer:

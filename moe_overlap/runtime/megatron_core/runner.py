@@ -1,7 +1,9 @@
-"""The step runner over megatron-core's pipeline schedules.
+"""The step runner over megatron-core's pipeline schedules (1F1B and interleaved), for uniform plans without overlap.
 
-The schedule does the running, the instruction list says what must come out: a test compares the recorded order with the list.
-The number of micro-batches and the order of the optimizer are read from the list.
+megatron-core's schedule executes the passes; the instruction list states what must come out, and a test compares the recorded
+order with it. The number of micro-batches and the order of the optimizer are read from the list.
+
+Three sections: transfers between stages with spans; the runner; spans of the operators outside the layers.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -29,13 +32,11 @@ from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.step import Batch, StepResult
 
-# megatron-core's pipeline transfers, with a span for every send and receive.
-
 
 class RecordedTransfers(P2PCommunicator):
     """P2PCommunicator that names its transfers `send.S0>S1`, `receive.S0>S1`, with `.backward` for gradients."""
 
-    def __init__(self, pp_group: Any, config: Any, recorder: SpanRecorder) -> None:
+    def __init__(self, pp_group: dist.ProcessGroup, config: TransformerConfig, recorder: SpanRecorder) -> None:
         super().__init__(pp_group, config)
         self._recorder = recorder
         stage, stages = pp_group.rank(), pp_group.size()
@@ -55,6 +56,7 @@ class RecordedTransfers(P2PCommunicator):
         ]
         if not names:
             return super()._communicate(**transfer)
+        # A blocking transfer holds the rank up, so the compute span ends; one in the background runs beside it.
         blocking = transfer.get("wait_on_reqs", True)
         if blocking:
             self._recorder.end()
@@ -73,12 +75,12 @@ class RecordedTransfers(P2PCommunicator):
 
 
 class _PendingSpans:
-    """Spans of one exchange; they end when its last request has been waited for."""
+    """The spans of one call of the communicator; they end when its last request has been waited for."""
 
     def __init__(self, recorder: SpanRecorder, opened: list[Any], requests: int) -> None:
         self.recorder, self.opened, self.waiting = recorder, opened, requests
 
-    def one_finished(self) -> None:
+    def finish_request(self) -> None:
         self.waiting -= 1
         if self.waiting == 0:
             for span in self.opened:
@@ -86,13 +88,15 @@ class _PendingSpans:
 
 
 class _RecordedRequest:
+    """A request of torch.distributed; waiting for it ends the compute span before it."""
+
     def __init__(self, request: Any, pending: _PendingSpans) -> None:
         self._request, self._pending = request, pending
 
     def wait(self) -> None:
         self._pending.recorder.end()
         self._request.wait()
-        self._pending.one_finished()
+        self._pending.finish_request()
 
 
 class ScheduledChunk(torch.nn.Module):
@@ -117,10 +121,12 @@ class MegatronStepRunner:
 
     Args:
         context: this rank's part of the run.
+    Attributes:
+        context: the same.
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context, self._recorder, self._optimizer = context, context.recorder, context.optimizer
+        self.context, self._recorder, self._optimizer = context, context.recorder, context.optimizer
         self._update = StepUpdate(context)
         self._loss_scale = 1.0
         pipeline, chunks = context.groups.collection.pp, context.chunks
@@ -135,7 +141,7 @@ class MegatronStepRunner:
 
     def _schedule_config(self) -> TransformerConfig:
         """The chunks' configuration with the callbacks of the schedule, as a copy."""
-        chunks = self._context.chunks
+        chunks = self.context.chunks
         config = copy.copy(chunks[0].config)
         config.finalize_model_grads_func = self._finalize
         config.grad_scale_func = self._scaled
@@ -153,7 +159,7 @@ class MegatronStepRunner:
         self._recorder.start_step()
         self._loss_scale = self._optimizer.loss_scale
         self._optimizer.zero_grad()
-        for chunk in self._context.chunks:
+        for chunk in self.context.chunks:
             chunk.train()
         reports = self._pass(instructions, batches, step, forward_only=False)
         get_moe_layer_wise_logging_tracker().clear()
@@ -163,7 +169,7 @@ class MegatronStepRunner:
     def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """Forward of every micro-batch of the list, without gradients."""
         self._recorder.start_step()
-        for chunk in self._context.chunks:
+        for chunk in self.context.chunks:
             chunk.eval()
         reports = self._pass(instructions, batches, step, forward_only=True)
         loss, tokens, predictions = self._update.mean_losses(reports)
@@ -184,11 +190,11 @@ class MegatronStepRunner:
             data_iterator=feeds if several else feeds[0],
             model=self._scheduled if several else self._scheduled[0],
             num_microbatches=micro_batches,
-            seq_length=self._context.plan.sequence_length,
-            micro_batch_size=self._context.stage.micro_batch_size,
+            seq_length=self.context.plan.sequence_length,
+            micro_batch_size=self.context.stage.micro_batch_size,
             forward_only=forward_only,
             p2p_communicator=self._transfers,
-            pg_collection=self._context.groups.collection,
+            pg_collection=self.context.groups.collection,
         )
         return reports
 
@@ -198,10 +204,10 @@ class MegatronStepRunner:
         micro_batch, batch = next(feed)
         chunk_index = next(index for index, scheduled in enumerate(self._scheduled) if scheduled is chunk)
         self._recorder.forward(chunk_index, micro_batch)
-        self._context.clock.micro_batch = first_micro_batch(step) + micro_batch
+        self.context.clock.micro_batch = first_micro_batch(step) + micro_batch
         inputs = batch["tokens"], batch["position_ids"], batch.get("attention_mask")
         output = chunk(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
-        predicted = getattr(self._context.models[chunk_index], "prediction_report", None)
+        predicted = getattr(self.context.models[chunk_index], "prediction_report", None)
         return output, partial(self._loss, batch, predicted)
 
     def _loss(self, batch: Batch, predicted: Tensor | None, losses_BS: Tensor) -> tuple[Tensor, ...]:
@@ -216,7 +222,7 @@ class MegatronStepRunner:
         report = torch.stack([total.detach(), tokens.detach()])
         if predicted is not None:
             report = torch.cat([report, predicted])
-        if self._context.chunks[0].config.calculate_per_token_loss:
+        if self.context.chunks[0].config.calculate_per_token_loss:
             return total, tokens.to(torch.int), report
         return total / batch.get(TOKEN_COUNT, tokens).clamp(min=1), report
 
@@ -255,7 +261,7 @@ def _record_ends(model: GPTModel, recorder: SpanRecorder) -> None:
 
 
 def _record_prediction(layer: Any, operator: str, recorder: SpanRecorder) -> None:
-    """Spans of a prediction layer around the transformer layer inside it."""
+    """Record spans of a prediction layer around the transformer layer inside it."""
 
     def projected(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         return recorder.on_backward(f"{operator}.project.backward", output[0]), output[1]

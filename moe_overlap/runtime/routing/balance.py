@@ -53,7 +53,7 @@ class BalanceTotals:
 
 
 def open_balance(router: TopKRouter, sequence: int, samples: int, padding_SB: Tensor | None) -> BalanceTotals:
-    """Empty sums for one micro-batch of S positions and B samples."""
+    """Open empty sums for one micro-batch of S positions and B samples."""
     device = router.weight.device
     valid = torch.full((), sequence * samples, device=device) if padding_SB is None else (~padding_SB).sum()
     shape = (samples, router.num_experts)
@@ -70,9 +70,9 @@ def add_counts(totals: BalanceTotals, scores_TE: Tensor, map_TE: Tensor, samples
     """Add one partition, given position-major."""
     if len(samples) == 0:
         return
-    part = slice(samples.start, samples.stop)
-    totals.counts_BE[part] = map_TE.unflatten(0, (-1, len(samples))).sum(0)
-    totals.scores_BE[part] = scores_TE.unflatten(0, (-1, len(samples))).sum(0, dtype=torch.float32)
+    rows = slice(samples.start, samples.stop)
+    totals.counts_BE[rows] = map_TE.unflatten(0, (-1, len(samples))).sum(0)
+    totals.scores_BE[rows] = scores_TE.unflatten(0, (-1, len(samples))).sum(0, dtype=torch.float32)
 
 
 def z_loss_share(
@@ -114,10 +114,10 @@ def close_balance(router: TopKRouter, totals: BalanceTotals) -> None:
         coefficient = router.get_aux_loss_coeff(kind)
         if coefficient == 0:
             continue
-        group, local, counts, parts = router.tp_cp_group, totals.counts_BE.sum(), near_BE.sum(0), 1
+        group, local, counts, terms = router.tp_cp_group, totals.counts_BE.sum(), near_BE.sum(0), 1
         if kind == "seq_aux_loss":
-            counts, local, parts = near_BE, local / samples, samples
-        tokens = counts.sum() / (router.topk * parts)
+            counts, local, terms = near_BE, local / samples, samples
+        tokens = counts.sum() / (router.topk * terms)
         if kind == "global_aux_loss":
             group = router.tp_dp_cp_group
             far_E = sum_over(totals.counts_BE.sum(0), group)
@@ -125,14 +125,14 @@ def close_balance(router: TopKRouter, totals: BalanceTotals) -> None:
             router.ga_steps += 1
             counts, tokens = router.global_tokens_per_expert / router.ga_steps, far_E.sum() / router.topk
         # A micro-batch of padding alone has no tokens, and no loss either.
-        weight = counts * router.num_experts / (router.topk * tokens.clamp(min=1).square()) / parts
+        weight = counts * router.num_experts / (router.topk * tokens.clamp(min=1).square()) / terms
         _log(router, totals, name, (totals.scores_BE * weight).sum(), group, has_dp=kind == "global_aux_loss")
         local_tokens = local / router.topk if router.calculate_per_token_loss else 1
         totals.factor_BE += coefficient * local_tokens * weight
 
 
 def sum_over(counts: Tensor, group: Any) -> Tensor:
-    """The sum over the ranks of a group; no communication for one rank."""
+    """Sum over the ranks of a group; a group of one communicates nothing."""
     if group.size() == 1:
         return counts
     counts = counts.clone()
@@ -162,9 +162,9 @@ class LateBalanceGradient(torch.autograd.Function):
         factor_BE = ctx.totals.factor_BE
         assert factor_BE is not None, "the backward pass began before the last partition was routed"
         scale = MoEAuxLossAutoScaler.main_loss_backward_scale
-        part_BE = factor_BE[ctx.samples.start : ctx.samples.stop]
+        partition_BE = factor_BE[ctx.samples.start : ctx.samples.stop]
         if scale is not None:
-            part_BE = part_BE * scale
+            partition_BE = partition_BE * scale
         (grad_probs_TE,) = gradients
         positions = ctx.shape[0] // max(len(ctx.samples), 1)
-        return grad_probs_TE, part_BE.to(ctx.dtype).repeat(positions, 1), None, None
+        return grad_probs_TE, partition_BE.to(ctx.dtype).repeat(positions, 1), None, None

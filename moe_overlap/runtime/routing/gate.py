@@ -1,6 +1,10 @@
-"""What the gates share: logits, losses, capacity, and a micro-batch that may come in partitions.
+"""`Gate`, the base of all gates: logits, losses, capacity, and a micro-batch that may come in partitions.
 
-Legend: S positions on this rank, B samples, H hidden, T = S · B tokens in megatron-core's order (token s·B + b), E experts.
+A subclass says which experts a token wants (`choose`) and, where position does not decide, who stays within capacity (`keep`).
+The order of a call: logits, z-loss, choice, capacity, balancing losses, counts. What must be added up over partitions stands in a
+`RoutingState` (state.py) and its sums (balance.py), never in the gate: micro-batches may interleave.
+
+S positions on this rank, B samples, H hidden, T = S · B tokens in megatron-core's order (token s·B + b), E experts.
 """
 
 from __future__ import annotations
@@ -31,16 +35,15 @@ from moe_overlap.runtime.routing.state import (
     sample_major,
 )
 
-# The gate's linear layer, in the precision of the routing.
-#
-# megatron-core's needs Transformer Engine's GEMM (it ends in a NameError without). Both save the input in its own precision: a
-# float32 copy of every token would outweigh the rest of the gate.
-
 GatingLinear = Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
 
 
 def gating_linear(hidden: Tensor, weight_EH: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Logits [..., E] of the hidden states [..., H], in `dtype`. Transformer Engine's GEMM where it is installed."""
+    """Logits [..., E] of the hidden states [..., H], in `dtype`.
+
+    megatron-core's linear layer needs Transformer Engine's GEMM and ends in a NameError without it; ours stands in. Both save the
+    input in its own precision: a float32 copy of every token would outweigh the rest of the gate.
+    """
     if HAVE_TE:
         return router_gating_linear(hidden, weight_EH, bias_E, dtype)
     return _GatingLinear.apply(hidden, weight_EH, bias_E, dtype)
@@ -66,10 +69,10 @@ class _GatingLinear(torch.autograd.Function):
 
 
 class Meter(Protocol):
-    """Counts what a gate decides."""
+    """A counter of a gate's decisions."""
 
     def add(self, logits_TE: Tensor, map_TE: Tensor, wanted_TE: Tensor) -> None:
-        """One partition: its logits, where its tokens go, and where they would go without capacity."""
+        """Count one partition: its logits, where its tokens go, and where they would go without capacity."""
 
 
 class Gate(TopKRouter):
@@ -123,9 +126,9 @@ class Gate(TopKRouter):
         """Start a micro-batch.
 
         Args:
-            sequence, samples: of the whole micro-batch on this rank.
-            partitions: how many calls of `route` will follow.
-            seed, micro_batch: of the draws; micro-batches are numbered as `draws.first_micro_batch` says.
+            sequence, samples: S and B of the whole micro-batch on this rank.
+            partitions: number of calls of `route` that will follow.
+            seed, micro_batch: seed and micro-batch of the draws; `first_micro_batch` says how micro-batches are numbered.
             padding_SB: bool, true where a token is padding.
             recording: whether losses and counts are kept; default: in training.
         Raises:
@@ -171,7 +174,7 @@ class Gate(TopKRouter):
         return self.route_logits(self.gating(hidden_SBH), state, partition)
 
     def route_logits(self, logits_SBE: Tensor, state: RoutingState, partition: int) -> tuple[Tensor, Tensor]:
-        """`route` behind the linear layer."""
+        """Route one partition from its logits: `route` behind the linear layer."""
         entry, is_repeated = state.enter(partition, logits_SBE.shape[1])
         samples = range(entry.first_sample, entry.last_sample)
         padding_T = None if state.padding_SB is None else state.padding_SB[:, samples.start : samples.stop].reshape(-1)
@@ -205,31 +208,31 @@ class Gate(TopKRouter):
 
     @abstractmethod
     def choose(self, logits_TE: Tensor, state: RoutingState, samples: range) -> tuple[Tensor, Tensor]:
-        """What the tokens of one partition want, capacity aside: (weights_TE, map_TE)."""
+        """Choose the experts of one partition's tokens, capacity aside; returns (weights_TE, map_TE)."""
 
     def capacity(self, state: RoutingState) -> int | None:
-        """Of each expert, for the whole micro-batch; None without a limit."""
+        """Tokens that each expert takes of the whole micro-batch; None without a limit."""
         factor = self.config.moe_expert_capacity_factor
         return None if factor is None else expert_capacity(state.tokens, self.topk, self.num_experts, factor)
 
     def scaled(self, weights: Tensor) -> Tensor:
-        """Weights of chosen experts, times --moe-router-topk-scaling-factor."""
+        """Multiply the weights of chosen experts by --moe-router-topk-scaling-factor."""
         factor = self.config.moe_router_topk_scaling_factor
         return weights * factor if factor else weights
 
     def keep(
         self, wanted_TE: Tensor, logits_TE: Tensor, used_E: Tensor, state: RoutingState, samples: range
     ) -> tuple[Tensor, Tensor]:
-        """Who stays within capacity, tokens counted sample by sample: (map_TE, capacity used after them)."""
+        """Drop tokens beyond capacity, counted sample by sample; returns (map_TE, capacity used after them)."""
         kept_TE, used_E = drop_beyond_capacity(sample_major(wanted_TE, len(samples)), used_E, self.capacity(state))
         return position_major(kept_TE, len(samples)), used_E
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """megatron-core's entry behind the linear layer: one partition [S, B, E]."""
+        """Route logits [S, B, E] as one partition: megatron-core's entry behind the linear layer."""
         return self.route_logits(logits, self._begin_whole(logits, padding_mask), 0)
 
     def forward(self, hidden_SBH: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """A whole micro-batch, as megatron-core's MoE layer calls it.
+        """Route a whole micro-batch, as megatron-core's MoE layer asks for it.
 
         Args:
             hidden_SBH: hidden states.
@@ -240,7 +243,7 @@ class Gate(TopKRouter):
         return self.route(hidden_SBH, self._begin_whole(hidden_SBH, padding_mask), 0)
 
     def _begin_whole(self, x_SBX: Tensor, padding_SB: Tensor | None) -> RoutingState:
-        """A state of one partition. As in megatron-core, a pass without gradients (the first of a recompute) leaves no trace."""
+        """Begin a state of one partition. As in megatron-core, a pass without gradients (the first of two) leaves no trace."""
         clock = self.clock or DrawClock()
         return self.begin(
             x_SBX.shape[0],

@@ -1,6 +1,9 @@
-"""The gates by name.
+"""The gates of --moe-gate: top-k, switch, batch prioritized, random, hash and expert choice.
 
-Legend: T tokens of a partition in megatron-core's order, S positions, B samples, E experts, K experts per token.
+A gate decides for a token alike whether the micro-batch is routed whole or in partitions of its samples. Batch prioritized and
+expert choice look at later tokens and cannot: `GATE_FACTS` (plan/gates.py) says so, and plans route their micro-batches whole.
+
+T tokens of a partition in megatron-core's order, S positions, B samples, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class TopKGate(Gate):
     name = "topk"
 
     def choose(self, logits_TE: Tensor, state: RoutingState, samples: range) -> tuple[Tensor, Tensor]:
-        """Scores decide, token by token."""
+        """Choose by score, token by token."""
         by_core = self.score_function == "softmax" or self.config.moe_router_fusion or self.router_replay is not None
         if not by_core:
             return self._choose_by_sigmoid(logits_TE)
@@ -74,7 +77,7 @@ class TopKGate(Gate):
         return self.config.moe_router_group_topk if logits_TE.shape[0] else None
 
     def _choose_by_sigmoid(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """As megatron-core does, on scores that do not depend on where a token stands in the tensor."""
+        """Choose as megatron-core does, on scores that do not depend on where a token stands in the tensor."""
         scores_TE = sigmoid_scores(logits_TE)
         biased_TE = scores_TE.detach() if self.expert_bias is None else scores_TE.detach() + self.expert_bias
         reached = self._group_topk(logits_TE)
@@ -136,7 +139,7 @@ class DrawingGate(Gate):
         return torch.softmax(logits_TE.gather(1, chosen_TK), -1, dtype=torch.float32)
 
     def positions(self, sequence: int) -> Tensor:
-        """Where this rank's positions stand in the whole sequence.
+        """Map this rank's positions to positions in the whole sequence.
 
         megatron-core cuts it into 2·CP chunks, of which context rank r holds chunks r and 2·CP - 1 - r; sequence parallelism
         cuts what a context rank holds.
@@ -208,12 +211,12 @@ class ExpertChoiceGate(Gate):
     def keep(
         self, wanted_TE: Tensor, logits_TE: Tensor, used_E: Tensor, state: RoutingState, samples: range
     ) -> tuple[Tensor, Tensor]:
-        """No expert took more than its capacity."""
+        """Keep every choice: no expert took more than its capacity."""
         return wanted_TE, used_E + wanted_TE.sum(0)
 
 
 def gate_maker(name: str | None, clock: DrawClock) -> Callable[..., Gate] | None:
-    """What builds the gate of every MoE layer of a run; None where Megatron's router stays.
+    """Return the constructor of a run's gates; None where megatron-core's router stays.
 
     Args:
         name: value of --moe-gate, or None.

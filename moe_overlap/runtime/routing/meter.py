@@ -1,4 +1,4 @@
-"""What the routers decide, counted: tokens per expert, drops, entropy of the scores.
+"""Counters of the routers' decisions: tokens per expert, drops, entropy of the scores.
 
 A meter stands behind the linear layer of a router and sees every partition of every training micro-batch once: passes without
 gradients (evaluation, the first pass of a recompute) and partitions that are routed again are left out. It adds up on the
@@ -55,20 +55,20 @@ class RouterMeter:
         self._sums[-1] += logits_TE.shape[0]
 
     def take(self) -> Tensor:
-        """The sums [2E + 2], which begin anew."""
+        """Return the sums [2E + 2] and begin anew."""
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         return sums
 
 
 class RouterMeters:
-    """The meters of all routers in this rank's transformer layers; making them attaches them.
+    """The meters of all routers in this rank's transformer layers; the constructor attaches them.
 
     Args:
         models: the GPTModel of each of this rank's chunks.
-        layers, experts: of the whole model; prediction layers count on behind the decoder's.
+        layers, experts: numbers in the whole model; prediction layers count on behind the decoder's.
     """
 
-    def __init__(self, models: Iterable[Any], layers: int, experts: int, device: torch.device) -> None:
+    def __init__(self, models: Iterable[torch.nn.Module], layers: int, experts: int, device: torch.device) -> None:
         self._shape, self._device = (layers, 2 * experts + 2), device
         self._meters: dict[int, RouterMeter] = {}
         inside = (module for model in models for module in model.modules())
@@ -82,11 +82,13 @@ class RouterMeters:
                 router.routing = _metered(router, meter)
 
     def collect(self, first_step: int, last_step: int) -> list[ExpertLoad]:
-        """Sums over all ranks of the steps since the last call, layer by layer. Collective over the default group.
+        """Sum up the steps since the last call over all ranks, layer by layer. Collective over the default group.
 
         Args:
-            first_step, last_step: that range, both included.
+            first_step, last_step: the range of these steps, both included.
         """
+        # Every rank contributes a row for every layer, zeros where it has none: stages hold different layers, and one reduction
+        # of one shape needs no agreement on who has what.
         sums = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         for layer, meter in self._meters.items():
             sums[layer] = meter.take()
@@ -101,7 +103,7 @@ class RouterMeters:
 
 
 def _metered(router: TopKRouter, meter: RouterMeter) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The `routing` of megatron-core's router, with its decisions counted."""
+    """Wrap the `routing` of megatron-core's router so that its decisions are counted."""
     routing = router.routing
 
     def routed(logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -116,7 +118,7 @@ def _metered(router: TopKRouter, meter: RouterMeter) -> Callable[..., tuple[Tens
 
 @torch.no_grad()
 def _wanted(router: Any, logits_TE: Tensor, map_TE: Tensor) -> Tensor:
-    """The choice before the capacity, which megatron-core does not hand out: it is made a second time."""
+    """Repeat the router's choice before the capacity, which megatron-core does not hand out."""
     config = router.config
     if config.moe_expert_capacity_factor is None:
         return map_TE

@@ -1,6 +1,18 @@
-"""What one partition of a micro-batch hands to the next at one gate.
+"""The state that one partition of a micro-batch hands to the next at one gate: used capacity, seed of the draws, loss sums.
 
-Legend: S positions on this rank, B samples of the micro-batch, E experts.
+Contract: routing partitions p = 0, 1, … one after the other, each with the state that the ones before have left, keeps the
+tokens, fills the slots and draws the experts that routing the whole micro-batch at once does. Source: Lancet, sections 2.3 and 6
+(capacity passing). Three sections:
+
+- Capacity and the positional drop. There are two orders of tokens: megatron-core flattens [S, B] position by position (token
+  s·B + b); the drop counts sample by sample (token b·S + s). A partition of the samples is a prefix of what is left in the second
+  order only, and only then does handing on the used capacity give the drops of the whole micro-batch.
+- Draws by index. A generator's draws depend on the order of the calls, so a micro-batch that is cut, or recomputed, would draw
+  otherwise. Each (token, expert) gets a 64-bit number that is a function of its indices alone; a token's k experts are those with
+  the smallest numbers, a uniform subset. Mixing is SplitMix64's finalizer (Steele, Lea and Flood 2014; Stafford's constants).
+- `RoutingState`, which holds both for one micro-batch.
+
+T tokens, S positions of a sequence on this rank, B samples of the micro-batch, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -13,29 +25,18 @@ from torch import Tensor
 
 from moe_overlap.runtime.routing.balance import BalanceTotals
 
-# Expert capacity and the positional drop, exact under partitions.
-#
-# Legend: T tokens, E experts, S positions of a sequence on this rank, B samples.
-#
-# Two orders of tokens: megatron-core flattens [S, B] position by position (token s·B + b); the drop counts sample by sample
-# (token b·S + s). A partition of the samples is a prefix of what is left in the second order only, and only then does handing
-# on the used capacity give the drops of the whole micro-batch.
-#
-# What holds: routing partitions p = 0, 1, … one after the other, each with the capacity that the ones before have used, keeps the
-# tokens and fills the slots that routing them at once does. Source: Lancet, sections 2.3 and 6 (capacity passing).
-
 
 def expert_capacity(tokens: int, topk: int, experts: int, factor: float) -> int:
-    """Tokens an expert takes of one micro-batch on one rank: ceil(T · k / E · factor), in megatron-core's order of rounding.
+    """Number of tokens an expert takes of one micro-batch on one rank: ceil(T · k / E · factor), rounded as megatron-core does.
 
     Args:
-        tokens: of the whole micro-batch on this rank, never of a partition.
+        tokens: tokens of the whole micro-batch on this rank, never of a partition.
     """
     return math.ceil((tokens * topk / experts) * factor)
 
 
 def expert_slots(map_TE: Tensor, used_E: Tensor) -> Tensor:
-    """Slot of every routed token at its expert, when capacity has no end.
+    """Number every routed token at its expert, as if capacity had no end.
 
     Args:
         map_TE: bool, tokens in the order of the drop. A token chooses an expert once, so the order of its choices is free.
@@ -53,7 +54,7 @@ def drop_beyond_capacity(map_TE: Tensor, used_E: Tensor, capacity: int | None) -
     Args:
         map_TE: bool, tokens in the order of the drop.
         used_E: int64, slots taken by earlier partitions of the micro-batch.
-        capacity: of the whole micro-batch; None keeps every token.
+        capacity: an expert's capacity for the whole micro-batch; None keeps every token.
     Returns:
         (kept_TE, used_E after these tokens). Without a capacity, used_E is the count.
     """
@@ -65,7 +66,7 @@ def drop_beyond_capacity(map_TE: Tensor, used_E: Tensor, capacity: int | None) -
 
 
 def drop_by_priority(map_TE: Tensor, priority_T: Tensor, used_E: Tensor, capacity: int | None) -> tuple[Tensor, Tensor]:
-    """The same, with the tokens of highest priority first; equal ones stay in order.
+    """Keep the tokens of highest priority, as many as each expert's capacity has left; equal ones stay in order.
 
     Needs the whole micro-batch: a later token of high priority displaces an earlier one.
 
@@ -80,7 +81,7 @@ def drop_by_priority(map_TE: Tensor, priority_T: Tensor, used_E: Tensor, capacit
 
 
 def sample_major(x_TE: Tensor, samples: int) -> Tensor:
-    """From megatron-core's order of tokens to the order of the drop.
+    """Reorder tokens from megatron-core's order to the order of the drop.
 
     Args:
         x_TE: [T, …], token s·B + b.
@@ -92,7 +93,7 @@ def sample_major(x_TE: Tensor, samples: int) -> Tensor:
 
 
 def position_major(x_TE: Tensor, samples: int) -> Tensor:
-    """From the order of the drop back to megatron-core's."""
+    """Reorder tokens from the order of the drop back to megatron-core's."""
     return _swap(x_TE, samples, x_TE.shape[0] // max(samples, 1))
 
 
@@ -100,27 +101,19 @@ def _swap(x_TE: Tensor, outer: int, inner: int) -> Tensor:
     return x_TE.unflatten(0, (outer, inner)).transpose(0, 1).flatten(0, 1) if x_TE.shape[0] else x_TE
 
 
-# Experts drawn by index: the same token gets the same experts however a micro-batch is cut, and in every recompute.
-#
-# A generator's draws depend on the order of the calls. Here each (token, expert) gets a 64-bit number that is a function of its
-# indices alone; a token's k experts are those with the smallest numbers, a uniform subset. Mixing is SplitMix64's finalizer
-# (Steele, Lea and Flood 2014, with Stafford's constants).
-#
-# Legend: S positions, B samples, E experts, K experts per token.
-
 _BITS = 0xFFFFFFFFFFFFFFFF
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST_SHIFT = 31
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-_STEP = 1 << 16
-"""More micro-batches than any step has."""
+_MICRO_BATCHES_PER_STEP = 1 << 16
+"""An upper bound; no step has as many."""
 
 
 @dataclass(slots=True)
 class DrawClock:
-    """Which draws a plain forward pass makes; whoever starts one, or its recompute, sets the micro-batch first."""
+    """Tells gates which draws a forward pass of megatron-core makes; the runner sets the micro-batch before each pass."""
 
     seed: int = 0
     micro_batch: int = 0
@@ -128,8 +121,8 @@ class DrawClock:
 
 
 def first_micro_batch(step: int) -> int:
-    """Number of a step's first micro-batch: no two of a run are equal, also where steps hold unlike numbers of them."""
-    return step * _STEP
+    """Number of a step's first micro-batch in the run; unique even where steps hold unlike numbers of micro-batches."""
+    return step * _MICRO_BATCHES_PER_STEP
 
 
 def fold(key: int, value: int) -> int:
@@ -158,7 +151,7 @@ def _shift_right(x: Tensor, shift: int) -> Tensor:
 
 
 def draw_experts(key: int, positions_S: Tensor, samples_B: Tensor, topk: int, experts: int) -> Tensor:
-    """k different experts for every token.
+    """Draw k different experts for every token.
 
     Args:
         key: folded from seed, layer and whatever else is common to the tokens.
@@ -175,7 +168,7 @@ def draw_experts(key: int, positions_S: Tensor, samples_B: Tensor, topk: int, ex
 
 @dataclass(frozen=True, slots=True)
 class PartitionEntry:
-    """What a partition found: enough to route it again, for a recompute.
+    """The state before a partition: enough to route it again, for a recomputation.
 
     Attributes:
         first_sample, last_sample: its samples, half-open.
@@ -189,18 +182,18 @@ class PartitionEntry:
 
 @dataclass(slots=True)
 class RoutingState:
-    """One micro-batch at one gate. Made by `Gate.begin`, given to `Gate.route` with each partition, in order of the samples.
+    """One micro-batch at one gate, from `Gate.begin`; `Gate.route` takes it with each partition, in order of the samples.
 
-    Routing a partition a second time (recompute) repeats its decisions from what it found and leaves the state as it is.
+    Routing a partition a second time (recomputation) repeats its decisions from its entry and leaves the state as it is.
 
     Attributes:
         sequence, samples: S and B of the whole micro-batch on this rank.
         partitions: how many parts the samples come in; sizes may differ, zero included.
         used_E: int64, capacity used so far; without a capacity, tokens routed so far.
-        totals: of the balancing losses and the z-loss; None when nothing is recorded (evaluation).
+        totals: sums of the balancing losses and the z-loss; None when nothing is recorded (evaluation).
         counts_bias: whether kept tokens are counted for the expert bias.
         counts_load: whether the gate's meter counts them.
-        seed, micro_batch: of the draws; micro-batches are numbered as `draws.first_micro_batch` says.
+        seed, micro_batch: seed and micro-batch of the draws; `first_micro_batch` says how micro-batches are numbered.
         padding_SB: bool, true where a token is padding and counts in no loss.
     """
 
@@ -218,7 +211,7 @@ class RoutingState:
 
     @property
     def tokens(self) -> int:
-        """T of the whole micro-batch: what capacity is computed from."""
+        """T of the whole micro-batch, which the capacity is computed from."""
         return self.sequence * self.samples
 
     @property
@@ -227,11 +220,11 @@ class RoutingState:
         return len(self.entries) == self.partitions
 
     def enter(self, partition: int, samples: int) -> tuple[PartitionEntry, bool]:
-        """Where a partition stands.
+        """Find or open the entry of a partition.
 
         Args:
             partition: its number.
-            samples: how many it has.
+            samples: number of its samples.
         Returns:
             (entry, whether it has been routed before).
         """
@@ -250,6 +243,6 @@ class RoutingState:
         return PartitionEntry(first, first + samples, self.used_E), False
 
     def leave(self, entry: PartitionEntry, used_E: Tensor) -> None:
-        """A partition was routed for the first time: hand on the capacity."""
+        """Close a partition that was routed for the first time: the next one goes on from the capacity it has used."""
         self.entries.append(entry)
         self.used_E = used_E

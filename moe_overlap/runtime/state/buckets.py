@@ -1,12 +1,16 @@
-"""Gradients of one optimizer part reduced over its replicas, in pieces that an instruction list places.
+"""Gradients of one parameter group reduced over its replicas, in buckets that an instruction list places.
 
-megatron-core's distributed optimizer cuts every DDP bucket into D equal shards, one per replica. A bucket that holds one part
-only can be reduced by itself: piece p of n takes columns [p·w/n, (p+1)·w/n) of the bucket seen as [D, w], and leaves in this
-rank's shard what a reduce-scatter of the whole bucket would. Scaling is DDP's. Where a parameter has no copy there is nothing to
-send, and DDP scales its bucket at the end.
+Terms: a *parameter group* is the embedding, a layer, a prediction layer or the head; a *DDP bucket* is megatron-core's stretch of
+a gradient buffer; a *bucket* is what one instruction of the list reduces.
 
-CPU: an exchange of columns and a sum in order of rank: gloo's own reduce-scatter sends twice the bytes.
-CUDA (NCCL): a reduce-scatter. Not yet run on hardware.
+megatron-core's distributed optimizer cuts every DDP bucket into D equal shards, one per replica. A DDP bucket that holds one
+parameter group only (`bucket_marks`) can be reduced by itself: bucket p of n takes columns [p·w/n, (p+1)·w/n) of the DDP bucket
+seen as [D, w], and leaves in this rank's shard what a reduce-scatter of the whole DDP bucket would. Scaling is DDP's. A parameter
+without a copy has nothing to send; DDP scales its gradients at the end.
+
+- CPU (gloo): an all-to-all of columns and a sum in order of rank; gloo's own reduce-scatter sends twice the bytes.
+- CUDA (NCCL): a reduce-scatter. All ranks of a group start their buckets in the order of the list, as NCCL demands. Not yet run
+  on hardware.
 
 D replicas of a parameter, w elements of a shard.
 """
@@ -15,76 +19,78 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
-from moe_overlap.runtime.dispatch.wire import Exchange
+from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.runtime.state.optimizer import named_parts
 
 
-def bucket_marks(modules: Iterable[Any]) -> list[torch.nn.Parameter]:
-    """The first parameter, in the order in which DDP fills its buckets, of every part in every buffer.
+def bucket_marks(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """The parameters that must begin a DDP bucket, so that each DDP bucket holds one parameter group only.
 
-    A bucket that begins with each of them holds one part only.
+    They are the first, in the order in which DDP fills its buckets (last registered first), of every group in every buffer.
     """
-    last = {
-        (part, parameter.dtype, getattr(parameter, "allreduce", True)): parameter
-        for part, parameter in named_parts(modules)
+    last_registered = {
+        (group, parameter.dtype, getattr(parameter, "allreduce", True)): parameter
+        for group, parameter in named_parts(modules)
         if parameter.requires_grad
     }
-    return list(last.values())
+    return list(last_registered.values())
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """A DDP bucket of one part with D > 1.
+class _DdpBucket:
+    """A DDP bucket of one parameter group with D > 1.
 
     Attributes:
-        gradient_Dw: its gradients; row r belongs to rank r of the group.
-        exchange: among its replicas.
+        gradient_Dw: the gradients; row r belongs to rank r of the replicas.
+        scale: DDP's factor, applied before the sum.
+        replicas: the wire among the replicas.
     """
 
     gradient_Dw: Tensor
     scale: float
-    exchange: Exchange
+    replicas: AllToAll
 
 
-class GradientPieces:
-    """The pieces of one rank.
+class GradientBuckets:
+    """The reductions of one rank that stand among its passes (context.BucketReduction).
 
     Args:
-        chunks: DDP-wrapped model chunks whose buckets hold one part each.
-    Attributes:
-        exchanges: one per group of replicas.
+        chunks: DDP-wrapped model chunks whose DDP buckets hold one parameter group each.
     """
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
-        part_of = {id(parameter): part for part, parameter in named_parts(chunks)}
-        self.exchanges: list[Exchange] = []
-        self._buckets: dict[str, list[_Bucket]] = {}
-        self._alone: list[Any] = []
-        self._left: dict[str, set[int]] = {}
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        group_of = {id(parameter): group for group, parameter in named_parts(chunks)}
+        self._wires: list[AllToAll] = []
+        self._ddp_buckets: dict[str, list[_DdpBucket]] = {}
+        self._unreplicated: list[_ParamAndGradBucketGroup] = []
+        self._outstanding: dict[str, set[int]] = {}
         for chunk in chunks:
+            # DDP must not reduce on its own: it would send the same gradients a second time.
             assert not chunk.ddp_config.overlap_grad_reduce and not chunk.ddp_config.average_in_collective
-            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                if group.intra_distributed_optimizer_instance_size == 1:
-                    self._alone.append(group)
+            for ddp_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                if ddp_group.intra_distributed_optimizer_instance_size == 1:
+                    self._unreplicated.append(ddp_group)
                 else:
-                    self._take(group, part_of)
+                    self._add(ddp_group, group_of)
 
-    def start(self, part: str, piece: int, pieces: int) -> Callable[[], None]:
-        """Start the reduction of one piece of a part whose backward passes are over.
+    def start(self, parameter_group: str, bucket: int, buckets: int) -> Callable[[], None]:
+        """Start the reduction of one bucket of a parameter group whose backward passes are over.
 
         Returns:
-            What waits until this rank's share of it is summed.
+            A function that waits until this rank's share of the bucket is summed.
         """
-        left = self._left.setdefault(part, set(range(pieces)))
-        assert piece in left, f"gradients.{part}: piece {piece} was reduced before"
-        left.remove(piece)
-        waits = [_start(bucket, piece, pieces, f"gradients.{part}") for bucket in self._buckets[part]]
+        name = f"gradients.{parameter_group}"
+        outstanding = self._outstanding.setdefault(parameter_group, set(range(buckets)))
+        assert bucket in outstanding, f"{name}: bucket {bucket} was reduced before"
+        outstanding.remove(bucket)
+        waits = [_start(ddp_bucket, bucket, buckets, name) for ddp_bucket in self._ddp_buckets[parameter_group]]
 
         def wait() -> None:
             for finish in waits:
@@ -93,39 +99,41 @@ class GradientPieces:
         return wait
 
     def finish(self) -> None:
-        """The end of the step's reductions: every piece has been waited for; buckets without replicas are scaled."""
-        missing = [part for part in self._buckets if self._left.get(part, {0})]
+        """End the step's reductions: every bucket has been waited for; gradients without replicas are scaled."""
+        missing = [group for group in self._ddp_buckets if self._outstanding.get(group, {0})]
         assert not missing, f"gradients that were not reduced: {missing}"
-        self._left.clear()
-        for group in self._alone:
-            group.finish_grad_sync()
+        self._outstanding.clear()
+        for ddp_group in self._unreplicated:
+            ddp_group.finish_grad_sync()
 
-    def _take(self, group: Any, part_of: dict[int, str]) -> None:
-        process_group = group.intra_distributed_optimizer_instance_group
-        exchange = next((known for known in self.exchanges if known.group is process_group), None)
-        if exchange is None:
-            exchange = Exchange(process_group)
-            self.exchanges.append(exchange)
-        for bucket in group.buckets:
-            (part,) = {part_of[id(parameter)] for parameter in bucket.params_list}
-            gradient_Dw = bucket.grad_data.view(exchange.size, -1)
-            kept = _Bucket(gradient_Dw, bucket.gradient_scaling_factor, exchange)
-            self._buckets.setdefault(part, []).append(kept)
+    def _add(self, ddp_group: _ParamAndGradBucketGroup, group_of: dict[int, str]) -> None:
+        """Take the DDP buckets of one of DDP's groups; wires are shared by process group, so that tags stay unique on each."""
+        process_group = ddp_group.intra_distributed_optimizer_instance_group
+        wire = next((known for known in self._wires if known.group is process_group), None)
+        if wire is None:
+            wire = AllToAll(process_group)
+            self._wires.append(wire)
+        for bucket in ddp_group.buckets:
+            (group,) = {group_of[id(parameter)] for parameter in bucket.params_list}
+            gradient_Dw = bucket.grad_data.view(wire.size, -1)
+            ddp_bucket = _DdpBucket(gradient_Dw, bucket.gradient_scaling_factor, wire)
+            self._ddp_buckets.setdefault(group, []).append(ddp_bucket)
 
 
-def _start(bucket: _Bucket, piece: int, pieces: int, name: str) -> Callable[[], None]:
-    width = bucket.gradient_Dw.shape[1]
-    columns = slice(width * piece // pieces, width * (piece + 1) // pieces)
-    mine = bucket.gradient_Dw[bucket.exchange.rank, columns]
-    sent_Dw = bucket.gradient_Dw[:, columns] * bucket.scale
+def _start(ddp_bucket: _DdpBucket, bucket: int, buckets: int, name: str) -> Callable[[], None]:
+    wire, width = ddp_bucket.replicas, ddp_bucket.gradient_Dw.shape[1]
+    columns = slice(width * bucket // buckets, width * (bucket + 1) // buckets)
+    own_share = ddp_bucket.gradient_Dw[wire.rank, columns]
+    # A copy, because the columns are not contiguous; the scale costs nothing more.
+    sent_Dw = ddp_bucket.gradient_Dw[:, columns] * ddp_bucket.scale
     if sent_Dw.is_cuda:
-        work = dist.reduce_scatter_tensor(mine, sent_Dw, group=bucket.exchange.group, async_op=True)
+        work = dist.reduce_scatter_tensor(own_share, sent_Dw, group=wire.group, async_op=True)
         assert work is not None
         return work.wait
-    one_each = [1] * bucket.exchange.size
-    pending = bucket.exchange.start(sent_Dw, one_each, one_each, tag=bucket.exchange.take_tags(1), name=name)
+    one_each = [1] * wire.size
+    pending = wire.start(sent_Dw, one_each, one_each, tag=wire.take_tags(1), name=name)
 
     def add() -> None:
-        torch.sum(pending.wait(), dim=0, out=mine)
+        torch.sum(pending.wait(), dim=0, out=own_share)
 
     return add

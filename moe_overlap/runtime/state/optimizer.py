@@ -2,6 +2,9 @@
 
 megatron-core's distributed optimizer holds the state (ZeRO-1); its inner torch optimizer steps parameter by parameter, so
 stepping the layers one after the other is bitwise the same as stepping them at once.
+
+A *part* here is what one optimizer instruction of the list updates: `embedding`, `L3`, `mtp0` or `head`, all parameters of it
+that this rank holds. torch's own parameter groups (weight decay or not, dense or expert) cut across the parts.
 """
 
 from __future__ import annotations
@@ -14,17 +17,21 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+from moe_overlap.plan.operators import parse_group
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedGradients:
-    """What is known before any weight moves; equal on every rank.
+    """Facts known before any weight moves; equal on every rank.
 
     Attributes:
-        norm: of the unscaled gradients; nan where the loss scale made one of them overflow.
-        zeros: zero gradients, where counted.
+        norm: global norm of the unscaled gradients; nan where the loss scale made one of them overflow.
+        zeros: number of zero gradients, where counted.
     """
 
     norm: float
@@ -38,7 +45,7 @@ class LayerwiseOptimizer(Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """What every loss of the step is multiplied by before its backward pass; 1 where gradients are not scaled."""
+        """The factor of every loss of the step before its backward pass; 1 where gradients are not scaled."""
 
     def prepare(self) -> PreparedGradients:
         """Take over the reduced gradients, undo the loss scale, clip them by the global norm."""
@@ -57,13 +64,19 @@ class MegatronLayerwiseOptimizer:
     """`LayerwiseOptimizer` over megatron-core's chained distributed optimizers.
 
     Args:
-        optimizer: what get_megatron_optimizer returned.
-        chunks: the DDP-wrapped model chunks it was made for.
+        optimizer: megatron-core's optimizer of the chunks (get_megatron_optimizer).
+        chunks: the DDP-wrapped model chunks it was built for.
         clip_grad: bound of the gradient norm; 0 leaves the gradients alone.
         count_zeros: count zero gradients, for the log.
     """
 
-    def __init__(self, optimizer: Any, chunks: Sequence[Any], clip_grad: float, count_zeros: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: ChainedOptimizer,
+        chunks: Sequence[DistributedDataParallel],
+        clip_grad: float,
+        count_zeros: bool = False,
+    ) -> None:
         self.megatron = optimizer
         self._chunks = chunks
         # Dense and expert weights have a scaler each, and megatron-core 0.16.1 moves only that of the kind that overflowed,
@@ -78,7 +91,7 @@ class MegatronLayerwiseOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """What every loss of the step is multiplied by before its backward pass; 1 where gradients are not scaled."""
+        """The factor of every loss of the step before its backward pass; 1 where gradients are not scaled."""
         return float(self._scaler.scale) if self._scaler is not None else 1.0
 
     @torch.no_grad()
@@ -103,19 +116,19 @@ class MegatronLayerwiseOptimizer:
         One reduction whatever this rank holds: megatron-core makes one for every kind of weights, and stages without experts
         have one kind less.
         """
-        found = torch.zeros(1, device=next(self._chunks[0].parameters()).device)
+        not_finite = torch.zeros(1, device=next(self._chunks[0].parameters()).device)
         for inner in self.megatron.chained_optimizers:
             if not inner.is_stub_optimizer:
                 inner._copy_model_grads_to_main_grads()
                 gradients = inner._collect_main_grad_data_for_unscaling()
-                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._scaler.inv_scale)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        overflowed = bool(found.item())
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, not_finite, self._scaler.inv_scale)
+        dist.all_reduce(not_finite, op=dist.ReduceOp.MAX)
+        overflowed = bool(not_finite.item())
         self._scaler.update(overflowed)
         return overflowed
 
     def _zero_gradients(self) -> int:
-        """Zeros among the gradients of the whole model, copies left out."""
+        """Count the zeros among the gradients of the whole model, copies left out. Collective."""
         inner_optimizers = self.megatron.chained_optimizers
         gradients = [gradient for inner in inner_optimizers for gradient in inner.get_main_grads_for_grad_norm()]
         device = next(self._chunks[0].parameters()).device
@@ -125,7 +138,7 @@ class MegatronLayerwiseOptimizer:
 
     @torch.no_grad()
     def parameter_norm(self) -> float:
-        """Norm of all parameters of the model, copies left out. Collective."""
+        """Compute the norm of all parameters of the model, copies left out. Collective."""
         squares = [
             shard.float().pow(2).sum()
             for inner in self.megatron.chained_optimizers
@@ -139,12 +152,13 @@ class MegatronLayerwiseOptimizer:
 
     @torch.no_grad()
     def step(self, part: str) -> None:
-        """Update the parameters of one part. Parts held by other ranks only are nothing to do here."""
+        """Update the parameters of one part. A part that only other ranks hold needs nothing from this one."""
         assert part not in self._stepped, f"{part} was stepped before"
         self._stepped.add(part)
         for inner, shards in zip(self.megatron.chained_optimizers, self._shards, strict=True):
             if part not in shards:
                 continue
+            # The inner optimizer is shown this part's shards only, in its own parameter groups: rates and decay stay theirs.
             groups = inner.optimizer.param_groups
             whole = [group["params"] for group in groups]
             try:
@@ -175,13 +189,11 @@ class MegatronLayerwiseOptimizer:
 
 def part_order(part: str) -> tuple[int, int]:
     """Sort key: embedding, layers by number, prediction layers, head."""
-    if part in ("embedding", "head"):
-        return (0 if part == "embedding" else 3, 0)
-    return (2, int(part[3:])) if part.startswith("mtp") else (1, int(part[1:]))
+    return parse_group(part).order
 
 
-def named_parts(chunks: Iterable[Any]) -> Iterable[tuple[str, torch.nn.Parameter]]:
-    """Every parameter of the chunks with the part it belongs to; layers carry their number in the whole model."""
+def named_parts(chunks: Iterable[torch.nn.Module]) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    """Yield every parameter of the chunks with the part it belongs to; layers carry their number in the whole model."""
     for chunk in chunks:
         module = chunk
         while not hasattr(module, "decoder"):
@@ -197,7 +209,7 @@ def named_parts(chunks: Iterable[Any]) -> Iterable[tuple[str, torch.nn.Parameter
 
 
 def _shards_by_part(inner: Any, part_of: dict[int, str]) -> dict[str, list[list[torch.nn.Parameter]]]:
-    """part -> for every param group of the inner optimizer, this rank's shards of that part."""
+    """Sort this rank's shards: part -> one list for every parameter group of the inner optimizer."""
     groups = inner.optimizer.param_groups
     shards: dict[str, list[list[torch.nn.Parameter]]] = {}
     for parameter, (group, place) in inner.model_param_group_index_map.items():

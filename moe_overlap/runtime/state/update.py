@@ -1,37 +1,42 @@
-"""The end of a step, shared by the runners: loss of the global batch, gradients reduced, optimizer stepped part by part."""
+"""The end of a step, shared by the runners.
+
+1. Gradients are reduced over every group that shares a parameter (`finalize_gradients`).
+2. Norm and loss become known to all ranks; the gradients are clipped.
+3. The optimizer steps one parameter group after the other, in the order of the instruction list.
+4. The updated weights are made visible to every replica.
+
+Steps 1, 2 and 4 are collective, in this order on every rank. `finalize_gradients` is the sequence of megatron-core's
+`finalize_model_grads` with the groups handed over: megatron-core's own reads `parallel_state` for the routers' expert bias.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
     _allreduce_word_embedding_grads,
     reset_model_temporary_tensors,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.step import StepResult, naming
 
-# The end of a backward pass: gradients reduced over every group that shares a parameter.
-#
-# megatron-core's `finalize_model_grads` reads `parallel_state` for the routers' expert bias; this is the same sequence with the
-# groups handed over.
-
 
 def finalize_gradients(
-    chunks: Sequence[Any],
+    chunks: Sequence[DistributedDataParallel],
     token_count: Tensor | None,
     groups: ProcessGroupCollection,
-    config: Any,
+    config: TransformerConfig,
     over_replicas: Callable[[], None] | None = None,
 ) -> None:
     """Reduce the gradients of one rank's chunks.
@@ -54,6 +59,7 @@ def finalize_gradients(
         update_expert_bias(chunks, groups.tp_dp_cp, config.moe_router_bias_update_rate)
     reset_model_temporary_tensors(config, list(chunks))
     if token_count is not None:
+        # Only the last stage sees losses; every stage must divide its gradients by the same number of tokens.
         dist.broadcast(token_count, group_src=groups.pp.size() - 1, group=groups.pp)
         dist.all_reduce(token_count, group=groups.dp_cp)
         if token_count > 0:
@@ -62,7 +68,7 @@ def finalize_gradients(
 
 
 @torch.no_grad()
-def update_expert_bias(chunks: Sequence[Any], group: Any, rate: float) -> None:
+def update_expert_bias(chunks: Sequence[DistributedDataParallel], group: dist.ProcessGroup, rate: float) -> None:
     """Move each router's bias by `rate` toward its under-used experts (auxiliary-loss-free balancing, DeepSeek-V3, 2.1.2)."""
     routers = [
         module for chunk in chunks for module in chunk.modules() if getattr(module, "expert_bias", None) is not None
@@ -76,7 +82,7 @@ def update_expert_bias(chunks: Sequence[Any], group: Any, rate: float) -> None:
 
 
 class StepUpdate:
-    """What follows the last backward pass.
+    """The operations that follow the last backward pass.
 
     Args:
         context: chunks, optimizer, groups and recorder of this rank.
@@ -108,16 +114,16 @@ class StepUpdate:
             for instruction in instructions:
                 if instruction.kind == "optimizer":
                     with self._recorder.span(instruction.name, "compute"):
-                        self._optimizer.step(instruction.name.removeprefix("optimizer."))
+                        self._optimizer.step(instruction.operator.group)
             with self._replica_span("parameters"):
                 self._optimizer.publish()
         spans = tuple(self._recorder.spans())
         return StepResult(loss, tokens, gradients.norm, updated, gradients.zeros, spans, predictions)
 
     def mean_losses(self, reports: Sequence[Tensor]) -> tuple[float, int, tuple[float, ...]]:
-        """Mean over the tokens of the global batch and their number, and the means of the prediction layers.
+        """Compute the mean loss over the tokens of the global batch, their number, and the means of the prediction layers.
 
-        Known to the last stage, told to every rank.
+        The last stage knows them and tells every rank, so that all ranks decide alike whether the weights move. Collective.
         """
         width = 2 + 2 * (self._chunks[0].config.mtp_num_layers or 0)
         nothing = torch.zeros(width, dtype=torch.double, device=self._device)
@@ -129,7 +135,7 @@ class StepUpdate:
         return loss, int(total[1]), tuple(predictions)
 
     def _replica_span(self, name: str) -> AbstractContextManager[None]:
-        """A span of the replicas' channel; without replicas nothing is sent and nothing recorded."""
+        """Open a span on the replicas' channel; without replicas nothing is sent and nothing recorded."""
         collection = self._groups.collection
         if collection.dp_cp.size() == collection.expt_dp.size() == 1:
             self._recorder.end()
@@ -138,11 +144,11 @@ class StepUpdate:
 
 
 def micro_batch_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the losses of one micro-batch that count, and their number."""
+    """Sum the losses of one micro-batch that count; returns the sum and their number."""
     mask = mask_BS.reshape(-1).float()
     return torch.sum(losses_BS.reshape(-1).float() * mask), mask.sum()
 
 
 def micro_batches_of(instructions: Sequence[Instruction]) -> int:
-    """Micro-batches of a list."""
+    """Number of micro-batches of an instruction list."""
     return 1 + max(i.micro_batch for i in instructions if i.micro_batch is not None)

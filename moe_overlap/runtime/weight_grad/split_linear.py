@@ -4,9 +4,17 @@
 `DistributedDataParallelConfig(delay_wgrad_compute=True)`: it leaves the marked parameters' accumulation alone and hands over
 hooks, which are called when the gradient is there.
 
+Three steps: a `Product` states the two gradients of one kind of matrix product as separate functions; `_Split` puts it under
+autograd and the weights' gradient into the queue; the functions at the end find the products of a chunk and replace them. Each
+product repeats megatron-core's operations in the same order on the same shapes, so that both gradients are bitwise those of the
+undivided backward pass (tensor_parallel/layers.py LinearWithGradAccumulationAndAsyncCommunication,
+transformer/moe/moe_utils.py RouterGatingLinearFunction).
+
 Not split, because nothing would be gained: the word embedding (no gradient of its input is asked for, and nothing of the
 backward pass comes after it), norms, biases that megatron-core adds outside the product, the
 shared expert's gate ([1, hidden]), the projections around experts in a latent space.
+
+S sequence (X: this rank's part of it), B batch, I input width, O output width, T rows, E experts.
 """
 
 from __future__ import annotations
@@ -31,24 +39,17 @@ from moe_overlap.plan.operators import (
     MLP,
     SHARED,
     WEIGHT_GRADIENT,
-    Operator,
+    OperatorId,
+    OperatorKind,
     weight_gradient,
 )
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.runtime.routing.gate import Gate
 from moe_overlap.runtime.weight_grad.queue import DeferralError, WeightGradQueue
 
-# Matrix products whose two gradients are separate functions: of the input (needed at once) and of the weights (can wait).
-#
-# Each repeats megatron-core's operations in the same order on the same shapes, so that both gradients are bitwise those of the
-# undivided backward pass (tensor_parallel/layers.py LinearWithGradAccumulationAndAsyncCommunication,
-# transformer/moe/moe_utils.py RouterGatingLinearFunction).
-#
-# Legend: S sequence (X: this rank's part of it), B batch, I input width, O output width, T rows, E experts.
-
 
 class Product(Protocol):
-    """One product of an input with the parameters of one or several modules."""
+    """A product of an input with the parameters of one or several modules; its two gradients are separate functions."""
 
     @property
     def communicates(self) -> bool:
@@ -82,7 +83,7 @@ class LinearProduct:
 
     @property
     def communicates(self) -> bool:
-        """Only the part of the sequence is kept, the rest is gathered again."""
+        """Only this rank's part of the sequence is kept for the weight gradient: the rest is gathered a second time."""
         return self.gathers_input
 
     def output(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -237,7 +238,7 @@ class SplitModule:
 
 
 class _Split(torch.autograd.Function):
-    """A product whose backward returns the input's gradient and puts the weights' aside."""
+    """A product whose backward pass returns the input's gradient and puts the weights' gradients into the queue."""
 
     @staticmethod
     def forward(
@@ -268,16 +269,20 @@ def _defer(
     gradient: Tensor,
     parameters: list[Tensor],
 ) -> None:
-    """Put the weight gradients of one product aside; `x` and `gradient` must stay as they are until they are computed."""
+    """Put the weight gradients of one product into the queue.
+
+    The closure keeps `x` and `gradient` alive until it runs; whoever overwrites them in place before that would change the
+    gradient, so their versions are compared.
+    """
     name = owners[0].name
     seen = (x._version, gradient._version)
 
     def compute() -> None:
         if seen != (x._version, gradient._version):
             raise DeferralError(f"{name}: its input or output gradient was overwritten before it was computed")
-        found = iter(product.weight_gradients(x, gradient, parameters))
+        gradients = iter(product.weight_gradients(x, gradient, parameters))
         for owner in owners:
-            owner.add([next(found) for _ in owner.parameters])
+            owner.add([next(gradients) for _ in owner.parameters])
 
     def announce() -> None:
         for owner in owners:
@@ -324,7 +329,7 @@ def defer_weight_gradients(
 
 
 def defer_planned(chunks: Iterable[torch.nn.Module], overlap: StageOverlap, queue: WeightGradQueue) -> bool:
-    """Split the products whose weight gradients the plan has computed under an exchange; the others stay whole.
+    """Split the products whose weight gradients the plan computes under an all-to-all; the others stay whole.
 
     Args:
         chunks: this rank's built model chunks, not yet wrapped in DDP.
@@ -336,13 +341,13 @@ def defer_planned(chunks: Iterable[torch.nn.Module], overlap: StageOverlap, queu
     def naming(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         return ((name, module) for name, module in products_of(chunk) if name in planned)
 
-    found = {name for chunk in chunks for name in defer_weight_gradients(chunk, queue, naming)} if planned else set()
-    assert found == planned, f"planned but not in this stage's model: {sorted(planned - found)}"
+    split = {name for chunk in chunks for name in defer_weight_gradients(chunk, queue, naming)} if planned else set()
+    assert split == planned, f"planned but not in this stage's model: {sorted(planned - split)}"
     return bool(planned)
 
 
 def products_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Every product of a chunk that can be split, with its name, in forward order; the experts of a layer share one name."""
+    """Yield every product of a chunk that can be split, with its name, in forward order; a layer's experts share one name."""
     model: Any = chunk
     while not hasattr(model, "decoder"):
         model = model.module
@@ -359,16 +364,16 @@ def products_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]
         for expert in getattr(layer.mlp.experts, "local_experts", [layer.mlp.experts]):
             yield from _linears(number, EXPERTS, expert, MLP_LINEARS)
     if model.post_process and model.output_layer.weight is not None:
-        yield str(Operator(HEAD_LOSS, weight="output", suffix=WEIGHT_GRADIENT)), model.output_layer
+        yield str(OperatorId(HEAD_LOSS, weight="output", phase=WEIGHT_GRADIENT)), model.output_layer
 
 
 def _linears(
-    layer: int, part: str, parent: torch.nn.Module, weights: dict[str, str]
+    layer: int, operator: OperatorKind, parent: torch.nn.Module, weights: dict[str, str]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     for attribute, weight in weights.items():
         module = getattr(parent, attribute, None)
         if module is not None:
-            yield weight_gradient(layer, part, weight), module
+            yield weight_gradient(layer, operator, weight), module
 
 
 def _split_linear(name: str, module: Any, queue: WeightGradQueue) -> SplitModule | None:
@@ -420,8 +425,8 @@ def _split_grouped(module: Any, owners: dict[int, SplitModule], queue: WeightGra
     """Replace the grouped products of a rank's experts (`grouped_product(rows, linears, ends)`)."""
 
     def product(rows_TI: Tensor, linears: list[torch.nn.Module], ends_E: Tensor) -> Tensor:
-        mine = [owners[id(linear)] for linear in linears]
-        weights = [owner.parameters[0] for owner in mine]
-        return _Split.apply(GroupedProduct(ends_E), mine, queue, rows_TI, *weights)
+        expert_owners = [owners[id(linear)] for linear in linears]
+        weights = [owner.parameters[0] for owner in expert_owners]
+        return _Split.apply(GroupedProduct(ends_E), expert_owners, queue, rows_TI, *weights)
 
     module.grouped_product = product

@@ -1,8 +1,20 @@
 """Factors that make the simulated steps of measured plans take what was measured, kind by kind.
 
-What runs beside something else is slowed down, in the measurement as in the simulation. So the factors of prices alone are found
-by repetition: simulate at the factors so far, and multiply each by measured over simulated, until no kind moves.
-Exchanges of which only a bound is known are shortened to it at most.
+Terms. Ranks that send tokens to each other are a *group*. A *kind* is an operator without its layer, in partitions or whole. The
+span of a collective goes from where its rank starts it to where the rank has waited for it; it is *exposed* where the rank
+computes nothing at the end of it. Clocks of ranks are laid on each other at the end of the norm, where all meet.
+Steps.
+1. Observe (`observe`): the seconds of every kind as one rank has them, collectives alone.
+   a. Computation: the mean of a stage's ranks.
+   b. A collective begins when the last rank of its group has started it. Where it is exposed on a rank it ends there with its
+      span, and from the one to the other is what it took alone. Where it is exposed on none it may have ended before: that is a
+      bound.
+   c. What an exposed span has more is waiting for slower ranks. The simulator has one rank stand for all, and so the one that
+      others wait for: computation is taken longer by the mean share that is waited. Transfers between stages and copies are left
+      out: what their spans wait for is the pipeline's.
+2. Fit (`fit`). What runs beside something else is slowed down, in the measurement as in the simulation. So the factors of prices
+   alone are found by repetition: simulate at the factors so far, and multiply each by measured over simulated, until no kind
+   moves. Collectives of which only a bound is known are shortened to it at most.
 """
 
 from __future__ import annotations
@@ -13,27 +25,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.plan.instructions import COMPUTING, Span
-from moe_overlap.plan.operators import NORM, STATE_PREFIXES, kind_of
+from moe_overlap.plan.operators import NORM, is_state_key, kind_of
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
 
-# What the spans of a measured step say of prices: seconds of every kind of operator as one rank has them, exchanges alone.
-#
-# Terms. Ranks that exchange with each other are a group. Clocks of ranks are laid on each other at the end of the norm, where all
-# meet. The span of an exchange goes from where its rank starts it to where the rank has waited for it; it is exposed where the
-# rank computes nothing at the end of it.
-# 1. Computation: the mean of a stage's ranks.
-# 2. An exchange begins when the last rank of its group has started it. Where it is exposed on a rank it ends there with its span,
-# and from the one to the other is what it took alone. Where it is exposed on none it may have ended before: that is a bound.
-# 3. What an exposed span has more is waiting for slower ranks. The simulator has one rank stand for all, and so the one that
-# others wait for: computation is taken longer by the mean share that is waited. Transfers between stages and copies are left
-# out: what their spans wait for is the pipeline's.
-
 EXCHANGING = ("ep", "dp")
 EXPOSED = 0.1
-"""Share of an exchange's span at its end in which its rank has to wait, from which on the end is taken for the exchange's own."""
+"""Share of a collective's span at its end in which its rank has to wait, from which on the end is taken for the collective's
+own."""
 Spans = Mapping[int, Sequence[Span]]
-"""By rank."""
+"""Rank -> its spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +56,26 @@ class Observed:
 
 
 def observe(plan: Plan, spans: Spans, cut: Iterable[str]) -> Observed:
-    """Read a step.
+    """Step 1: read a measured step.
 
     Args:
         spans: of at least one rank of every stage.
-        cut: names of what the plan has in pieces.
+        cut: names of the operators that the plan has in partitions.
     """
-    pieces = frozenset(cut)
+    partitioned = frozenset(cut)
     computed: dict[Kind, float] = defaultdict(float)
     known: dict[Kind, list[float]] = defaultdict(list)
     bounds: dict[Kind, list[float]] = defaultdict(list)
     waited = 0.0
     for stage in plan.stages:
         ranks = [spans[rank] for rank in stage.devices.ranks if rank in spans]
-        for span in (span for mine in ranks for span in mine if span.channel in COMPUTING):
-            computed[kind_of(span.name), span.name in pieces] += (span.end - span.start) / len(ranks)
+        for span in (span for of_rank in ranks for span in of_rank if span.channel in COMPUTING):
+            computed[kind_of(span.name), span.name in partitioned] += (span.end - span.start) / len(ranks)
         groups = _groups(stage, spans)
         for group in groups:
             for name, alone, more in _exchanges(group):
-                found = bounds if more is None else known
-                found[kind_of(name), name in pieces].append(alone / len(groups))
+                tells = bounds if more is None else known
+                tells[kind_of(name), name in partitioned].append(alone / len(groups))
                 waited += (more or 0.0) / len(groups)
     share = waited / sum(computed.values()) if computed else 0.0
     seconds = {kind: taken * (1.0 + share) for kind, taken in computed.items()}
@@ -86,7 +87,7 @@ def observe(plan: Plan, spans: Spans, cut: Iterable[str]) -> Observed:
         else:
             seconds[kind] = sum(exact) + sum(bounds[kind])
             most.add(kind)
-    steps = [max(span.end for span in mine) - min(span.start for span in mine) for mine in spans.values()]
+    steps = [max(span.end for span in of_rank) - min(span.start for span in of_rank) for of_rank in spans.values()]
     return Observed(plan, seconds, frozenset(most), share, max(steps))
 
 
@@ -113,9 +114,9 @@ def _exchanges(group: Sequence[Sequence[Span]]) -> Iterable[tuple[str, float, fl
 
 
 def _taken(spans: Sequence[Span]) -> dict[tuple[str, int, int, int], tuple[float, float, bool]]:
-    """Start, end and whether it is exposed, of every exchange of a rank, by name, chunk, micro-batch and number of the piece.
+    """Start, end and whether it is exposed, of every collective of a rank, by name, chunk, micro-batch and partition.
 
-    On its channel an exchange begins behind the one before, whose end is known where that one is exposed.
+    On its channel a collective begins behind the one before, whose end is known where that one is exposed.
     """
     meeting = max((span.end for span in spans if span.name == NORM), default=max(span.end for span in spans))
     computing = sorted((span.start, span.end) for span in spans if span.channel in COMPUTING)
@@ -139,12 +140,12 @@ def _taken(spans: Sequence[Span]) -> dict[tuple[str, int, int, int], tuple[float
 
 ROUNDS = 12
 CLOSE = 1e-3
-"""Of measured over simulated, from 1, where the repetition ends."""
+"""Distance of measured over simulated from 1 at which the repetition ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a kind takes in a simulated step, as one rank has it."""
+    """Seconds and number of the instructions of a kind in a simulated step, as one rank has it."""
 
     seconds: float
     instructions: float
@@ -155,7 +156,7 @@ Play = Callable[[Plan, Refined], Mapping[Kind, Played]]
 
 @dataclass(frozen=True, slots=True)
 class KindFit:
-    """One kind.
+    """The fit of one kind.
 
     Attributes:
         predicted_seconds, measured_seconds: of the steps of all traces; 0 where there are none.
@@ -173,19 +174,19 @@ class KindFit:
 
 
 def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit]]:
-    """Factors of all kinds together.
+    """Step 2: factors of all kinds together.
 
     Args:
         play: simulates a plan at refined prices.
     Returns:
         The factors, and every kind that was measured or predicted, the longest first.
     """
-    first = [play(one.plan, NOT_REFINED) for one in observed]
+    first = [play(step.plan, NOT_REFINED) for step in observed]
     refined = Refined({}, _unpriced(observed, first))
     factors: dict[Kind, float] = {}
     bounds: set[Kind] = set()
     for _ in range(ROUNDS):
-        real, simulated, bounds = _sums(observed, [play(one.plan, refined) for one in observed])
+        real, simulated, bounds = _sums(observed, [play(step.plan, refined) for step in observed])
         moved = {kind: real[kind] / seconds for kind, seconds in simulated.items() if seconds and real.get(kind)}
         moved = {kind: min(1.0, ratio) if kind in bounds else ratio for kind, ratio in moved.items()}
         moved = {kind: ratio for kind, ratio in moved.items() if kind[0] not in refined.unpriced}
@@ -205,7 +206,9 @@ def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit
         )
         for kind in real.keys() | predicted.keys()
     ]
-    return refined, sorted(kinds, key=lambda one: (-max(one.predicted_seconds, one.measured_seconds), one.kind))
+    return refined, sorted(
+        kinds, key=lambda fitted: (-max(fitted.predicted_seconds, fitted.measured_seconds), fitted.kind)
+    )
 
 
 def _sums(
@@ -213,28 +216,28 @@ def _sums(
 ) -> tuple[dict[Kind, float], dict[Kind, float], set[Kind]]:
     """Measured and simulated seconds of the steps that tell of a kind, and kinds of which only bounds are known.
 
-    A bound tells nothing where another trace has more. What no trace tells of is simulated seconds of all.
+    A bound tells nothing where another trace has more. A kind of which no trace tells has the simulated seconds of all.
     """
-    measured = {kind for one in observed for kind in one.seconds}
-    told = {kind for one in observed for kind in one.seconds if kind not in one.bounds}
+    measured = {kind for step in observed for kind in step.seconds}
+    told = {kind for step in observed for kind in step.seconds if kind not in step.bounds}
     real: dict[Kind, float] = defaultdict(float)
     simulated: dict[Kind, float] = defaultdict(float)
-    for one, here in zip(observed, played, strict=True):
-        for kind in one.seconds.keys() | here.keys():
-            tells = kind in one.seconds and (kind not in one.bounds or kind not in told)
+    for step, simulation in zip(observed, played, strict=True):
+        for kind in step.seconds.keys() | simulation.keys():
+            tells = kind in step.seconds and (kind not in step.bounds or kind not in told)
             if tells:
-                real[kind] += one.seconds[kind]
-            if kind in here and (tells or kind not in measured):
-                simulated[kind] += here[kind].seconds
+                real[kind] += step.seconds[kind]
+            if kind in simulation and (tells or kind not in measured):
+                simulated[kind] += simulation[kind].seconds
     return dict(real), dict(simulated), measured - told
 
 
 def _unpriced(observed: Sequence[Observed], played: Sequence[Mapping[Kind, Played]]) -> dict[str, float]:
-    """Seconds of one instruction where the model has nothing: of what stands behind the passes."""
+    """Seconds of one instruction of the kinds behind the passes that the model does not price."""
     real, simulated, _ = _sums(observed, played)
     found = {}
     for kind, seconds in real.items():
-        count = sum(here[kind].instructions for here in played if kind in here)
-        if kind[0].startswith(STATE_PREFIXES) and seconds and count and not simulated.get(kind):
+        count = sum(simulation[kind].instructions for simulation in played if kind in simulation)
+        if is_state_key(kind[0]) and seconds and count and not simulated.get(kind):
             found[kind[0]] = seconds / count
     return found

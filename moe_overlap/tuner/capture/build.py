@@ -1,4 +1,8 @@
-"""One layer of every kind, embedding and head, built by our model builder under a layout, on rank 0 of a pretended world."""
+"""Builds the model that is captured: one layer of every kind, embedding and head, on rank 0 of a pretended world.
+
+The model comes from the builder of training runs (`megatron/training/model/build.py`). The world has process groups that only
+name their peers, so one process without a GPU can build any layout.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ AXES = {
     "expt_dp": "edp",
     "tp_ep": "tp_ep",
 }
-"""Field of megatron-core's collection -> axis as a captured graph writes it."""
+"""Field of megatron-core's collection of process groups -> axis, as a captured graph writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ def world_size(layout: Layout) -> int:
 
 @contextlib.contextmanager
 def pretended_world(layout: Layout) -> Iterator[World]:
-    """Rank 0 of the smallest world; only its own groups are made, the peers exist in name."""
+    """Rank 0 of the smallest world that holds a layout; only its own groups are created, the peers exist in name."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     size = world_size(layout)
@@ -171,7 +175,7 @@ def build_one_of_each(
 
 
 def _in_half_precision(tc: Any, module: torch.nn.Module) -> torch.nn.Module:
-    """What megatron-core's Float16Module makes of the parameters; torch cannot convert fake ones in place."""
+    """Convert the parameters as megatron-core's Float16Module does; torch cannot convert fake parameters in place."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if parameter.is_floating_point() and parameter.dtype != tc.params_dtype:

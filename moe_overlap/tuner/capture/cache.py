@@ -1,4 +1,7 @@
-"""Captures kept on disk under the hash of what was asked. No torch: what is missing is captured by another process."""
+"""Captures kept on disk under the hash of what was asked. No torch: what is missing is captured by another process.
+
+In a file, each distinct expression is written once; the first line is the hash of the rest, so a damaged file is noticed.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,6 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Implementation, Layout, Op, Part, Storage
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds
-
-# Captured graphs as files. Each distinct expression is written once; the first line is the hash of the rest.
 
 _OP_FIELDS = tuple(field.name for field in dataclasses.fields(Op))
 _STORAGE_FIELDS = tuple(field.name for field in dataclasses.fields(Storage))
@@ -155,13 +156,15 @@ def cached_capture(
         Request(config=config, model=model, layout=layout, implementation=implementation, variant=variant)
         for variant in wanted
     ]
-    found = cached_captures(requests, cache_dir)
-    parts = tuple(part for captured in found for part in captured.parts)
-    return dataclasses.replace(found[0], parts=parts, layer_kinds=layer_kinds(model), mtp_kinds=prediction_kinds(model))
+    answers = cached_captures(requests, cache_dir)
+    parts = tuple(part for captured in answers for part in captured.parts)
+    return dataclasses.replace(
+        answers[0], parts=parts, layer_kinds=layer_kinds(model), mtp_kinds=prediction_kinds(model)
+    )
 
 
 def cached_captures(requests: Sequence[Request], cache_dir: Path) -> list[CapturedModel]:
-    """One answer for each request, in order; all that are missing are captured by one process.
+    """The captured model of each request, in order; one process captures all that are missing.
 
     A file that is not what was written is captured again, with a line on stderr. The layers of an answer are those of the
     request that made the file: `CapturedModel.layer_kinds` and `mtp_kinds` may be another model's of the same kinds.

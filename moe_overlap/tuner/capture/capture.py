@@ -1,4 +1,17 @@
-"""Captures a model: every part under one layout, in one process, on tensors without data. Needs torch and megatron-core."""
+"""Captures a model: every part under one layout, in one process, on tensors without data. Needs torch and megatron-core.
+
+1. `instrumented` builds one layer of every kind with a recorder attached.
+2. Each part runs at several batches (`sample_points`), which gives graphs whose numbers are constants.
+3. `fit` makes one graph in b and s of them: every number is interpolated exactly, then checked at a batch that was left out.
+
+All sizes in a transformer layer are polynomials: of degree at most 1 in the samples b and at most 2 in the tokens s (masks and
+unfused attention scores). Six batches determine such a polynomial in rational arithmetic; a seventh one catches a size that is
+none. The sample sequences are multiples of everything that divides a sequence (ranks, experts, capacity), so a ceiling in the
+model, such as the capacity of an expert, shows as its exact quotient.
+
+A transformer's operators are the same for every b but 1, where a transposition to contiguous memory copies nothing: that graph is
+captured apart, as polynomials in s alone.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +35,10 @@ from moe_overlap.tuner.capture.fused_functions import COPIES_PER
 from moe_overlap.tuner.capture.fused_modules import accumulate_in_products, fused_kernels
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage, check
 from moe_overlap.tuner.capture.kernels import flops
-from moe_overlap.tuner.capture.parts import PartRecorder, Piece, keep_gradients_apart, prediction_layers
+from moe_overlap.tuner.capture.parts import PartRecorder, RunnablePart, keep_gradients_apart, prediction_layers
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds, versions
 from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, without_data
-
-# From graphs of single batches to one graph in b and s: every number is interpolated exactly, then checked at a batch left out.
-#
-# All sizes in a transformer layer are polynomials: of degree at most 1 in the samples b and at most 2 in the tokens s (masks and
-# unfused attention scores). Six batches determine such a polynomial in rational arithmetic; a seventh one catches a size
-# that is none. The sample sequences are multiples of everything that divides a sequence (ranks, experts, capacity), so a ceiling
-# in the model, such as the capacity of an expert, shows as its exact quotient.
-#
-# A transformer's operators are the same for every b but 1, where a transposition to contiguous memory copies nothing: that
-# graph is captured apart, as polynomials in s alone.
 
 Point = tuple[int, int]
 """Samples, tokens."""
@@ -57,7 +60,7 @@ def sample_points(unit: int, one_sample: bool) -> tuple[Point, ...]:
 
 
 def fit(parts: Sequence[Part], points: Sequence[Point]) -> Part:
-    """One part whose numbers are expressions.
+    """Fit the numbers of one part by expressions in b and s.
 
     Args:
         parts: of the same model part, with constant expressions, recorded at `points`; the last is for the check.
@@ -85,14 +88,14 @@ def gives(part: Part, recorded: Part, point: Point) -> bool:
 
 
 def _expressions(part: Part) -> list[Expression]:
-    found = [storage.bytes for storage in part.storages]
+    expressions = [storage.bytes for storage in part.storages]
     for op in part.ops:
-        found += [*op.shape, op.bytes, *([op.collective.payload_bytes] if op.collective else [])]
-    return found
+        expressions += [*op.shape, op.bytes, *([op.collective.payload_bytes] if op.collective else [])]
+    return expressions
 
 
 def _compare(base: Part, other: Part, point: Point, other_point: Point) -> None:
-    """Everything but sizes must be equal."""
+    """Raise NotOneGraphError unless two graphs are equal in everything but sizes."""
     for left, right in zip(base.ops, other.ops, strict=False):
         if _structure(left) != _structure(right):
             raise NotOneGraphError(
@@ -131,10 +134,10 @@ def _fit_storage(storages: Sequence[Storage], points: tuple[Point, ...]) -> Stor
 
 def _polynomial(constants: Sequence[Expression], points: tuple[Point, ...], place: str) -> Expression:
     numbers = tuple(int(constant.terms[0][1]) if constant.terms else 0 for constant in constants)
-    found = _through(numbers, points)
-    if found is None:
+    polynomial = _through(numbers, points)
+    if polynomial is None:
         raise NotOneGraphError(f"a size of {place} is no polynomial in b and s: {numbers} at {points}")
-    return found
+    return polynomial
 
 
 @cache
@@ -145,15 +148,15 @@ def _through(numbers: tuple[int, ...], points: tuple[Point, ...]) -> Expression 
     one_sample = points[0][0] == points[-1][0]
     monomials = [(i, j) for i in ((0,) if one_sample else (0, 1)) for j in (0, 1, 2)]
     inverse = _inverse(points[:-1], tuple(monomials))
-    found = Expression()
+    polynomial = Expression()
     for row, (i, j) in zip(inverse, monomials, strict=True):
         coefficient = sum((a * n for a, n in zip(row, numbers[:-1], strict=True)), Fraction(0))
         term = Expression.of(coefficient)
         for factor, power in ((B, i), (S, j)):
             for _ in range(power):
                 term = term * factor
-        found = found + term
-    return found if float(found.value(*points[-1])) == numbers[-1] else None
+        polynomial = polynomial + term
+    return polynomial if float(polynomial.value(*points[-1])) == numbers[-1] else None
 
 
 @cache
@@ -176,7 +179,7 @@ def _inverse(points: tuple[Point, ...], monomials: tuple[tuple[int, int], ...]) 
 
 
 def capture(request: Request) -> CapturedModel:
-    """Every part of a request.
+    """Capture every part of a request.
 
     Embedding and head are captured without recomputation only: nothing of them is recomputed.
 
@@ -199,14 +202,16 @@ def capture(request: Request) -> CapturedModel:
 def _capture_parts(request: Request, world: World) -> tuple[Part, ...]:
     with instrumented(request, world) as runner:
         recomputed = request.variant != NO_RECOMPUTATION
-        pieces = [piece for piece in runner.pieces.values() if piece.is_layer or not recomputed]
+        runnable_parts = [
+            runnable for runnable in runner.runnable_parts.values() if runnable.is_layer or not recomputed
+        ]
         unit = sequence_unit(request.config, request.model, request.layout)
-        return tuple(part for piece in pieces for part in _capture_piece(runner, piece, unit))
+        return tuple(part for runnable in runnable_parts for part in _capture_part(runner, runnable, unit))
 
 
 @contextlib.contextmanager
 def instrumented(request: Request, world: World, without_values: bool = True) -> Iterator[PartRecorder]:
-    """A model with one layer of every kind, its parts ready to be recorded.
+    """Build a model with one layer of every kind, its parts ready to be recorded.
 
     Args:
         without_values: on fake tensors. Otherwise it really runs; the torch implementation alone can.
@@ -244,15 +249,15 @@ def gradients_in_fp32(config: Config) -> bool:
     return optimizer.accumulate_allreduce_grads_in_fp32 or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16)
 
 
-def _capture_piece(runner: PartRecorder, piece: Piece, unit: int) -> list[Part]:
+def _capture_part(runner: PartRecorder, runnable: RunnablePart, unit: int) -> list[Part]:
     points = sample_points(unit, one_sample=False)
-    many = _checked(fit([_checked(runner.record(piece, *point)) for point in points], points))
+    many = _checked(fit([_checked(runner.record(runnable, *point)) for point in points], points))
     points = sample_points(unit, one_sample=True)
-    one = [_checked(runner.record(piece, *points[0]))]
-    if gives(many, one[0], points[0]):
+    graphs = [_checked(runner.record(runnable, *points[0]))]
+    if gives(many, graphs[0], points[0]):
         return [many]
-    one += [_checked(runner.record(piece, *point)) for point in points[1:]]
-    return [many, _checked(fit(one, points))]
+    graphs += [_checked(runner.record(runnable, *point)) for point in points[1:]]
+    return [many, _checked(fit(graphs, points))]
 
 
 def _checked(part: Part) -> Part:

@@ -43,7 +43,7 @@ Monomial = tuple[tuple[Factor, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A sum of monomials, each with its coefficient; immutable, equal when written alike.
+    """A sum of monomials, each with its coefficient; immutable, equal when their text is equal.
 
     Attributes:
         terms: monomials sorted by text, without zero coefficients.
@@ -171,12 +171,12 @@ def _factor_value(factor: Factor, symbols: Mapping[str, Values]) -> Values:
 
 
 def _call(function: str, *arguments: Expression | int) -> Expression:
-    made = tuple(Expression.of(argument) for argument in arguments)
-    if all(not monomial for argument in made for monomial, _ in argument.terms):
-        numbers = [argument.terms[0][1] if argument.terms else Fraction(0) for argument in made]
+    nodes = tuple(Expression.of(argument) for argument in arguments)
+    if all(not monomial for argument in nodes for monomial, _ in argument.terms):
+        numbers = [argument.terms[0][1] if argument.terms else Fraction(0) for argument in nodes]
         functions: dict[str, Callable[..., Fraction]] = {"ceil": _ceiling, "floor": _floor, "max": max, "min": min}
         return Expression.of(functions[function](*numbers))
-    return Expression(((((Call(function, made), 1),), Fraction(1)),))
+    return Expression(((((Call(function, nodes), 1),), Fraction(1)),))
 
 
 def _ceiling(number: Fraction) -> Fraction:
@@ -215,11 +215,11 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.text, self.tokens, position = text, list[str](), 0
         while position < len(text.rstrip()):
-            found = _TOKEN.match(text, position)
-            if found is None:
+            token = _TOKEN.match(text, position)
+            if token is None:
                 raise ValueError(f"expression {text!r}: unknown character {text[position]!r}")
-            self.tokens.append(found[1])
-            position = found.end()
+            self.tokens.append(token[1])
+            position = token.end()
         self.tokens.append("")
 
     def whole(self) -> Expression:

@@ -2,7 +2,15 @@
 
 Every kernel is announced to the recorder under its name in `kernels.py`; outputs are tensors of the right size without values.
 
-Legend: S this rank's tokens, B samples, H heads, G key/value heads, D head width; T rows, E experts; M rows, N columns, K width.
+First the all-to-alls of the flex dispatcher, DeepEP and HybridEP. Both send a token once to every rank that holds some of its
+experts. DeepEP hands over the rows as they come, and a permutation copies them for the experts; HybridEP writes each expert's
+rows itself. Routing is balanced: a rank receives as much as it sends. Then norms, products, attention, rotary positions,
+permutations.
+
+Legend of the all-to-alls: T tokens, R rows sent or received, N rows of this rank's experts, H hidden size, K choices of a token,
+E experts of the group, L experts of this rank, P ranks of the group.
+Legend of the rest: S this rank's tokens, B samples, H heads, G key/value heads, D head width; T rows, E experts; M rows, N
+columns, K width.
 """
 
 from __future__ import annotations
@@ -18,21 +26,12 @@ from moe_overlap.describe.model import expected_places
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.stand_ins import Counts
 
-# Stand-ins for the exchanges of the flex dispatcher, DeepEP and HybridEP: what each kernel reads, sends, writes and keeps.
-#
-# Both send a token once to every rank that holds some of its experts. DeepEP hands over the rows as they come, and a permutation
-# copies them for the experts; HybridEP writes each expert's rows itself. Routing is balanced: a rank receives as much as it
-# sends.
-#
-# Legend: T tokens, R rows sent or received, N rows of this rank's experts, H hidden size, K choices of a token, E experts of the
-# group, L experts of this rank, P ranks of the group.
-
 COPIES_PER = 16
-"""Copies of a token are counted in parts of this size, so that tokens of a sample batch make whole rows."""
+"""Copies of a token are counted in sixteenths, so that tokens of a sample batch make whole rows."""
 
 
 def sent_rows(tokens: int, choices: int, ranks: int) -> int:
-    """Rows that leave a rank, its own among them."""
+    """Number of rows that leave a rank, those to itself among them."""
     rows = tokens * round(COPIES_PER * expected_places(choices, ranks))
     assert rows % COPIES_PER == 0, "the sample batch makes no whole rows"
     return rows // COPIES_PER
@@ -40,13 +39,13 @@ def sent_rows(tokens: int, choices: int, ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An exchange that runs: megatron-core calls it the handle, and hands it to the way back.
+    """One dispatch of tokens: megatron-core calls it the handle, and hands it to the combine.
 
     Attributes:
         library: deepep or hybridep, as the table of kernels names them.
         tokens, sent: T and R.
         received: rows on the other side: R of DeepEP, N of HybridEP.
-        plan: what the library made of the routing map.
+        plan: the tensor that the library computes from the routing map.
         score_shape: of the scores that travel along: per token, and per received row.
     """
 
@@ -60,11 +59,11 @@ class Route:
     score_shape: tuple[tuple[int, ...], tuple[int, ...]]
 
     def there(self, x_TH: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens to the ranks of their experts."""
+        """Announce the dispatch: tokens travel to the ranks of their experts."""
         return self._exchange("dispatch", x_TH, scores, self.received, self.score_shape[1])
 
     def back(self, x_RH: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Rows to where they came from, added up for each token."""
+        """Announce the combine: rows travel back and are added up for each token."""
         return self._exchange("combine", x_RH, scores, self.tokens, self.score_shape[0])
 
     def _exchange(
@@ -83,11 +82,11 @@ class Route:
 
 
 class Dispatch(torch.autograd.Function):
-    """To the experts, with the scores; keeps the plan only."""
+    """The dispatch of rows and scores; keeps the plan only for its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, route: Route, x_TH: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Received rows and their scores."""
+        """Return the received rows and their scores."""
         ctx.route = route
         out, out_scores = route.there(x_TH, scores)
         assert out_scores is not None
@@ -95,22 +94,22 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """The gradients go back."""
+        """Send the gradients back."""
         return None, *ctx.route.back(*gradients)
 
 
 class Combine(torch.autograd.Function):
-    """From the experts; keeps the plan only."""
+    """The combine of rows from the experts; keeps the plan only for its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, route: Route, x_RH: Tensor) -> Tensor:
-        """[T, H]."""
+        """Return the combined rows [T, H]."""
         ctx.route = route
         return route.back(x_RH, None)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Gradients of the rows."""
+        """Return the gradients of the rows."""
         return None, ctx.route.there(gradients[0], None)[0]
 
 
@@ -121,7 +120,7 @@ class Multihot(torch.autograd.Function):
     def forward(
         ctx: Any, recorder: Recorder, choices_RK: Tensor, scores_RK: Tensor, experts: int
     ) -> tuple[Tensor, Tensor]:
-        """The routing map [R, L], and the scores."""
+        """Return the routing map [R, L] and the scores."""
 
         def spread(choices: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
             shape = (choices.shape[0], experts)
@@ -135,7 +134,7 @@ class Multihot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Of the choices."""
+        """Return the gradients of the scores of the choices."""
         (choices_RK,) = ctx.saved_tensors
 
         def gathered(gradient: Tensor, choices: Tensor) -> Tensor:
@@ -291,7 +290,7 @@ class Linear(torch.autograd.Function):
 
 
 def _nothing(*_: Tensor) -> None:
-    """All is written in place."""
+    """Return nothing: the kernel writes in place."""
 
 
 def _gather(part: Tensor, linear: Any) -> Tensor:
@@ -317,7 +316,7 @@ def _sum(value: Tensor, linear: Any) -> Tensor:
 
 
 class GroupedLinear(torch.autograd.Function):
-    """One product per expert in one kernel; keeps its input."""
+    """The products of all experts as one kernel; it keeps its input."""
 
     @staticmethod
     def forward(ctx: Any, recorder: Recorder, x_TK: Tensor, experts: int, *parameters: Tensor) -> Tensor:
@@ -375,7 +374,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recorder: Recorder, core: Any, q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
-        """[S, B, H · D of the values]."""
+        """Return the attention output [S, B, H · D of the values]."""
         shape = _attention_shape(core, q_SBHD, k_SBGD, v_SBGD)
         keys, values = (_all_parts(x, core.context_group) for x in (k_SBGD, v_SBGD))
 
@@ -479,7 +478,7 @@ class LatentKeyRotary(torch.autograd.Function):
     def forward(
         ctx: Any, recorder: Recorder, kv_SBHD: Tensor, shared_SB1D: Tensor, table: Tensor, value_width: int
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values, each in one piece."""
+        """Return keys and values, each contiguous."""
         ctx.recorder, ctx.shapes = recorder, (kv_SBHD.shape, shared_SB1D.shape)
         ctx.save_for_backward(table)
         *heads, width = kv_SBHD.shape
@@ -509,7 +508,7 @@ class MoveRows(torch.autograd.Function):
     def forward(
         ctx: Any, recorder: Recorder, x_TH: Tensor, scores: Tensor | None, row_map: Tensor, rows: int
     ) -> tuple[Tensor, Tensor | None]:
-        """To `rows` rows."""
+        """Return the moved rows, `rows` of them, and their scores."""
         ctx.recorder, ctx.rows = recorder, x_TH.shape[0]
         ctx.score_shape = None if scores is None else scores.shape
         ctx.save_for_backward(row_map)
@@ -518,7 +517,7 @@ class MoveRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Back to where they came from."""
+        """Move the gradients back to where the rows came from."""
         (row_map,) = ctx.saved_tensors
         scores = gradients[1] if ctx.score_shape is not None else None
         dx, dscores = _move(ctx.recorder, gradients[0], scores, row_map, ctx.rows, ctx.score_shape)

@@ -1,7 +1,9 @@
 """Modules in place of Transformer Engine's, for megatron-core's own specs: parameters, and the kernels of `fused_functions.py`.
 
 Transformer Engine itself is not needed; nothing here computes. `FusedSpecs` has the interface of megatron-core's provider of
-Transformer Engine's modules, so megatron-core decides which of them stands where.
+Transformer Engine's modules, so megatron-core decides which of them stands where. `fused_kernels` then puts megatron-core into
+the state it has on a GPU with Transformer Engine: its specs, its fusions, and the functions that torch compiles as one kernel
+each.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class FusedNormLinear(FusedColumnLinear):
         self.norm = TorchNorm(config, input_size)
 
     def norm_weights(self) -> tuple[Tensor, ...]:
-        """Of the norm in front."""
+        """Weights of the norm in front."""
         return tuple(self.norm.parameters())
 
 
@@ -131,7 +133,7 @@ class FusedWholeLinear(torch.nn.Module):
 
 
 class FusedGroupedLinear(torch.nn.Module):
-    """The same linear of every expert on this rank."""
+    """The same linear layer of every expert on this rank, as one kernel."""
 
     recorder: Recorder
     splits: str
@@ -230,7 +232,7 @@ class FusedSpecs:
         return self._rows
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """One module for both."""
+        """Say that one module holds both, so that megatron-core asks for it."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
@@ -256,12 +258,9 @@ class FusedSpecs:
         return
 
 
-# megatron-core as on a GPU with Transformer Engine: its specs, its fusions, functions that torch compiles as one kernel each.
-
-
 @contextlib.contextmanager
 def fused_kernels(recorder: Recorder, tensor_group: Any) -> Iterator[None]:
-    """Models that are built and run inside are those of Transformer Engine.
+    """Build and run models inside as if Transformer Engine were installed.
 
     Args:
         tensor_group: for linears that megatron-core hands no group.
@@ -338,7 +337,7 @@ def _rotary(recorder: Recorder) -> Callable[..., Tensor]:
 
 
 def _angles(rotary: YarnRotaryEmbedding, tokens: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """For both tables: of one size, and nobody reads them here."""
+    """Stand in for both tables of angles: they have one size, and nobody reads their values here."""
     table, _scale = rotary.forward(tokens)
     return table, table
 
@@ -433,7 +432,7 @@ def _moe_functions(recorder: Recorder) -> dict[str, Any]:
 
 def _compiled(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     """Every function of megatron-core that torch compiles on a GPU, wherever a module or class knows it."""
-    found: list[tuple[Any, str, Any]] = []
+    functions: list[tuple[Any, str, Any]] = []
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("megatron.core")]
     classes = [value for module in modules for value in vars(module).values() if inspect.isclass(value)]
     # One wrapper for each: megatron-core compares functions.
@@ -441,8 +440,8 @@ def _compiled(recorder: Recorder) -> list[tuple[Any, str, Any]]:
     for owner in dict.fromkeys([*modules, *classes]):
         for name, value in list(vars(owner).items()):
             if inspect.isfunction(value) and getattr(value, "is_compiled_on_cuda", False):
-                found.append((owner, name, kernels.setdefault(value, _as_one_kernel(value, recorder))))
-    return found
+                functions.append((owner, name, kernels.setdefault(value, _as_one_kernel(value, recorder))))
+    return functions
 
 
 def _as_one_kernel(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

@@ -1,8 +1,11 @@
-"""What a capture says: the operators, storages and collectives of each part of a model on one rank. Standard library and numpy.
+"""The result of a capture: operators, storages and collectives of each part of a model on one rank. Standard library and numpy.
 
 A `Part` is one layer of a kind, the embedding, the head, or a multi-token-prediction layer: its forward pass, then its backward
 pass, as executed. All sizes are expressions in b and s (`expression.py`). Pipeline and data parallelism, ZeRO, offloading and
-the number of layers and micro-batches are not in here: they follow in closed form from the parts.
+the number of layers and micro-batches are not in here: the cost model adds them analytically.
+
+`check` holds the rules of a legal graph. It runs after every pass over a graph; a violation is a mistake of this project, not of
+its user.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """What changes the operators of a layer on one rank.
+    """The parallel sizes and the precision, which decide the operators of a layer on one rank.
 
     Attributes:
         precision: of the products, as in a plan (`bf16`, `fp16`, `fp32`, `fp8`, …).
@@ -180,13 +183,11 @@ class CapturedModel:
         Raises:
             KeyError: it was not captured.
         """
-        found = [part for part in self.parts if part.kind == kind and part.variant == variant]
-        if not found:
+        matching = [part for part in self.parts if part.kind == kind and part.variant == variant]
+        if not matching:
             raise KeyError(f"no part {kind} with recomputation {variant}")
-        return next((part for part in found if part.one_sample == (samples == 1)), found[0])
+        return next((part for part in matching if part.one_sample == (samples == 1)), matching[0])
 
-
-# What a legal graph is. Checked after every pass over it; a violation is our own mistake.
 
 SAMPLE_POINTS = ((1, 4096), (2, 512), (7, 32768))
 """Samples and tokens at which sizes must not be negative."""
@@ -220,7 +221,7 @@ def _numbering(part: Part) -> Iterator[str]:
 
 
 def _storages(part: Part) -> Iterator[str]:
-    """Every read has a writer before it, or is there from the start; nothing is used after it was freed."""
+    """Check that every read has a writer before it or is there from the start, and that nothing is used after it was freed."""
     known = {s.id for s in part.storages if s.role != "activation"}
     for op in part.ops:
         for index in (*op.reads, *op.writes):
@@ -252,7 +253,7 @@ def _order(part: Part) -> Iterator[str]:
 
 
 def _dependencies(part: Part) -> Iterator[str]:
-    """`after` names earlier operators only, and orders every pair that must not be exchanged."""
+    """Check that `after` names earlier operators only, and orders every pair that must not be swapped."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     for op in part.ops:
@@ -271,7 +272,7 @@ def _dependencies(part: Part) -> Iterator[str]:
 
 
 def _borders(part: Part) -> Iterator[str]:
-    """What goes in and out, and what is kept in between."""
+    """Check the storages that go in and out, and those that are kept between the passes."""
     forward = [op for op in part.ops if op.phase == "forward"]
     backward = [op for op in part.ops if op.phase == "backward"]
     written = {index for op in forward for index in op.writes}

@@ -1,4 +1,4 @@
-"""What every kernel costs: the one table of operators that are more than moved bytes, and of kernels that torch does not know.
+"""The one table of kernel costs: operators that do more than move bytes, and kernels that torch does not know.
 
 An operator of torch that is not listed moves its inputs and outputs through memory once. A custom kernel (of another library,
 or a stand-in for one of Transformer Engine's) must be listed: its cost class, how its shape follows from its arguments, its
@@ -114,7 +114,7 @@ KERNELS: dict[str, Kernel] = {
     "te.row_map": Kernel(cost_class="memory"),
     "te.general_gemm": Kernel(cost_class="gemm"),
     "te.bias_gradients": Kernel(cost_class="memory"),
-    # Stand-ins for the exchanges of the flex dispatcher (fused_functions.py).
+    # Stand-ins for the all-to-alls of the flex dispatcher (fused_functions.py).
     "deepep.layout": Kernel(cost_class="memory"),
     "deepep.dispatch": Kernel(cost_class="collective", saves="places of tokens and rows"),
     "deepep.combine": Kernel(cost_class="collective", saves="places of tokens and rows"),

@@ -41,7 +41,7 @@ _WITH_LOAD = (DISPATCH, EXPERTS, COMBINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RunnablePart:
     """A part of the model that can be run.
 
     Attributes:
@@ -65,7 +65,7 @@ class HandOver(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, seed: torch.Tensor, box: list[torch.Tensor], results: list[torch.Tensor]) -> torch.Tensor:
-        """What is in the box."""
+        """Return the tensor in the box."""
         ctx.results = results
         return box.pop()
 
@@ -77,22 +77,22 @@ class HandOver(torch.autograd.Function):
 
 
 class TakeOver(torch.autograd.Function):
-    """What goes out; gives the gradient in the box, which then belongs to the backward pass alone."""
+    """The output of a part; its backward hands over the gradient in the box, which then belongs to the backward pass alone."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
-        """Anything to start a backward pass from."""
+        """Return a scalar to start a backward pass from."""
         ctx.box = box
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """What is in the box."""
+        """Return the tensor in the box."""
         return ctx.box.pop(), None
 
 
 class PartRecorder:
-    """Runs the pieces of one model.
+    """Runs the parts of one model.
 
     Args:
         model: megatron-core's GPTModel with one layer of each of `kinds`, prediction layers last.
@@ -120,26 +120,26 @@ class PartRecorder:
         decoder, ahead = model.decoder.layers, prediction_layers(model)
         layers = [self._layer(kind, layer) for kind, layer in zip(kinds[: len(decoder)], decoder, strict=True)]
         layers += [self._prediction(kind, layer) for kind, layer in zip(kinds[len(decoder) :], ahead, strict=True)]
-        self.pieces = {piece.kind: piece for piece in (self._embedding(), *layers, self._head())}
+        self.runnable_parts = {runnable.kind: runnable for runnable in (self._embedding(), *layers, self._head())}
 
-    def record(self, piece: Piece, samples: int, tokens: int) -> Part:
+    def record(self, runnable: RunnablePart, samples: int, tokens: int) -> Part:
         """The graph of one batch: its numbers are constants."""
         recorder = self._recorder
-        self._make_tables(piece, samples, tokens)
+        self._make_tables(runnable, samples, tokens)
         self._buffer.buffer.clear()
         gc.collect()
         # What is left need not be walked through again before the next recording.
         gc.freeze()
         with _no_collection():
             recorder.begin()
-            self._hold_parameters(piece)
-            inputs = piece.inputs(samples, tokens)
+            self._hold_parameters(runnable)
+            inputs = runnable.inputs(samples, tokens)
             input_ids = tuple(recorder.hold(tensor, "input") for tensor in inputs)
             results: list[torch.Tensor] = []
             given = [HandOver.apply(self._seed, [x.detach()], results) if x.requires_grad else x for x in inputs]
             del inputs
             with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
-                output = piece.run(*given)
+                output = runnable.run(*given)
                 output_id = recorder.id_of(output)
                 recorder.end_forward()
             gradient = [torch.empty_like(output)]
@@ -153,7 +153,7 @@ class PartRecorder:
                 recorder.hold(tensor, "constant", "shared all-gather buffer")
             recording = recorder.recording
             part = Part(
-                kind=piece.kind,
+                kind=runnable.kind,
                 variant=self._variant,
                 one_sample=samples == 1,
                 ops=finished(recording.ops, [storage.role for storage in recording.storages]),
@@ -167,22 +167,22 @@ class PartRecorder:
             del results
             return part
 
-    def _make_tables(self, piece: Piece, samples: int, tokens: int) -> None:
-        """Run what is made once, or once for a sequence length, and belongs to no recording."""
-        lengths = self._warm.setdefault(piece.kind, set())
+    def _make_tables(self, runnable: RunnablePart, samples: int, tokens: int) -> None:
+        """Build the tables that are computed once, or once for a sequence length, and belong to no recording."""
+        lengths = self._warm.setdefault(runnable.kind, set())
         if tokens in lengths:
             return
         self._recorder.begin()
         with self._recorder:
-            output = piece.run(*piece.inputs(samples, tokens))
+            output = runnable.run(*runnable.inputs(samples, tokens))
             if not lengths:
                 # Recomputed layers keep books of their losses in the backward pass alone, from the first one on.
                 torch.autograd.backward([output], [torch.empty_like(output)])
         lengths.add(tokens)
 
-    def _hold_parameters(self, piece: Piece) -> None:
+    def _hold_parameters(self, runnable: RunnablePart) -> None:
         roles: tuple[tuple[Role, dict[str, torch.nn.Module]], ...]
-        roles = (("parameter", piece.modules), ("constant", piece.borrowed))
+        roles = (("parameter", runnable.modules), ("constant", runnable.borrowed))
         for role, modules in roles:
             for prefix, module in modules.items():
                 for name, parameter in module.named_parameters(prefix=prefix):
@@ -200,13 +200,13 @@ class PartRecorder:
         return torch.zeros((samples, tokens // self._layout.context), dtype=torch.long)
 
     def _rotary(self, tokens: int) -> Any:
-        """The rotary table, as megatron-core's GPTModel makes it for a sequence."""
+        """The rotary table, as megatron-core's GPTModel computes it for a sequence."""
         if getattr(self._model, "rotary_pos_emb", None) is None or self._model.config.multi_latent_attention:
             return None
         table = self._model.rotary_pos_emb(tokens)
         return table[0] if isinstance(table, tuple) else table
 
-    def _embedding(self) -> Piece:
+    def _embedding(self) -> RunnablePart:
         def run(tokens_BS: torch.Tensor, positions_BS: torch.Tensor) -> torch.Tensor:
             with self._recorder.at(EMBEDDING):
                 hidden: torch.Tensor = self._model.embedding(input_ids=tokens_BS, position_ids=positions_BS)
@@ -215,9 +215,9 @@ class PartRecorder:
         def inputs(samples: int, tokens: int) -> tuple[torch.Tensor, ...]:
             return self._tokens(samples, tokens), self._tokens(samples, tokens)
 
-        return Piece("embedding", {"embedding": self._model.embedding}, inputs, run)
+        return RunnablePart("embedding", {"embedding": self._model.embedding}, inputs, run)
 
-    def _head(self) -> Piece:
+    def _head(self) -> RunnablePart:
         model = self._model
 
         def run(x_SBH: torch.Tensor, labels_BS: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
@@ -239,9 +239,9 @@ class PartRecorder:
         modules = {"final_layernorm": model.decoder.final_layernorm, "output_layer": model.output_layer}
         if model.share_embeddings_and_output_weights:
             modules["embedding.word_embeddings"] = model.embedding.word_embeddings
-        return Piece("head", modules, inputs, run)
+        return RunnablePart("head", modules, inputs, run)
 
-    def _layer(self, kind: str, layer: Any) -> Piece:
+    def _layer(self, kind: str, layer: Any) -> RunnablePart:
         self._recorder.watch_modules(layer)
         name_operators(layer, self._recorder)
 
@@ -256,9 +256,11 @@ class PartRecorder:
                 return checkpoint(forward, False, x_SBH, rotary)  # type: ignore[no-any-return]
             return forward(x_SBH, rotary)
 
-        return Piece(kind, {"": layer}, lambda samples, tokens: (self._hidden(samples, tokens),), run, is_layer=True)
+        return RunnablePart(
+            kind, {"": layer}, lambda samples, tokens: (self._hidden(samples, tokens),), run, is_layer=True
+        )
 
-    def _prediction(self, kind: str, layer: Any) -> Piece:
+    def _prediction(self, kind: str, layer: Any) -> RunnablePart:
         model, recorder = self._model, self._recorder
         recorder.watch_modules(layer)
         name_operators(layer.transformer_layer, recorder)
@@ -288,7 +290,7 @@ class PartRecorder:
             return self._hidden(samples, tokens), *words_BS, torch.ones(words_BS[0].shape)
 
         borrowed = {"embedding": model.embedding, "output_layer": model.output_layer}
-        return Piece(kind, {"": layer}, inputs, run, is_layer=True, borrowed=borrowed)
+        return RunnablePart(kind, {"": layer}, inputs, run, is_layer=True, borrowed=borrowed)
 
 
 def prediction_layers(model: Any) -> Sequence[Any]:
@@ -297,7 +299,7 @@ def prediction_layers(model: Any) -> Sequence[Any]:
 
 
 def name_operators(layer: Any, recorder: Recorder) -> None:
-    """What the methods of a transformer layer run belongs to operators of the plan's vocabulary."""
+    """Attribute what the methods of a transformer layer run to operators of the plan's vocabulary."""
     _name(layer, "_forward_attention", ATTENTION, recorder)
     if not layer.is_moe_layer:
         _name(layer, "_forward_mlp", MLP, recorder)
@@ -340,7 +342,7 @@ def keep_gradients_apart(model: torch.nn.Module, in_fp32: bool) -> None:
 
 
 def _into_main_gradient(parameter: Any) -> None:
-    """A product that adds to the buffer itself leaves no gradient."""
+    """Return no gradient: the product has added it to the buffer itself."""
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
@@ -359,7 +361,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _saved(recording: Any, input_ids: tuple[int, ...], output_id: int) -> tuple[int, ...]:
-    """What the forward pass leaves for the backward pass; `Part.saved`."""
+    """Storages that the forward pass leaves for the backward pass: `Part.saved`."""
     kept = {index for index in recording.alive if recording.storages[index].role == "activation"} - {output_id}
     return tuple(sorted(kept | (recording.packed & {*input_ids, output_id})))
 
@@ -396,12 +398,12 @@ def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
 def _weight_gradients(ops: Sequence[Op], roles: Sequence[str]) -> set[int]:
     """Products of the backward pass whose results end in gradients of parameters and nowhere else."""
     leads = {index: True for index, role in enumerate(roles) if role == "gradient"}
-    found = set()
+    gradients = set()
     for op in reversed(ops):
         only = all(leads.get(index, False) for index in op.writes)
         if only and op.phase == "backward" and op.cost_class in ("gemm", "grouped_gemm"):
-            found.add(op.id)
+            gradients.add(op.id)
         for index in op.reads:
             if roles[index] != "gradient":
                 leads[index] = leads.get(index, True) and only
-    return found
+    return gradients

@@ -48,7 +48,7 @@ class _Watched:
 
 @dataclass(slots=True)
 class Recording:
-    """What ran: operators, storages, and what autograd and the model kept in between.
+    """The record of a run: operators, storages, and the storages that autograd and the model keep between the passes.
 
     Attributes:
         alive: storages alive when the forward pass ended.
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def at(self, operator: str) -> Iterator[None]:
-        """What runs inside belongs to an operator of the plan's vocabulary."""
+        """Attribute what runs inside to an operator of the plan's vocabulary."""
         self._operators.append(operator)
         try:
             yield
@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """What runs inside, in the backward pass, has run before."""
+        """Mark what runs inside, in the backward pass, as recomputation."""
         self._recomputing += self.phase == "backward"
         counted = self.phase == "backward"
         try:
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
             module.register_forward_hook(leave, always_call=True)
 
     def end_forward(self) -> None:
-        """The forward pass has ended and its frames are gone."""
+        """Note that the forward pass has ended and its frames are gone."""
         self.recording.alive = set(self._ids.values())
         self.phase = "backward"
 
@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
             written: tensors that it writes in place.
             shape: as in `Op.shape`; by default what the table makes of the arguments.
             compiled: by torch, which fuses operators that move memory; other kernels are looked up in the table.
-            sent: of a kernel that exchanges rows: the process group, and all bytes that a rank sends, to itself, too.
+            sent: of a kernel that is an all-to-all: the process group, and all bytes that a rank sends, to itself, too.
         Raises:
             UnregisteredKernelError: neither compiled nor in the table.
         """
@@ -192,25 +192,25 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         outputs += self._left_inside(inner, outputs)
-        made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in self._ids]
-        if made or written:
-            self._emit(name, [*tensors, *written], made, [*made, *written], shape, self._exchange(sent))
+        results = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in self._ids]
+        if results or written:
+            self._emit(name, [*tensors, *written], results, [*results, *written], shape, self._exchange(sent))
         return result
 
     def _left_inside(
         self, inner: Sequence[weakref.ref[torch.UntypedStorage]], outputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What autograd kept of a kernel's inside, such as a mask: it is written, too."""
+        """Tensors that autograd keeps from inside a kernel, such as a mask: the kernel writes them, too."""
         seen = {leaf.untyped_storage()._cdata for leaf in outputs}
-        found: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
         # These views are none of the model's operators.
         self._inside = []
         for storage in filter(None, (reference() for reference in inner)):
             if storage._cdata not in self._ids and storage._cdata not in seen and storage.nbytes():
                 seen.add(storage._cdata)
-                found.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+                kept.append(torch.empty(0, dtype=torch.uint8).set_(storage))
         self._inside = None
-        return found
+        return kept
 
     def _exchange(self, sent: tuple[Any, int] | None) -> Collective | None:
         if sent is None:
@@ -247,17 +247,17 @@ class Recorder(TorchDispatchMode):
             # A number in the code becomes a tensor: a constant, where it is read.
             return result
         aliases = {tensor.untyped_storage()._cdata for tensor in tensors}
-        made = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in aliases]
-        written = made + _mutated(function, args, kwargs)
+        output = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in aliases]
+        written = output + _mutated(function, args, kwargs)
         if written:
-            self._emit(name, tensors, made, written)
+            self._emit(name, tensors, output, written)
         return result
 
     def _emit(
         self,
         name: str,
         tensors: Sequence[Any],
-        made: Sequence[Any],
+        produced: Sequence[Any],
         written: Sequence[Any],
         shape: tuple[int, ...] | None = None,
         collective: Collective | None = None,
@@ -271,7 +271,7 @@ class Recorder(TorchDispatchMode):
         elif shape is not None:
             pass
         elif entry is not None and entry.shape is not None:
-            shape = tuple(int(size) for size in entry.shape(tensors, made or written))
+            shape = tuple(int(size) for size in entry.shape(tensors, produced or written))
         else:
             shape = (sum(tensor.numel() for tensor in written),)
         read_bytes = sum(map(_touched_bytes, tensors))
@@ -337,7 +337,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _place(self) -> tuple[str, str]:
-        """Module and operator of what runs now; in the backward pass, those of the forward operator."""
+        """Module and operator that run now; in the backward pass, those of the forward operator."""
         node = torch._C._current_autograd_node()
         if self._modules or self._operators or node is None:
             return (self._modules[-1] if self._modules else "", self._operators[-1] if self._operators else "")
@@ -348,7 +348,7 @@ class Recorder(TorchDispatchMode):
         return place
 
     def _note_node(self) -> None:
-        """Remember where autograd's newest node was made: it takes the next sequence number before its operators run."""
+        """Remember where autograd's newest node was created: it takes the next sequence number before its operators run."""
         if self._modules or self._operators:
             self._place_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, self._place())
 
@@ -363,7 +363,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _free(ids: dict[int, int], key: int, recording: Recording) -> None:
-    """A storage has gone: of the recording that watched it."""
+    """Tell the recording that watches a storage that it is gone."""
     index = ids.pop(key, None)
     if index is not None:
         recording.storages[index].freed_after = len(recording.ops) - 1
@@ -371,12 +371,12 @@ def _free(ids: dict[int, int], key: int, recording: Recording) -> None:
 
 def _mutated(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that an operator writes to."""
-    found = []
+    mutated = []
     for index, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return found
+            mutated += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return mutated
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

@@ -1,4 +1,7 @@
-"""What is asked of a capture, and the key under which its answer is kept. No torch."""
+"""The request for a capture, and the key under which its result is kept. No torch.
+
+Layers of one kind run the same operators, so a request names kinds, and one layer of each is captured.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,6 @@ from megatron.training.cli.config import Config
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.serialize import as_values, read_record
 from moe_overlap.tuner.capture.graph import Implementation, Layout
-
-# Kinds of layers: layers of one kind run the same operators, and one of them is captured. No torch.
 
 
 def layer_kinds(model: ModelDescription) -> tuple[str, ...]:
@@ -47,12 +48,12 @@ NO_RECOMPUTATION, FULL = "none", "full"
 """Variants beside lists of modules."""
 
 _SOURCES = ("moe_overlap/tuner/capture", "megatron/training")
-"""What decides, beside libraries, which operators run."""
+"""Folders whose sources decide, beside the libraries, which operators run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One variant of one model under one layout.
+    """The request for one variant of one model under one layout.
 
     Attributes:
         config: validated flags; pipeline, data parallelism, optimizer and overlap in them do not matter.
@@ -91,7 +92,7 @@ class Request:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def to_values(self) -> dict[str, Any]:
-        """As JSON values, for another process."""
+        """This request as JSON values, for another process."""
         return {
             "flags": config_to_flags(self.config),
             "model": as_values(self.model),
@@ -102,7 +103,7 @@ class Request:
 
     @staticmethod
     def from_values(values: dict[str, Any]) -> Request:
-        """What `to_values` wrote."""
+        """Read the JSON values that `to_values` writes."""
         return Request(
             config=parse(values["flags"]).config,
             model=read_record(ModelDescription, values["model"], "request"),
@@ -113,7 +114,7 @@ class Request:
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """Of the libraries whose operators are recorded; nothing is imported."""
+    """Versions of the libraries whose operators are recorded; nothing is imported."""
     return tuple((name, importlib.metadata.version(name)) for name in ("torch", "megatron-core"))
 
 

@@ -1,4 +1,4 @@
-"""What megatron-core cannot do on tensors without data and without peers: each thing listed, replaced while a capture runs.
+"""Replacements, while a capture runs, for what megatron-core cannot do on tensors without data and without peers.
 
 Balanced routing stands in for the router's choice: every expert gets the same number of rows. `Counts` are lists that answer
 what megatron-core asks of tensors of counts.
@@ -39,15 +39,15 @@ class Counts(list[int]):
 
     @property
     def T(self) -> Counts:  # noqa: N802 - a tensor's attribute
-        """As many counts."""
+        """These counts: their order does not matter."""
         return self
 
     def ravel(self) -> Counts:
-        """As many counts."""
+        """These counts: their order does not matter."""
         return self
 
     def sum(self) -> Total:
-        """Of all of them."""
+        """The sum of all counts."""
         return Total(sum(self))
 
     def tolist(self) -> list[int]:
@@ -59,7 +59,7 @@ class NoRandomStates:
     """The tracker of generator states where nothing is drawn."""
 
     def fork(self, name: str = "") -> contextlib.AbstractContextManager[None]:
-        """Nothing to switch."""
+        """Switch nothing."""
         return contextlib.nullcontext()
 
 
@@ -121,12 +121,12 @@ def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def recomputation_announced(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
-    """The recorder hears when megatron-core's checkpoints run their function again."""
-    made: list[tuple[Any, str, Any]] = []
+    """Replacements that tell the recorder when megatron-core's checkpoints run their function again."""
+    replacements: list[tuple[Any, str, Any]] = []
     for function_class in (random.CheckpointFunction, random.CheckpointWithoutOutputFunction):
-        made.append((function_class, "forward", staticmethod(_announcing(function_class.forward, recorder))))
-    made.append((random.CheckpointWithoutOutput, "checkpoint", _announced_method(recorder)))
-    return replaced(made)
+        replacements.append((function_class, "forward", staticmethod(_announcing(function_class.forward, recorder))))
+    replacements.append((random.CheckpointWithoutOutput, "checkpoint", _announced_method(recorder)))
+    return replaced(replacements)
 
 
 def _announcing(forward: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

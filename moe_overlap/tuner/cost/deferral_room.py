@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction
-from moe_overlap.plan.lowering.deferral import gradient_of_saved
-from moe_overlap.plan.operators import ATTENTION, HEAD_LOSS, MLP, SHARED, WEIGHTS, Operator, parse_operator
+from moe_overlap.plan.instructions import COMPUTE, BufferId, BufferRole, Home, Instruction, parse_buffer
+from moe_overlap.plan.operators import ATTENTION, HEAD_LOSS, MLP, SHARED, WEIGHTS, OperatorId, parse_operator
 from moe_overlap.plan.plan import StagePlan
 
 # Bytes that are copied where a micro-batch is cut into parts and joined again, by the instruction that copies them.
@@ -24,10 +23,13 @@ from moe_overlap.plan.plan import StagePlan
 # needs all of them puts them into their places. Parts that go to another stage are joined behind the computation that made the
 # last of them.
 
-HIDDEN = ("h", "a", "shared", "dh", "da", "dshared")
-"""First words of buffers of hidden states and their gradients."""
-ROWS = ("rows", "returned", "drows", "dreturned")
-"""Of routed rows where their tokens are."""
+HIDDEN = (
+    *(BufferRole.HIDDEN, BufferRole.ATTENDED, BufferRole.SHARED),
+    *(BufferRole.D_HIDDEN, BufferRole.D_ATTENDED, BufferRole.D_SHARED),
+)
+"""Buffers of hidden states and their gradients."""
+ROWS = (BufferRole.ROWS, BufferRole.RETURNED, BufferRole.D_ROWS, BufferRole.D_RETURNED)
+"""Buffers of routed rows where their tokens are."""
 Place = tuple[str, int | None, tuple[int, ...]]
 
 
@@ -46,17 +48,17 @@ def copied_bytes(made: Sequence[Instruction], hidden_bytes: float, rows_bytes: f
     pieces = Counter((i.name, i.micro_batch) for i in made)
     makers = {name: i for i in made if i.channel == COMPUTE for name in i.writes}
     left_in_parts = {
-        _stem(name) for i in made if _is_whole_gate(i) for name in i.writes if _parts(i.writes)["rows"] > 1
+        _rows_of(name) for i in made if _is_whole_gate(i) for name in i.writes if _parts(i.writes)[BufferRole.ROWS] > 1
     }
     copied: dict[Place, float] = defaultdict(float)
     for i in made:
         read = _parts(name for name in i.reads if name not in i.writes)
         size = hidden_bytes * sum(read[word] > 1 for word in HIDDEN)
         if i.channel == COMPUTE:
-            of_parts = any(_stem(name).removeprefix("d") in left_in_parts for name in (*i.reads, *i.writes))
-            size += hidden_bytes * (_is_whole_gate(i) and _parts(i.writes)["rows"] > 1)
+            of_parts = any(_rows_of(name) in left_in_parts for name in (*i.reads, *i.writes))
+            size += hidden_bytes * (_is_whole_gate(i) and _parts(i.writes)[BufferRole.ROWS] > 1)
             size += (hidden_bytes if of_parts else rows_bytes) * sum(read[word] > 1 for word in ROWS)
-        elif i.partition and any(_word(name) in ROWS and ".p" not in name for name in i.reads):
+        elif i.partition and any(_is_whole_rows(parse_buffer(name)) for name in i.reads):
             size += rows_bytes / pieces[i.name, i.micro_batch]
         if size:
             copied[place_in_list(makers[i.reads[-1]] if i.kind == "point-to-point" else i)] += size
@@ -64,21 +66,26 @@ def copied_bytes(made: Sequence[Instruction], hidden_bytes: float, rows_bytes: f
 
 
 def _is_whole_gate(i: Instruction) -> bool:
-    return not i.partition and i.channel == COMPUTE and any(_word(name) == "rows" for name in i.writes)
+    return (
+        not i.partition
+        and i.channel == COMPUTE
+        and any(parse_buffer(name).role is BufferRole.ROWS for name in i.writes)
+    )
 
 
-def _parts(names: Iterable[str]) -> Counter[str]:
-    """First word -> buffers of it."""
-    return Counter(map(_word, names))
+def _is_whole_rows(buffer: BufferId) -> bool:
+    return buffer.role in ROWS and buffer.partition is None
 
 
-def _word(name: str) -> str:
-    return name.partition(".")[0]
+def _parts(names: Iterable[str]) -> Counter[BufferRole]:
+    """Role -> buffers of it."""
+    return Counter(parse_buffer(name).role for name in names if parse_buffer(name).home is Home.DEVICE)
 
 
-def _stem(name: str) -> str:
-    """`rows.L3.m0.p1` -> `rows.L3.m0`."""
-    return name.partition(".p")[0]
+def _rows_of(name: str) -> BufferId:
+    """`drows.L3.m0.p1` -> `rows.L3.m0`: the whole buffer that this is a part of, or a part of the gradient of."""
+    buffer = parse_buffer(name)
+    return replace(buffer, role=buffer.role.differentiated, partition=None)
 
 
 GATHERED = {ATTENTION: ("qkv", "q", "q_up", "kv_up"), MLP: ("fc1",), SHARED: ("fc1",), HEAD_LOSS: ("output",)}
@@ -155,7 +162,7 @@ def computed_gradients(
     early: dict[Place, list[str]] = defaultdict(list)
     late: dict[Place, int] = {}
     for i in made:
-        saved = [gradient_of_saved(name) for name in i.writes if name.startswith("saved.")]
+        saved = [str(buffer.gradient) for buffer in map(parse_buffer, i.writes) if buffer.role is BufferRole.SAVED]
         for name in sorted(saved, key=_place_in_forward, reverse=True):
             early[place_in_list(i)] += room.put(name, size_of(name), communicates(name))
         if i.kind == "weight-gradient":
@@ -163,11 +170,11 @@ def computed_gradients(
     return Computed({place: tuple(names) for place, names in early.items() if names}, late)
 
 
-def is_gathered(gradient: Operator, stage: StagePlan) -> bool:
+def is_gathered(gradient: OperatorId, stage: StagePlan) -> bool:
     """Whether computing a weight gradient communicates."""
-    return stage.tensor > 1 and gradient.weight in GATHERED.get(gradient.part, ())
+    return stage.tensor > 1 and gradient.weight in GATHERED.get(gradient.kind, ())
 
 
 def _place_in_forward(gradient: str) -> int:
     operator = parse_operator(gradient)
-    return WEIGHTS[operator.part].index(operator.weight)
+    return WEIGHTS[operator.kind].index(operator.weight)

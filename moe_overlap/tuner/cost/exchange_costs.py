@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.instructions import COMPUTE, EXPERT, Instruction
 from moe_overlap.tuner.profile.cluster_file import Fitted, fit_line
 from moe_overlap.tuner.profile.database import Database, LinkKey
 
@@ -64,7 +64,7 @@ def start_seconds(made: Sequence[Instruction], starting: Fitted) -> dict[int, fl
     for i in made:
         if i.channel == COMPUTE:
             before = i.id
-        elif before is not None and i.channel.startswith("ep"):
+        elif before is not None and i.channel_group == EXPERT:
             taken = starting.latency_seconds + i.bytes / starting.bytes_per_second
             added[before] = added.get(before, 0.0) + taken
     return added

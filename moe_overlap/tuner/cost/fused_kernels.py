@@ -60,8 +60,8 @@ Sent = tuple[int, Collective, float]
 TILE = 128
 """Rows and columns of a tile of a product (COMET, section 2.2.1)."""
 UNMEASURED = "fused kernels are priced by COMET's model, none was measured"
-EXCHANGE_OF = {DISPATCH_FC1: DISPATCH, FC2_COMBINE: COMBINE}
-KERNEL_OF = {"fc1": DISPATCH_FC1, "fc2": FC2_COMBINE}
+EXCHANGE_OF: dict[str, str] = {DISPATCH_FC1: DISPATCH, FC2_COMBINE: COMBINE}
+KERNEL_OF: dict[str, str] = {"fc1": DISPATCH_FC1, "fc2": FC2_COMBINE}
 """Weight -> the kernel that multiplies by it."""
 
 

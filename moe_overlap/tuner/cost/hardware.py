@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from moe_overlap.describe.cluster import Gpu, known_gpus
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.operators import BACKWARD, RECOMPUTE, WEIGHT_GRADIENT
+from moe_overlap.plan.operators import in_backward_operator
 from moe_overlap.tuner.cost.links import LinkRates
 
 # How a configuration runs, beside its plan: what hides what, in which formats, launched how.
@@ -91,9 +91,8 @@ class Refined:
         no span of its own stood in the span of its backward operator.
         """
         kinds = [kind]
-        for suffix in (WEIGHT_GRADIENT, RECOMPUTE):
-            if kind.endswith(f".{suffix}"):
-                kinds.append(kind.removesuffix(suffix) + BACKWARD)
+        if (within := in_backward_operator(kind)) is not None:
+            kinds.append(within)
         found = (self.factors.get((one, cut)) for one in kinds for cut in (is_cut, not is_cut))
         return next((factor for factor in found if factor is not None), 1.0)
 

@@ -17,17 +17,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lowering.deferral import backward_of, gradient_of_saved
+from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer
+from moe_overlap.plan.lowering.deferral import backward_of
 from moe_overlap.plan.operators import (
     BACKWARD,
     COUNT,
     FUSED_KERNELS,
     NORM,
     RECOMPUTE,
+    STATE_KINDS,
     WEIGHT_GRADIENT,
-    Operator,
+    GroupKind,
+    OperatorId,
+    OperatorKind,
     kind_of,
+    parse_group,
     parse_operator,
 )
 from moe_overlap.plan.overlap import KernelBlocks
@@ -50,6 +54,12 @@ from moe_overlap.tuner.cost.layer import Key, PartCost, held_bytes, operator_sec
 from moe_overlap.tuner.cost.links import axis_group, collective_seconds, host_seconds
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.stage import exchange_seconds
+
+KEPT = (
+    *(BufferRole.PARAMETERS, BufferRole.WEIGHTS, BufferRole.GRADIENT, BufferRole.D_WEIGHTS),
+    *(BufferRole.STATE, BufferRole.ACTIVATIONS),
+)
+"""What a list keeps of a parameter group; what operators hand to each other is among the activations."""
 
 
 @dataclass(slots=True)
@@ -113,13 +123,13 @@ class StagePrices:
                 host_seconds(i.bytes, self.priced.setting.groups["dp"].links, self.machine.constants.link_rates)
             )
         operator, pieces = parse_operator(i.name), self._pieces[i.name, i.micro_batch]
-        if operator.part == COUNT and self.machine.exchanges is not None:
+        if operator.kind == COUNT and self.machine.exchanges is not None:
             alone = self.machine.exchanges.count_seconds
             return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
-        if operator.part.startswith("gather."):
-            return self._gather(operator.part)
-        if operator.part.partition(".")[0] in ("gradients", "parameters", "optimizer"):
-            alone = self.machine.constants.step_seconds if i.name == NORM else self._state(i.name)
+        if operator.kind is OperatorKind.GATHER:
+            return self._gather(operator)
+        if operator.kind in STATE_KINDS or operator.kind is NORM:
+            alone = self.machine.constants.step_seconds if operator.kind is NORM else self._state(operator)
             return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         place = place_in_list(i)
         early = sum(map(self._product_seconds, self.computed.early.get(place, ())))
@@ -143,7 +153,7 @@ class StagePrices:
         return sum(
             self._fused_seconds(place_of(kernel), 1).exposed[_key(kernel)]
             for kernel in kernels
-            if kernel.part in FUSED_KERNELS
+            if kernel.kind in FUSED_KERNELS
         )
 
     def transfer_seconds(self) -> float:
@@ -156,27 +166,35 @@ class StagePrices:
         What operators hand to each other is among the activations that one of them saves; what a deferred weight gradient is
         computed from is held beside them.
         """
-        words = name.split(".")
-        if words[0] == "saved":
-            gradient = gradient_of_saved(name)
+        buffer = parse_buffer(name)
+        if buffer.role is BufferRole.SAVED:
+            gradient = str(buffer.gradient)
             return self.deferred_bytes(gradient) / self._products(gradient)
-        moves = words[0] == "moved"
-        what, part = words[moves : moves + 2] if len(words) > 1 else (name, "")
-        if what not in ("parameters", "weights", "gradient", "dweights", "state", "activations"):
+        what, part, moves = buffer.role, buffer.subject, buffer.home is Home.MOVED
+        if what not in KEPT or buffer.home not in (Home.DEVICE, Home.MOVED):
             return 0.0
         stage, rates, size = self.stage, self.priced.rates, self.priced.family.sizes[self.row(part)]
         whole = size.dense_parameters + size.expert_parameters
         shard = size.dense_parameters / (stage.data * stage.context) + size.expert_parameters / stage.expert_data
-        if what == "dweights":
+        if what is BufferRole.D_WEIGHTS:
             return rates.gradient_bytes * whole
-        if what == "weights" and not moves:
+        if what is BufferRole.WEIGHTS and not moves:
             return rates.weight_bytes * whole
         kept, offloaded = {
-            "parameters": (rates.weight_bytes * (shard if stage.zero_level >= 3 else whole), stage.offload.weights),
-            "gradient": (rates.gradient_bytes * (shard if stage.zero_level >= 2 else whole), stage.offload.gradients),
-            "state": (rates.optimizer_bytes * (shard if stage.zero_level >= 1 else whole), stage.offload.optimizer),
-            "activations": (size.saved, stage.offload.activations),
-        }["parameters" if what == "weights" else what]
+            BufferRole.PARAMETERS: (
+                rates.weight_bytes * (shard if stage.zero_level >= 3 else whole),
+                stage.offload.weights,
+            ),
+            BufferRole.GRADIENT: (
+                rates.gradient_bytes * (shard if stage.zero_level >= 2 else whole),
+                stage.offload.gradients,
+            ),
+            BufferRole.STATE: (
+                rates.optimizer_bytes * (shard if stage.zero_level >= 1 else whole),
+                stage.offload.optimizer,
+            ),
+            BufferRole.ACTIVATIONS: (size.saved, stage.offload.activations),
+        }[BufferRole.PARAMETERS if what is BufferRole.WEIGHTS else what]
         return kept * (offloaded if moves else 1.0 - offloaded)
 
     def deferred_bytes(self, name: str) -> float:
@@ -197,12 +215,13 @@ class StagePrices:
 
     def row(self, part: str) -> int:
         """Of `L3`, `mtp0`, `embedding` or `head` in the family's tables."""
-        if part in ("embedding", "head"):
+        group = parse_group(part)
+        if group.number is None:
             wanted = (part, "none")
-        elif part.startswith("mtp"):
-            wanted = (self.graph.mtp_kinds[int(part[3:])], layer_variant(self.stage, 0))
+        elif group.kind is GroupKind.PREDICTION:
+            wanted = (self.graph.mtp_kinds[group.number], layer_variant(self.stage, 0))
         else:
-            layer = int(part[1:])
+            layer = group.number
             first = next(first for first, last in self.stage.chunks if first <= layer < last)
             wanted = (self.graph.layer_kinds[layer], layer_variant(self.stage, layer - first))
         parts = [table.part for table in self.priced.family.tables]
@@ -223,27 +242,26 @@ class StagePrices:
         rate = setting.gpu.memory_gb_per_s * 1e9 * setting.constants.memory / setting.release.memory
         return 2.0 * size / rate + setting.constants.kernel_seconds
 
-    def _state(self, name: str) -> float:
-        """Gradients, parameters and the optimizer: of the whole stage, of a part, or of a piece of it."""
-        what, _, part = name.partition(".")
+    def _state(self, operator: OperatorId) -> float:
+        """Gradients, parameters and the optimizer: of the whole stage, of a parameter group, or of a bucket of it."""
+        what, part = operator.kind, operator.group
         costs, terms, rates = self.priced.costs, self.priced.terms, self.priced.rates
         if not part:
-            whole = costs.last_extra_seconds if what == "gradients" else costs.first_extra_seconds
+            whole = costs.last_extra_seconds if what is OperatorKind.GRADIENTS else costs.first_extra_seconds
             return float(whole[0, self.column])
         row = self.row(part)
-        if what == "optimizer":
+        if what is OperatorKind.OPTIMIZER:
             return float(terms.optimizer_seconds[row, 0])
         size = self.priced.family.sizes[row]
-        each = rates.gradient_bytes if what == "gradients" else rates.gathered_bytes
+        each = rates.gradient_bytes if what is OperatorKind.GRADIENTS else rates.gathered_bytes
         dense, experts = np.array([size.dense_parameters]), np.array([size.expert_parameters])
         once = exchange_seconds(dense, experts, each, rates)
-        twice = 2.0 if what == "gradients" and self.stage.zero_level == 0 else 1.0
-        return twice * float(once[0]) / max(1, self._pieces[name, None])
+        twice = 2.0 if what is OperatorKind.GRADIENTS and self.stage.zero_level == 0 else 1.0
+        return twice * float(once[0]) / max(1, self._pieces[str(operator), None])
 
-    def _gather(self, name: str) -> float:
+    def _gather(self, operator: OperatorId) -> float:
         """Ranks that complete what they received of a tensor."""
-        boundary = name.partition(".")[2]
-        (found,) = (t for t in self.plan.transfers if f"S{t.from_stage}>S{t.to_stage}" == boundary)
+        (found,) = (t for t in self.plan.transfers if (t.from_stage, t.to_stage) == operator.stages)
         assert found.all_gather is not None
         ranks, links = max(found.all_gather.groups, key=len), self.priced.setting.groups["dp"].links
         group = axis_group(len(ranks), ranks[1] - ranks[0], self.plan.world_size, links)
@@ -293,20 +311,13 @@ class StagePrices:
         return {f"L{one.layer}": one.kernel_blocks for one in self.stage.overlap.layers if one.mechanism == "fused"}
 
 
-def place_of(operator: Operator) -> str:
+def place_of(operator: OperatorId) -> str:
     """`L3`, `mtp0`, `embedding` or `head`; empty for what is no operator of the model."""
-    if not operator.is_compute and operator.layer is None and operator.mtp is None:
-        return ""
-    head = operator.part.partition(".")[0]
-    if head in ("gradients", "parameters", "optimizer", "offload", "prefetch"):
-        return ""
-    if operator.layer is not None:
-        return f"L{operator.layer}"
-    return f"mtp{operator.mtp}" if operator.mtp is not None else head
+    return operator.group if operator.is_of_model else ""
 
 
-def _key(operator: Operator) -> Key:
-    return operator.part, operator.weight, operator.suffix
+def _key(operator: OperatorId) -> Key:
+    return operator.kind, operator.weight, operator.phase
 
 
 def _folded(key: Key, named: Mapping[Key, None]) -> Key:

@@ -34,7 +34,7 @@ from moe_overlap.tuner.capture.graph import Collective, Op, Part
 from moe_overlap.tuner.cost.hardware import Features, GpuConstants, ReleaseConstants
 from moe_overlap.tuner.cost.interference import Concurrent
 from moe_overlap.tuner.cost.links import Group, all_to_all_seconds, collective_seconds
-from moe_overlap.tuner.cost.operators import Lookup, OpTable, Provenance, device_seconds
+from moe_overlap.tuner.cost.operators import CostClassCode, Lookup, OpTable, Provenance, device_seconds
 
 Floats = NDArray[np.float64]
 EXCHANGE_AXES = ("ep", "tp_ep", "etp")
@@ -132,7 +132,9 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
                 beside = max(beside, _products_beside(table, seconds, index))
         exposed[kind] += _exposed(taken, beside, concurrent)
     if features.context_exchange == "p2p":
-        attention = float(seconds[here & (table.operators == ATTENTION) & (table.classes == 2)].sum())
+        attention = float(
+            seconds[here & (table.operators == ATTENTION) & (table.classes == CostClassCode.ATTENTION)].sum()
+        )
         exposed["context"] = _exposed(totals["context"], attention, concurrent)
     if features.overlap_shared_expert:
         exposed["expert"] = _exposed(
@@ -155,7 +157,7 @@ def _exposed(taken: float, beside: float, concurrent: Concurrent) -> float:
 def _host_seconds(table: OpTable, setting: Setting, here: NDArray[np.bool_]) -> float:
     if setting.features.graphs == "full":
         return 0.0
-    launched = here & (table.classes != 5)
+    launched = here & (table.classes != CostClassCode.FREE)
     if setting.features.graphs == "partial":
         launched = launched & np.isin(table.operators, UNGRAPHED)
     return float(launched.sum()) * setting.constants.host_seconds
@@ -195,7 +197,10 @@ def _until_read(table: OpTable, seconds: Floats, index: int) -> float:
 def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
     """Seconds of the product that feeds a collective or reads it."""
     around = (index - 1, index + 1)
-    return max((float(seconds[i]) for i in around if 0 <= i < len(table.ops) and table.classes[i] == 0), default=0.0)
+    return max(
+        (float(seconds[i]) for i in around if 0 <= i < len(table.ops) and table.classes[i] == CostClassCode.GEMM),
+        default=0.0,
+    )
 
 
 def hide_exchanges(cost: PartCost, concurrent: Concurrent) -> PartCost:
@@ -221,7 +226,7 @@ def hide_exchanges(cost: PartCost, concurrent: Concurrent) -> PartCost:
 
 Key = tuple[str, str, str]
 """Operator, weight and suffix, as in `operators.Operator`."""
-BESIDE = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
+BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
 """Computation around an exchange belongs to these."""
 
 

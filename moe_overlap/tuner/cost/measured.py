@@ -90,7 +90,7 @@ def refined_of(cluster: Cluster, key: str) -> Refined:
     """What the database of a measured cluster has from traces of a job.
 
     Args:
-        key: of the job (`moe_overlap/refined_job.py`).
+        key: of the job (`tuner/calibrate/refine.py`).
     Raises:
         ConfigError: the database cannot be read.
     """

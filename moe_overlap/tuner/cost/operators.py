@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal
 
 import numpy as np
@@ -26,7 +27,20 @@ Lookup = Callable[[Op, tuple[float, ...], float], tuple[float, Provenance] | Non
 """The measured database (tuner/profile/lookup.py): an operator, its numeric shape and bytes -> seconds and where they come
 from; None where it has nothing."""
 
-CLASSES = ("gemm", "grouped_gemm", "attention", "memory", "collective", "free")
+
+class CostClassCode(IntEnum):
+    """Cost classes of captured operators, as they stand in arrays; the name in lower case is the class (`graph.CostClass`)."""
+
+    GEMM = 0
+    GROUPED_GEMM = 1
+    ATTENTION = 2
+    MEMORY = 3
+    COLLECTIVE = 4
+    FREE = 5
+
+
+CODES = {code.name.lower(): code for code in CostClassCode}
+GEMM, GROUPED_GEMM, FUSED_ATTENTION = CostClassCode.GEMM, CostClassCode.GROUPED_GEMM, CostClassCode.ATTENTION
 LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
 FULL_PRECISION_OPERATORS = (HEAD_LOSS, LOSS, GATE)
 """Products that stay in bf16 in fp8 and fp4 training."""
@@ -50,7 +64,7 @@ class OpTable:
     operators: NDArray[np.str_]
     """Places in the vocabulary of operators."""
     classes: NDArray[np.int64]
-    """Indices of CLASSES."""
+    """CostClassCode"""
     flops: Floats
     bytes: Floats
     operand: Floats
@@ -78,8 +92,8 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
     payloads = [(i, op.collective) for i, op in enumerate(ops) if op.collective is not None]
     values: Floats = np.asarray(evaluate([op.flops for op in ops] + [op.bytes for op in ops], b, s), dtype=np.float64)
     moved = evaluate([collective.payload_bytes for _, collective in payloads] or [Expression.of(0)], b, s)
-    classes = np.array([CLASSES.index(op.cost_class) for op in ops], dtype=np.int64)
-    products = classes < 2
+    classes = np.array([CODES[op.cost_class] for op in ops], dtype=np.int64)
+    products = (classes == GEMM) | (classes == GROUPED_GEMM)
     return OpTable(
         part=part,
         ops=ops,
@@ -126,30 +140,37 @@ def _roofline(
     low = table.quantizable if precision in LOW_PRECISIONS else np.zeros_like(table.quantizable)
     forward = ~table.backward
     efficiency = np.select(
-        [table.classes == 0, table.classes == 1, (table.classes == 2) & forward, table.classes == 2],
+        [
+            table.classes == GEMM,
+            table.classes == GROUPED_GEMM,
+            (table.classes == FUSED_ATTENTION) & forward,
+            table.classes == FUSED_ATTENTION,
+        ],
         [constants.gemm, constants.grouped_gemm, constants.attention_forward, constants.attention_backward],
         1.0,
     )
     rate = gpu.bf16_tflops * 1e12 * efficiency
     grouped = constants.grouped_gemm / constants.gemm
     rate = np.where(
-        low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == 1, grouped, 1.0), rate
+        low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == GROUPED_GEMM, grouped, 1.0), rate
     )
     # Without a fused kernel the products compute the masked half, too, and every score goes through memory.
-    whole = table.softmax if features.flash else np.where(table.classes == 2, 2.0, 1.0)
+    whole = table.softmax if features.flash else np.where(table.classes == FUSED_ATTENTION, 2.0, 1.0)
     read, back = (
         0.0 if features.flash else kept + dropped * features.dropped_scores
         for kept, dropped in zip(SCORE_BYTES, DROPPED_BYTES, strict=True)
     )
+    multiplies = (table.classes == GEMM) | (table.classes == GROUPED_GEMM) | (table.classes == FUSED_ATTENTION)
     scores = np.where(forward, read, back) * table.scores
-    product = np.where(table.classes < 3, whole * table.flops / rate, 0.0) * release.products
+    product = np.where(multiplies, whole * table.flops / rate, 0.0) * release.products
     moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(
         low & ~table.weight_gradient, QUANTIZED_BYTES * table.operand, 0.0
     )
     streamed = (moved + scores) / (gpu.memory_gb_per_s * 1e9 * constants.memory) * release.memory
     seconds = product + streamed + constants.kernel_seconds
     seconds = seconds * np.where(table.expert, release.experts, 1.0)
-    return np.where(table.classes < 4, seconds, 0.0)
+    runs = (table.classes != CostClassCode.COLLECTIVE) & (table.classes != CostClassCode.FREE)
+    return np.where(runs, seconds, 0.0)
 
 
 def low_precision_rate(gpu: Gpu, precision: str, constants: GpuConstants) -> float:

@@ -1,4 +1,11 @@
-"""A cluster description from a database: rates as measured, so that every efficiency is one or a ratio of two measurements."""
+"""A cluster description from a database: rates as measured, so that every efficiency is one or a ratio of two measurements.
+
+1. `this_device` names the device of this machine as measurements name it. No torch: a GPU is asked through its driver's tool.
+2. `fit_links` fits latency and bandwidth of a tier to its measured collectives: seconds = latency + moved bytes / bandwidth.
+   Of a tensor of H bytes over n ranks H (n - 1) / n bytes move, in an all-reduce twice as many. The fit minimises relative errors
+   and gives less weight to what it misses most, so that a disturbed measurement does not bend it.
+3. `measured_cluster` writes both as the content of a cluster file.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +23,6 @@ import numpy as np
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey
-
-# The device of this machine, as measurements name it. No torch: a GPU is asked through its driver's tool.
 
 KINDS = ("cpu", "cuda")
 
@@ -62,15 +67,9 @@ def _gpu_name() -> str | None:
     return names[0].strip() if done.returncode == 0 and names else None
 
 
-# Latency and bandwidth of a tier from its measured collectives.
-#
-# Model: seconds = latency + moved bytes / bandwidth, where of a tensor of H bytes over n ranks H (n - 1) / n moves, twice that in
-# an all-reduce. The fit minimises relative errors and gives less weight to what it misses most, so that a disturbed measurement
-# does not bend it.
-
 ROUNDS = 20
 LEAST_ERROR = 0.02
-"""Relative errors below this weigh alike."""
+"""Relative errors below this weigh the same."""
 LEAST_LATENCY_SECONDS = 1e-7
 
 
@@ -88,7 +87,7 @@ class Fitted:
 
 
 def moved_bytes(key: LinkKey) -> float:
-    """What crosses a rank's links."""
+    """Bytes that cross a rank's links."""
     if key.kind in ("point_to_point", "to_device", "to_host"):
         return float(key.held_bytes)
     return key.held_bytes * (key.ranks - 1) / key.ranks * (2.0 if key.kind == "all_reduce" else 1.0)

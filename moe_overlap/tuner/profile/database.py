@@ -1,5 +1,7 @@
-"""Measurements of one device as a file: JSON lines, one measurement each, the device in the first line. Some are of whole jobs:
-the factors of prices that traces say, a line each time a job was refined, of which the last counts.
+"""Measurements of one device as a file: JSON lines, one measurement each, the device in the first line.
+
+An operator is kept under its kind, pass, format and sizes. Some lines belong to whole jobs: the price factors that traces give,
+one line each time a job is refined, of which the last counts.
 
 A line is appended in one write, so a measuring run that is killed loses at most the line it was writing. Lines that cannot be
 read are dropped with a warning, and what is left is written anew. Several processes may append to one file.
@@ -20,12 +22,10 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.capture.graph import Op
 from moe_overlap.tuner.cost.hardware import Refined
 
-# Under what a measured operator is kept: its kind, its pass, its format, its sizes.
-
 Pass = Literal["forward", "backward", "weight_gradient"]
 """Products of the three have differently transposed operands."""
 Origin = Literal["measured", "interpolated"]
-"""Where seconds come from: this very size, or sizes around it."""
+"""The source of seconds: a measurement of this very size, or of sizes around it."""
 PRODUCTS = ("gemm", "grouped_gemm", "attention")
 """Kinds whose seconds follow their shape. Every other kind is torch's operator (`mul`) and follows the bytes it moves."""
 
@@ -68,7 +68,7 @@ def distinct(keys: Iterable[OperatorKey | None]) -> list[OperatorKey]:
 
 
 def work_of(key: OperatorKey) -> float:
-    """What a kind's seconds grow with: multiplications and additions of products, bytes of everything else."""
+    """The work that a kind's seconds grow with: multiplications and additions of products, bytes of everything else."""
     if key.kind == "gemm":
         m, n, k = key.shape
         return 2.0 * m * n * k
@@ -81,7 +81,7 @@ def work_of(key: OperatorKey) -> float:
     return float(key.shape[1])
 
 
-# Names of torch's operators, bound by bytes, that `measure/operators.py` can time; a test holds it to this list.
+# Names of torch's memory-bound operators that `measure/operators.py` can time; a test holds it to this list.
 
 _MAKING = ("zeros", "zeros_like", "new_zeros", "ones_like", "arange")
 _COMPARING = ("bitwise_or", "ge", "lt")
@@ -113,7 +113,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the measurements belong to.
+    """The device that measurements belong to.
 
     Attributes:
         kind: cpu or cuda.
@@ -155,7 +155,7 @@ class Database:
     Attributes:
         operators, links: seconds by key.
         rates: single figures by name: `product_flops`, `copy_bytes_per_second`, …
-        jobs: refined prices by job (`moe_overlap/refined_job.py`).
+        jobs: refined prices by job (`tuner/calibrate/refine.py`).
     """
 
     def __init__(self, path: Path, device: Device) -> None:
@@ -167,7 +167,7 @@ class Database:
 
     @staticmethod
     def open(path: Path, device: Device) -> Database:
-        """The database of a device, for measuring; made if there is none.
+        """The database of a device, for measuring; created if there is none.
 
         Measurements of another device or version in the file are dropped, with a warning.
 
@@ -178,17 +178,17 @@ class Database:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                found, damaged = _read(path)
-                if found is not None and found.device == device:
-                    database.operators, database.links, database.rates = found.operators, found.links, found.rates
-                    database.jobs = found.jobs
-                elif found is not None:
+                stored, damaged = _read(path)
+                if stored is not None and stored.device == device:
+                    database.operators, database.links, database.rates = stored.operators, stored.links, stored.rates
+                    database.jobs = stored.jobs
+                elif stored is not None:
                     print(
-                        f"warning: {path} was measured on {found.device}; this is {device}: measured anew",
+                        f"warning: {path} was measured on {stored.device}; this is {device}: measured anew",
                         file=sys.stderr,
                     )
                     damaged = 0
-                if not damaged and found is not None and found.device == device:
+                if not damaged and stored is not None and stored.device == device:
                     return database
             database._rewrite()
         except OSError as error:
@@ -204,13 +204,13 @@ class Database:
             ConfigError: there is none, or nothing in the file can be read.
         """
         try:
-            found, _ = _read(path)
+            stored, _ = _read(path)
         except OSError as error:
             rule = f"cannot be read: {error.strerror}"
             raise ConfigError("database", path, rule, "run tools/profile_cluster.py again") from None
-        if found is None:
+        if stored is None:
             raise ConfigError("database", path, "is no database of measurements", "run tools/profile_cluster.py again")
-        return found
+        return stored
 
     def add_operator(self, key: OperatorKey, seconds: float) -> None:
         """Keep a measurement."""
@@ -228,7 +228,7 @@ class Database:
         self._append({"rate": name, "value": value})
 
     def add_job(self, key: str, refined: Refined) -> None:
-        """Keep what traces say of a job, in place of what was kept."""
+        """Keep the price factors of a job, in place of earlier ones."""
         self.jobs[key] = refined
         self._append(_job_row(key, refined))
 

@@ -1,4 +1,4 @@
-"""What the database says of an operator: measured at this very size, else interpolated between neighbours, else nothing.
+"""Seconds of an operator from the database: measured at this very size, else interpolated between neighbours, else nothing.
 
 Interpolation: the rate (work per second) of the measured sizes around the wanted one, weighted by the inverse square of their
 distance; distances are those of the logarithms of the sizes. It says nothing where the nearest size is more than FARTHEST away.
@@ -6,6 +6,9 @@ Elementwise kinds that were not measured themselves take what others of the same
 
 An operator is timed alone, again and again. In a step its operands are colder, and the host comes between it and the next one:
 where a database has the rates of a step, the cost model is told IN_STEP times the seconds alone, and CALL_SECONDS for each call.
+
+`operator_grid` and `link_grid` are measured ahead: a coarse grid of sizes between which the rest is interpolated. `fill` adds
+what a prediction needs and the database lacks, if this machine has its device; another process measures.
 """
 
 from __future__ import annotations
@@ -39,8 +42,6 @@ from moe_overlap.tuner.profile.database import (
     work_of,
 )
 
-# What is measured before anyone asks: a coarse grid over the sizes of operators and links; the rest is interpolated.
-
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DIRECTIONS: tuple[Pass, ...] = ("forward", "backward", "weight_gradient")
 ROW = 128
@@ -52,8 +53,8 @@ MOST_WORK = {"cpu": 2e9, "cuda": 2e13}
 
 def operator_grid(dtype: str, device: str, quick: bool) -> list[OperatorKey]:
     """Keys to measure, sorted."""
-    made = [*_products(dtype, quick, device), *_attention(dtype, quick, device), *_bound_by_bytes(dtype, quick, device)]
-    return distinct(key for key in made if can_be_measured(key))
+    keys = [*_products(dtype, quick, device), *_attention(dtype, quick, device), *_bound_by_bytes(dtype, quick, device)]
+    return distinct(key for key in keys if can_be_measured(key))
 
 
 def link_grid(tier: str, ranks: int, kinds: tuple[str, ...], device: str, quick: bool) -> list[LinkKey]:
@@ -109,9 +110,9 @@ def _bound_by_bytes(dtype: str, quick: bool, device: str) -> Iterator[OperatorKe
 Floats = NDArray[np.float64]
 NEIGHBOURS = 4
 FARTHEST = np.log(8.0)
-"""Of the nearest measured size, in the logarithm of any one dimension."""
+"""The largest distance of the nearest measured size, in the logarithm of any one dimension."""
 STAND_IN = "mul"
-"""What operators that are bound by bytes take where they were not measured."""
+"""The kind whose seconds a memory-bound operator takes where its own were not measured."""
 IN_STEP, CALL_SECONDS = "in_step", "call_seconds"
 """Rates of a database, see above; absent: 1 and 0."""
 
@@ -158,14 +159,14 @@ class MeasuredOperators:
         return None
 
     def __call__(self, op: Op, shape: tuple[float, ...], moved_bytes: float) -> tuple[float, Origin] | None:
-        """The same for a captured operator in a step: a `Lookup` of the cost model."""
+        """Seconds of a captured operator in a step, and their origin: a `Lookup` of the cost model."""
         key = key_of(op, shape, moved_bytes)
         alone = self.seconds(key) if key is not None else None
         return None if alone is None else (self._in_step * alone[0] + self._call_seconds, alone[1])
 
 
 def _logs(key: OperatorKey) -> Floats:
-    """Products: of every size. Others: of the bytes alone."""
+    """Logarithms of every size of a product, and of the bytes alone of any other kind."""
     sizes = key.shape if key.kind in PRODUCTS else key.shape[1:]
     return np.log(np.maximum(np.array(sizes, dtype=np.float64), 1.0))
 
@@ -182,18 +183,16 @@ def _pace(group: _Measured, wanted: Floats) -> float | None:
     return float(np.exp(np.average(np.log(group.paces[near][chosen]), weights=weights)))
 
 
-# Add to a database what a prediction needs and it lacks, if this machine has its device. Another process measures.
-
 SECONDS_EACH = 0.02
 
 
 def is_here(database: Database) -> bool:
     """Whether this machine has the device, and the version, that the database was measured on."""
     try:
-        here = this_device(database.device.kind)
+        present = this_device(database.device.kind)
     except ConfigError:
         return False
-    return dataclasses.replace(here, threads=database.device.threads) == database.device
+    return dataclasses.replace(present, threads=database.device.threads) == database.device
 
 
 def fill(database: Database, keys: Sequence[OperatorKey], ranks: int) -> Database:

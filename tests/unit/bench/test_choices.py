@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from moe_overlap.api import read_job
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.predicting import read_job
 from tools.bench.figures import CHOSEN, Judged, baselines, fastest, hand_set
 from tools.bench.profile import given_seconds
 from tools.bench.variants import JOB, PLAIN, SEQUENTIAL, job_flags

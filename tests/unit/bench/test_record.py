@@ -45,7 +45,7 @@ def series(name: str, words: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SERIES)
 def test_command_lines(name: str) -> None:
-    arguments, _ = parse_arguments(["--emulator", *shlex.split(SERIES[name].words)])
+    arguments, _ = parse_arguments(["--emulator", *shlex.split(SERIES[name].flags)])
     arguments.namespaces = True  # as the record is made; nothing is started here
     chosen = {variant.name for gate in arguments.gates for variant in choose(arguments, gate)}
     assert "irregular" in chosen and any(name.startswith("both") for name in chosen)

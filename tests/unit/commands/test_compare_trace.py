@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_overlap.commands.compare_trace import main, read_trace, rows_of
+from moe_overlap.commands.compare_trace import main
 from moe_overlap.plan.instructions import Span
 from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.trace import write_trace
+from moe_overlap.report.trace import read_trace, rows_of
 
 
 def spans(scale: float, *further: Span) -> list[Span]:

@@ -13,6 +13,7 @@ import pytest
 from moe_overlap.commands import show_plan
 from moe_overlap.plan.instructions import parse_list
 from moe_overlap.plan.overlap import LoweredLimit, SearchLimits, StageOverlap
+from moe_overlap.report.plan import stage_rows
 from tests.unit.plan import plan_samples
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "show_plan.py"
@@ -37,12 +38,12 @@ def test_example_as_text(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -
     assert not any(row[0] == "offload" for row in table)
 
 
-def test_a_range_that_memory_kept_from_more_parts_is_shown(tool: ModuleType) -> None:
+def test_a_range_that_memory_kept_from_more_parts_is_shown() -> None:
     lowered = LoweredLimit(first_operator="L0.attention", last_operator="L0.moe.merge", max_partitions=2)
     limits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=4, lowered=(lowered,))
     for said, expected in ((limits, "L0.attention…L0.moe.merge*2"), (replace(limits, lowered=()), None)):
         plan = plan_samples.plan(stages=1, stage={"overlap": StageOverlap(search_limits=said)})
-        rows = dict(tool.stage_rows(plan))
+        rows = dict(stage_rows(plan))
         assert rows.get("fewer parts") == (None if expected is None else [expected])
 
 

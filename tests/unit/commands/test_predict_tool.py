@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import moe_overlap.predicting as predicting
+import moe_overlap.api as api
 from moe_overlap.commands.predict import main
 from tests.unit.tuner.test_cost_predict import by_hand
 
@@ -22,7 +22,7 @@ KEYS = "step_seconds tokens_per_second_per_gpu model_tflops_per_gpu mfu fits ext
 
 @pytest.fixture
 def hand_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicting, "cached_graphs", by_hand)
+    monkeypatch.setattr(api, "cached_graphs", by_hand)
 
 
 @pytest.mark.usefixtures("hand_made")
@@ -97,6 +97,6 @@ def test_torch_is_imported_once_for_a_layout(tmp_path: Path) -> None:
 def test_the_package_offers_predict() -> None:
     import moe_overlap
 
-    assert moe_overlap.predict is predicting.predict
+    assert moe_overlap.predict is api.predict
     with pytest.raises(AttributeError, match="no attribute 'predictions'"):
         _ = moe_overlap.predictions

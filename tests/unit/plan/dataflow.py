@@ -63,10 +63,10 @@ class Interpreter:
             (values,) = inputs.values()
             assert len(values) == self._samples
             self._add((i.name, i.micro_batch), values)
-        elif operator.suffix == BACKWARD and any(name.startswith("gradient") for name in (*i.writes, *saved)) or saved:
+        elif operator.phase == BACKWARD and any(name.startswith("gradient") for name in (*i.writes, *saved)) or saved:
             kept_apart = {stem(name).removeprefix("saved.") + ".dW" for name in saved}
-            for weight in split_weights(operator.part, self._model):
-                name = gradient_name(operator.part, weight, operator.layer)
+            for weight in split_weights(operator.kind, self._model):
+                name = gradient_name(operator.kind, weight, operator.layer)
                 if name not in kept_apart:
                     assert any(buffer.startswith("gradient") for buffer in i.writes), i
                     self._add((name, i.micro_batch), made)

@@ -7,7 +7,9 @@ import pytest
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.operators import (
     BACKWARD,
-    Operator,
+    Copied,
+    OperatorId,
+    Phase,
     backward_parts,
     boundary_operator,
     layer_operator,
@@ -15,35 +17,36 @@ from moe_overlap.plan.operators import (
     parse_operator,
     weight_gradient,
 )
+from moe_overlap.plan.operators import OperatorKind as K
 
 NAMES = {
-    "embedding": Operator("embedding"),
-    "embedding.backward": Operator("embedding", suffix="backward"),
-    "embedding.word.dW": Operator("embedding", weight="word", suffix="dW"),
-    "L3.attention": Operator("attention", layer=3),
-    "L3.attention.qkv.dW": Operator("attention", layer=3, weight="qkv", suffix="dW"),
-    "L3.attention.dW": Operator("attention", layer=3, suffix="dW"),
-    "L12.mlp.recompute": Operator("mlp", layer=12, suffix="recompute"),
-    "L0.moe.dispatch.backward": Operator("moe.dispatch", layer=0, suffix="backward"),
-    "L0.moe.count.recompute": Operator("moe.count", layer=0, suffix="recompute"),
-    "L0.moe.experts.fc2.dW": Operator("moe.experts", layer=0, weight="fc2", suffix="dW"),
-    "mtp0.attention": Operator("attention", mtp=0),
-    "mtp0.moe.combine.backward": Operator("moe.combine", mtp=0, suffix="backward"),
-    "mtp1.loss": Operator("loss", mtp=1),
-    "head.norm": Operator("head.norm"),
-    "head.loss.backward": Operator("head.loss", suffix="backward"),
-    "send.S0>S1": Operator("send.S0>S1"),
-    "receive.S3>S0.backward": Operator("receive.S3>S0", suffix="backward"),
-    "gradients": Operator("gradients"),
-    "gradients.L3": Operator("gradients", layer=3),
-    "gradients.embedding": Operator("gradients.embedding"),
-    "parameters.L3": Operator("parameters", layer=3),
-    "optimizer.norm": Operator("optimizer.norm"),
-    "optimizer.L3": Operator("optimizer", layer=3),
-    "optimizer.mtp0": Operator("optimizer", mtp=0),
-    "optimizer.head": Operator("optimizer.head"),
-    "offload.L3.activations": Operator("offload.activations", layer=3),
-    "prefetch.embedding.weights": Operator("prefetch.embedding.weights"),
+    "embedding": OperatorId(K.EMBEDDING),
+    "embedding.backward": OperatorId(K.EMBEDDING, phase=Phase.BACKWARD),
+    "embedding.word.dW": OperatorId(K.EMBEDDING, weight="word", phase=Phase.WEIGHT_GRADIENT),
+    "L3.attention": OperatorId(K.ATTENTION, layer=3),
+    "L3.attention.qkv.dW": OperatorId(K.ATTENTION, layer=3, weight="qkv", phase=Phase.WEIGHT_GRADIENT),
+    "L3.attention.dW": OperatorId(K.ATTENTION, layer=3, phase=Phase.WEIGHT_GRADIENT),
+    "L12.mlp.recompute": OperatorId(K.MLP, layer=12, phase=Phase.RECOMPUTE),
+    "L0.moe.dispatch.backward": OperatorId(K.DISPATCH, layer=0, phase=Phase.BACKWARD),
+    "L0.moe.count.recompute": OperatorId(K.COUNT, layer=0, phase=Phase.RECOMPUTE),
+    "L0.moe.experts.fc2.dW": OperatorId(K.EXPERTS, layer=0, weight="fc2", phase=Phase.WEIGHT_GRADIENT),
+    "mtp0.attention": OperatorId(K.ATTENTION, mtp=0),
+    "mtp0.moe.combine.backward": OperatorId(K.COMBINE, mtp=0, phase=Phase.BACKWARD),
+    "mtp1.loss": OperatorId(K.LOSS, mtp=1),
+    "head.norm": OperatorId(K.HEAD_NORM),
+    "head.loss.backward": OperatorId(K.HEAD_LOSS, phase=Phase.BACKWARD),
+    "send.S0>S1": OperatorId(K.SEND, stages=(0, 1)),
+    "receive.S3>S0.backward": OperatorId(K.RECEIVE, stages=(3, 0), phase=Phase.BACKWARD),
+    "gradients": OperatorId(K.GRADIENTS),
+    "gradients.L3": OperatorId(K.GRADIENTS, layer=3),
+    "gradients.embedding": OperatorId(K.GRADIENTS, end="embedding"),
+    "parameters.L3": OperatorId(K.PARAMETERS, layer=3),
+    "optimizer.norm": OperatorId(K.NORM),
+    "optimizer.L3": OperatorId(K.OPTIMIZER, layer=3),
+    "optimizer.mtp0": OperatorId(K.OPTIMIZER, mtp=0),
+    "optimizer.head": OperatorId(K.OPTIMIZER, end="head"),
+    "offload.L3.activations": OperatorId(K.OFFLOAD, layer=3, copied=Copied.ACTIVATIONS),
+    "prefetch.embedding.weights": OperatorId(K.PREFETCH, end="embedding", copied=Copied.WEIGHTS),
 }
 
 WRONG = [
@@ -57,7 +60,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "operator"), NAMES.items())
-def test_parse_and_print(name: str, operator: Operator) -> None:
+def test_parse_and_print(name: str, operator: OperatorId) -> None:
     assert parse_operator(name) == operator
     assert str(operator) == name
 
@@ -69,10 +72,10 @@ def test_not_a_name(name: str) -> None:
 
 
 def test_constructors() -> None:
-    assert layer_operator(3, "moe.dispatch") == "L3.moe.dispatch"
-    assert layer_operator(3, "moe.dispatch", BACKWARD) == "L3.moe.dispatch.backward"
-    assert weight_gradient(3, "moe.experts", "fc2") == "L3.moe.experts.fc2.dW"
-    assert boundary_operator("receive", 0, 1, backward=True) == "receive.S0>S1.backward"
+    assert layer_operator(3, K.DISPATCH) == "L3.moe.dispatch"
+    assert layer_operator(3, K.DISPATCH, BACKWARD) == "L3.moe.dispatch.backward"
+    assert weight_gradient(3, K.EXPERTS, "fc2") == "L3.moe.experts.fc2.dW"
+    assert boundary_operator(K.RECEIVE, 0, 1, backward=True) == "receive.S0>S1.backward"
 
 
 def test_orders_of_a_layer() -> None:

@@ -103,7 +103,7 @@ def test_every_list_is_sound() -> None:
             expected: Counter[tuple[str, int | None]] = Counter()
             for i in reference:
                 operator = parse_operator(i.name)
-                times = partitions.get((operator.layer or 0, operator.part), 1) if operator.layer is not None else 1
+                times = partitions.get((operator.layer or 0, operator.kind), 1) if operator.layer is not None else 1
                 expected[i.name, i.micro_batch] += times if i.micro_batch is not None else 1
             kept = [i for i in made if i.kind != "weight-gradient"]
             assert Counter((i.name, i.micro_batch) for i in kept) == expected

@@ -122,7 +122,7 @@ def test_message_marks_both_lines() -> None:
     [
         ([instruction(0, "a", writes="x"), instruction(1, "b", writes="x")], "race for x"),
         ([instruction(0, "a", "tokens"), instruction(1, "b", writes="tokens")], "race for tokens"),
-        ([instruction(0, "a", "x")], "x is read before anything wrote it\n> 0"),
+        ([instruction(0, "a", "rows")], "rows is read before anything wrote it\n> 0"),
         ([instruction(0, "a", after=(7,))], "dependency 7 does not exist\n> 0"),
         ([instruction(0, "a", after=(1,)), instruction(1, "a", after=(0,))], "dependency 1 does not stand before it"),
         ([instruction(0, "a", after=(0,))], "dependency 0 does not stand before it"),
@@ -165,7 +165,7 @@ def test_reads_do_not_race_and_ids_may_have_gaps() -> None:
 def test_inputs_are_declared() -> None:
     assert "tokens" in INPUTS
     check_races([instruction(0, "a", "tokens.m0")])
-    check_races([instruction(0, "a", "cache.m0")], inputs=frozenset({"cache"}))
+    check_races([instruction(0, "a", "capacity.m0")], inputs=frozenset({"capacity"}))
 
 
 def test_builder_orders_what_it_is_given() -> None:

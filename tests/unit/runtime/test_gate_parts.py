@@ -8,8 +8,9 @@ import torch
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.build import gate_and_dispatcher
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
-from moe_overlap.runtime.executor.bindings import ChunkOperators, StepState
+from moe_overlap.runtime.executor.bindings import ChunkOperators
 from moe_overlap.runtime.executor.buffers import BATCH, Buffers
+from moe_overlap.runtime.executor.state import StepState
 from moe_overlap.runtime.megatron_core.moe_layer import adapt_layer
 from moe_overlap.runtime.routing.state import DrawClock
 from moe_overlap.runtime.spans import SpanRecorder

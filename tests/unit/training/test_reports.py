@@ -51,7 +51,7 @@ def span(name: str, channel: str, start: float, end: float) -> Span:
 STEP = (
     span("L0.attention", "compute", 0.0, 1.0),
     span("L0.moe.dispatch", "ep", 1.0, 1.5),
-    span("send.L0", "pp", 1.25, 1.75),
+    span("send.S0>S1", "pp", 1.25, 1.75),
     span("L0.moe.experts.backward", "compute", 2.0, 4.0),
     span("L0.moe.experts.dW", "compute", 4.0, 4.5),
     span("L0.mlp.recompute", "compute", 4.5, 5.0),

@@ -100,4 +100,6 @@ def of_one_rank(collective: Callable[..., Any]) -> Callable[..., Any]:
 def recorded(asked: Request, points: Sequence[tuple[int, int]], really: bool = False) -> dict[str, list[Part]]:
     """Kind -> the part at each point, with constant numbers."""
     with running(asked, really) as (runner, _):
-        return {kind: [runner.record(piece, *point) for point in points] for kind, piece in runner.pieces.items()}
+        return {
+            kind: [runner.record(piece, *point) for point in points] for kind, piece in runner.runnable_parts.items()
+        }

@@ -37,7 +37,7 @@ class Totals(MemTracker):
 def tracked_peak(asked: Any) -> float:
     """Peak of forward and backward of the whole model by MemTracker; parameters and gradient buffers taken out."""
     with running(asked) as (runner, _):
-        pieces = list(runner.pieces.values())
+        pieces = list(runner.runnable_parts.values())
 
         def step() -> None:
             tokens, positions = pieces[0].inputs(SAMPLES, TOKENS)

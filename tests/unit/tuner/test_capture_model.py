@@ -122,7 +122,7 @@ def test_saved_bytes_are_those_that_autograd_keeps_in_a_real_run(flags: str) -> 
     asked = request(flags)
     part = recorded(asked, [(2, 128)])[asked_kind(flags)][0]
     with running(asked, really=True) as (runner, _):
-        piece = runner.pieces[asked_kind(flags)]
+        piece = runner.runnable_parts[asked_kind(flags)]
         runner.record(piece, 2, 128)
         (x,) = piece.inputs(2, 128)
         held = {p.untyped_storage()._cdata for module in piece.modules.values() for p in module.parameters()}
@@ -248,7 +248,7 @@ def test_the_projection_of_a_prediction_layer_is_an_operator_of_its_own() -> Non
 
 def test_a_kernel_that_is_not_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(request(f"{DENSE} --bf16", "torch")) as (runner, _):
-        piece = runner.pieces["dense"]
+        piece = runner.runnable_parts["dense"]
         attention = piece.modules[""].self_attention.core_attention
         stock = attention.forward
         foreign = torch.library.Library("some_library", "DEF")

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from moe_overlap.predicting import predicted_of, task_of
+from moe_overlap.api import problem_of
 from moe_overlap.tuner.cost.exchange_costs import COUNTS, QUEUED_COUNTS, STARTS, ExchangeCosts, costs_of
-from moe_overlap.tuner.cost.simulate.step import simulate_step
+from moe_overlap.tuner.cost.simulate.step import predict_plan, simulate_step
 from moe_overlap.tuner.profile.cluster_file import Fitted
 from moe_overlap.tuner.profile.database import LinkKey
 from tests.unit.tuner.test_cost_listed_step import BASE, CLUSTER, PARTS
@@ -22,13 +22,13 @@ def test_lists_pay_for_starts_and_counts() -> None:
     group = CLUSTER.groups[0]
     slow = dataclasses.replace(group, domain_gb_per_s=1.0, network_gb_per_s=1.0)
     cluster = dataclasses.replace(CLUSTER, groups=(slow,))
-    task = task_of([*BASE, *f"{STAGES} 1 {PARTS}".split()], cluster, {"graphs": by_hand, "constants": CONSTANTS})
+    task = problem_of([*BASE, *f"{STAGES} 1 {PARTS}".split()], cluster, {"graphs": by_hand, "constants": CONSTANTS})
 
     def step(costs: ExchangeCosts) -> tuple[float, float]:
         """Simulated instruction by instruction, and predicted from folded lists."""
         costly = dataclasses.replace(task, machine=dataclasses.replace(task.machine, exchanges=costs))
-        whole = simulate_step(task.job.plan, task.job.model, task.graphs, costly.machine, task.features)
-        return whole.simulation.step_seconds, predicted_of(costly, task.job.plan).predicted.step_seconds
+        whole = simulate_step(task.plan, costly)
+        return whole.simulation.step_seconds, predict_plan(task.plan, costly).predicted.step_seconds
 
     free, counted, queued, started = (
         step(costs)
@@ -44,7 +44,7 @@ def test_lists_pay_for_starts_and_counts() -> None:
     assert free[0] < queued[0] < counted[0] < started[0], (
         "not every count meets rows; dispatch and combine are started, too"
     )
-    made = simulate_step(task.job.plan, task.job.model, task.graphs, task.machine, task.features).prices[0].made
+    made = simulate_step(task.plan, task).prices[0].made
     exchanges = sum(i.channel.startswith("ep") for i in made)
     assert started[0] == pytest.approx(free[0] + 0.5 * exchanges, rel=0.2), "nothing runs beside a start"
 

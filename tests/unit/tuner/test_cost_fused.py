@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-import moe_overlap.predicting as predicting
+import moe_overlap.api as api
+from moe_overlap.api import predict, read_job, simulated
 from moe_overlap.commands.predict import main
 from moe_overlap.describe.cluster import Cluster, cluster_of, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan, save_plan
-from moe_overlap.predicting import predict, read_job, simulated
 from moe_overlap.tuner.capture.expression import B, S
 from moe_overlap.tuner.capture.graph import Collective, Layout, Part
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -325,7 +325,7 @@ def test_a_cluster_file_may_say_how_many_multiprocessors_a_gpu_has() -> None:
 def test_predict_answers_for_mixtral(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(predicting, "cached_graphs", by_hand)
+    monkeypatch.setattr(api, "cached_graphs", by_hand)
     flags = str(Path(__file__).resolve().parents[3] / "examples" / "mixtral-8x7b.args")
     plan = read_job([f"@{flags}"], 64).plan
     save_plan(fused_plan(plan, None), tmp_path / "plan.json")

@@ -12,10 +12,10 @@ import pytest
 
 import moe_overlap.tuner.cost.analytic as cost_predict
 import moe_overlap.tuner.cost.simulate.step as listed_step
+from moe_overlap.api import predict, read_job, simulated
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.plan import Tile, Transfer
 from moe_overlap.plan.serialize import save_plan
-from moe_overlap.predicting import predict, read_job, simulated
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from moe_overlap.api import predict, read_job
 from moe_overlap.describe.cluster import Cluster, NodeGroup, shipped_cluster
 from moe_overlap.plan.plan import Offload
 from moe_overlap.plan.serialize import save_plan
-from moe_overlap.predicting import predict, read_job
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Constants
 from tests.unit.tuner.test_cost_predict import BASE, CONSTANTS, JOB, SECONDS, by_hand, predicted

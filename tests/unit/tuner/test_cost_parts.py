@@ -10,8 +10,8 @@ import re
 import pytest
 import torch
 
+from moe_overlap.api import simulated
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.predicting import simulated
 from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
 from moe_overlap.tuner.cost.deferral_room import Room, computed_gradients, copied_bytes
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import moe_overlap.predicting as predicting
+import moe_overlap.api as api
 import moe_overlap.tuner.cost.analytic as cost_predict
+from moe_overlap.api import predict, simulated
 from moe_overlap.commands import predict as predict_tool
-from moe_overlap.commands.compare_trace import read_trace
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.serialize import save_plan
-from moe_overlap.predicting import predict, simulated
+from moe_overlap.report.trace import read_trace
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
 from moe_overlap.tuner.cost.layer import weight_of
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
@@ -193,7 +193,7 @@ def test_two_streams_are_slowed_down_as_the_closed_form_says() -> None:
 def test_the_trace_has_a_process_per_stage_and_the_names_of_instructions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predicting, "cached_graphs", by_hand)
+    monkeypatch.setattr(api, "cached_graphs", by_hand)
     (tmp_path / "job.args").write_text(" ".join(JOB))
     job = ["--megatron-args", str(tmp_path / "job.args"), "--gpu", "H100", "--num-gpus", "32"]
     trace = tmp_path / "made" / "trace.json"
@@ -213,10 +213,10 @@ def test_the_trace_has_a_process_per_stage_and_the_names_of_instructions(
 def test_what_cannot_be_written_or_lowered_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(predicting, "cached_graphs", by_hand)
+    monkeypatch.setattr(api, "cached_graphs", by_hand)
     (tmp_path / "job.args").write_text(" ".join(JOB))
     job = ["--megatron-args", str(tmp_path / "job.args"), "--gpu", "H100", "--num-gpus", "32"]
-    plan = predicting.read_job(JOB, 32).plan
+    plan = api.read_job(JOB, 32).plan
     unknown = dataclasses.replace(plan.stages[0].overlap, micro_batches_in_flight=3)
     stages = tuple(dataclasses.replace(stage, overlap=unknown) for stage in plan.stages)
     save_plan(dataclasses.replace(plan, stages=stages), tmp_path / "plan.json")

@@ -12,19 +12,18 @@ import pytest
 import moe_overlap
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model, known_vocab_size
+from moe_overlap.api import problem_of, tune
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.overlap_candidates import DEFERRED, Candidate, Candidates
-from moe_overlap.overlap_mixes import mixed
-from moe_overlap.overlap_tuning import tune_overlap
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.overlap import KernelBlocks, LayerOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.predicting import task_of
 from moe_overlap.tuner.capture.request import layer_kinds
+from moe_overlap.tuner.search.layer.candidates import DEFERRED, Candidate, Candidates
 from moe_overlap.tuner.search.layer.mechanisms import Mix, entries_of, layer_classes, mix_mechanisms, with_entries
+from moe_overlap.tuner.search.layer.overlap import mixed
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.test_overlap_tuning import JOB, LIMITS
 
@@ -45,15 +44,13 @@ def ways(words: str = "", gib: float = 80.0) -> tuple[Candidates, list[Candidate
     slow = dataclasses.replace(group, gpu=gpu, domain_gb_per_s=group.domain_gb_per_s / 8)
     cluster = dataclasses.replace(shipped_cluster("H100", 16), groups=(slow,))
     given = (*JOB, *words.split())
-    search = Undeferred(
-        task_of(given, cluster, {"graphs": by_hand, "constants": CONSTANTS}), given, cluster, LIMITS, 1.0
-    )
+    search = Undeferred(problem_of(given, cluster, {"graphs": by_hand, "constants": CONSTANTS}), LIMITS, 1.0)
     return search, [one for one in search.uniform() if one.name in KEPT]
 
 
 def best_of_all(search: Candidates, ones: list[Candidate], mix: Mix) -> float:
     """The shortest step of all legal combinations that fit."""
-    entries, model = [entries_of(one.decided) for one in ones], search.task.job.model
+    entries, model = [entries_of(one.decided) for one in ones], search.problem.model
     found = []
     for chosen in itertools.product(entries, repeat=len(mix.classes)):
         pairs = zip(mix.classes, chosen, strict=True)
@@ -72,7 +69,7 @@ def best_of_all(search: Candidates, ones: list[Candidate], mix: Mix) -> float:
 @pytest.mark.slow
 def test_schedules_that_are_left_out_could_not_have_been_the_fastest() -> None:
     search, _ = ways()
-    whole = Candidates(search.task, search.words, search.cluster, LIMITS, 1.0)
+    whole = Candidates(search.problem, LIMITS, 1.0)
     found = list(whole.uniform())
     best = min(one.seconds for one in found if one.prediction is not None)
     left_out = {one.name.removesuffix(f", {DEFERRED}") for one in found if "whatever the schedule" in one.refused}
@@ -119,7 +116,7 @@ def test_a_range_in_pieces_takes_as_long() -> None:
     search, uniform = ways("--num-layers 6 --moe-layer-freq ([1,0,1,1,1,0])")
     (cut,) = (one for one in uniform if one.name == "partitions")
     pieces = with_entries(cut.decided, entries_of(cut.decided))
-    validate_plan(pieces, search.task.job.model)
+    validate_plan(pieces, search.problem.model)
     assert len([one for stage in pieces.stages for one in stage.overlap.layers if one.partitions]) == 4
     assert len([one for stage in cut.decided.stages for one in stage.overlap.layers if one.partitions]) < 4
     assert search.predicted(pieces).predicted.step_seconds == pytest.approx(cut.seconds, rel=1e-12)
@@ -132,8 +129,8 @@ def test_nothing_is_mixed_where_nothing_fits() -> None:
 def made(words: str = "") -> tuple[Plan, ModelDescription]:
     """A plan of three layers without overlap."""
     given = (*JOB, *f"--pipeline-model-parallel-size 1 --num-layers 3 {words}".split())
-    task = task_of(given, shipped_cluster("H100", 16), {"graphs": by_hand, "constants": CONSTANTS})
-    return task.job.plan, task.job.model
+    task = problem_of(given, shipped_cluster("H100", 16), {"graphs": by_hand, "constants": CONSTANTS})
+    return task.plan, task.model
 
 
 def with_mechanism(plan: Plan, **fields: object) -> Plan:
@@ -215,8 +212,8 @@ def test_layers_that_are_alike_are_decided_once() -> None:
     ]
     config = parse(words).config
     described = describe_model(config, known_vocab_size(config), "job")
-    task = task_of(words, shipped_cluster("H100", 16), {"graphs": by_hand, "constants": CONSTANTS})
-    assert [one.layers for one in layer_classes(task.job.plan, described, layer_kinds(described))] == [
+    task = problem_of(words, shipped_cluster("H100", 16), {"graphs": by_hand, "constants": CONSTANTS})
+    assert [one.layers for one in layer_classes(task.plan, described, layer_kinds(described))] == [
         (1,),
         (2, 3, 4),
         (5,),
@@ -227,5 +224,5 @@ def test_layers_that_are_alike_are_decided_once() -> None:
 
 
 def test_tune_is_exported_beside_predict() -> None:
-    assert moe_overlap.tune is tune_overlap
+    assert moe_overlap.tune is tune
     assert set(moe_overlap.__all__) == {"predict", "tune"}

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
-import moe_overlap.predicting as predicting
+import moe_overlap.api as api
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model, known_vocab_size
 from megatron.training.cli.validation import validate
 from megatron.training.plan_flags import plan_of_run
+from moe_overlap.api import problem_of, read_job, tune
 from moe_overlap.commands.autotune import main
 from moe_overlap.describe.cluster import Cluster, shipped_cluster
-from moe_overlap.overlap_candidates import DEFERRED, PLAIN, Candidate
-from moe_overlap.overlap_tuning import WORTH, Tuned, choose, tune_overlap
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.predicting import predicted_of, read_job, task_of
+from moe_overlap.report.tuning import Tuned
+from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.search.layer.candidates import DEFERRED, PLAIN, Candidate
+from moe_overlap.tuner.search.layer.overlap import WORTH, choose
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 
 JOB = """--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
@@ -42,7 +44,7 @@ def slow_links(slower: float) -> Cluster:
 @functools.cache
 def tuned(slower: float, *words: str) -> Tuned:
     """Over links so much slower than an H100's."""
-    return tune_overlap([*JOB, *words], slow_links(slower), LIMITS, graphs=by_hand, constants=CONSTANTS)
+    return tune([*JOB, *words], slow_links(slower), LIMITS, graphs=by_hand, constants=CONSTANTS)
 
 
 def test_slow_links_are_worth_hiding_and_the_fastest_is_chosen() -> None:
@@ -66,7 +68,7 @@ def test_layers_are_cut_alike_and_beside_another_micro_batch_too() -> None:
     # Where the search of ranges ends at the same plan, it stands under that name alone.
     for name in ("4 equal partitions", "two micro-batches in 4 equal partitions"):
         named.setdefault(name, named[name.replace("4 equal ", "")])
-    task = task_of(JOB, slow_links(8.0), {"graphs": by_hand, "constants": CONSTANTS})
+    task = problem_of(JOB, slow_links(8.0), {"graphs": by_hand, "constants": CONSTANTS})
     own = [*JOB, "--moe-gate", "topk", "--moe-token-dispatcher-type", "irregular"]
     for parts in (2, 4):
         alike, paired = named[f"{parts} equal partitions"], named[f"two micro-batches in {parts} equal partitions"]
@@ -78,7 +80,7 @@ def test_layers_are_cut_alike_and_beside_another_micro_batch_too() -> None:
             [*own, "--moe-overlap-partitions", str(parts), "--moe-overlap-range", word]
             for word in ("experts", "after", "around")
         ]
-        steps = [predicted_of(task, read_job(said, 16).plan).predicted.step_seconds for said in words]
+        steps = [predict_plan(read_job(said, 16).plan, task).predicted.step_seconds for said in words]
         assert alike.seconds == pytest.approx(min(steps)) and min(steps) < max(steps)
 
 
@@ -122,7 +124,7 @@ def write_job(folder: Path, *words: str) -> list[str]:
 def test_what_is_written_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(predicting, "cached_graphs", by_hand)
+    monkeypatch.setattr(api, "cached_graphs", by_hand)
     assert main([*write_job(tmp_path, "--overlap-param-gather"), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["dropped_flags"] == ["--overlap-param-gather"]
@@ -154,7 +156,7 @@ def test_mistakes_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(predicting, "cached_graphs", by_hand)
+    monkeypatch.setattr(api, "cached_graphs", by_hand)
     assert main([*write_job(tmp_path, *job.split()), *tool.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1 and message in said

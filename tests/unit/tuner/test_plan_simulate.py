@@ -359,8 +359,8 @@ def test_what_moves_is_bounded_whatever_takes_long(offload: Offload) -> None:
 
 
 def test_intervals_by_hand() -> None:
-    """`x` is there twice, `parameters` always, `y` until its last reader has ended, tokens from the start, the host's never."""
-    buffers = [("", "x"), ("x tokens.m0", "y"), ("host.w parameters.L0", "x"), ("y x", "")]
+    """`a` is there twice, `parameters` always, `h` until its last reader has ended, tokens from the start, the host's never."""
+    buffers = [("", "a"), ("a tokens.m0", "h"), ("host.weights parameters.L0", "a"), ("h a", "")]
     made = [
         dataclasses.replace(compute(n, "compute"), reads=tuple(reads.split()), writes=tuple(writes.split()))
         for n, (reads, writes) in enumerate(buffers)
@@ -368,11 +368,11 @@ def test_intervals_by_hand() -> None:
     ran = simulate({0: made}, lambda *_: 1.0).ran
     found = sorted(one for one in intervals(ran) if not one[0].startswith("activations"))
     assert found == [
+        ("a", 0.0, 2.0),
+        ("a", 2.0, 4.0),
+        ("h", 1.0, 4.0),
         ("parameters.L0", 0.0, 4.0),
         ("tokens.m0", 0.0, 2.0),
-        ("x", 0.0, 2.0),
-        ("x", 2.0, 4.0),
-        ("y", 1.0, 4.0),
     ]
-    sizes = {"x": 2.0, "y": 1.0}
+    sizes = {"a": 2.0, "h": 1.0}
     assert live_bytes(ran, lambda name: sizes.get(name, 0.0)) == [(0.0, 2.0), (1.0, 3.0), (4.0, 0.0)]

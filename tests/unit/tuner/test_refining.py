@@ -9,22 +9,24 @@ from pathlib import Path
 
 import pytest
 
-import moe_overlap.overlap_tuning as overlap_tuning
-import moe_overlap.predicting as predicting
+import moe_overlap.api as api
+from moe_overlap.api import Options, problem_of, read_job, tune
 from moe_overlap.commands.autotune import main
 from moe_overlap.describe.cluster import Cluster, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.overlap_tuning import PLAIN, WORTH, Candidate, Tuned, keep_measured, tune_overlap
 from moe_overlap.plan.instructions import COMPUTING, Span
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.trace import about_run, write_ranks
-from moe_overlap.predicting import Options, Task, predicted_of, read_job, task_of
-from moe_overlap.refining import Refinement, refine, with_prices
+from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.observe import observe
+from moe_overlap.tuner.calibrate.refine import Refinement, refine
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Refined
-from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
+from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.database import Database, Device
+from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidate
+from moe_overlap.tuner.search.layer.overlap import WORTH, keep_measured
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 from tests.unit.tuner.test_overlap_tuning import JOB, write_job
 
@@ -64,8 +66,8 @@ def truth_of(exchanges: float) -> Refined:
     )
 
 
-def task(slower: float, words: Sequence[str] = ONE_STAGE) -> Task:
-    return task_of(words, links(slower), {"graphs": by_hand, "constants": CONSTANTS})
+def task(slower: float, words: Sequence[str] = ONE_STAGE) -> Problem:
+    return problem_of(words, links(slower), {"graphs": by_hand, "constants": CONSTANTS})
 
 
 def recorded(step: SimulatedStep, rank: int) -> list[Span]:
@@ -83,12 +85,12 @@ def recorded(step: SimulatedStep, rank: int) -> list[Span]:
     return spans
 
 
-def measure(path: Path, world: Task, truth: Refined, plan: Plan) -> float:
+def measure(path: Path, world: Problem, truth: Refined, plan: Plan) -> float:
     """Write the trace of a run in a world of these prices; the seconds of its step."""
-    real = with_prices(world, truth)
-    step = simulate_step(plan, world.job.model, world.graphs, real.machine, world.features)
+    real = world.refined_by(truth)
+    step = simulate_step(plan, real)
     ranks = {stage.devices.ranks[0]: recorded(step, stage.devices.ranks[0]) for stage in plan.stages}
-    write_ranks(path, ranks, about=about_run(plan, world.job.model))
+    write_ranks(path, ranks, about=about_run(plan, world.model))
     return step.simulation.step_seconds
 
 
@@ -119,7 +121,7 @@ def test_factors_are_found_again(tmp_path: Path, flags: str, slower: float) -> N
 
 def tuned(world: float, traces: Sequence[Path] = ()) -> Tuned:
     given = {"graphs": by_hand, "constants": CONSTANTS}
-    return tune_overlap(ONE_STAGE, links(world), LIMITS, 1.0, traces, **given)  # type: ignore[arg-type]
+    return tune(ONE_STAGE, links(world), LIMITS, 1.0, traces, **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("slower", "exchanges"), [(0.02, 400.0), (8.0, 2.0)])
@@ -131,10 +133,10 @@ def test_the_second_choice_is_that_of_the_true_prices(
     first, truth, world = tuned(slower).chosen, truth_of(exchanges), task(slower)
     before = measure(tmp_path / "run.json", world, truth, first.decided)
     second = tuned(slower, [tmp_path / "run.json"])
-    right = with_prices(world, truth)
-    monkeypatch.setattr(overlap_tuning, "refine", lambda *_: (right, Refinement((), ())))
+    right = world.refined_by(truth)
+    monkeypatch.setattr(api, "refine", lambda *_: (right, Refinement((), ())))
     best = tuned(slower, [tmp_path / "run.json"]).chosen
-    taken = predicted_of(right, second.chosen.decided).predicted.step_seconds
+    taken = predict_plan(second.chosen.decided, right).predicted.step_seconds
     assert taken == pytest.approx(best.seconds, rel=WORTH)
     assert taken <= before * (1.0 + 1e-9)
     assert (first.name == PLAIN) == (slower < 1) and second.chosen.name != PLAIN
@@ -152,20 +154,20 @@ def test_a_measured_cluster_keeps_what_was_refined(tmp_path: Path, capsys: pytes
     cluster = dataclasses.replace(links(1.0), measured=here)
     given: Options = {"graphs": by_hand, "constants": CONSTANTS}
     for exchanges in (2.0, 3.0):
-        world = task_of(ONE_STAGE, cluster, given)
-        measure(trace, world, truth_of(exchanges), world.job.plan)
+        world = problem_of(ONE_STAGE, cluster, given)
+        measure(trace, world, truth_of(exchanges), world.plan)
         after, found = refine(world, [trace])
-        again = task_of([*ONE_STAGE, "--lr", "1"], cluster, given)
+        again = problem_of([*ONE_STAGE, "--lr", "1"], cluster, given)
         assert again.machine.refined == after.machine.refined != NOT_REFINED
         assert again.machine.refined.factor("moe.dispatch", False) == pytest.approx(exchanges, rel=0.05)
-        assert predicted_of(again, world.job.plan).predicted.step_seconds == found.steps[0].after_seconds
+        assert predict_plan(world.plan, again).predicted.step_seconds == found.steps[0].after_seconds
         assert "prices refined by traces of this job" in capsys.readouterr().err
-    assert found.steps[0].before_seconds == predicted_of(task(1.0), world.job.plan).predicted.step_seconds
+    assert found.steps[0].before_seconds == predict_plan(world.plan, task(1.0)).predicted.step_seconds
     with path.open("a") as file:
         file.write('{"job": "damaged", "factors": [["attention", false, -1.0]], "unpriced": {}}\n')
     kept = Database.open(path, device).jobs
     assert list(kept.values()) == [after.machine.refined] and "damaged" not in path.read_text()
-    assert task_of([*ONE_STAGE, "--hidden-size", "1024"], cluster, given).machine.refined == NOT_REFINED
+    assert problem_of([*ONE_STAGE, "--hidden-size", "1024"], cluster, given).machine.refined == NOT_REFINED
     assert "prices refined" not in capsys.readouterr().err
 
 
@@ -196,8 +198,8 @@ def test_ranks_that_wait_for_a_slower_one(tmp_path: Path) -> None:
 
 def test_what_was_measured_stays_unless_another_is_faster_than_it_and_than_its_prediction() -> None:
     world = task(1.0)
-    prediction = predicted_of(world, world.job.plan)
-    plain = Candidate(name=PLAIN, words=(), plan=world.job.plan, prediction=prediction)
+    prediction = predict_plan(world.plan, world)
+    plain = Candidate(name=PLAIN, plan=world.plan, prediction=prediction)
 
     def one(name: str, seconds: float, measured: float | None = None) -> Candidate:
         step = dataclasses.replace(prediction.predicted, step_seconds=seconds)
@@ -249,7 +251,7 @@ def test_traces_of_other_jobs_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(predicting, "cached_graphs", by_hand)
+    monkeypatch.setattr(api, "cached_graphs", by_hand)
     job = read_job([*[word for word in JOB if word != "--overlap-grad-reduce"], *words.split()], 16)
     path = tmp_path / "run.json"
     if change is not None:
@@ -264,7 +266,7 @@ def test_traces_of_other_jobs_are_one_line(
 def test_files_of_other_ranks_and_batches(tmp_path: Path) -> None:
     """A stage that nobody measured, a file that an older run left, a step of a smaller batch."""
     world, path = task(1.0, JOB), tmp_path / "run.json"
-    about, spans = about_run(world.job.plan, world.job.model), [Span("L0.attention", "compute", 0, 0, 0.0, 1.0)]
+    about, spans = about_run(world.plan, world.model), [Span("L0.attention", "compute", 0, 0, 0.0, 1.0)]
     write_ranks(path, {0: spans}, about=about)
     with pytest.raises(ConfigError, match=r"run.json: no rank of stage 1 is beside it; bring the files of all ranks"):
         refine(world, [path])

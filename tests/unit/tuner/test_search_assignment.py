@@ -9,9 +9,9 @@ import pytest
 
 from moe_overlap.tuner.search.layer.assignment import (
     Assignment,
+    AssignmentProblem,
     Gradient,
     LayerSpan,
-    Problem,
     Run,
     best_fit,
     held_shortly,
@@ -28,14 +28,14 @@ INSTANCES = 120
 
 def problem(
     slots: list[int], gradients: list[tuple[int, int, int]], max_bytes: int = 10**9, cyclic: bool = False
-) -> Problem:
+) -> AssignmentProblem:
     """Microseconds of slots; microseconds, bytes and first slot of weight gradients, which run in any slot from there on."""
     n = len(slots)
     made = [Gradient(t * US, size, first, tuple(range(0 if cyclic else first, n))) for t, size, first in gradients]
-    return Problem(tuple(made), tuple(t * US for t in slots), max_bytes, cyclic)
+    return AssignmentProblem(tuple(made), tuple(t * US for t in slots), max_bytes, cyclic)
 
 
-def random_problem(draw: random.Random) -> Problem:
+def random_problem(draw: random.Random) -> AssignmentProblem:
     """Five weight gradients at most, four slots at most; with and without a limit, periods, and forbidden slots."""
     slots = [draw.choice([0, 5, 100, draw.randint(1, 300)]) for _ in range(draw.randint(1, 4))]
     cyclic = draw.random() < 0.3
@@ -48,10 +48,10 @@ def random_problem(draw: random.Random) -> Problem:
         Gradient(one.seconds, one.bytes, one.first, tuple(j for j in one.under if draw.random() < 0.8))
         for one in made.gradients
     )
-    return Problem(tuple(allowed), made.slots, made.max_bytes, cyclic)
+    return AssignmentProblem(tuple(allowed), made.slots, made.max_bytes, cyclic)
 
 
-def by_brute_force(given: Problem) -> float:
+def by_brute_force(given: AssignmentProblem) -> float:
     """The best value of all assignments; what is held is counted slot by slot, over three periods where there are several."""
     n = len(given.slots)
     best = 0.0
@@ -71,7 +71,7 @@ def by_brute_force(given: Problem) -> float:
     return best
 
 
-def by_algorithm_1(given: Problem) -> float:
+def by_algorithm_1(given: AssignmentProblem) -> float:
     """Best fit as the paper has it: whatever is nearest is taken while anything is left of a slot."""
     hidden, used = 0.0, set[int]()
     for slot, seconds in enumerate(given.slots):
@@ -147,7 +147,7 @@ def test_a_gap_is_a_slot_like_an_exchange() -> None:
     ],
     ids=["nothing", "no slot", "no candidate", "no time", "no work", "no room", "no bytes", "one fits", "ties"],
 )
-def test_degenerate(given: Problem, expected: Assignment) -> None:
+def test_degenerate(given: AssignmentProblem, expected: Assignment) -> None:
     found = solve(given, (), 5.0)
     assert found.assignment == expected
     assert found.value == pytest.approx(found.bound)
@@ -182,7 +182,7 @@ PERIOD = [(60, 3, 0), (40, 2, 1), (70, 2, 1), (30, 1, 2)]
 """Of one layer: microseconds, bytes, slots of the layer in front."""
 
 
-def repeated(layers: int, slots: tuple[int, int] = (100, 100)) -> tuple[Problem, list[LayerSpan]]:
+def repeated(layers: int, slots: tuple[int, int] = (100, 100)) -> tuple[AssignmentProblem, list[LayerSpan]]:
     """Layers alike, with a head of another kind in front."""
     gradients = [(500, 9, 0)] + [(t, size, 2 * n + first) for n in range(layers) for t, size, first in PERIOD]
     gradients = [one for one in gradients if one[2] < 2 * layers]
@@ -220,9 +220,9 @@ def test_repetition_finds_what_greedy_misses_where_the_whole_is_too_large(monkey
 
 def test_layers_that_differ_are_no_run() -> None:
     given, spans = repeated(8)
-    changed = Problem(given.gradients, tuple(t + n * US for n, t in enumerate(given.slots)), given.max_bytes)
+    changed = AssignmentProblem(given.gradients, tuple(t + n * US for n, t in enumerate(given.slots)), given.max_bytes)
     assert longest_run(changed, spans) is None
     every_second = [t + (n // 2 % 2) * US for n, t in enumerate(given.slots)]
-    run = longest_run(Problem(given.gradients, tuple(every_second), given.max_bytes), spans)
+    run = longest_run(AssignmentProblem(given.gradients, tuple(every_second), given.max_bytes), spans)
     assert run == Run(first=1, length=2, periods=3)
     assert longest_run(problem([], [(5, 1, 0)] * 6), [LayerSpan((n, n + 1), (0, 0)) for n in range(6)]) is None

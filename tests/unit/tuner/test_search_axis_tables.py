@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moe_overlap.plan.operators import parse_operator
-from moe_overlap.tuner.search.layer.partition_axes import LETTERS, Axis, Form, Problem, rows_of, solve
+from moe_overlap.tuner.search.layer.partition_axes import LETTERS, Axis, AxisProblem, Form, rows_of, solve
 
 Array = NDArray[np.float64]
 PARTS = 2
@@ -119,7 +119,7 @@ def test_what_operators_take_and_leave(name: str, tensor: str, axes: str) -> Non
 
 def ways(name: str, tensor: str, form: Form) -> set[Axis]:
     """How a tensor of an operator can be cut."""
-    problem = Problem(Problem.of([parse_operator(name)], form).operations, frozenset())
+    problem = AxisProblem(AxisProblem.of([parse_operator(name)], form).operations, frozenset())
     variable = next(one for _, variables in problem.operations for one in variables if one[0] == tensor)
     return {axis for axis in Axis if solve(problem, (variable, axis)) is not None}
 
@@ -131,7 +131,7 @@ def test_tensor_parallel_ranks_leave_the_batch_only() -> None:
 
 def test_gates_of_all_tokens_read_them_whole() -> None:
     for gate, whole in (("topk", False), ("batch_prioritized", True)):
-        problem = Problem.of([parse_operator("L0.moe.gate")], Form(gates={0: gate}))
+        problem = AxisProblem.of([parse_operator("L0.moe.gate")], Form(gates={0: gate}))
         answer = solve(problem)
         assert answer is not None and answer.axes["L0.moe.gate:scores", ""] == (Axis.WHOLE if whole else Axis.BATCH)
         assert answer.axes["rows.L0", ""] == Axis.IRREGULAR

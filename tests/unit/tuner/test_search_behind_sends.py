@@ -11,7 +11,7 @@ from moe_overlap.plan.lowering.deferral import is_send, sends_of
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.tuner.search.layer.assignment import Assignment, Gradient, Problem
+from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient
 from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, behind, hiding
 from moe_overlap.tuner.search.layer.slots import Slots, with_slots
 from tests.unit.tuner.test_search_weight_gradients import PLENTY, VARIANTS, Case, played, scheduled
@@ -103,7 +103,7 @@ def test_bytes_bound_what_waits_for_the_send() -> None:
     assert seconds[0] > seconds[1] > seconds[2] == 0
 
 
-def some_problem(seed: int) -> tuple[Problem, Assignment]:
+def some_problem(seed: int) -> tuple[AssignmentProblem, Assignment]:
     """A chunk's problem with a last slot that hides nothing, and an assignment to the others."""
     draw = random.Random(seed)
     slots = draw.randint(1, 4)
@@ -112,7 +112,9 @@ def some_problem(seed: int) -> tuple[Problem, Assignment]:
         under = (*range(first, slots), slots)
         gradients.append(Gradient(draw.choice((0.0, 1.0, 2.0, 5.0)), draw.choice((0, 1, 4)), first, under))
         chosen.append(draw.choice((None, *under[:-1])))
-    problem = Problem(tuple(gradients), (*(draw.choice((1.0, 3.0)) for _ in range(slots)), 0.0), draw.choice((6, 100)))
+    problem = AssignmentProblem(
+        tuple(gradients), (*(draw.choice((1.0, 3.0)) for _ in range(slots)), 0.0), draw.choice((6, 100))
+    )
     return problem, tuple(chosen)
 
 

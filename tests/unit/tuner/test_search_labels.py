@@ -124,16 +124,16 @@ def test_a_reduction_bounds_what_its_sum_waits_for() -> None:
 
     def made(reduced: bool) -> tuple[Instruction, ...]:
         drafts = [
-            Draft(kind="compute", name="b1", writes=("saved", "x")),
-            Draft(kind="collective", name="a1", channel="ep", reads=("x",), writes=("y",)),
+            Draft(kind="compute", name="b1", writes=("saved", "a")),
+            Draft(kind="collective", name="a1", channel="ep", reads=("a",), writes=("rows",)),
             Draft(kind="weight-gradient", name="w", reads=("saved", "gradient.L1"), writes=("gradient.L1",)),
-            Draft(kind="compute", name="b2", reads=("y", "gradient.L1"), writes=("z", "gradient.L1")),
+            Draft(kind="compute", name="b2", reads=("rows", "gradient.L1"), writes=("computed", "gradient.L1")),
             *(
                 [Draft(kind="collective", name="r", channel="ep", reads=("gradient.L1",), writes=("gradient.L1",))]
                 if reduced
                 else []
             ),
-            Draft(kind="collective", name="a2", channel="ep", reads=("z",), writes=("v",)),
+            Draft(kind="collective", name="a2", channel="ep", reads=("computed",), writes=("returned",)),
         ]
         return build_list(0, drafts)
 
@@ -148,10 +148,10 @@ def test_a_reduction_bounds_what_its_sum_waits_for() -> None:
 
 def test_writes_after_reads_and_writes_are_dependencies() -> None:
     drafts = [
-        Draft(kind="compute", name="w", reads=("buffer",), writes=("gradient.L0",)),
-        Draft(kind="compute", name="b", writes=("buffer",)),
-        Draft(kind="compute", name="c", writes=("buffer",)),
-        Draft(kind="collective", name="a", channel="ep", reads=("buffer",), writes=("received",)),
+        Draft(kind="compute", name="w", reads=("rows",), writes=("gradient.L0",)),
+        Draft(kind="compute", name="b", writes=("rows",)),
+        Draft(kind="compute", name="c", writes=("rows",)),
+        Draft(kind="collective", name="a", channel="ep", reads=("rows",), writes=("received",)),
     ]
     assert dependencies(build_list(0, drafts)) == [set(), {0}, {1}, {2}]
     assert may_run_under(build_list(0, drafts), (3,), (0,)) == {3: ()}

@@ -8,16 +8,16 @@ import pytest
 
 from moe_overlap.plan import operators
 from moe_overlap.plan.gates import GATE_FACTS
-from moe_overlap.plan.operators import Operator, parse_operator
+from moe_overlap.plan.operators import OperatorId, parse_operator
 from moe_overlap.tuner.search.layer.partition_axes import (
     LINES,
     REAL,
     TABLES,
     Axis,
+    AxisProblem,
     Conflict,
     CutAxes,
     Form,
-    Problem,
     Variable,
     cut_axes,
     operations_of,
@@ -41,7 +41,7 @@ FORMS = {
 }
 
 
-def solutions(problem: Problem) -> Iterator[dict[Variable, Axis]]:
+def solutions(problem: AxisProblem) -> Iterator[dict[Variable, Axis]]:
     """The twin: row after row, whatever fits to what was chosen before."""
 
     def extend(place: int, chosen: dict[Variable, Axis]) -> Iterator[dict[Variable, Axis]]:
@@ -64,7 +64,7 @@ def test_the_solver_agrees_with_backtracking(form: Form) -> None:
     """On every range of a mixture of experts and a dense layer: whether it can be cut, and how well."""
     feasible = 0
     for members in RANGES:
-        problem = Problem.of(members, form)
+        problem = AxisProblem.of(members, form)
         best = min((sum(found.values()) for found in solutions(problem)), default=None)
         answer = solve(problem)
         assert (answer is None) == (best is None), members
@@ -78,7 +78,7 @@ def test_the_solver_agrees_with_backtracking(form: Form) -> None:
 def axis(first: str, last: str, form: Form) -> str:
     """Of a range by its ends; empty where it cannot be cut."""
     places = [str(one) for one in CHUNK]
-    answer = solve(Problem.of(CHUNK[places.index(first) : places.index(last) + 1], form))
+    answer = solve(AxisProblem.of(CHUNK[places.index(first) : places.index(last) + 1], form))
     return "" if answer is None else answer.axis
 
 
@@ -97,7 +97,7 @@ def test_ranges_of_gates() -> None:
 def test_sequences_are_cut_where_nothing_gathers_them() -> None:
     mlp = [parse_operator("L1.mlp")]
     for gathers, axes in ((False, {Axis.BATCH, Axis.SEQUENCE}), (True, {Axis.BATCH})):
-        found = solutions(Problem.of(mlp, Form(gathers=gathers)))
+        found = solutions(AxisProblem.of(mlp, Form(gathers=gathers)))
         assert {one["L1.mlp:normed", ""] for one in found} == axes
 
 
@@ -130,7 +130,7 @@ def test_a_conflict_is_named_and_smallest(
     conflict = cut_axes(members, form)
     assert isinstance(conflict, Conflict)
     assert conflict.operators == operators_named and reason in conflict.reason
-    core = Problem.of(members, form)
+    core = AxisProblem.of(members, form)
     for operator in core.operators:
         if operator not in conflict.operators:
             core = core.without(operator)
@@ -160,7 +160,9 @@ def test_every_forward_operator_has_a_table() -> None:
         for part in parts:
             inside = part in (*operators.MOE_PARTS, operators.MLP)
             place = (
-                Operator(part, layer=0) if inside else Operator(part, mtp=0 if part in operators.MTP_PARTS else None)
+                OperatorId(part, layer=0)
+                if inside
+                else OperatorId(part, mtp=0 if part in operators.MTP_PARTS else None)
             )
             for operation in operations_of(place, form):
                 used.add(operation.kind)

@@ -13,17 +13,17 @@ import pytest
 
 import moe_overlap.tuner.cost.analytic as cost_predict
 import moe_overlap.tuner.cost.instruction_seconds as instruction_seconds
+from moe_overlap.api import features_of, read_job
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import Gate, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.predicting import read_job
-from moe_overlap.speed_flags import features_of
 from moe_overlap.tuner.cost.analytic import Machine, machine_of
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer import partition_pipeline as range_prices
 from moe_overlap.tuner.search.layer.partition_ranges import PartitionedPlan, partition_ranges
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
@@ -69,7 +69,8 @@ class Task:
     def step(self, plan: Plan) -> SimulatedStep:
         graphs = by_hand(self.job.config, self.model, plan, self.job.flags)
         features = features_of(self.job.config, plan.precision, self.job.flags)
-        return simulate_step(plan, self.model, graphs, self.machine, features)
+        problem = Problem(model=self.model, plan=plan, graphs=graphs, features=features, machine=self.machine)
+        return simulate_step(plan, problem)
 
     def search(
         self, limits: SearchLimits = LIMITS, free: bool = False, gate: Gate | None = "topk", **words: Any

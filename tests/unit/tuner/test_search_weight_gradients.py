@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 import pytest
 
+from moe_overlap.api import read_job, simulated
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.overlap import LayerOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.predicting import read_job, simulated
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.slots import ancestors, related, with_slots
 from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Schedule, schedule_weight_gradients
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
@@ -51,15 +52,22 @@ def scheduled(words: str, max_bytes: int = PLENTY, job: tuple[str, ...] = tuple(
 
 
 def with_limits(step: SimulatedStep, model: ModelDescription, limits: DeferralLimits) -> Schedule:
+    return schedule_weight_gradients(step.prices[0].plan, problem_like(step, model), limits)
+
+
+def problem_like(step: SimulatedStep, model: ModelDescription) -> Problem:
     prices = step.prices[0]
-    graphs = {index: one.graph for index, one in enumerate(step.prices.values())}
-    return schedule_weight_gradients(prices.plan, model, graphs, prices.machine, prices.priced.setting.features, limits)
+    return Problem(
+        model=model,
+        plan=prices.plan,
+        graphs={index: one.graph for index, one in enumerate(step.prices.values())},
+        features=prices.priced.setting.features,
+        machine=prices.machine,
+    )
 
 
 def played(plan: Plan, case: Case) -> SimulatedStep:
-    prices = case.step.prices[0]
-    graphs = {index: one.graph for index, one in enumerate(case.step.prices.values())}
-    return simulate_step(plan, case.model, graphs, prices.machine, prices.priced.setting.features)
+    return simulate_step(plan, problem_like(case.step, case.model))
 
 
 def slots(plan: Plan) -> list[dict[str, tuple[str, ...]]]:

@@ -1,4 +1,8 @@
-"""What a checkpoint must share with the run that loads it; each rule raises the user's error."""
+"""Rules between a checkpoint and the run that loads it; each raises the user's error. No torch.
+
+In order: which checkpoint a run starts from; whether it is of the same model (flags, then tensors); whether it holds the parts
+that the run asks for; which learning-rate schedule holds where both differ.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,12 @@ SCHEDULE_FLAGS = {
     "wd_incr_steps": "a weight-decay ramp (in samples; the length of the run) of",
     "wd_incr_style": "--weight-decay-incr-style",
 }
-"""Field of megatron-core's scheduler -> how a user knows it."""
+"""Field of megatron-core's scheduler -> its name for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What separates a checkpoint from the state a run asks for; each a phrase with key and shape, equal on every rank.
+    """Differences between a checkpoint and the state that a run asks for; each a phrase with key and shape, equal on every rank.
 
     Attributes:
         shapes: keys of both with unlike shapes.
@@ -47,11 +51,11 @@ class Differences:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run starts from.
+    """The checkpoint that a run starts from.
 
     Attributes:
-        flag: the one that named the folder.
-        folder: as it was given.
+        flag: the flag that named the folder.
+        folder: the folder as it was given.
         weights_alone: whether the run begins at step 0 with these weights.
     """
 
@@ -65,17 +69,17 @@ def start_of(flags: CheckpointConfig) -> Start | None:
     """The checkpoint of --load, or else that of --pretrained-checkpoint; None where there is nothing to load.
 
     Raises:
-        ConfigError: what is there is incomplete, or of another format; nothing is there, and that is an error.
+        ConfigError: the checkpoint is incomplete or of another format, or is missing where the flags want one.
     """
     if flags.load is not None:
         must_exist = flags.exit_on_missing_checkpoint and flags.pretrained_checkpoint is None
-        passing = None
+        non_persistent = None
         if flags.non_persistent_ckpt_type is not None and flags.ckpt_step is None:
             folder = non_persistent_folder(flags.load, flags.non_persistent_global_ckpt_dir)
-            passing = choose(str(folder), None, exit_on_missing=False)
-        stored = choose(flags.load, flags.ckpt_step, must_exist and passing is None)
-        if passing is not None and (stored is None or passing.step > stored.step):
-            stored = passing
+            non_persistent = choose(str(folder), None, exit_on_missing=False)
+        stored = choose(flags.load, flags.ckpt_step, must_exist and non_persistent is None)
+        if non_persistent is not None and (stored is None or non_persistent.step > stored.step):
+            stored = non_persistent
         if stored is not None:
             return Start(stored, "--load", flags.load, flags.finetune)
     if flags.pretrained_checkpoint is None:
@@ -89,7 +93,7 @@ def start_of(flags: CheckpointConfig) -> Start | None:
 
 @contextlib.contextmanager
 def told_of(flag: str) -> Iterator[None]:
-    """Errors about --load name this flag."""
+    """Have errors about --load name this flag instead."""
     try:
         yield
     except ConfigError as error:
@@ -99,7 +103,7 @@ def told_of(flag: str) -> Iterator[None]:
 
 
 def model_fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
-    """The flags under which weights mean the same function: a difference that no tensor shape shows is found by them.
+    """The flags under which weights mean the same function: they show differences that no tensor shape shows.
 
     Sizes are the derived ones, so that a default equals its value written out.
 
@@ -143,7 +147,7 @@ def model_fingerprint(config: Config, vocab_size: int) -> dict[str, Any]:
 
 
 def require_same_fingerprint(stored: Stored, load: str, fingerprint: Mapping[str, Any]) -> None:
-    """Every flag that both sides know has one value."""
+    """Require one value of every flag that both sides know."""
     saved = stored.mark["fingerprint"]
     differing = [flag for flag, value in fingerprint.items() if flag in saved and saved[flag] != value]
     if differing:
@@ -153,28 +157,30 @@ def require_same_fingerprint(stored: Stored, load: str, fingerprint: Mapping[str
         raise ConfigError("--load", load, rule, SAME_MODEL)
 
 
-def require_fit(stored: Stored, load: str, found: Differences, strictness: str | None) -> tuple[str, ...]:
-    """The tensors asked for are there, in their shapes, as far as --dist-ckpt-strictness demands it.
+def require_fit(stored: Stored, load: str, differing: Differences, strictness: str | None) -> tuple[str, ...]:
+    """Require the tensors asked for, in their shapes, as far as --dist-ckpt-strictness demands it.
 
     Returns:
-        What is to be said about keys that one side lacks.
+        Lines for the user about keys that one side lacks.
     Raises:
         ConfigError: unlike shapes; keys that one side lacks, where they are an error.
     """
     if strictness in (None, "raise_all"):
-        wrong = (*found.absent, *found.extra)
+        wrong = (*differing.absent, *differing.extra)
     else:
-        wrong = found.absent if strictness in ("assume_ok_unexpected", "raise_unexpected") else ()
-    if found.shapes or wrong:
-        rule = f"step {stored.step} is of another model ({_some((*found.shapes, *wrong))})"
-        fix = SAME_MODEL if found.shapes else f"{SAME_MODEL}, or load what fits with --dist-ckpt-strictness log_all"
+        wrong = differing.absent if strictness in ("assume_ok_unexpected", "raise_unexpected") else ()
+    if differing.shapes or wrong:
+        rule = f"step {stored.step} is of another model ({_some((*differing.shapes, *wrong))})"
+        fix = SAME_MODEL if differing.shapes else f"{SAME_MODEL}, or load what fits with --dist-ckpt-strictness log_all"
         raise ConfigError("--load", load, rule, fix)
-    told = {"log_unexpected": found.absent, "log_all": (*found.absent, *found.extra)}.get(strictness or "", ())
+    told = {"log_unexpected": differing.absent, "log_all": (*differing.absent, *differing.extra)}.get(
+        strictness or "", ()
+    )
     return (f"{_some(told)} (--dist-ckpt-strictness {strictness})",) if told else ()
 
 
 def require_parts(stored: Stored, load: str, optimizer: Mapping[str, Any] | None, with_random_states: bool) -> None:
-    """The checkpoint holds what is to be loaded.
+    """Require the optimizer state and random-number states that are to be loaded.
 
     Args:
         optimizer: name and precision of this run's optimizer; None when its state is not loaded.
@@ -194,23 +200,23 @@ def require_parts(stored: Stored, load: str, optimizer: Mapping[str, Any] | None
         raise ConfigError("--load", load, rule, "add --no-load-rng")
 
 
-def schedule_to_load(stored: Stored, load: str, mine: Mapping[str, Any], flags: OptimizerConfig) -> dict[str, Any]:
+def schedule_to_load(stored: Stored, load: str, of_run: Mapping[str, Any], flags: OptimizerConfig) -> dict[str, Any]:
     """The saved state of the learning-rate schedule, fit for megatron-core's scheduler, which asserts that it equals the run's.
 
     Args:
-        mine: the run's schedule.
+        of_run: the run's schedule.
     Raises:
         ConfigError: they differ, and no flag says which one holds.
     """
     saved = dict(stored.mark["scheduler"])
     # Lengths that a constant schedule carries without using them: a longer run has other ones.
     for style, length in (("wd_incr_style", "wd_incr_steps"), ("lr_decay_style", "lr_decay_steps")):
-        if mine[style] == saved[style] == "constant":
-            saved[length] = mine[length]
-    differing = [key for key in SCHEDULE_FLAGS if saved[key] != mine[key]]
+        if of_run[style] == saved[style] == "constant":
+            saved[length] = of_run[length]
+    differing = [key for key in SCHEDULE_FLAGS if saved[key] != of_run[key]]
     if differing and not (flags.override_opt_param_scheduler or flags.use_checkpoint_opt_param_scheduler):
         key = differing[0]
-        rule = f"step {stored.step} was saved with {SCHEDULE_FLAGS[key]} {saved[key]}, this run has {mine[key]}"
+        rule = f"step {stored.step} was saved with {SCHEDULE_FLAGS[key]} {saved[key]}, this run has {of_run[key]}"
         fix = "add --override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the saved one"
         raise ConfigError("--load", load, rule, fix)
     return saved

@@ -11,6 +11,7 @@ from megatron.training.cli.rules.rule import Rule, at_least, divisors, fraction,
 from megatron.training.cli.sizes import dense_width, expert_tensor_size, virtual_stages
 from moe_overlap.plan.gates import check_gate, require_partitionable
 from moe_overlap.plan.overlap import Gate
+from moe_overlap.plan.rules.listed_run import ListedRun, require_cuttable, require_listable, require_one_chunk
 
 _AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -48,25 +49,30 @@ def executor_has_what_it_needs(config: Config) -> None:
         require_executable(config, flag)
 
 
+def listed_run(config: Config) -> ListedRun:
+    """The settings of a run that overlap depends on beside the plan."""
+    parallel = config.parallel
+    return ListedRun(
+        gate=config.overlap.moe_gate,
+        dispatcher=config.moe.moe_token_dispatcher_type,
+        overlap_param_gather=parallel.overlap_param_gather,
+        prediction_layers=config.model.mtp_num_layers,
+        parallel_block=config.model.parallel_attention_mlp,
+        virtual_stages=virtual_stages(config),
+        recompute_granularity=parallel.recompute_granularity,
+        recompute_modules=parallel.recompute_modules or (),
+        hidden_dropout=config.model.hidden_dropout,
+        attention_dropout=config.model.attention_dropout,
+    )
+
+
 def require_executable(config: Config, why: str) -> None:
     """Require the flags that the executor needs, and refuse those it does not go with.
 
     Args:
         why: the flag or the plan that has the executor run the step.
     """
-    parallel, dispatcher = config.parallel, config.moe.moe_token_dispatcher_type
-    rule = f"{why} exchanges tokens by the irregular dispatcher"
-    require(dispatcher == "irregular", "--moe-token-dispatcher-type", dispatcher, rule, "use irregular")
-    fix = f"drop it or {why}"
-    predicted = config.model.mtp_num_layers
-    require(not predicted, "--mtp-num-layers", predicted, f"{why} overlaps the layers of the decoder alone", fix)
-    rule = f"{why} gathers weights at the end of the step; hooks would send them among the first exchanges of the next"
-    require(not parallel.overlap_param_gather, "--overlap-param-gather", "", rule, fix)
-    block, rule = config.model.parallel_attention_mlp, f"{why} runs attention and MLP one after the other"
-    require(block is None, "--parallel-attention-mlp", block, rule, fix)
-    chunked, recompute = (config.overlap.moe_overlap_capacity_chunks or 1) != 1, parallel.recompute_granularity
-    rule = "capacity chunks that are recomputed are not executed"
-    require(recompute is None or not chunked, "--recompute-granularity", recompute, rule, fix)
+    require_listable(listed_run(config), why, config.overlap.moe_overlap_capacity_chunks or 1)
 
 
 def unnamed_gate(config: Config) -> Gate | None:
@@ -89,25 +95,11 @@ def partitions_keep_the_mathematics(config: Config) -> None:
     if config.moe.num_experts is not None:
         check_gate(gate, config.moe)
     require_partitionable(gate, config.overlap.moe_overlap_range)
-    require_cuttable(config)
-
-
-def require_cuttable(config: Config) -> None:
-    """Refuse flags that change the mathematics where micro-batches run in partitions, by flags or by a plan."""
-    again = config.parallel.recompute_modules or ()
-    rule = "a layer keeps one normed input to compute again, and parts are under way together"
-    require("layernorm" not in again, "--recompute-modules", " ".join(again), rule, "drop layernorm")
-    for name, value in (
-        ("--hidden-dropout", config.model.hidden_dropout),
-        ("--attention-dropout", config.model.attention_dropout),
-    ):
-        require(value == 0, name, value, "its masks would depend on how the micro-batch is cut", "use 0")
+    require_cuttable(listed_run(config))
 
 
 def interleaved_micro_batches_have_one_chunk(config: Config) -> None:
-    several, flag = config.overlap.moe_overlap_micro_batches, "--moe-overlap-micro-batches"
-    rule = "the passes of an interleaved pipeline are not interleaved again"
-    require(several == 1 or virtual_stages(config) == 1, flag, several, rule, "drop the virtual stages or the flag")
+    require_one_chunk(listed_run(config), config.overlap.moe_overlap_micro_batches, "--moe-overlap-micro-batches")
 
 
 OVERLAP_RULES: tuple[Rule, ...] = (

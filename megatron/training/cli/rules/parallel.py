@@ -53,8 +53,8 @@ def sequence_divides(config: Config) -> None:
     if context > 1:
         rule = f"--context-parallel-size {context} cuts it into {2 * context} pieces"
         rule += f" and --sequence-parallel each rank's part over {tensor} ranks" if tensor > 1 else ""
-        pieces = math.lcm(2 * context, context * tensor)
-        require(sequence % pieces == 0, "--seq-length", sequence, rule, f"use a multiple of {pieces}")
+        step = math.lcm(2 * context, context * tensor)
+        require(sequence % step == 0, "--seq-length", sequence, rule, f"use a multiple of {step}")
     rule = f"--sequence-parallel splits it over {tensor} ranks"
     require(sequence % tensor == 0, "--seq-length", sequence, rule, f"use a multiple of {tensor}")
 

@@ -99,8 +99,8 @@ def quantized_products_have_whole_blocks(config: Config) -> None:
         return
     flag, value = ("--fp8-format", precision.fp8) if precision.fp8 else ("--fp4-format", precision.fp4)
     block = block_size(config)
-    for what, width in _widths(config):
-        rule = f"{what} = {width} is not divisible by {block}"
+    for name, width in _widths(config):
+        rule = f"{name} = {width} is not divisible by {block}"
         require(width % block == 0, flag, value, rule, "change the size or the ranks")
 
 

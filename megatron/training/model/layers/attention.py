@@ -1,7 +1,18 @@
-"""Self-attention of more tensor-parallel ranks than query groups: multi-query attention under tensor parallelism.
+"""Attention that megatron-core lacks, or has only with Transformer Engine.
 
-megatron-core splits the weights of queries, keys and values evenly over the ranks, also across the borders of a group, gathers
-their product, and has each rank take its heads from it. There `parallel_state` says which ranks; here the layer's group does.
+Context parallelism: each sample's sequence is shared by the ranks of a group. It is cut into 2 · C chunks, and rank r of C holds
+chunks r and 2C - 1 - r ("zig-zag"): under a causal mask every rank then has the same work. Queries stay; keys and values are
+gathered (as in Llama 3, section 3.3.2, and megatron-core's `cp_comm_type="all_gather"`), which for grouped-query attention is
+the smaller share.
+
+Core attention (`SdpaAttention`): torch's scaled_dot_product_attention, causal, over windows, with sinks.
+
+More tensor-parallel ranks than query groups (`FewGroupsAttention`): megatron-core splits the weights of queries, keys and values
+evenly over the ranks, also across the borders of a group, gathers their product, and has each rank take its heads from it. Its
+own layer asks `parallel_state` for the ranks, this one the layer's group.
+
+Legend: S sequence or queries (this rank's share, except where it is called whole), K keys, B batch, H heads, G key/value groups,
+D head width, C ranks of a context-parallel group, R rows of a group (its query heads, then key, then value).
 """
 
 from __future__ import annotations
@@ -19,37 +30,31 @@ from torch import Tensor
 
 from moe_overlap.describe.model import TOKEN_COUNT
 
-# Context parallelism without Transformer Engine: each sample's sequence is shared by the ranks of a group.
-#
-# The sequence is cut into 2 · C pieces, and rank r of C holds pieces r and 2C - 1 - r ("zig-zag"): under a causal mask every rank
-# then has the same work. Queries stay; keys and values are gathered (as in Llama 3, section 3.3.2, and megatron-core's
-# `cp_comm_type="all_gather"`), which for grouped-query attention is the smaller part.
-#
-# Legend: S whole sequence, C ranks of the group, B batch, G key/value heads, D head width.
+# Context parallelism (S is the whole sequence)
 
 _SEQUENCE_AXIS = {"tokens": 1, "labels": 1, "loss_mask": 1, "position_ids": 1, "attention_mask": 2}
 
 
 def positions(sequence_length: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """[S / C] places in the sample of what a rank holds, ascending."""
-    pieces = torch.arange(sequence_length, device=device).chunk(2 * size)
-    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
+    """[S / C] places in the sample of a rank's tokens, ascending."""
+    chunks = torch.arange(sequence_length, device=device).chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
 def part_of_batch(batch: Mapping[str, Any], size: int, rank: int) -> dict[str, Any]:
-    """This rank's part of a micro-batch [B, S]; of an attention mask [B, 1, S, S] the rows of its queries."""
+    """This rank's share of a micro-batch [B, S], and the rows of its queries of an attention mask [B, 1, S, S]."""
     if size == 1:
         return dict(batch)
-    mine = positions(batch["tokens"].shape[1], size, rank, batch["tokens"].device)
+    own_places = positions(batch["tokens"].shape[1], size, rank, batch["tokens"].device)
     cut = {
-        name: value.index_select(_SEQUENCE_AXIS[name], mine) if isinstance(value, Tensor) else value
+        name: value.index_select(_SEQUENCE_AXIS[name], own_places) if isinstance(value, Tensor) else value
         for name, value in batch.items()
     }
     return cut | {TOKEN_COUNT: batch["loss_mask"].float().sum()}
 
 
 class GatherSequence(torch.autograd.Function):
-    """[S / C, B, …] of every rank -> [S, B, …] in the order of the sample; backward sums what all ranks found for a part."""
+    """[S / C, B, …] of every rank -> [S, B, …] in the order of the sample; backward sums all ranks' gradients of a share."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
@@ -65,9 +70,9 @@ class GatherSequence(torch.autograd.Function):
         """Sum over the group, this rank's part."""
         size = ctx.group.size()
         by_rank = gradient.index_select(0, _order(gradient.shape[0], size, gradient.device)).contiguous()
-        mine = by_rank.new_empty((by_rank.shape[0] // size, *by_rank.shape[1:]))
-        dist.reduce_scatter_tensor(mine, by_rank, group=ctx.group)
-        return mine, None
+        own = by_rank.new_empty((by_rank.shape[0] // size, *by_rank.shape[1:]))
+        dist.reduce_scatter_tensor(own, by_rank, group=ctx.group)
+        return own, None
 
 
 def _order(sequence_length: int, size: int, device: torch.device) -> Tensor:
@@ -75,19 +80,17 @@ def _order(sequence_length: int, size: int, device: torch.device) -> Tensor:
     return torch.cat([positions(sequence_length, size, rank, device) for rank in range(size)])
 
 
-# Core attention without Transformer Engine, by torch's scaled_dot_product_attention: causal, over windows, with sinks.
-#
-# Legend: S queries (this rank's part of the sequence), K keys, B batch, H heads, G key/value groups, D head width.
+# Core attention (S are this rank's queries)
 
 SINK_WIDTH = 8
-"""Elements by which heads grow to hold a sink; one carries it, the others keep the width a multiple of 8 for GPU kernels."""
+"""Elements by which heads grow to hold a sink; the first carries it, the others keep the width a multiple of 8 for GPUs."""
 
 
 class SdpaAttention(torch.nn.Module):
     """Core attention; the constructor is megatron-core's.
 
     The causal mask is implicit; a mask tensor (documents kept apart by --reset-attention-mask) replaces it. A window is a mask,
-    alone or together with that tensor. Under context parallelism keys and values are gathered first (attention.py).
+    alone or together with that tensor. Under context parallelism keys and values are gathered first.
 
     Attributes:
         window: tokens before a query that it attends to, or None for all.
@@ -119,7 +122,7 @@ class SdpaAttention(torch.nn.Module):
         self._make_sinks()
 
     def _make_sinks(self) -> None:
-        """As megatron-core's own attention has them; each tensor-parallel rank draws those of its heads."""
+        """Make the sinks of megatron-core's own attention; each tensor-parallel rank draws those of its heads."""
         kind, config = self.config.softmax_type, self.config
         if kind == "vanilla":
             self.softmax_offset = None
@@ -136,7 +139,7 @@ class SdpaAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Sinks are split over the tensor-parallel ranks by heads."""
+        """The sharded state: sinks are split over the tensor-parallel ranks by heads."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -190,7 +193,7 @@ class SdpaAttention(torch.nn.Module):
         return out_SBHD.reshape(query_SBHD.shape[0], query_SBHD.shape[1], -1)
 
     def _allowed(self, attention_mask: Tensor | None, keys: int, device: torch.device) -> Tensor | None:
-        """Where a query may look: [S, K] or [B, 1, S, K]; None for causal, which SDPA knows by itself."""
+        """The mask of keys that a query may look at: [S, K] or [B, 1, S, K]; None for causal, which SDPA knows by itself."""
         if attention_mask is None:
             implicit = self.window is None and self.context_group is None
             return None if implicit else self._causal(keys, device)
@@ -198,7 +201,7 @@ class SdpaAttention(torch.nn.Module):
         return allowed if self.window is None else allowed & self._causal(keys, device)
 
     def _causal(self, keys: int, device: torch.device) -> Tensor:
-        """[S, K]: not after the query, and with a window not too far before it."""
+        """[S, K] mask of keys that are not after the query, and with a window not too far before it."""
         size, rank = (1, 0) if self.context_group is None else (self.context_group.size(), self.context_group.rank())
         distance_SK = positions(keys, size, rank, device)[:, None] - torch.arange(keys, device=device)
         allowed = distance_SK >= 0
@@ -208,15 +211,15 @@ class SdpaAttention(torch.nn.Module):
 def with_sinks(
     query_BHSD: Tensor, key_BGKD: Tensor, value_BGKD: Tensor, allowed: Tensor, sinks_H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention with one more key, which every query may look at, has the head's sink as its score and the value 0.
+    """Inputs of attention with another key, which every query may look at, has the head's sink as its score and the value 0.
 
-    Heads grow by SINK_WIDTH: a query carries its sink in the first new element, where the new key has a one and the others zero.
+    Heads grow by SINK_WIDTH: a query carries its sink in the first new element, where the new key has a 1 and the others 0.
 
     Args:
-        allowed: [..., S, K] where a query may look.
+        allowed: [..., S, K] mask of keys that a query may look at.
         sinks_H: scores of the sinks before they are scaled.
     Returns:
-        Query, key, value and mask for scaled_dot_product_attention; of its output the first D elements count.
+        Query, key, value and mask for scaled_dot_product_attention; only the first D elements of its output count.
     """
     samples, _, queries, _ = query_BHSD.shape
     carried = F.pad(sinks_H.to(query_BHSD.dtype)[:, None, None], (0, SINK_WIDTH - 1)).expand(samples, -1, queries, -1)
@@ -226,7 +229,7 @@ def with_sinks(
     return query, key, value, F.pad(allowed, (0, 1), value=True)
 
 
-# Legend: S sequence, B batch, G query groups, R rows of a group (its query heads, then key, then value), D head width.
+# Few query groups
 
 
 class FewGroupsAttention(SelfAttention):

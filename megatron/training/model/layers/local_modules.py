@@ -1,7 +1,15 @@
-"""Falcon's transformer layer: attention and MLP side by side, x + attention(norm(x)) + mlp(norm(x)), as a layer spec.
+"""Modules for a machine without Transformer Engine, CPU or GPU, and Falcon's layer; all plug into megatron-core's layer specs.
 
-One norm for both (Falcon-7B, GPT-J), or one each (Falcon-40B). megatron-core has no such layer; this one is its TransformerLayer
-with the two halves joined in another way. Source: The Falcon Series of Open Language Models, section 4.3.3.
+Norms that know sequence parallelism, repaired linears and latent attention; experts as two grouped matrix products, for a GPU
+(their parameters, and so the checkpoints, are those of megatron-core's SequentialMLP). `repair_imports()` mends the places where
+megatron-core 0.16.1 takes Transformer Engine for granted. The core attention stands in `attention.py`.
+
+Falcon's transformer layer has attention and MLP side by side, x + attention(norm(x)) + mlp(norm(x)), with a norm for both
+(Falcon-7B, GPT-J) or one each (Falcon-40B). megatron-core has no such layer; this one is its TransformerLayer with the two halves
+joined in another way. Source: The Falcon Series of Open Language Models, section 4.3.3.
+
+Legend: S sequence (this rank's share), B batch, E and H hidden size, I and O input and output width of a linear; for the experts
+T rows of this rank's experts, E its experts, I expert width (twice that for a gated first product).
 """
 
 from __future__ import annotations
@@ -32,16 +40,9 @@ from torch import Tensor
 
 from moe_overlap.describe.model import ParallelBlock
 
-# Modules for a machine without Transformer Engine, CPU or GPU: norms that know sequence parallelism, repaired linears.
-#
-# The core attention stands in `attention.py`. The classes plug into megatron-core's layer specs. `repair_imports()` mends
-# the places where megatron-core 0.16.1 takes Transformer Engine for granted.
-
-# Legend: S sequence (a norm sees this rank's part), B batch, E hidden size, I and O input and output width.
-
 
 def transformer_engine_is_installed() -> bool:
-    """Whether Transformer Engine can be imported; it is not imported here."""
+    """Whether Transformer Engine can be imported, without importing it."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -122,22 +123,22 @@ class LatentProjection(torch.nn.Module):
         **fixed: Any,
     ) -> None:
         super().__init__()
-        where = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, **where))
-        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(output_size, **where)) if bias else None)
+        placed = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, **placed))
+        self.register_parameter("bias", torch.nn.Parameter(torch.zeros(output_size, **placed)) if bias else None)
         with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
             init_method(self.weight)
         for parameter in self.parameters():
-            # Each rank sees its part of the sequence: megatron-core sums these gradients over the tensor-parallel ranks.
+            # Each rank sees its share of the sequence: megatron-core sums these gradients over the tensor-parallel ranks.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x_SBI: Tensor) -> tuple[Tensor, None]:
-        """[…, I] -> […, O], and no bias left to add."""
+        """Project […, I] to […, O]; no bias is left to add."""
         return F.linear(x_SBI, self.weight, self.bias), None
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """Latent attention whose down projections answer as Transformer Engine's do: full width, this rank's part of the sequence.
+    """Latent attention whose down projections answer as Transformer Engine's do: full width, this rank's share of the sequence.
 
     megatron-core gathers the split ones over `parallel_state`'s group, and drops what other ranks' heads contribute to the
     gradient of the rotary key (multi_latent_attention.py:594, :607). In full width it takes its right path. With more than
@@ -161,17 +162,13 @@ class LatentSelfAttention(MLASelfAttention):
         return scatter_to_sequence_parallel_region(gathered, group=self.tp_group), None
 
 
-# Experts as two grouped matrix products of torch, for a GPU without Transformer Engine.
-#
-# The parameters, and so the checkpoints, are those of megatron-core's SequentialMLP; only the products are batched over experts.
-
-# Legend: T rows of this rank's experts, E its experts, H hidden, I expert width (twice that for a gated first product).
+# Experts
 
 
 class GroupedExperts(SequentialMLP):
     """SequentialMLP in two `torch.nn.functional.grouped_mm` calls instead of 2 · E products.
 
-    With biases in the experts the sequential form runs: a grouped product has none. Not yet run on a GPU.
+    With biases in the experts the sequential form runs: a grouped product has none. Not executed on a GPU so far.
     """
 
     def forward(self, rows_TH: Tensor, tokens_per_expert: Tensor, probs_T: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -203,27 +200,27 @@ class GroupedExperts(SequentialMLP):
         """Each expert's rows times its weight, transposed; a method, so that its backward pass can be replaced.
 
         Args:
-            ends_E: int32, where the rows of each expert end.
+            ends_E: int32, end of each expert's rows.
         """
         weights_E = torch.stack([linear.weight for linear in linears])
         return F.grouped_mm(rows, weights_E.transpose(1, 2), offs=ends_E)
 
 
-# Legend: S sequence (this rank's part), B batch, H hidden.
+# Falcon's layer
 
 
 class ParallelLayer(TransformerLayer):
     """A layer whose MLP reads what the attention reads. The sum of both passes one dropout, as in Hugging Face's Falcon."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        """[S, B, H] to [S, B, H]; arguments as megatron-core's layer takes them. The second value is its unused context."""
+        """Map [S, B, H] to [S, B, H], with the arguments of megatron-core's layer; the second value is its unused context."""
         attention_SBH, normed_SBH = self._forward_attention(hidden_states, *args, **kwargs)
         return self._forward_mlp(hidden_states, attention_SBH, normed_SBH), None
 
     def _forward_attention(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, rotary_pos_emb: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """What attention adds to the residual stream, and the normed input."""
+        """The attention's addition to the residual stream, and the normed input."""
         packed, bias = kwargs.get("packed_seq_params"), kwargs.get("attention_bias")
         assert packed is None and bias is None and kwargs.get("inference_context") is None, "training on whole samples"
         normed_SBH = self.input_layernorm(hidden_states)
@@ -243,8 +240,8 @@ class ParallelLayer(TransformerLayer):
 def parallel_spec(spec: ModuleSpec, block: ParallelBlock, uses_transformer_engine: bool) -> ModuleSpec:
     """A dense layer's spec with its two halves in parallel.
 
-    Transformer Engine's specs hold the norms inside the linears, one each; a norm for both is taken out of them. Not run on a
-    GPU so far.
+    Transformer Engine's specs hold the norms inside the linears, one each; a norm for both is taken out of them. Not executed on
+    a GPU so far.
     """
     parts = spec.submodules
     if block == "one-norm" and uses_transformer_engine:

@@ -1,14 +1,16 @@
-"""Multi-token prediction (DeepSeek-V3, section 2.2) on megatron-core's layers, with the process groups handed over.
+"""The model's end: cross entropy over a split vocabulary, and multi-token prediction, with the process groups handed over.
 
-Behind the decoder stand D layers. The k-th combines its predecessor's output at a position (the decoder's, for the first)
-with the embedding of the token k further on, and predicts the one after that, through the model's own output layer. Their
-mean loss, weighted, adds to the gradient; the reported loss stays that of the next token.
+Cross entropy takes megatron-core's steps (tensor_parallel/cross_entropy.py). Its own functions around them do not do: one reads
+a global group, the fused one rounds the logits' gradient to bf16 whatever their type (fusions/fused_cross_entropy.py:82).
 
-megatron-core's model and layer fetch their groups from `parallel_state` (gpt_model.py `_postprocess`,
-multi_token_prediction.py), which is never initialised here; its losses under context parallelism are means of each rank's
-own tokens, here they are means over the sample.
+Multi-token prediction (DeepSeek-V3, section 2.2): behind the decoder stand D layers. The k-th combines its predecessor's output
+at a position (the decoder's, for the first) with the embedding of the token k further on, and predicts the token after that,
+through the model's own output layer. Their mean loss, weighted, adds to the gradient; the reported loss stays that of the next
+token. megatron-core's model and layer fetch their groups from `parallel_state` (gpt_model.py `_postprocess`,
+multi_token_prediction.py), which this fork never initialises; its losses under context parallelism are means of each rank's own
+tokens, these are means over the sample.
 
-Legend: S sequence (this rank's part of it), B batch, H hidden.
+Legend: S sequence (this rank's share of it), B batch, H hidden, V vocabulary (this rank's share of it).
 """
 
 from __future__ import annotations
@@ -37,13 +39,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-# Cross entropy of logits whose vocabulary is split over the tensor-parallel ranks, and the model that trains by it.
-#
-# The steps are megatron-core's (tensor_parallel/cross_entropy.py). Its own functions around them do not do: one reads a global
-# group, the fused one rounds the logits' gradient to bf16 whatever their type (fusions/fused_cross_entropy.py:82).
-#
-# Legend: S sequence (this rank's part of it), B batch, V vocabulary (this rank's part of it).
-
 
 def cross_entropy(logits_SBV: Tensor, labels_SB: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Losses [S, B] in fp32, nats; the logits get a gradient of their own type, rounded once from fp32.
@@ -51,7 +46,7 @@ def cross_entropy(logits_SBV: Tensor, labels_SB: Tensor, group: dist.ProcessGrou
     Args:
         logits_SBV: fp32 ones are used up: the probabilities take their memory, as in megatron-core.
         labels_SB: numbers in the whole vocabulary.
-        group: the tensor-parallel ranks, in the order of their parts of the vocabulary.
+        group: the tensor-parallel ranks, in the order of their shares of the vocabulary.
     """
     losses: Tensor = _CrossEntropy.apply(logits_SBV, labels_SB, group)
     return losses
@@ -79,13 +74,13 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (of_losses_SB,) = gradients
         probabilities_SBV, elsewhere_SB, columns = ctx.saved_tensors
-        flat, rows, here, wide_SBV = Steps.prepare_gradient_calculation_operands(probabilities_SBV, elsewhere_SB)
-        gradient_SBV = Steps.calculate_gradients(flat, rows, columns, here, wide_SBV, of_losses_SB)
+        flat, rows, is_local, wide_SBV = Steps.prepare_gradient_calculation_operands(probabilities_SBV, elsewhere_SB)
+        gradient_SBV = Steps.calculate_gradients(flat, rows, columns, is_local, wide_SBV, of_losses_SB)
         return gradient_SBV.to(ctx.logits_type), None, None
 
 
 class LanguageModel(GPTModel):
-    """megatron-core's model with this loss. The runtime's executor reaches it through the same method."""
+    """megatron-core's model with `cross_entropy` as its loss. The runtime's executor calls the same method."""
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Losses [B, S] of labels [B, S] and logits [S, B, V]. Megatron-core's name, which its forward calls."""
@@ -97,7 +92,7 @@ def prediction_spec(layer: ModuleSpec, norm: Any, linear: Any, count: int) -> Mu
     """The spec of `count` prediction layers.
 
     Args:
-        layer: of the transformer layer inside each.
+        layer: the spec of the transformer layer inside each.
         norm, linear: classes of the norms and of the column-parallel projection.
     """
     parts = MultiTokenPredictionLayerSubmodules(
@@ -116,7 +111,7 @@ class PredictionLoss(torch.nn.Module):
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """megatron-core's layer; its parts get their groups here, and its number counts on behind the decoder's."""
+    """megatron-core's layer, whose modules get their groups from the constructor; its number counts on behind the decoder's."""
 
     def __init__(
         self,
@@ -163,7 +158,7 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
 
 class Targets(NamedTuple):
-    """What a prediction layer's successor rolls by one more token."""
+    """Inputs and labels of a prediction layer, which its successor rolls by one more token."""
 
     tokens_BS: Tensor
     positions_BS: Tensor
@@ -175,7 +170,7 @@ class PredictingModel(LanguageModel):
     """The last chunk of a model with prediction layers.
 
     Attributes:
-        prediction_report: of the last micro-batch: sum of the losses and number of tokens of every prediction layer, in turn.
+        prediction_report: sum of the losses and number of tokens of every prediction layer, in turn, for the last micro-batch.
     """
 
     mtp: Any
@@ -213,7 +208,7 @@ class PredictingModel(LanguageModel):
         super().setup_embeddings_and_output_layer()
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Called by GPTModel's constructor before there is an embedding to set up: the constructor here does it."""
+        """Do nothing: GPTModel's constructor calls this before there is an embedding; this class's constructor does it later."""
 
     def _postprocess(
         self,
@@ -243,14 +238,14 @@ class PredictingModel(LanguageModel):
     def predict(
         self, layer: Any, hidden_SBH: Tensor, targets: Targets, weight: Tensor | None, shared: dict[str, Any]
     ) -> tuple[Tensor, Targets, Tensor, Tensor]:
-        """One prediction layer and its loss.
+        """Run a prediction layer and its loss.
 
         Args:
-            hidden_SBH, targets: of its predecessor.
-            weight: of the output layer, where that is the embedding's.
+            hidden_SBH, targets: hidden states and targets of its predecessor.
+            weight: the output layer's weight, where that is the embedding's.
             shared: attention mask and rotary tables.
         Returns:
-            Its hidden states and targets, its losses [B, S], and how many of them count.
+            Its hidden states and targets, its losses [B, S], and the number of losses that count.
         """
         # The embedding's own hooks belong to its pass before the decoder.
         ahead, tokens_BS, positions_BS = layer(
@@ -266,7 +261,7 @@ class PredictingModel(LanguageModel):
         return ahead, Targets(tokens_BS, positions_BS, labels_BS, mask_BS), losses_BS, count
 
     def weighted(self, losses_BS: Tensor, count: Tensor) -> Tensor:
-        """What one layer's losses add to the micro-batch's loss, which the schedule scales alike.
+        """The addition of one layer's losses to the micro-batch's loss; the schedule scales both by the same factor.
 
         Ranks that share a sample average their gradients: each divides by the mean number of tokens that they hold.
         """

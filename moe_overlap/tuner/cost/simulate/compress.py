@@ -1,20 +1,20 @@
-"""Inner stages of a pipeline that are alike: looked at once, and renamed.
+"""Steady-state compression, and inner stages of a pipeline that are equivalent: simulated once, and renamed.
 
-Two stages are alike if they have the same parallelism, layers of the same kinds in the same order, and the same overlap at the
-same places. The first and the last stage are like no other.
+Two stages are equivalent if they have the same parallelism, layers of the same kinds in the same order, and the same overlap at
+the same places. The first and the last stage are equivalent to no other.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.instructions import COMPUTE, PIPELINE, Instruction, boundary_channel
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.lowering.update import DATA_CHANNEL
-from moe_overlap.plan.operators import NORM
+from moe_overlap.plan.operators import NORM, OperatorKind, parse_operator
+from moe_overlap.plan.overlap import LayerOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
@@ -114,7 +114,7 @@ def run_alone(
     """Simulate one rank's list as if its transfers took nothing; arguments as `simulate` takes them."""
     alone = [replace(i, kind="copy", peers=()) if i.kind == "point-to-point" else i for i in made]
     return simulate(
-        {rank: alone}, lambda _, i: 0.0 if i.channel.startswith("pp.") else seconds(i), model, queue_seconds
+        {rank: alone}, lambda _, i: 0.0 if i.channel_group == PIPELINE else seconds(i), model, queue_seconds
     )
 
 
@@ -146,7 +146,7 @@ def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulat
             Contact(
                 i,
                 number,
-                at=(needs.get(i.id, start) if i.name.startswith("receive.") else ran[i.id].start) - start,
+                at=(needs.get(i.id, start) if i.receives else ran[i.id].start) - start,
                 posted=ran[i.id].start - start,
             )
             for number, step in enumerate(block)
@@ -172,7 +172,7 @@ def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulat
 def _behind_sends(block: Sequence[Instruction]) -> list[Instruction]:
     """The weight gradients behind the last send of a block."""
     ordered = sorted(block, key=lambda i: i.id)
-    last = max((n for n, i in enumerate(ordered) if i.name.startswith("send.")), default=len(ordered))
+    last = max((n for n, i in enumerate(ordered) if i.sends), default=len(ordered))
     behind = ordered[last + 1 :]
     return behind if all(i.kind == "weight-gradient" for i in behind) else []
 
@@ -204,10 +204,10 @@ class _Writer:
 
     def block(self, steps: Sequence[Step], block: Block) -> None:
         """Receives, then the pieces between contacts, each followed by what it lets go."""
-        received = [c for c in block.contacts if c.transfer.name.startswith("receive.")]
+        received = [c for c in block.contacts if c.transfer.receives]
         incoming = [(c.at, self._transfer(c, steps, self._before(c))) for c in received if c.posted <= 0.0]
         later = sorted((c for c in received if c.posted > 0.0), key=lambda c: c.posted)
-        outgoing = sorted((c for c in block.contacts if c.transfer.name.startswith("send.")), key=lambda c: c.at)
+        outgoing = sorted((c for c in block.contacts if c.transfer.sends), key=lambda c: c.at)
         opens = block.seconds - block.tail
         cuts = {c.at for c in block.contacts} | {c.posted for c in later} | {opens}
         ends = sorted({at for at in cuts if 0.0 < at < block.seconds} | {block.seconds})
@@ -243,9 +243,9 @@ class _Writer:
         """What stands behind the passes: gradients, the norm, where all ranks meet, and the update."""
         after = (self._computed,)
         for name, seconds in (
-            ("gradients", folded.before_norm),
-            (NORM, folded.norm),
-            ("parameters", folded.after_norm),
+            (str(OperatorKind.GRADIENTS), folded.before_norm),
+            (str(NORM), folded.norm),
+            (str(OperatorKind.PARAMETERS), folded.after_norm),
         ):
             made = Instruction(
                 id=len(self.made), kind="collective", name=name, stage=self._stage, channel=DATA_CHANNEL, after=after
@@ -271,12 +271,12 @@ def _seconds(one: Ran) -> float:
     return one.end - one.start
 
 
-LAYER = re.compile(r"(?<=\bL)\d+|(?<=\blayer=)\d+")
-STAGE = re.compile(r"(?<=\bS)\d+|(?<=>S)\d+")
+NAMED_FIELDS = ("layer", "first_operator", "last_operator", "weight_gradient_slots")
+"""Fields of a layer's overlap that name layers; equal places of two stages have other names."""
 
 
 def likeness(plan: Plan, index: int, model: ModelDescription, here: StagePrices) -> Hashable:
-    """Equal for stages that are alike.
+    """The equivalence key of a stage: equal for stages whose simulations differ by names alone.
 
     Args:
         here: prices of the stage; those of one family share their `priced`.
@@ -284,23 +284,49 @@ def likeness(plan: Plan, index: int, model: ModelDescription, here: StagePrices)
     if index in (0, len(plan.stages) - 1) or plan.transfers:
         return index
     stage = plan.stages[index]
-    place = {layer: f"{chunk}:{n}" for chunk, span in enumerate(stage.chunks) for n, layer in enumerate(range(*span))}
-    overlap = LAYER.sub(lambda found: place[int(found[0])], repr(stage.overlap))
-    overlap = STAGE.sub(lambda found: f"{int(found[0]) - index:+}", overlap)
     kinds = tuple(tuple((model.moe_layers[n], model.windows[n]) for n in range(*span)) for span in stage.chunks)
+    overlap = _overlap_key(plan, index)
     return id(here.priced), here.priced.family.counts[:, here.column].tobytes(), kinds, overlap
+
+
+def _overlap_key(plan: Plan, index: int) -> Hashable:
+    """A stage's overlap, with its layers by chunk and place inside it, and the stages of its transfers by their distance."""
+    stage = plan.stages[index]
+    place = {layer: (chunk, n) for chunk, span in enumerate(stage.chunks) for n, layer in enumerate(range(*span))}
+
+    def at(name: str | None) -> Hashable:
+        if name is None:
+            return None
+        operator = parse_operator(name).on(shift=-index)
+        return replace(operator, layer=None), None if operator.layer is None else place[operator.layer]
+
+    def entry(layer: LayerOverlap) -> Hashable:
+        slots = layer.weight_gradient_slots.items()
+        return (
+            place[layer.layer],
+            at(layer.first_operator),
+            at(layer.last_operator),
+            tuple((at(slot), tuple(map(at, names))) for slot, names in slots),
+            tuple(getattr(layer, field.name) for field in fields(layer) if field.name not in NAMED_FIELDS),
+        )
+
+    limits = stage.overlap.search_limits
+    lowered = () if limits is None else limits.lowered
+    return (
+        replace(stage.overlap, layers=(), search_limits=None if limits is None else replace(limits, lowered=())),
+        tuple((at(limit.first_operator), at(limit.last_operator), limit.max_partitions) for limit in lowered),
+        tuple(map(entry, stage.overlap.layers)),
+    )
 
 
 def renamed(folded: Folded, plan: Plan, index: int) -> Folded:
     """What a stage does, as another one that is like it does it."""
     shift = index - folded.stage
 
-    def shifted(name: str) -> str:
-        return STAGE.sub(lambda found: str(int(found[0]) + shift), name)
-
     def transfer(i: Instruction) -> Instruction:
+        operator = i.operator.on(shift=shift)
         peers = tuple(plan.stages[plan.stage_of(peer) + shift].devices.ranks[0] for peer in i.peers)
-        return replace(i, name=shifted(i.name), channel=shifted(i.channel), stage=index, peers=peers)
+        return replace(i, name=str(operator), channel=boundary_channel(operator), stage=index, peers=peers)
 
     def contact(one: Contact) -> Contact:
         return replace(one, transfer=transfer(one.transfer))
@@ -316,4 +342,4 @@ def renames(plan: Plan, index: int, other: int) -> Callable[[str], str]:
     """Names of a stage's operators -> those of the other one at the same places."""
     here, there = plan.stages[index].layers, plan.stages[other].layers
     layers = dict(zip(here, there, strict=True))
-    return lambda name: LAYER.sub(lambda found: str(layers[int(found[0])]), name)
+    return lambda name: str(parse_operator(name).on(layers))

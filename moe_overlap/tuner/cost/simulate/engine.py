@@ -72,7 +72,7 @@ class Simulation:
         """What one rank did, as the runtime records it, in order of the starts."""
         mine = sorted((one for one in self.ran if one.rank == rank), key=lambda one: (one.start, one.end))
         return [
-            Span(i.name, i.channel.partition(".")[0], i.chunk or 0, i.micro_batch or 0, one.start, one.end)
+            Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, one.start, one.end)
             for one in mine
             for i in (one.instruction,)
         ]
@@ -198,8 +198,8 @@ class _Engine:
 
     def _sends_to_sender(self, rank: int, i: Instruction) -> bool:
         """Whether the rank that would receive something has data on their way to who sends it."""
-        return i.name.startswith("receive.") and any(
-            place == rank and other.name.startswith("send.") and other.peers == i.peers
+        return i.receives and any(
+            place == rank and other.sends and other.peers == i.peers
             for task in self._running[rank].values()
             for place, other in task.ends
         )
@@ -264,17 +264,17 @@ def _stream(channel: str) -> int:
 def _is_opposite(mine: Instruction, task: _Task, rank: int) -> bool:
     """Whether one of two transfers between stages is sent and the other received."""
     theirs = next(i for place, i in task.ends if place == rank)
-    return bool(theirs.peers) and mine.name.startswith("send.") != theirs.name.startswith("send.")
+    return bool(theirs.peers) and mine.sends != theirs.sends
 
 
 def _meets(mine: Instruction, theirs: Instruction, rank: int) -> bool:
     """Whether two heads are the two ends of one transfer, or both the norm."""
     if mine.kind != "point-to-point":
         return theirs.name == mine.name
-    ends = {mine.name.partition(".")[0], theirs.name.partition(".")[0]}
     same = mine.partition == theirs.partition  # of tiles, whose ends may belong to unlike micro-batches
     same = same and (bool(mine.partition) or mine.micro_batch == theirs.micro_batch)
-    return ends == {"send", "receive"} and theirs.peers == (rank,) and same
+    ends = (mine.sends and theirs.receives) or (mine.receives and theirs.sends)
+    return ends and theirs.peers == (rank,) and same
 
 
 def _stuck(left: Mapping[int, Instruction | None], lists: Lists) -> str:
@@ -297,8 +297,7 @@ def _passes(made: Sequence[Instruction]) -> list[Step]:
 
 def pass_of(i: Instruction) -> Step:
     """The pass that an instruction with a micro-batch belongs to."""
-    backward = i.name.endswith((f".{operators.BACKWARD}", f".{operators.RECOMPUTE}", f".{operators.WEIGHT_GRADIENT}"))
-    return Step("backward" if backward else "forward", i.chunk or 0, i.micro_batch or 0)
+    return Step("backward" if i.in_backward_pass else "forward", i.chunk or 0, i.micro_batch or 0)
 
 
 def _is_of(step: Step, i: Instruction) -> bool:

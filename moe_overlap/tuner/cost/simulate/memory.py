@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
-from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer, whole_buffer
 from moe_overlap.plan.lowering.dependencies import Draft, last_uses
 from moe_overlap.plan.lowering.optimizer_state import part_of
-from moe_overlap.plan.operators import WEIGHT_GRADIENT, parse_operator
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices, place_of
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import weight_of
@@ -31,9 +30,8 @@ from moe_overlap.tuner.cost.simulate.engine import Ran, Simulation, pass_of
 # instruction names: from the first computation of the one to the last of the other. Of an offloaded share
 # (`moved.activations.…`) the list says itself when it is there.
 
-STAYING = ("parameters", "gradient", "state")
-"""First words of buffers that outlive a step."""
-HOST = "host"
+STAYING = (BufferRole.PARAMETERS, BufferRole.GRADIENT, BufferRole.STATE)
+"""Buffers that outlive a step, where they are not the share that moves."""
 Interval = tuple[str, float, float]
 """Buffer, and from when to when it is there."""
 
@@ -70,13 +68,13 @@ def intervals(ran: Sequence[Ran]) -> Iterator[Interval]:
     for one in in_list:
         i = one.instruction
         for name in dict.fromkeys((*i.reads, *i.writes)):
-            word = name.partition(".")[0]
-            if word == HOST:
+            buffer = parse_buffer(name)
+            if buffer.home is Home.HOST:
                 continue
             given = name in i.reads and name not in there
             start, end = there.get(name, (0.0 if given else one.start, one.end))
             there[name] = (start, max(end, one.end))
-            if word in STAYING:
+            if buffer.word in STAYING:
                 there[name] = (0.0, step)
             elif name in ends[i.id]:
                 yield (name, *there.pop(name))
@@ -96,7 +94,8 @@ def _activations(in_list: Sequence[Ran]) -> Iterator[Interval]:
 
 
 Size = Callable[[str], float]
-ROWS = ("rows", "computed", "returned", "drows", "dreceived", "dcomputed", "dreturned")
+ROWS_OF_EXPERTS = (BufferRole.COMPUTED, BufferRole.D_RECEIVED, BufferRole.D_COMPUTED)
+ROWS = (*ROWS_OF_EXPERTS, BufferRole.ROWS, BufferRole.RETURNED, BufferRole.D_ROWS, BufferRole.D_RETURNED)
 """Routed rows; what the experts received is among what a micro-batch saves."""
 
 
@@ -140,7 +139,8 @@ def surplus(ran: Sequence[Ran], prices: StagePrices, size_of: Size) -> float:
     """Most bytes beyond what the micro-batches in flight save."""
 
     def saved(name: str) -> float:
-        return float(prices.saved_bytes(name.split(".")[1])) if name.startswith("activations.") else 0.0
+        buffer = parse_buffer(name)
+        return float(prices.saved_bytes(buffer.subject)) if buffer.word == BufferRole.ACTIVATIONS else 0.0
 
     there = [(name, start, end, size_of(name) + saved(name)) for name, start, end in intervals(ran)]
     flying = [(name, start, end, -saved(name)) for name, start, end in _flights(ran)]
@@ -195,11 +195,11 @@ class RowBytes:
 
     def of(self, name: str) -> float:
         """Of `rows.L3.m0.p1`; 0 for other buffers."""
-        word = name.partition(".")[0]
-        if word not in ROWS:
+        buffer = parse_buffer(name)
+        if buffer.word not in ROWS:
             return 0.0
-        whole = self._taken if word.endswith(("received", "computed")) else self._sent
-        return whole / self._pieces[_stem(name)]
+        whole = self._taken if buffer.role in ROWS_OF_EXPERTS else self._sent
+        return whole / self._pieces[whole_buffer(name)]
 
 
 class SavedBytes:
@@ -208,22 +208,26 @@ class SavedBytes:
     def __init__(self, prices: StagePrices, made: Sequence[Instruction]) -> None:
         self._prices = prices
         self._pieces = _pieces(made)
-        names = {_gradient(name) for i in made for name in i.writes if name.startswith("saved.")}
-        self._named = Counter((place_of(op), op.part) for op in map(parse_operator, names))
+        written = {parse_buffer(name) for i in made for name in i.writes}
+        gradients = {buffer.gradient for buffer in written if buffer.role is BufferRole.SAVED}
+        self._named = Counter((place_of(gradient), gradient.kind) for gradient in gradients)
         self._read: dict[str, dict[tuple[str, str], float]] = {}
 
     def of(self, name: str) -> float:
         """Of `saved.L3.attention.qkv.m0.p1`; 0 for other buffers."""
-        if not name.startswith("saved."):
+        buffer = parse_buffer(name)
+        if buffer.role is not BufferRole.SAVED:
             return 0.0
-        operator = parse_operator(_gradient(name))
+        operator = buffer.gradient
         place = place_of(operator)
         if place not in self._read:
             self._read[place] = self._operands(place)
         read = self._read[place]
-        whole = sum(size for (part, _), size in read.items() if part == operator.part)
-        named = read.get((operator.part, operator.weight))
-        return (whole / self._named[place, operator.part] if named is None else named) / self._pieces[_stem(name)]
+        whole = sum(size for (part, _), size in read.items() if part == operator.kind)
+        named = read.get((operator.kind, operator.weight))
+        return (whole / self._named[place, operator.kind] if named is None else named) / self._pieces[
+            whole_buffer(name)
+        ]
 
     def _operands(self, place: str) -> dict[tuple[str, str], float]:
         """Of the products [n, tokens] · [tokens, k] of a part: tokens · (n + k) elements."""
@@ -238,17 +242,6 @@ class SavedBytes:
         return found
 
 
-def _gradient(buffer: str) -> str:
-    """`saved.L3.attention.qkv.m0.p1` -> `L3.attention.qkv.dW`."""
-    return f"{_stem(buffer).removeprefix('saved.').rpartition('.m')[0]}.{WEIGHT_GRADIENT}"
-
-
-def _stem(buffer: str) -> str:
-    """A buffer's name without its part."""
-    stem, dot, last = buffer.rpartition(".p")
-    return stem if dot and last.isdigit() else buffer
-
-
 def _pieces(made: Sequence[Instruction]) -> Counter[str]:
     """How many parts a buffer stands in."""
-    return Counter(_stem(name) for name in {name for i in made for name in (*i.reads, *i.writes)})
+    return Counter(whole_buffer(name) for name in {name for i in made for name in (*i.reads, *i.writes)})

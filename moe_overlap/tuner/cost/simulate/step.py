@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower_rank
 from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
+from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import Plan, PredictedStage
-from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Machine, Prediction, Priced, prepare, price_family
+from moe_overlap.tuner.cost.analytic import Prediction, Priced, prepare, price, price_family
 from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, refuse_unpriced
-from moe_overlap.tuner.cost.hardware import NOT_REFINED, Features
+from moe_overlap.tuner.cost.hardware import NOT_REFINED
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS
@@ -32,6 +31,7 @@ from moe_overlap.tuner.cost.simulate.compress import (
 )
 from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
 from moe_overlap.tuner.cost.simulate.memory import ListedBytes, listed_bytes, live_bytes
+from moe_overlap.tuner.problem import Problem
 
 # A step of a plan, simulated: the instruction lists of one rank per stage at the prices of the cost model; of all ranks where
 # stages of unlike shape send tiles to each other.
@@ -58,38 +58,36 @@ class SimulatedStep:
         return live_bytes([one for one in self.simulation.ran if one.rank == rank], self.prices[rank].buffer_bytes)
 
 
-def simulate_step(
-    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
-) -> SimulatedStep:
+def simulate_step(plan: Plan, problem: Problem) -> SimulatedStep:
     """Lower, price and simulate a plan.
 
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
-    of_stage = price_stages(plan, model, graphs, machine, features)
+    of_stage = price_stages(plan, problem)
     lists: dict[int, Sequence[Instruction]] = {}
     for stage, here in zip(plan.stages, of_stage, strict=True):
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
         for rank in stage.devices.ranks if plan.transfers else stage.devices.ranks[:1]:
-            lists[rank] = lower(plan, model, rank, saved)
+            lists[rank] = lower_rank(plan, problem.model, rank, saved)
         here.read(lists[stage.devices.ranks[0]])
+    check_rendezvous(lists)
     slowed = {rank: of_stage[plan.stage_of(rank)].slowed for rank in lists}
-    simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed, machine.queue_seconds)
+    simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed, problem.machine.queue_seconds)
     return SimulatedStep(simulation, {here.stage.devices.ranks[0]: here for here in of_stage})
 
 
-def price_stages(
-    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
-) -> list[StagePrices]:
+def price_stages(plan: Plan, problem: Problem) -> list[StagePrices]:
     """Prices of the instructions of every stage, whose lists they have not read yet.
 
     Raises:
         ConfigError: a fused layer has no block left to compute, or its GPU's number of blocks is not known.
     """
+    model, graphs, machine = problem.model, problem.graphs, problem.machine
     refuse_unpriced(plan, machine.cluster)
     place: dict[int, tuple[Priced, int]] = {}
-    for family in prepare(plan, model, graphs, features, machine.load):
-        priced = price_family(plan, model, family, machine, features)
+    for family in prepare(plan, model, graphs, problem.features, machine.load):
+        priced = price_family(plan, model, family, machine, problem.features)
         place.update({index: (priced, column) for column, index in enumerate(family.stages)})
     return [StagePrices(plan, stage, graphs[index], *place[index], machine) for index, stage in enumerate(plan.stages)]
 
@@ -107,14 +105,7 @@ GROUPS = 4
 """Groups of micro-batches, as many as stages in each, behind which every further one takes as long as the one before."""
 
 
-def with_lists(
-    closed: Prediction,
-    plan: Plan,
-    model: ModelDescription,
-    graphs: Mapping[int, CapturedModel],
-    machine: Machine,
-    features: Features,
-) -> Prediction:
+def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     """A prediction with the step, the stages and the breakdown of simulated lists.
 
     Args:
@@ -122,10 +113,10 @@ def with_lists(
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
-    listed = _Lists(plan, model, graphs, machine, features)
+    listed = _Lists(plan, problem)
     ones = listed.alone()
     if plan.transfers:  # micro-batches of unlike stages do not correspond: nothing is told from fewer of them
-        played = still = simulate_step(plan, model, graphs, machine, features).simulation.step_seconds
+        played = still = simulate_step(plan, problem).simulation.step_seconds
     else:
         played = step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
         still = step_of_many(lambda count: listed.seconds(ones, count, 0.0), listed.micro_batches, len(ones))
@@ -157,16 +148,14 @@ def with_lists(
     )
 
 
-def listed_seconds(
-    plan: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
-) -> float:
+def listed_seconds(plan: Plan, problem: Problem) -> float:
     """Seconds of a step of simulated lists, as `with_lists` says; of equal stages, for which nothing else is looked at.
 
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
     assert not plan.transfers
-    listed = _Lists(plan, model, graphs, machine, features)
+    listed = _Lists(plan, problem)
     ones = listed.alone()
     return step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
 
@@ -188,10 +177,7 @@ class _Lists:
     """Everything that lists of a plan are made and priced from."""
 
     plan: Plan
-    model: ModelDescription
-    graphs: Mapping[int, CapturedModel]
-    machine: Machine
-    features: Features
+    problem: Problem
 
     @property
     def micro_batches(self) -> int:
@@ -200,11 +186,11 @@ class _Lists:
 
     def alone(self) -> list[_Alone]:
         """The stages, each by itself; of those that are alike one."""
-        prices = price_stages(self.plan, self.model, self.graphs, self.machine, self.features)
+        prices = price_stages(self.plan, self.problem)
         known: dict[Hashable, _Alone] = {}
         found = []
         for index, here in enumerate(prices):
-            key = likeness(self.plan, index, self.model, here)
+            key = likeness(self.plan, index, self.problem.model, here)
             if key not in known:
                 known[key] = _stage_alone(self, index, here)
             found.append(_as_stage(known[key], self.plan, index))
@@ -219,7 +205,7 @@ class _Lists:
         """Seconds of a step; of each transfer between stages this share."""
         plan = self.of(micro_batches)
         if any(stage.is_decoupled for stage in plan.stages):
-            return simulate_step(plan, self.model, self.graphs, self.machine, self.features).simulation.step_seconds
+            return simulate_step(plan, self.problem).simulation.step_seconds
         written = {one.folded.rank: folded_list(one.folded, plan) for one in ones}
         sent = {one.folded.rank: one.transfer * transfers for one in ones}
         slowed = {one.folded.rank: one.slowed for one in ones}
@@ -258,12 +244,11 @@ class _Alone:
 
 
 def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
-    plan = listed.plan
+    plan, model = listed.plan, listed.problem.model
     stage, blocks = plan.stages[index], sample_blocks(plan, index)
     rank, slowed = stage.devices.ranks[0], here.slowed
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
-    made = lower(plan, listed.model, rank, saved, blocks=blocks)
-    here.read(made)
+    here.read(lower_rank(plan, model, rank, saved, blocks=blocks))
     alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds)
     folded = fold(index, blocks, here.made, alone)
     whole = blocks_of(folded, plan)
@@ -284,8 +269,8 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
         inside=inside,
         transfer=here.transfer_seconds(),
         slowed=slowed,
-        bytes=listed_bytes(here, listed.model, alone, lower(without, listed.model, rank, saved, blocks=plain), slowed),
-        fragmentation=listed.machine.fragmentation,
+        bytes=listed_bytes(here, model, alone, lower_rank(without, model, rank, saved, blocks=plain), slowed),
+        fragmentation=listed.problem.machine.fragmentation,
         early=tuple(here.computed.early_names),
         deferred=len({i.name for i in here.made if i.kind == "weight-gradient"}),
     )
@@ -353,30 +338,23 @@ def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float) -> dict
     return found
 
 
-def with_refined(
-    closed: Prediction,
-    plan: Plan,
-    model: ModelDescription,
-    graphs: Mapping[int, CapturedModel],
-    machine: Machine,
-    features: Features,
-) -> Prediction:
+def with_refined(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     """A prediction whose seconds are scaled as refined prices scale its simulated step, all alike.
 
     Args:
         closed: the closed form's, which knows no refined prices; so do bytes.
     """
 
-    def played(on: Machine, micro_batches: int) -> float:
+    def played(at: Problem, micro_batches: int) -> float:
         stages = (replace(stage, gradient_accumulation_steps=micro_batches) for stage in plan.stages)
         few = replace(plan, stages=tuple(stages))
-        return simulate_step(few, model, graphs, on, features).simulation.step_seconds
+        return simulate_step(few, at).simulation.step_seconds
 
-    def step(on: Machine) -> float:
+    def step(at: Problem) -> float:
         count = plan.stages[0].gradient_accumulation_steps
-        return step_of_many(lambda micro_batches: played(on, micro_batches), count, len(plan.stages))
+        return step_of_many(lambda micro_batches: played(at, micro_batches), count, len(plan.stages))
 
-    scale = step(machine) / step(replace(machine, refined=NOT_REFINED))
+    scale = step(problem) / step(problem.refined_by(NOT_REFINED))
     predicted = closed.predicted
     stages = (
         replace(
@@ -397,3 +375,20 @@ def with_refined(
     )
     breakdown = {name: seconds * scale for name, seconds in closed.breakdown.items()}
     return replace(closed, predicted=predicted, breakdown=breakdown, mfu=closed.mfu / scale)
+
+
+def predict_plan(plan: Plan, problem: Problem) -> Prediction:
+    """Seconds and bytes of a plan that has the problem's parallel layout.
+
+    The analytic cost is the whole answer of a plan without overlap; where stages follow instruction lists or are of unlike
+    shape, the step is that of the simulated lists.
+
+    Raises:
+        ConfigError: the plan uses a field that is not lowered yet.
+    """
+    model, machine, features = problem.model, problem.machine, problem.features
+    families = prepare(plan, model, problem.graphs, features, machine.load)
+    analytic = price(plan, model, families, machine, features, problem.extrapolating)
+    if plan.transfers or any(stage.overlap.is_listed for stage in plan.stages):
+        return with_lists(analytic, plan, problem)
+    return analytic if machine.refined == NOT_REFINED else with_refined(analytic, plan, problem)

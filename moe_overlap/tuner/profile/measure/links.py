@@ -1,4 +1,8 @@
-"""Seconds of collectives, transfers and host copies, between the ranks that run this."""
+"""Seconds of collectives, transfers and host copies, between the ranks that run this; and single figures of a device.
+
+The single figures feed the roofline: the rate that large operators reach on the device, and the seconds of the smallest
+operator.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,6 @@ from torch import Tensor
 
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, Pass, work_of
 from moe_overlap.tuner.profile.measure.operators import Call, call_of, call_seconds
-
-# Single figures of a device: what large operators reach of it, and what the least one takes. They feed the roofline.
 
 BACKWARD_PRODUCTS = 2.5
 """Products of attention's backward pass over those of its forward pass."""
@@ -90,11 +92,11 @@ def copy_seconds(key: LinkKey, budget_seconds: float) -> float:
 
 
 def slowdown_of_both(group: dist.ProcessGroup, device: str, held_bytes: int, product: int) -> float:
-    """Of an exchange and products that run at the same time, the part of the shorter that is lost: 0 to 1.
+    """Share of the shorter of two that is lost when an all-to-all and products run at the same time: 0 to 1.
 
     Args:
-        held_bytes: of the exchange.
-        product: rows and columns of the square products, as many of them as take about as long as the exchange.
+        held_bytes: of the all-to-all.
+        product: rows and columns of the square products, as many of them as take about as long as the all-to-all.
     """
     sent = torch.ones(held_bytes, dtype=torch.int8, device=device)
     received = torch.empty_like(sent)
@@ -143,9 +145,9 @@ def _collective(key: LinkKey, group: dist.ProcessGroup, device: str) -> Call:
 
 
 def _pass_on(sent: Tensor, received: Tensor, ranks: list[int], group: dist.ProcessGroup) -> None:
-    """Every rank sends to the next and receives from the one before, at once: as stages do in both directions."""
-    mine = ranks.index(dist.get_rank())
-    after, before = ranks[(mine + 1) % len(ranks)], ranks[mine - 1]
+    """Send to the next rank and receive from the previous one at once, as stages do in both directions."""
+    rank = ranks.index(dist.get_rank())
+    after, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
     operations = [
         dist.P2POp(dist.isend, sent, after, group=group),
         dist.P2POp(dist.irecv, received, before, group=group),
@@ -166,7 +168,7 @@ def _timed(call: Call, repeats: int, device: str) -> float:
 
 
 def _agreed(seconds: float, group: dist.ProcessGroup, device: str) -> float:
-    """The largest of the ranks."""
+    """The largest value of all ranks."""
     value = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return float(value.item())

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from moe_overlap.tuner.profile.database import Database, OperatorKey
 
-# How long a call takes: warmed up and repeated.
-
 Call = Callable[[], object]
 FLUSHED_BYTES = 256 << 20
 """Written between calls on a GPU, more than its second-level cache holds."""
@@ -52,7 +50,7 @@ def _host_seconds(call: Call, budget_seconds: float) -> float:
 
 
 def _cuda_seconds(call: Call, budget_seconds: float) -> float:
-    """Not run on hardware."""
+    """Seconds of one call on a GPU. Not executed on hardware yet."""
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
     for _ in range(3):
         call()
@@ -76,7 +74,7 @@ ROW = 128
 
 
 def call_of(key: OperatorKey, device: str) -> Call:
-    """What to time, for a key that `can_be_measured`."""
+    """The call to time, for a key that `can_be_measured`."""
     dtype: torch.dtype = getattr(torch, key.dtype)
     if key.kind == "gemm":
         return _product(key, dtype, device)
@@ -100,7 +98,7 @@ def _product(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
 
 
 def _grouped_product(key: OperatorKey, dtype: torch.dtype, device: str) -> Call:
-    """One product per group, of equally many rows; one kernel for all on a GPU (not run on hardware)."""
+    """One product per group, of equally many rows; one kernel for all on a GPU (not executed on hardware yet)."""
     groups, rows, n, k = key.shape
     each = max(1, rows // groups)
     if key.direction == "weight_gradient":
@@ -306,9 +304,6 @@ BUILDERS: dict[str, Build] = {
     "scatter_add_": _by_rows(lambda x, index, other: x.scatter_add_(0, _along_rows(x, index), other)),
     "embedding_dense_backward": _by_rows(lambda x, index, other: torch.zeros_like(x).index_add_(0, index, other)),
 }
-
-
-# Measure what a database lacks, key by key.
 
 
 def measure_operators(

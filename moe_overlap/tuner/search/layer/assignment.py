@@ -1,11 +1,18 @@
-"""The assignment of weight gradients to slots: the problem, what an assignment is worth, and the best-fit greedy.
+"""The assignment of weight gradients to slots: the problem, the value of an assignment, the best-fit greedy, and repetition.
 
-Terms. A slot is time in which nothing computes: under a backward exchange, or any other gap. A weight gradient runs in one slot
-at most; one that runs in none stays inside the backward pass it came from. The *hidden seconds* of an assignment are
-sum over slots of min(seconds of the slot, seconds of the weight gradients in it).
-A weight gradient holds its bytes from the first slot behind the pass that saves what it is computed from up to the slot it runs
-in; what is held at the start of a slot is within `max_bytes`.
-In a cyclic problem the slots are those of one period of endlessly many alike: behind the last one the first follows.
+Problem. Give each weight gradient a slot or none, so that the hidden seconds are most and the bytes that are held fit.
+Terms.
+- A *slot* is time in which nothing computes: under a backward all-to-all, or any other gap. A weight gradient runs in one slot at
+  most; one that runs in none stays inside the backward pass it came from.
+- The *hidden seconds* of an assignment: sum over slots of min(seconds of the slot, seconds of the weight gradients in it).
+- A weight gradient *holds* its bytes from the first slot behind the pass that saves what it is computed from up to the slot it
+  runs in; what is held at the start of a slot is within `max_bytes`.
+- In a *cyclic* problem the slots are those of one period of endlessly many equal ones: behind the last one the first follows.
+Two heuristics stand here; solve_assignment.py puts them in order and adds an exact solver.
+- `best_fit`: slot after slot, the weight gradient that fits best into what is left of it.
+- Identical layers are solved once: `longest_run` finds the longest run of layers in which every `length` layers repeat the ones
+  before; `one_period` makes one period a cyclic problem of its own; `repeat` writes its assignment along the run. What would run
+  behind the end of the run stays free, as do the other layers.
 
 Source: Lancet, section 4.2 and algorithm 1. Not in the paper: bytes, periods, and the rule for what overshoots (`best_fit`).
 """
@@ -38,8 +45,8 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """What is to be assigned.
+class AssignmentProblem:
+    """Weight gradients, slots and bytes.
 
     Attributes:
         gradients: in program order.
@@ -60,7 +67,7 @@ class Problem:
         return tuple(range(first, slot + 1))
 
     def held_bytes(self, assignment: Assignment) -> list[int]:
-        """By slot, what is held at its start."""
+        """By slot, the bytes that are held at its start."""
         held = [0] * len(self.slots)
         for index, slot in enumerate(assignment):
             for other in self.held_at(index, slot) if slot is not None else ():
@@ -87,10 +94,10 @@ class Problem:
         return legal and max(self.held_bytes(assignment), default=0) <= self.max_bytes
 
 
-def best_fit(problem: Problem, start: Assignment | None = None) -> Assignment:
+def best_fit(problem: AssignmentProblem, start: Assignment | None = None) -> Assignment:
     """Algorithm 1: slot after slot, what fits best into what is left of it.
 
-    1. Of the weight gradients that are free, may run in the slot and find room in the bytes, the one whose seconds are nearest
+    1. Of the weight gradients that are free, may run in the slot and fit into the bytes, the one whose seconds are nearest
        to what is left of the slot is next; of several the first in program order.
     2. It is passed over if it overshoots and could hide more in a later slot, alone (in a cyclic problem: in any other).
        The paper takes it: a slot with 5 us left then swallows a gradient of 1000 us that another slot was waiting for.
@@ -114,7 +121,7 @@ def best_fit(problem: Problem, start: Assignment | None = None) -> Assignment:
     return without_idlers(problem, tuple(chosen))
 
 
-def _next(problem: Problem, slot: int, left: float, free: Sequence[int], held: Sequence[int]) -> int | None:
+def _next(problem: AssignmentProblem, slot: int, left: float, free: Sequence[int], held: Sequence[int]) -> int | None:
     """Steps 1 and 2."""
 
     def misfit(index: int) -> tuple[float, int]:
@@ -122,20 +129,21 @@ def _next(problem: Problem, slot: int, left: float, free: Sequence[int], held: S
 
     for index in sorted(free, key=misfit):
         gradient = problem.gradients[index]
-        has_room = _has_room(problem, index, slot, held)
-        if has_room and (gradient.seconds <= left or not _hides_more_later(problem, gradient, slot, left)):
+        fits = _fits(problem, index, slot, held)
+        if fits and (gradient.seconds <= left or not _hides_more_later(problem, gradient, slot, left)):
             return index
     return None
 
 
-def _has_room(problem: Problem, index: int, slot: int, held: Sequence[int]) -> bool:
+def _fits(problem: AssignmentProblem, index: int, slot: int, held: Sequence[int]) -> bool:
+    """Whether the bytes allow a weight gradient in a slot beside what is held."""
     more = [0] * len(held)
     for other in problem.held_at(index, slot):
         more[other] += problem.gradients[index].bytes
     return all(there + new <= problem.max_bytes for there, new in zip(held, more, strict=True) if new)
 
 
-def _hides_more_later(problem: Problem, gradient: Gradient, slot: int, left: float) -> bool:
+def _hides_more_later(problem: AssignmentProblem, gradient: Gradient, slot: int, left: float) -> bool:
     return any(
         min(problem.slots[other], gradient.seconds) > left
         for other in gradient.under
@@ -143,8 +151,8 @@ def _hides_more_later(problem: Problem, gradient: Gradient, slot: int, left: flo
     )
 
 
-def without_idlers(problem: Problem, assignment: Assignment) -> Assignment:
-    """The assignment without what hides nothing: a slot that is full without it; the largest holders go first."""
+def without_idlers(problem: AssignmentProblem, assignment: Assignment) -> Assignment:
+    """The assignment without weight gradients that hide nothing: a slot that is full without it; the largest holders go first."""
     kept = list(assignment)
     filled = problem.filled_seconds(assignment)
     for index in sorted(range(len(kept)), key=lambda index: -problem.gradients[index].bytes):
@@ -155,7 +163,7 @@ def without_idlers(problem: Problem, assignment: Assignment) -> Assignment:
     return tuple(kept)
 
 
-def held_shortly(problem: Problem, assignment: Assignment) -> Assignment:
+def held_shortly(problem: AssignmentProblem, assignment: Assignment) -> Assignment:
     """The assignment with weight gradients of equal seconds exchanged, so that slots take those whose pass came last.
 
     Which of them runs makes no difference to what is hidden; what waits longer holds its bytes for longer.
@@ -164,11 +172,11 @@ def held_shortly(problem: Problem, assignment: Assignment) -> Assignment:
         problem: not cyclic.
     """
     assert not problem.cyclic
-    alike: dict[float, list[int]] = {}
+    of_equal_seconds: dict[float, list[int]] = {}
     for index, gradient in enumerate(problem.gradients):
-        alike.setdefault(gradient.seconds, []).append(index)
+        of_equal_seconds.setdefault(gradient.seconds, []).append(index)
     changed = list(assignment)
-    for members in alike.values():
+    for members in of_equal_seconds.values():
         wanted = sorted(slot for slot in (assignment[i] for i in members) if slot is not None)
         free = sorted(members, key=lambda i: problem.gradients[i].first)
         for i in members:
@@ -179,17 +187,13 @@ def held_shortly(problem: Problem, assignment: Assignment) -> Assignment:
                 return assignment
             changed[there[-1]] = slot
             free.remove(there[-1])
-    found = tuple(changed)
-    is_shorter = sum(problem.held_bytes(found)) < sum(problem.held_bytes(assignment))
-    return found if is_shorter and problem.is_feasible(found) else assignment
+    swapped = tuple(changed)
+    is_shorter = sum(problem.held_bytes(swapped)) < sum(problem.held_bytes(assignment))
+    return swapped if is_shorter and problem.is_feasible(swapped) else assignment
 
 
-# Identical layers are solved once: one period of them as a cyclic problem, whose assignment is repeated.
-#
-# 1. Find the longest run of layers in which every `length` layers repeat the ones before: same seconds, bytes and order of weight
-# gradients and slots.
-# 2. One period of the run is a problem of its own; behind its last slot comes the first of the next period.
-# 3. Repeat its assignment along the run. What would run behind the end of the run stays free, as do the other layers.
+# Repetition.
+
 
 LONGEST_PERIOD = 4
 """Layers; models repeat every layer, every second, third or fourth."""
@@ -206,15 +210,15 @@ class LayerSpan:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`periods` times `length` layers from `first` on, all periods alike."""
+    """`periods` times `length` layers from `first` on, all periods equal."""
 
     first: int
     length: int
     periods: int
 
 
-def longest_run(problem: Problem, layers: Sequence[LayerSpan]) -> Run | None:
-    """Step 1.
+def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> Run | None:
+    """The longest run of layers that repeat: same seconds, bytes and order of weight gradients and slots.
 
     Args:
         layers: in program order; they share the problem's gradients and slots among them.
@@ -238,14 +242,14 @@ def longest_run(problem: Problem, layers: Sequence[LayerSpan]) -> Run | None:
     return best
 
 
-def one_period(problem: Problem, layers: Sequence[LayerSpan], run: Run) -> Problem:
-    """Step 2."""
+def one_period(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run) -> AssignmentProblem:
+    """One period of a run as a cyclic problem."""
     gradients, slots = _of_period(layers, run, 0)
     everywhere = tuple(range(len(slots)))
-    return Problem(
+    return AssignmentProblem(
         gradients=tuple(
-            Gradient(one.seconds, one.bytes, one.first - slots.start, everywhere)
-            for one in (problem.gradients[i] for i in gradients)
+            Gradient(gradient.seconds, gradient.bytes, gradient.first - slots.start, everywhere)
+            for gradient in (problem.gradients[i] for i in gradients)
         ),
         slots=tuple(problem.slots[j] for j in slots),
         max_bytes=problem.max_bytes,
@@ -253,8 +257,8 @@ def one_period(problem: Problem, layers: Sequence[LayerSpan], run: Run) -> Probl
     )
 
 
-def repeat(problem: Problem, layers: Sequence[LayerSpan], run: Run, assignment: Assignment) -> Assignment:
-    """Step 3.
+def repeat(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run, assignment: Assignment) -> Assignment:
+    """An assignment of one period, along the whole run.
 
     Args:
         assignment: of `one_period`.
@@ -279,9 +283,9 @@ def _of_period(layers: Sequence[LayerSpan], run: Run, period: int) -> tuple[rang
     return range(first.gradients[0], last.gradients[1]), range(first.slots[0], last.slots[1])
 
 
-def _look(problem: Problem, span: LayerSpan) -> tuple[tuple[tuple[float, int, int], ...], tuple[float, ...]]:
-    """What must be equal in layers that are alike: weight gradients with the slots in front of them, and slots."""
+def _look(problem: AssignmentProblem, span: LayerSpan) -> tuple[tuple[tuple[float, int, int], ...], tuple[float, ...]]:
+    """The look of a layer, equal in equal layers: weight gradients with the slots in front of them, and slots."""
     gradients = problem.gradients[slice(*span.gradients)]
-    return tuple((one.seconds, one.bytes, one.first - span.slots[0]) for one in gradients), problem.slots[
-        slice(*span.slots)
-    ]
+    return tuple(
+        (gradient.seconds, gradient.bytes, gradient.first - span.slots[0]) for gradient in gradients
+    ), problem.slots[slice(*span.slots)]

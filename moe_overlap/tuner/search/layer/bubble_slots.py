@@ -1,10 +1,16 @@
-"""Weight gradients behind the send of a chunk: what no exchange hides need not make the stage before wait.
+"""Bubble slots: weight gradients behind the send of a chunk, so that the stage before need not wait for them.
 
-Terms. Behind its send a chunk may compute any weight gradient of its pass. It hides nothing there by itself; but at the ends of a
-step, where stages wait for each other, every stage before gets its gradients that much earlier, once a step. Under an exchange it
-saves time in every micro-batch, so that exchanges are filled first.
-What waits for the send holds its bytes under all exchanges that come after its pass. Where not everything has room, what takes
-longest for its bytes is taken first.
+Problem. Of the weight gradients that no all-to-all hides, choose those that run behind the send of a chunk.
+Terms. The *bubble slot* of a chunk stands behind its send of gradients; any weight gradient of its pass may run there. It hides
+nothing there by itself; but at the ends of a step, where stages wait for each other, every stage before gets its gradients that
+much earlier, once a step. Under an all-to-all it saves time in every micro-batch, so that all-to-alls are filled first.
+Steps.
+1. The problem of a chunk gets one more slot, of no seconds (`send_slots`).
+2. A weight gradient that its all-to-all hides by less than a given share leaves it (`hiding`).
+3. What waits for the send holds its bytes under all all-to-alls that come after its pass. Where not everything fits, what takes
+   longest for its bytes is taken first (`behind`).
+
+Source: not in Lancet; zero-bubble pipelines fill the same time with weight gradients.
 """
 
 from __future__ import annotations
@@ -16,13 +22,13 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lowering.deferral import gradients_of_pass, sends_of
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
-from moe_overlap.tuner.search.layer.assignment import Assignment, Gradient, Problem
+from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient
 from moe_overlap.tuner.search.layer.slots import DIGITS, ChunkProblem, Slots, holds_head
 
 
 @dataclass(frozen=True, slots=True)
 class SendSlot:
-    """The slot of a chunk behind its send.
+    """The bubble slot of a chunk.
 
     Attributes:
         name: of the send.
@@ -34,37 +40,37 @@ class SendSlot:
     name: str
     layer: int
     gradients: tuple[str, ...]
-    problem: Problem
+    problem: AssignmentProblem
 
     @property
     def place(self) -> int:
-        """In the problem."""
+        """Index of the bubble slot among the slots of the problem."""
         return len(self.problem.slots) - 1
 
     def named(self, assignment: Assignment) -> tuple[str, ...]:
-        """What an assignment has in the slot."""
+        """Names of the weight gradients that an assignment has in the bubble slot."""
         return tuple(n for n, place in zip(self.gradients, assignment, strict=True) if place == self.place)
 
     def seconds(self, assignment: Assignment) -> float:
-        """Of what an assignment has in the slot."""
+        """Seconds of the weight gradients that an assignment has in the bubble slot."""
         return self.problem.filled_seconds(assignment)[self.place]
 
 
 def with_rest_behind(slots: Slots, plan: Plan, index: int, model: ModelDescription) -> Slots:
-    """Slots of a stage, and behind every send what the chunk computes in none of them."""
-    found = {layer: dict(of_layer) for layer, of_layer in slots.items()}
+    """Slots of a stage, and behind every send the weight gradients that the chunk computes in none of them."""
+    filled = {layer: dict(of_layer) for layer, of_layer in slots.items()}
     placed = {name for of_layer in slots.values() for names in of_layer.values() for name in names}
     for chunk, (send, layer) in _sends(plan, index, model).items():
         names = gradients_of_pass(range(*chunk), model, holds_head(plan, index, model, chunk))
         if rest := tuple(name for name in names if name not in placed):
-            found.setdefault(layer, {})[send] = rest
-    return found
+            filled.setdefault(layer, {})[send] = rest
+    return filled
 
 
 def send_slots(
     plan: Plan, index: int, model: ModelDescription, prices: StagePrices, problems: Mapping[int, ChunkProblem]
 ) -> dict[int, SendSlot]:
-    """The slots of a stage by chunk.
+    """Step 1: the bubble slots of a stage, by chunk.
 
     Args:
         prices: of a list with every weight gradient in a slot.
@@ -76,7 +82,7 @@ def send_slots(
 
 
 def behind(slot: SendSlot, gradients: Sequence[str], assignment: Assignment) -> Assignment:
-    """An assignment of a chunk's problem, and in its send's slot what has room of the rest.
+    """Step 3: an assignment of a chunk's problem, and in its bubble slot those of the rest that fit.
 
     Args:
         gradients: names of those that the assignment is of.
@@ -88,8 +94,8 @@ def behind(slot: SendSlot, gradients: Sequence[str], assignment: Assignment) -> 
     held = problem.held_bytes(tuple(chosen))
 
     def worth(index: int) -> tuple[float, int]:
-        one = problem.gradients[index]
-        return -one.seconds / max(1, one.bytes), index
+        gradient = problem.gradients[index]
+        return -gradient.seconds / max(1, gradient.bytes), index
 
     for index in sorted((i for i, place in enumerate(chosen) if place is None), key=worth):
         there = problem.held_at(index, slot.place)
@@ -101,8 +107,8 @@ def behind(slot: SendSlot, gradients: Sequence[str], assignment: Assignment) -> 
     return tuple(chosen)
 
 
-def hiding(problem: Problem, assignment: Assignment, share: float) -> Assignment:
-    """An assignment without weight gradients of which their slot hides less than a share; what hides least goes first."""
+def hiding(problem: AssignmentProblem, assignment: Assignment, share: float) -> Assignment:
+    """Step 2: an assignment without weight gradients of which their slot hides less than a share; what hides least goes first."""
     kept = list(assignment)
     filled = problem.filled_seconds(assignment)
 
@@ -127,12 +133,12 @@ def hiding(problem: Problem, assignment: Assignment, share: float) -> Assignment
 
 def _sends(plan: Plan, index: int, model: ModelDescription) -> dict[tuple[int, int], tuple[str, int]]:
     """Chunk -> its send and its first MoE layer, whose entry holds the slot; without one there is no entry."""
-    found = {}
+    sends = {}
     for send, chunk in zip(sends_of(plan, index), plan.stages[index].chunks, strict=True):
         layer = next((n for n in range(*chunk) if model.moe_layers[n]), None)
         if send and layer is not None:
-            found[chunk] = send, layer
-    return found
+            sends[chunk] = send, layer
+    return sends
 
 
 def _send_slot(name: str, layer: int, prices: StagePrices, chunk: int, one: ChunkProblem) -> SendSlot:
@@ -147,5 +153,5 @@ def _send_slot(name: str, layer: int, prices: StagePrices, chunk: int, one: Chun
         else:
             seconds, size = round(prices.seconds(i), DIGITS), round(prices.deferred_bytes(i.name))
             gradients.append(Gradient(seconds, size, first=last, under=(last,)))
-    problem = Problem(tuple(gradients), (*one.problem.slots, 0.0), one.problem.max_bytes)
+    problem = AssignmentProblem(tuple(gradients), (*one.problem.slots, 0.0), one.problem.max_bytes)
     return SendSlot(name, layer, tuple(i.name for i in made), problem)

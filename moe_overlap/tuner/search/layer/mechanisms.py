@@ -1,11 +1,18 @@
 """Another mechanism for each class of layers: coordinate descent from one plan over what other plans decide for their layers.
 
+Problem. Given plans of one layout, each with one mechanism on all layers, find a shorter plan that mixes them.
+Terms. Layers are of one *class* where all that an overlap sees of them is equal: what they compute and recompute, what stands
+before and behind them in their chunk, whether they are the first or the last mixture of experts there, and whether their stage
+begins or ends the pipeline, where memory and the head make a difference. An *entry* is what a plan decides for one layer.
+Steps.
 1. Begin with a plan that has one mechanism everywhere.
-2. Class after class: give its layers what each of the other plans decides for them, and keep what shortens the step. What a
-   class may be depends on its neighbours; what cannot run beside them, or does not fit, is passed over with its reason.
+2. Class after class: give its layers the entries of each of the other plans, and keep what shortens the step. The mechanisms that
+   a class may have depend on its neighbours; what cannot run beside them, or does not fit, is passed over with its reason.
 3. Repeat until a whole round changes nothing, or the predictions are used up.
 The answer is never longer than the beginning. It may miss what only two classes together gain: `tests` compare it with all
 combinations.
+
+Source: not in Lancet, which has one mechanism.
 """
 
 from __future__ import annotations
@@ -20,12 +27,6 @@ from moe_overlap.plan.overlap import LayerOverlap, order_of, part_order, range_e
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.cost.analytic import layer_variant
 
-# Layers for which one decision serves: the mixture-of-experts layers of a plan in classes, and what plans say about them.
-#
-# Layers are of one class where all that an overlap sees of them is alike: what they compute and recompute, what stands before and
-# behind them in their chunk, whether they are the first or the last mixture of experts there, and whether their stage begins or
-# ends the pipeline, where memory and the head make a difference.
-
 Kind = tuple[str, ...]
 Entries = Mapping[int, LayerOverlap]
 """Layer -> what a plan decides for it."""
@@ -33,7 +34,7 @@ Entries = Mapping[int, LayerOverlap]
 
 @dataclass(frozen=True, slots=True)
 class LayerClass:
-    """Layers that are alike.
+    """Layers for which one decision serves.
 
     Attributes:
         name: what they have in common, for a reader.
@@ -47,9 +48,9 @@ def layer_classes(plan: Plan, model: ModelDescription, kinds: Sequence[str]) -> 
     """The classes, in order of their first layers.
 
     Args:
-        kinds: of every layer, what it computes (`capture/layer_kinds.py`).
+        kinds: of every layer, what it computes (`layer_kinds` of capture/request.py).
     """
-    found: dict[Kind, list[int]] = {}
+    layers_of: dict[Kind, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         of_stage = "first stage" if index == 0 else "last stage" if index == len(plan.stages) - 1 else "inner stage"
         role = of_stage if len(plan.stages) > 1 else ""
@@ -60,12 +61,12 @@ def layer_classes(plan: Plan, model: ModelDescription, kinds: Sequence[str]) -> 
                 behind = "" if layer + 1 == last else kinds[layer + 1]
                 ends = ("first" if layer == experts[0] else "", "last" if layer == experts[-1] else "")
                 again = _recomputed(stage, layer - first)
-                found.setdefault((role, kinds[layer], before, behind, *ends, again), []).append(layer)
-    return tuple(LayerClass(_name(kind), tuple(layers)) for kind, layers in found.items())
+                layers_of.setdefault((role, kinds[layer], before, behind, *ends, again), []).append(layer)
+    return tuple(LayerClass(_name(kind), tuple(layers)) for kind, layers in layers_of.items())
 
 
 def _recomputed(stage: StagePlan, place: int) -> str:
-    """What is recomputed of a layer at a place of its chunk, and where it stands in its group."""
+    """The recomputation of a layer at a place of its chunk, and where it stands in its group."""
     variant, group = layer_variant(stage, place), stage.recompute.layers
     if stage.recompute.granularity == "uniform" and group > 1:
         return f"recomputed as number {place % group} of {group}"
@@ -83,15 +84,15 @@ def _name(kind: Kind) -> str:
 
 
 def entries_of(plan: Plan) -> dict[int, LayerOverlap]:
-    """What a plan decides, layer by layer: a range over several layers in pieces, one for each.
+    """The entries of a plan, layer by layer; a range over several layers becomes one for each.
 
-    Pieces of one range, neighbours with equally many partitions, run as the range does (plan/overlap.py).
+    Such ranges, neighbours with equally many partitions, run as the one range does (plan/overlap.py).
     """
     return {layer: entry for stage in plan.stages for layer, entry in _entries_of(stage).items()}
 
 
 def _entries_of(stage: StagePlan) -> dict[int, LayerOverlap]:
-    entries = {one.layer: one for one in stage.overlap.layers}
+    entries = {entry.layer: entry for entry in stage.overlap.layers}
     for owner in stage.overlap.layers:
         if owner.mechanism != "partitioned" or owner.axis != "batch":
             continue
@@ -118,18 +119,18 @@ def with_entries(plan: Plan, entries: Entries) -> Plan:
     """A plan with other entries, and no prediction; those that say nothing are left out."""
     stages = []
     for stage in plan.stages:
-        said = (entries[layer] for layer in stage.layers if layer in entries)
-        layers = tuple(one for one in said if one != LayerOverlap(layer=one.layer))
+        decided = (entries[layer] for layer in stage.layers if layer in entries)
+        layers = tuple(entry for entry in decided if entry != LayerOverlap(layer=entry.layer))
         stages.append(replace(stage, overlap=replace(stage.overlap, layers=layers)))
     return replace(plan, stages=tuple(stages), predicted=None)
 
 
 def described(entries: Sequence[LayerOverlap]) -> str:
-    """`partitioned*4`: mechanism and pieces of layers, each once."""
+    """`partitioned*4`: mechanism and partitions or capacity chunks of layers, each once."""
     words = []
-    for one in entries:
-        pieces = one.partitions or one.tutel_degree
-        words.append(one.mechanism + (f"*{pieces}" if pieces else ""))
+    for entry in entries:
+        count = entry.partitions or entry.tutel_degree
+        words.append(entry.mechanism + (f"*{count}" if count else ""))
     return ", ".join(dict.fromkeys(words))
 
 
@@ -143,7 +144,7 @@ SHORTER = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a class with another mechanism would make of the step, the other classes as chosen; or why it cannot be."""
+    """Seconds of the step if a class had another mechanism, the other classes as chosen; or why it cannot."""
 
     seconds: float | None
     refused: str = ""
@@ -151,7 +152,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class ClassChoice:
-    """What was decided for a class.
+    """The mechanism of a class, and the others that were tried.
 
     Attributes:
         chosen: as `described` names it.
@@ -234,14 +235,14 @@ class _Descent:
         """The other options of a class."""
         seen = []
         for option in range(len(self.plans)):
-            said = self._said(option, place)
-            if said not in seen:
-                seen.append(said)
+            entries = self._said(option, place)
+            if entries not in seen:
+                seen.append(entries)
                 if option != current[place]:
                     yield (*current[:place], option, *current[place + 1 :])
 
     def _try(self, moved: tuple[int, ...]) -> Tried | None:
-        """What a combination takes; None where no prediction is left."""
+        """Seconds of a combination; None where no prediction is left."""
         if moved not in self._known:
             plan = self._plan(moved)
             try:
@@ -257,8 +258,8 @@ class _Descent:
     def _plan(self, options: tuple[int, ...]) -> Plan:
         """Entries of the first plan for layers of no class stay."""
         entries = dict(self.plans[0])
-        for alike, option in zip(self.classes, options, strict=True):
-            for layer in alike.layers:
+        for layer_class, option in zip(self.classes, options, strict=True):
+            for layer in layer_class.layers:
                 entries.pop(layer, None)
                 if layer in self.plans[option]:
                     entries[layer] = self.plans[option][layer]

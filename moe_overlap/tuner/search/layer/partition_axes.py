@@ -1,14 +1,27 @@
 """Whether a range of operators can run in partitions, and along which axis every tensor is then cut.
 
-Problem. One variable per tensor: its axis (axis_tables.Axis). A tensor that exists before the range is sliced by each operation
-that reads it on its own, so it has one variable per reader, without the axes that no slicing makes (irregular rows, places).
-Constraints. For each operation the axes of its tensors are a row of its table. Each leaves something cut; the operations of a
-gate, which may decide on all tokens, at least together.
-Objective. The smallest sum of axes, in the order of Axis: the batch where possible, whole tensors last.
+Problem. Choose the axis of every tensor of a range so that every operation, run on the parts, gives the parts of its outputs.
+Terms.
+- An *operation* is one line of an operator: `kind | reads -> writes` (`LINES`).
+- An *axis* is how a tensor is cut (`Axis`); `WHOLE` is not at all. *Irregular* are the rows that the gate sent out for the
+  samples of a partition.
+- A *table* lists, for a kind of operation, the axes along which its tensors are cut together (`TABLES`).
+Steps.
+1. Write the operators of the range as operations (`operations_of`). A tensor that exists before the range is sliced by each
+   operation that reads it on its own, so it has one variable per reader, without the axes that no slicing makes.
+2. Solve a constraint program (`solve`). Variables: the axis of each tensor. Constraints: the axes of an operation are a row of
+   its table; each operation leaves something cut, the operations of a gate at least together. Objective: the smallest sum of
+   axes in the order of `Axis`: the batch where possible, whole tensors last.
+3. A range that cannot be cut names a smallest set of operators that already cannot: without any one of them the others can.
 
-A range that cannot be cut names a smallest set of operators that already cannot: without any one of them the others can.
+Why the tables are as they are. The contracted axis of a product is never cut: parts would be sums. Attention needs all keys. With
+tensor parallelism the tokens are gathered along the sequence, which then cannot be cut. Tokens are ordered by sample, then by
+place: a gate that passes its used capacity on can take samples one after the other, but no partitions of sequences; one that
+looks at all tokens stays whole, and its rows travel in partitions. All-to-alls keep the axis of experts, which is that of the
+ranks. Partitions of capacity mix the samples, so that no merge can follow them. A mean over tokens needs them all. Dropout must
+draw by token, or is left out.
 
-Source: Lancet, section 5.2.
+Source: Lancet, section 5.2; the irregular axis is that of figure 5c.
 """
 
 from __future__ import annotations
@@ -23,26 +36,9 @@ from ortools.sat.python import cp_model
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators, overlap
 from moe_overlap.plan.gates import GATE_FACTS
-from moe_overlap.plan.operators import GATE, Operator
+from moe_overlap.plan.instructions import BufferRole, buffer_role
+from moe_overlap.plan.operators import GATE, OperatorId, parse_operator
 from moe_overlap.plan.plan import StagePlan
-
-# Along which axes operations can be cut: a table for each kind.
-#
-# A row says how the tensors of an operation are cut together so that the parts of its outputs, joined, are the outputs. Letters
-# stand for axes, `-` for a tensor that stays whole; inputs stand before the colon. Rows that leave everything whole are in every
-# table, the operation then runs once.
-#
-# b batch   s sequence   h hidden or a column of a weight   E expert   C capacity
-# i irregular: the rows that the gate sent out for the samples of a part   x the places of such rows
-#
-# What decides. The contracted axis of a product is never cut: parts would be sums. Attention needs all keys. With tensor
-# parallelism the tokens are gathered along the sequence, which then cannot be cut. Tokens are ordered by sample, then by place:
-# a gate that passes its used capacity on can take samples one after the other, but no pieces of sequences; one that looks at all
-# tokens stays whole, and its rows travel in parts. Exchanges keep the axis of experts, which is that of the ranks. Capacity parts
-# mix the samples, so that no merge can follow them. A mean over tokens needs them all. Dropout must draw by token, or is left
-# out.
-#
-# Source: Lancet, section 5.2; the irregular axis is that of figure 5c.
 
 
 class Axis(IntEnum):
@@ -59,6 +55,8 @@ class Axis(IntEnum):
 
 
 LETTERS = dict(zip("bshECix-", Axis, strict=True))
+"""Letters of the tables: b batch, s sequence, h hidden or a column of a weight, E expert, C capacity, i irregular rows, x places
+of such rows, - whole."""
 REAL = (Axis.BATCH, Axis.SEQUENCE, Axis.HIDDEN, Axis.EXPERT, Axis.CAPACITY)
 """Axes that a tensor has by itself: what exists whole can be sliced along them, and along no other."""
 
@@ -87,7 +85,9 @@ TABLES = {
     "loss per token": "b:b s:s",
     "mean": "",
 }
-"""Operation -> its rows. `gather` is every collective over tensor-parallel ranks: gathering, scattering, reducing."""
+"""Kind of operation -> the rows of its table. Inputs stand before the colon, in the order in which a line names them; the row
+that leaves everything whole is in every table (the operation then runs once) and is not written. `gather` is every collective
+over tensor-parallel ranks: gathering, scattering, reducing."""
 
 
 @cache
@@ -99,13 +99,12 @@ def rows_of(operation: str) -> tuple[tuple[Axis, ...], ...]:
     return tuple(dict.fromkeys([*rows, whole]))
 
 
-# What the operators of a plan are made of, line by line, for the tables of axes.
-#
-# A line is `kind | reads -> writes`, the kind one of axis_tables.TABLES. Tensors that operators hand to each other have a place
-# in braces and the names of plan/lowering/layers.py, beside them the gate's `weights` and `places` of rows; all others stay
 # inside.
 
 Lines = tuple[str, ...]
+"""An operator, a line per operation: `kind | reads -> writes`. Tensors that operators hand to each other have a place in braces
+and the names of plan/lowering/layers.py, beside them the gate's `weights` and `places` of rows; all others stay inside."""
+TRAVELLING = (BufferRole.RECEIVED, BufferRole.RETURNED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +163,15 @@ class Form:
         return gate is None or GATE_FACTS[gate].partitionable_before
 
 
-def operations_of(operator: Operator, form: Form) -> tuple[Operation, ...]:
+def operations_of(operator: OperatorId, form: Form) -> tuple[Operation, ...]:
     """The lines of a forward operator of the model."""
-    assert not operator.suffix, operator
-    place = f"L{operator.layer}" if operator.layer is not None else f"mtp{operator.mtp}"
+    assert not operator.phase, operator
+    place = operator.group
     after = f"L{operator.layer + 1}" if operator.layer is not None else f"mtp{operator.mtp}.loss"
-    if operator.part == operators.GATE:
+    if operator.kind == operators.GATE:
         lines = _gate(form.takes_samples(operator.layer))
     else:
-        lines = LINES[operator.part](form)
+        lines = LINES[operator.kind](form)
     found = []
     for line in lines:
         kind, _, tensors = line.partition(" | ")
@@ -316,7 +315,7 @@ LINES: Mapping[str, Callable[[Form], Lines]] = {
     operators.HEAD_NORM: lambda form: ("norm | entering norm_weight -> left",),
     operators.HEAD_LOSS: lambda form: _head("entering", form),
 }
-"""Of every operator but the gate."""
+"""Part of a layer -> its lines; the gate's depend on its kind."""
 
 
 SECONDS = 5.0
@@ -344,7 +343,7 @@ class CutAxes:
     @property
     def axis(self) -> overlap.Axis:
         """What the partitions cut: what travels, where something does, else what is computed."""
-        travels = {axis for (tensor, _), axis in self.axes.items() if tensor.startswith(("received.", "returned."))}
+        travels = {axis for (tensor, _), axis in self.axes.items() if buffer_role(tensor) in TRAVELLING}
         if Axis.CAPACITY in travels:
             return "capacity"
         return "batch" if travels or Axis.BATCH in self.axes.values() else "sequence"
@@ -364,7 +363,7 @@ class Conflict:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class AxisProblem:
     """The operations of a range with their variables.
 
     Attributes:
@@ -376,42 +375,42 @@ class Problem:
     outside: frozenset[Variable]
 
     @classmethod
-    def of(cls, operators: Sequence[Operator], form: Form) -> Problem:
-        """Of a range, in forward order."""
-        made: set[str] = set()
+    def of(cls, operators: Sequence[OperatorId], form: Form) -> AxisProblem:
+        """The problem of a range, whose operators stand in forward order."""
+        written: set[str] = set()
         outside: set[Variable] = set()
-        found = []
+        operations = []
         for operation in (one for operator in operators for one in operations_of(operator, form)):
             reader = f"{operation.operator} {operation.kind}"
-            read = tuple((tensor, "" if tensor in made else reader) for tensor in operation.reads)
+            read = tuple((tensor, "" if tensor in written else reader) for tensor in operation.reads)
             outside |= {variable for variable in read if variable[1]}
-            made |= set(operation.writes)
-            found.append((operation, (*read, *((tensor, "") for tensor in operation.writes))))
-        return cls(tuple(found), frozenset(outside))
+            written |= set(operation.writes)
+            operations.append((operation, (*read, *((tensor, "") for tensor in operation.writes))))
+        return cls(tuple(operations), frozenset(outside))
 
     @property
     def operators(self) -> tuple[str, ...]:
         """Names, in order."""
         return tuple(dict.fromkeys(operation.operator for operation, _ in self.operations))
 
-    def without(self, operator: str) -> Problem:
+    def without(self, operator: str) -> AxisProblem:
         """The same without what one operator asks for."""
-        return Problem(tuple(one for one in self.operations if one[0].operator != operator), self.outside)
+        return AxisProblem(tuple(line for line in self.operations if line[0].operator != operator), self.outside)
 
     def left(self) -> list[tuple[Variable, ...]]:
         """What each operation leaves, the operations of a gate together."""
         gates: dict[str, tuple[Variable, ...]] = {}
-        found = []
+        left = []
         for operation, variables in self.operations:
             written = variables[len(operation.reads) :]
-            if operation.operator.endswith(GATE):
+            if parse_operator(operation.operator).kind is GATE:
                 gates[operation.operator] = (*gates.get(operation.operator, ()), *written)
             else:
-                found.append(written)
-        return [*found, *gates.values()]
+                left.append(written)
+        return [*left, *gates.values()]
 
 
-def cut_axes(operators: Sequence[Operator], form: Form) -> CutAxes | Conflict:
+def cut_axes(operators: Sequence[OperatorId], form: Form) -> CutAxes | Conflict:
     """The axes of a range, or why it has none.
 
     Args:
@@ -419,10 +418,11 @@ def cut_axes(operators: Sequence[Operator], form: Form) -> CutAxes | Conflict:
     Raises:
         UndecidedError: the solver ran out of time.
     """
-    problem = Problem.of(operators, form)
-    found = solve(problem)
-    if found is not None:
-        return found
+    problem = AxisProblem.of(operators, form)
+    cut = solve(problem)
+    if cut is not None:
+        return cut
+    # Step 3: leave out one operator after the other; those without which the others can be cut stay.
     for operator in reversed(problem.operators):
         fewer = problem.without(operator)
         if solve(fewer) is None:
@@ -430,7 +430,7 @@ def cut_axes(operators: Sequence[Operator], form: Form) -> CutAxes | Conflict:
     return Conflict(problem.operators, _words(problem))
 
 
-def solve(problem: Problem, fixed: tuple[Variable, Axis] | None = None) -> CutAxes | None:
+def solve(problem: AxisProblem, fixed: tuple[Variable, Axis] | None = None) -> CutAxes | None:
     """The axes of a problem; None where there are none.
 
     Args:
@@ -438,22 +438,22 @@ def solve(problem: Problem, fixed: tuple[Variable, Axis] | None = None) -> CutAx
     """
     model = cp_model.CpModel()
     real = cp_model.Domain.from_values([*REAL, Axis.WHOLE])
-    # axis of each tensor
+    # Variables: the axis of each tensor; what exists before the range is sliced along real axes alone.
     axes: dict[Variable, cp_model.IntVar] = {}
     for _, variables in problem.operations:
         for variable in variables:
             if variable not in axes:
                 domain = real if variable in problem.outside else cp_model.Domain(min(Axis), max(Axis))
                 axes[variable] = model.new_int_var_from_domain(domain, " ".join(variable))
-    # each operation follows its table
+    # Constraint 1: each operation follows its table.
     for operation, variables in problem.operations:
         model.add_allowed_assignments([axes[variable] for variable in variables], rows_of(operation.kind))
-    # each leaves something cut
+    # Constraint 2: each operation leaves something cut.
     for written in problem.left():
         model.add(sum(axes[variable] for variable in written) < Axis.WHOLE * len(written))
     if fixed is not None:
         model.add(axes[fixed[0]] == fixed[1])
-    # batch first, whole last
+    # Objective: the batch first, whole tensors last.
     model.minimize(sum(axes.values()))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -466,11 +466,11 @@ def solve(problem: Problem, fixed: tuple[Variable, Axis] | None = None) -> CutAx
     return CutAxes({one: Axis(solver.value(axis)) for one, axis in axes.items()}, round(solver.best_objective_bound))
 
 
-def _words(conflict: Problem) -> str:
+def _words(conflict: AxisProblem) -> str:
     """`L0.attention cuts a.L0 along batch; L0.moe.gate cuts a.L0 along nothing`: over which tensors operators disagree."""
     allowed: dict[Variable, dict[str, set[Axis]]] = {}
     for operator in conflict.operators:
-        alone = Problem(tuple(one for one in conflict.operations if one[0].operator == operator), frozenset())
+        alone = AxisProblem(tuple(one for one in conflict.operations if one[0].operator == operator), frozenset())
         for variable in dict.fromkeys(variable for _, variables in alone.operations for variable in variables):
             if ":" not in variable[0]:
                 allowed.setdefault(variable, {})[operator] = {

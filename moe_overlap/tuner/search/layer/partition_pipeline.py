@@ -1,7 +1,26 @@
-"""Seconds of ranges of one stage: every operator at the size of a part, each pipeline simulated once.
+"""P(i, n, k): the seconds of a range of operators in k partitions, alone, forward and backward.
 
-What cuts the hidden states that enter a pipeline, and joins those that leave it, reads and writes them once and takes a kernel
-for every part. Equal pipelines, those of repeated layers, are simulated once.
+Problem. The search of ranges asks for thousands of P; each has to be what a simulated instruction list would take.
+Terms.
+- A *step* is one operator of a pipeline: it computes or communicates, in k partitions or, where it is not cut, whole.
+- A *pipeline* is an unbroken run of the range's operators in one pass of a micro-batch. A range runs forward once and, in
+  reverse, backward, with what is recomputed and with weight gradients under its all-to-alls.
+- There are two *streams*, one for computation and one for all-to-alls.
+Steps.
+1. Cut the passes of a chunk into pipelines (`ChunkPasses`). Operators, order and buffers are those of the plan's lists
+   (plan/lowering/layers.py), so that a simulated list of one range takes as long.
+2. Price every operator at the size of one partition, not at its share of the whole (`RangePrices`). Cutting the hidden states
+   that enter a pipeline, and joining those that leave it, reads and writes them once and takes a kernel for every partition.
+3. Simulate the two streams (`run`); equal pipelines, those of repeated layers, once:
+   a. What is issued in which order is the plan's: stage after stage, in a stage partition after partition
+      (plan/lowering/chunk_order.py), uncut steps between stages. Each stream starts its steps in that order.
+   b. A partition starts when its stream is free and what it reads is there: the same partition of an earlier step, or all
+      partitions where one of the two steps is not cut.
+   c. While both streams work, each goes at a rate of 1 / (1 + slowdown).
+Then, without slowdown, P >= the sum of each stream, P >= the longest path, and P grows with every step's seconds. The order is
+not always the best one: `gap_to_best` compares it with all orders where there are few.
+
+Source: Lancet, section 5.3.
 """
 
 from __future__ import annotations
@@ -24,24 +43,8 @@ from moe_overlap.tuner.cost.analytic import Machine
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.simulate.engine import BETWEEN_DEVICES, COMPUTING
 
-# Seconds of a pipeline of partitions: P(i, n, k) of the range search.
-#
-# Terms. A step of a pipeline computes or exchanges, in k parts or, where it is not cut, whole. There are two streams, one for
-# computation and one for exchanges. What is issued in which order is the plan's: stage after stage, in a stage part after part
-# (plan/lowering/chunk_order.py), uncut steps between stages.
-# Rules.
-# 1. Each stream starts its steps in that order.
-# 2. A part starts when its stream is free and what it reads is there: the same part of an earlier step, or all parts where
-# one of the two steps is not cut.
-# 3. While both streams work, each goes at a rate of 1 / (1 + slowdown).
-# Then, without slowdown, P >= the sum of each stream, P >= the longest path, and P grows with every step's seconds.
-#
-# The order is not always the best one: `gap_to_best` compares it with all orders where there are few.
-#
-# Source: Lancet, section 5.3.
-
 MOST_PIECES = 20
-"""Parts of stages for which all orders are looked at: a tenth of a second."""
+"""Partitions of steps up to which all orders are compared: a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def pipeline_seconds(
         slowdown: by how much two busy streams slow each other down.
         prelude, epilogue: seconds that cut what enters, before everything, and join what leaves, behind everything.
     """
-    return prelude + max((one.end for one in run(steps, seconds, parts, slowdown)), default=0.0) + epilogue
+    return prelude + max((timed.end for timed in run(steps, seconds, parts, slowdown)), default=0.0) + epilogue
 
 
 def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: float = 0.0) -> list[Timed]:
@@ -119,7 +122,7 @@ def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: f
 
 
 def _is_ready(steps: Sequence[Step], place: int, part: int, left: Sequence[int], done: set[tuple[int, int]]) -> bool:
-    """Rule 2."""
+    """Rule 3b."""
     return all(
         left[other] == 0 if steps[place].whole or steps[other].whole else (other, part) in done
         for other in steps[place].after
@@ -193,23 +196,19 @@ def _joined(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[list[Step]
     sums: list[float] = []
     place_of: list[int] = []
     for step, each in zip(steps, seconds, strict=True):
-        here = {place_of[other] for other in step.after}
+        read = {place_of[other] for other in step.after}
         if merged and (merged[-1].exchange, merged[-1].whole) == (step.exchange, step.whole):
-            here = {*merged[-1].after, *here} - {len(merged) - 1}
-            merged[-1] = Step(step.exchange, tuple(sorted(here)), step.whole)
+            read = {*merged[-1].after, *read} - {len(merged) - 1}
+            merged[-1] = Step(step.exchange, tuple(sorted(read)), step.whole)
             sums[-1] += each
         else:
-            merged.append(Step(step.exchange, tuple(sorted(here)), step.whole))
+            merged.append(Step(step.exchange, tuple(sorted(read)), step.whole))
             sums.append(each)
         place_of.append(len(merged) - 1)
     return merged, sums
 
 
-# The passes of a chunk's layers as pipelines: what a range of operators runs, forward and backward.
-#
-# A range runs forward once and, in reverse, backward, with what is recomputed and with weight gradients under its exchanges. Each
-# unbroken run of its operators in a pass is a pipeline. Operators, order and buffers are those of the plan's lists
-# (plan/lowering/layers.py), so that a simulated list of one range takes as long.
+# Step 1: the passes of a chunk as pipelines.
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +286,7 @@ class ChunkPasses:
         return self._found[key]
 
     def _runs(self, first: int, last: int, cut: bool) -> Iterator[Sequence[PassStep]]:
-        places = (self._places[cut][one.layer, one.part] for one in self.operators[first:last])
+        places = (self._places[cut][operator.layer, operator.part] for operator in self.operators[first:last])
         begin = end = (0, 0)
         for at in sorted(at for several in places for at in several):
             if at != end:
@@ -303,44 +302,46 @@ def without_ranges(stage: StagePlan) -> StagePlan:
     """A stage in which nothing is cut; gates, dispatchers and slots of weight gradients stay."""
     layers = tuple(
         LayerOverlap(
-            layer=one.layer,
-            gate=one.gate,
-            dispatcher=one.dispatcher,
-            weight_gradient_slots=one.weight_gradient_slots,
+            layer=entry.layer,
+            gate=entry.gate,
+            dispatcher=entry.dispatcher,
+            weight_gradient_slots=entry.weight_gradient_slots,
         )
-        for one in stage.overlap.layers
+        for entry in stage.overlap.layers
     )
     return dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=layers))
 
 
 def _steps_of(
-    one: LayerOperator,
+    operator: LayerOperator,
     drafts: dict[str, Draft],
     slots: dict[str, tuple[str, ...]],
     whole_gate: Callable[[int], bool],
 ) -> Iterator[PassStep]:
     """An operator, and the weight gradients under it."""
-    place = one.layer, one.part
-    yield PassStep(place, drafts[one.name], one.part == GATE and whole_gate(one.layer))
-    yield from (PassStep(place, drafts[name], True) for name in slots.get(one.name, ()))
+    place = operator.layer, operator.part
+    yield PassStep(place, drafts[operator.name], operator.part == GATE and whole_gate(operator.layer))
+    yield from (PassStep(place, drafts[name], True) for name in slots.get(operator.name, ()))
 
 
 def _pipeline_of(run: Sequence[PassStep], cut: bool) -> Pipeline:
     writer: dict[str, int] = {}
     steps = []
-    for place, one in enumerate(run):
-        after = {writer[buffer] for buffer in one.draft.reads if buffer in writer}
-        steps.append(Step(one.draft.kind == "collective", tuple(sorted(after)), cut and one.whole))
-        writer |= dict.fromkeys(one.draft.writes, place)
-    return Pipeline(tuple(one.draft.name for one in run), tuple(steps))
+    for place, step in enumerate(run):
+        after = {writer[buffer] for buffer in step.draft.reads if buffer in writer}
+        steps.append(Step(step.draft.kind == "collective", tuple(sorted(after)), cut and step.whole))
+        writer |= dict.fromkeys(step.draft.writes, place)
+    return Pipeline(tuple(step.draft.name for step in run), tuple(steps))
 
+
+# Step 2: prices of pipelines.
 
 Priced = tuple[tuple[Step, ...], tuple[float, ...], int]
 """Steps of a pipeline, seconds of a part of each, parts: all that its time depends on."""
 
 
 class Prices(Protocol):
-    """Of the operators of one stage: instruction_seconds.StagePrices, once it has read the stage's list."""
+    """Prices of the operators of one stage: instruction_seconds.StagePrices, once it has read the stage's list."""
 
     @property
     def machine(self) -> Machine: ...
@@ -371,14 +372,14 @@ class RangePrices:
         return len(self._simulated)
 
     def operator_seconds(self, name: str, pieces: int = 1) -> float:
-        """Of one of so many pieces of an operator."""
+        """Seconds of one of so many partitions of an operator."""
         key = name, pieces
         if key not in self._pieces:
             self._pieces[key] = self._prices.piece_seconds(name, pieces)
         return self._pieces[key]
 
     def seconds(self, pipelines: Iterable[Pipeline], parts: int) -> float:
-        """P of a range."""
+        """P of a range: the sum of its pipelines."""
         return sum(self._simulate(self._price(one, parts)) for one in pipelines)
 
     def order_gap(self, pipeline: Pipeline, parts: int) -> float | None:
@@ -406,7 +407,7 @@ class RangePrices:
         return self._simulated[priced]
 
     def _edge_seconds(self, parts: int) -> float:
-        """What cuts, or joins, the hidden states."""
+        """Seconds of cutting, or of joining, the hidden states."""
         if parts == 1:
             return 0.0
         machine = self._prices.machine

@@ -1,9 +1,25 @@
-"""The ranges of a plan: which operators of every stage run in partitions, from the prices of its instructions.
+"""Which ranges of operators of a plan run in partitions, and in how many.
 
-1. Operators of a chunk are grouped, and ranges of groups priced: forward and backward pass of a micro-batch, what is recomputed
-   and weight gradients under exchanges included; one part at its own size, not at its share of the whole.
-2. A range may be cut if it holds an exchange, if the plan's rules and the runtime accept it, and if its tensors have axes.
-3. The best ranges (partition_ranges.py) become the plan's.
+Problem. Cut the micro-batches of every stage between operators so that all-to-alls of one partition run beside computation of
+another, and a micro-batch takes the least time.
+Terms.
+- A *group* is a run of neighbouring operators that no range takes apart. A *range* (i, n] holds the groups i, …, n - 1.
+- k is the number of partitions of a range; k = 1 is whole. The *candidates* are the k that divide the samples of a micro-batch.
+- P(i, n, k) are the seconds of a range, alone: forward and backward pass of a micro-batch, what is recomputed and weight
+  gradients under all-to-alls included (partition_pipeline.py).
+- ρ, γ and ι are the limits of the search: most partitions, seconds of a group, groups of a range (`SearchLimits`).
+Steps, for every chunk of every stage.
+1. Group the operators (`group`): a mixture of experts, from its gate to its merge, is a group; between them groups end where they
+   reach γ seconds.
+2. A range may be cut if it holds an all-to-all, if the plan's rules and the runtime accept it, and if its tensors have axes
+   (partition_axes.py); all others have k = 1. The k whose bytes do not fit are left out, range by range.
+3. Dynamic programming (`solve`): T(0) = 0, T(n) = min over i in [n - ι, n), k in {1, candidates} of T(i) + P(i, n, k). Among
+   equals the shorter last range and the smaller k win. T is exact for ranges one after the other; neighbours of equal k that the
+   runtime joins to one pipeline take less.
+4. The ranges with k > 1 become the plan's (`with_ranges`).
+Time: groups × ι × candidates calls of P.
+
+Source: Lancet, section 5.1, whose recurrence begins at 1 and counts the instruction between two ranges twice.
 """
 
 from __future__ import annotations
@@ -19,26 +35,13 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_cuts_of, refuse_what_cannot_be_lowered
 from moe_overlap.plan.lowering.layers import LayerOperator
-from moe_overlap.plan.operators import GATE, MERGE, Operator
+from moe_overlap.plan.operators import GATE, MERGE, OperatorId
 from moe_overlap.plan.overlap import Axis, Gate, LayerOverlap, LoweredLimit, SearchLimits
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.rules.overlap import indivisible, validate_ranges
+from moe_overlap.tuner.problem import LIMIT_FLAGS
 from moe_overlap.tuner.search.layer.partition_axes import Conflict, CutAxes, Form, cut_axes
 from moe_overlap.tuner.search.layer.partition_pipeline import ChunkPasses, Prices, RangePrices, without_ranges
-
-# Which ranges of a sequence of operators run in partitions, and in how many: dynamic programming over groups of operators.
-#
-# Terms. Groups are neighbouring operators that no range takes apart. A range (i, n] holds the groups i, …, n - 1; it runs in k
-# parts, k = 1 whole. P(i, n, k) are its seconds (partition_pipeline.py), without anything beside it.
-# 1. Operators are grouped: a mixture of experts, from its gate to its merge, is a group; between them groups end where they reach
-# γ seconds.
-# 2. T(0) = 0, T(n) = min over i in [n - ι, n), k in {1, candidates} of T(i) + P(i, n, k). A range that may not be cut has k = 1;
-# so has one without an exchange, which is not asked. k whose bytes do not fit are left out, range by range.
-# 3. Among equals the shorter last range and the smaller k win.
-# T is exact for ranges one after the other; neighbours of equal k that the runtime joins to one pipeline take less.
-# Time: groups × ι × candidates calls of P.
-#
-# Source: Lancet, section 5.1, whose recurrence begins at 1 and counts the instruction between two ranges twice.
 
 SAME = 1e-12
 """Shorter by less than this share is not shorter."""
@@ -47,7 +50,7 @@ Span = tuple[int, int]
 
 
 def group(operators: Sequence[LayerOperator], seconds: Callable[[LayerOperator], float], least: float) -> list[Span]:
-    """Step 1.
+    """Step 1: group the operators of a chunk.
 
     Args:
         operators: forward operators in order.
@@ -134,7 +137,7 @@ class Ranges:
 
 
 def solve(problem: RangeProblem) -> Ranges:
-    """Steps 2 and 3."""
+    """Step 3: the dynamic program."""
     best = [0.0] + [math.inf] * problem.groups
     last: list[Cut | None] = [None] * (problem.groups + 1)
     evaluations = 0
@@ -170,7 +173,7 @@ def _lowered(problem: RangeProblem, cuts: Sequence[Cut]) -> Iterator[Lowered]:
             yield Lowered(cut.span, most, problem.bytes(cut.span, too_large[0]))
 
 
-# What the search of ranges finds for a stage, and the stage with it.
+# The answer for a stage, and step 4.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +238,7 @@ class StageRanges:
 def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimits | None) -> StagePlan:
     """A stage with these ranges, whose layers it has entries for, in place of its own; entries that say nothing go."""
     whole = without_ranges(stage)
-    entries = {one.layer: one for one in whole.overlap.layers}
+    entries = {entry.layer: entry for entry in whole.overlap.layers}
     for chosen in ranges:
         entries[chosen.layer] = dataclasses.replace(
             entries[chosen.layer],
@@ -245,11 +248,12 @@ def with_ranges(stage: StagePlan, ranges: Sequence[CutRange], limits: SearchLimi
             last_operator=chosen.last_operator,
             axis=chosen.axis,
         )
-    layers = tuple(one for _, one in sorted(entries.items()) if one != LayerOverlap(layer=one.layer))
+    layers = tuple(entry for _, entry in sorted(entries.items()) if entry != LayerOverlap(layer=entry.layer))
     return dataclasses.replace(whole, overlap=dataclasses.replace(whole.overlap, layers=layers, search_limits=limits))
 
 
-# The search of ranges for one stage: chunk after chunk, what may be cut along which axis, and what it takes.
+# Step 2, and the search of one stage, chunk after chunk.
+
 
 HeldBytes = Callable[[str, str, int], float]
 """First and last operator of a range, partitions -> bytes that it holds beyond the whole range."""
@@ -274,22 +278,22 @@ class StageSearch:
         begun = time.perf_counter()
         form = Form.of(self.model, self.stage)
         chunks = [_ChunkSearch(self, form, range(*chunk)) for chunk in self.stage.chunks]
-        found = [(chunk, chunk.solve()) for chunk in chunks]
+        answers = [(chunk, chunk.solve()) for chunk in chunks]
         return StageRanges(
-            ranges=tuple(one for chunk, answer in found for one in chunk.chosen(answer.cuts)),
-            seconds=sum(chunk.joined_seconds(answer.cuts) for chunk, answer in found),
-            separate_seconds=sum(answer.seconds for _, answer in found),
+            ranges=tuple(of_chunk for chunk, answer in answers for of_chunk in chunk.chosen(answer.cuts)),
+            seconds=sum(chunk.joined_seconds(answer.cuts) for chunk, answer in answers),
+            separate_seconds=sum(answer.seconds for _, answer in answers),
             uncut_seconds=sum(chunk.seconds((0, len(chunk.groups)), 1) for chunk in chunks),
-            lowered=tuple(one for chunk, answer in found for one in chunk.lowered(answer)),
+            lowered=tuple(of_chunk for chunk, answer in answers for of_chunk in chunk.lowered(answer)),
             excluded=tuple(self._excluded.values()),
-            evaluations=sum(answer.evaluations for _, answer in found),
+            evaluations=sum(answer.evaluations for _, answer in answers),
             simulated=self.prices.simulated,
             solve_seconds=time.perf_counter() - begun,
         )
 
     @property
     def stage(self) -> StagePlan:
-        """As the plan has it."""
+        """The stage as the plan has it."""
         return self.plan.stages[self.index]
 
     def candidates(self) -> list[int]:
@@ -300,9 +304,13 @@ class StageSearch:
     def axes(self, operators: Sequence[LayerOperator], form: Form) -> CutAxes | Conflict:
         """How operators can be cut; solved once for equal ones."""
         base = operators[0].layer
-        key = tuple((one.layer - base, one.part, form.takes_samples(one.layer)) for one in operators)
+        key = tuple(
+            (operator.layer - base, operator.part, form.takes_samples(operator.layer)) for operator in operators
+        )
         if key not in self._axes:
-            self._axes[key] = cut_axes([Operator(one.part, layer=one.layer) for one in operators], form)
+            self._axes[key] = cut_axes(
+                [OperatorId(operator.part, layer=operator.layer) for operator in operators], form
+            )
         return self._axes[key]
 
     def exclude(self, ends: str, reason: str) -> None:
@@ -311,7 +319,7 @@ class StageSearch:
 
     def refusal(self, chosen: CutRange, layers: Collection[int]) -> str | None:
         """Why the plan's rules or the runtime refuse a range over these layers; None where they do not."""
-        entries = tuple(one for one in self.stage.overlap.layers if one.layer in layers)
+        entries = tuple(entry for entry in self.stage.overlap.layers if entry.layer in layers)
         around = dataclasses.replace(self.stage, overlap=dataclasses.replace(self.stage.overlap, layers=entries))
         stage = with_ranges(around, [chosen], None)
         stages = (*self.plan.stages[: self.index], stage, *self.plan.stages[self.index + 1 :])
@@ -367,7 +375,7 @@ class _ChunkSearch:
         return self._stage.held_bytes(*self._ends(span), parts)
 
     def joined_seconds(self, cuts: Sequence[Cut]) -> float:
-        """Of ranges of which neighbours of equal k are one pipeline."""
+        """Seconds of ranges of which neighbours of equal k are one pipeline."""
         total, begin = 0.0, 0
         for place, cut in enumerate(cuts):
             if place + 1 == len(cuts) or cuts[place + 1].partitions != cut.partitions:
@@ -390,15 +398,18 @@ class _ChunkSearch:
                 )
 
     def lowered(self, answer: Ranges) -> Iterator[LoweredRange]:
-        """By names."""
-        for one in answer.lowered:
-            first, last = self._ends(one.span)
+        """Ranges with fewer partitions than asked, by the names of their operators."""
+        for lowered_range in answer.lowered:
+            first, last = self._ends(lowered_range.span)
             yield LoweredRange(
-                first_operator=first, last_operator=last, most_partitions=one.most, needed_bytes=one.needed_bytes
+                first_operator=first,
+                last_operator=last,
+                most_partitions=lowered_range.most,
+                needed_bytes=lowered_range.needed_bytes,
             )
 
     def _axis_of(self, span: Span) -> Axis | None:
-        """What a range is cut along; None where it may not be."""
+        """The axis along which a range is cut; None where it may not be."""
         if span not in self._axis:
             self._axis[span] = self._find_axis(span)
         return self._axis[span]
@@ -406,9 +417,9 @@ class _ChunkSearch:
     def _find_axis(self, span: Span) -> Axis | None:
         first, last = self._places(span)
         operators = self._operators[first:last]
-        if not any(one.is_exchange for one in operators):
+        if not any(operator.is_exchange for operator in operators):
             return None
-        layers, candidates = {one.layer for one in operators}, self._stage.candidates()
+        layers, candidates = {operator.layer for operator in operators}, self._stage.candidates()
         axis: Axis | None = None
         if not candidates:
             samples, most = self._stage.stage.micro_batch_size, self._stage.limits.max_partitions
@@ -419,9 +430,9 @@ class _ChunkSearch:
             # Cheap rules first; the axis they ask for is what the solver must find.
             reason = self._stage.refusal(self._range(span, candidates[0], "batch"), layers)
         if reason is None:
-            found = self._stage.axes(operators, self._form)
-            axis = None if isinstance(found, Conflict) else found.axis
-            reason = found.reason if isinstance(found, Conflict) else None
+            cut = self._stage.axes(operators, self._form)
+            axis = None if isinstance(cut, Conflict) else cut.axis
+            reason = cut.reason if isinstance(cut, Conflict) else None
             if axis is not None and axis != "batch":
                 reason = self._stage.refusal(self._range(span, candidates[0], axis), layers)
         if reason is not None:
@@ -433,7 +444,7 @@ class _ChunkSearch:
         """A range that holds an exchange."""
         first, last = self._ends(span)
         operators = self._operators[slice(*self._places(span))]
-        owner = next(one.layer for one in operators if one.part == GATE)
+        owner = next(operator.layer for operator in operators if operator.part == GATE)
         return CutRange(first_operator=first, last_operator=last, layer=owner, partitions=partitions, axis=axis)
 
     def _places(self, span: Span) -> Span:
@@ -447,7 +458,7 @@ class _ChunkSearch:
 
 @dataclass(frozen=True, slots=True)
 class PartitionedPlan:
-    """A plan with its ranges, and what was found for each stage."""
+    """A plan with its ranges, and the answer for each stage."""
 
     plan: Plan
     stages: tuple[StageRanges, ...]
@@ -490,10 +501,10 @@ def partition_ranges(
 
 def _with_gate(stage: StagePlan, model: ModelDescription, gate: Gate | None) -> StagePlan:
     """A stage with a gate in every entry, and an entry for every mixture of experts."""
-    entries = {one.layer: one for one in stage.overlap.layers}
+    entries = {entry.layer: entry for entry in stage.overlap.layers}
     experts = (layer for layer in stage.layers if model.moe_layers[layer])
-    found = (entries.get(layer, LayerOverlap(layer=layer)) for layer in experts)
-    layers = tuple(dataclasses.replace(one, gate=one.gate or gate) for one in found)
+    of_experts = (entries.get(layer, LayerOverlap(layer=layer)) for layer in experts)
+    layers = tuple(dataclasses.replace(entry, gate=entry.gate or gate) for entry in of_experts)
     return dataclasses.replace(stage, overlap=dataclasses.replace(stage.overlap, layers=layers))
 
 
@@ -507,13 +518,10 @@ def _limit(lowered: LoweredRange) -> LoweredLimit:
 
 def check_limits(limits: SearchLimits) -> None:
     """ConfigError for a limit that makes no sense."""
-    for flag, value, least in (
-        ("--overlap-max-partitions", limits.max_partitions, 1),
-        ("--overlap-group-seconds", limits.group_seconds, 0),
-        ("--overlap-range-limit", limits.range_limit, 1),
-    ):
+    for name, least in (("max_partitions", 1), ("group_seconds", 0), ("range_limit", 1)):
+        value = getattr(limits, name)
         if not least <= value < math.inf:
-            raise ConfigError(flag, value, f"must be at least {least} and finite", f"use {least}")
+            raise ConfigError(LIMIT_FLAGS[name], value, f"must be at least {least} and finite", f"use {least}")
 
 
 def _check(plan: Plan, limits: SearchLimits) -> None:

@@ -1,4 +1,26 @@
-"""Weight-gradient slots of a plan, by name: those it would have in program order, and the plan with others."""
+"""The weight-gradient slots of a plan: which may hold what, for how long, and the plan with other slots.
+
+Problem. From the instruction list of one rank, make the assignment problem of every chunk (assignment.py).
+Terms.
+- An instruction *depends* on an earlier one that wrote what it reads, or wrote or read what it writes (RAW, WAW, WAR), that
+  stands in its `after`, or that stands in front of it on a channel other than `compute`: collectives start in one order on all
+  ranks. Additions to one sum of gradients commute, so that they do not depend on each other; what reads the sum (its reduction,
+  the optimizer) depends on all of them.
+- The *label* of an all-to-all names the weight gradients that may run under it: no path of dependencies joins the two. Beyond the
+  paper: a weight gradient is issued right behind the all-to-all, so that what it depends on must stand in front of the
+  all-to-all, and what depends on it, such as the reduction of its sum, behind it.
+- *Idle seconds* of a slot: the time in which nothing computes where weight gradients stand.
+Steps.
+1. Labelling by reachability (`may_run_under`). Ancestors are bit sets, a bit per place in the list; time: dependencies × places /
+   64.
+2. Idle seconds (`idle_seconds`), read from a simulation in which every weight gradient that can be deferred is, in program order,
+   and takes no time: what is idle then is what they can fill. Around a whole all-to-all that is the all-to-all itself; behind the
+   last partition of a cut one, what the other partitions leave of it; under two micro-batches in turn, what neither fills.
+3. The problem of a chunk (`chunk_problem`).
+4. Back to a plan: slots by name (`named_slots`), and the plan with them (`with_slots`).
+
+Source: Lancet, section 4.1 and algorithm 1, lines 1-9; dependencies of writes on reads and writes are added.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.instructions import COMPUTE, BufferRole, Instruction, parse_buffer
 from moe_overlap.plan.lowering.deferral import default_slots
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL, EXPERT_CHANNEL
 from moe_overlap.plan.operators import parse_operator
@@ -15,31 +37,16 @@ from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, Mechanism, StageO
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.simulate.engine import Ran
-from moe_overlap.tuner.search.layer.assignment import Assignment, Gradient, LayerSpan, Problem
+from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem, Gradient, LayerSpan
 
-# Which weight gradients may run under which exchange: labelling by reachability.
-#
-# Terms. An instruction depends on an earlier one
-# - that wrote what it reads, or wrote or read what it writes (RAW, WAW, WAR),
-# - that stands in its `after`, or in front of it on a channel other than `compute`: collectives start in one order on all ranks.
-# Additions to one sum of gradients commute, so that they do not depend on each other; what reads the sum (its reduction, the
-# optimizer) depends on all of them.
-# Label. A weight gradient may run under an exchange if no path of dependencies joins the two.
-# Beyond the paper: it is issued right behind the exchange, so that what it depends on must stand in front of the exchange, and
-# what depends on it, such as the reduction of its sum, behind it.
-#
-# Ancestors are bit sets, a bit per place in the list. Time: dependencies × places / 64.
-#
-# Source: Lancet, section 4.1 and algorithm 1, lines 1-9; edges of writes after reads and writes are added.
-
-SUMMED = ("gradient", "dweights")
-"""First words of buffers that computation only adds to."""
+SUMMED = (BufferRole.GRADIENT, BufferRole.D_WEIGHTS)
+"""Buffers on the device that computation only adds to."""
 
 
 def may_run_under(
     instructions: Sequence[Instruction], exchanges: Iterable[int], gradients: Iterable[int]
 ) -> dict[int, tuple[int, ...]]:
-    """The label of every exchange, as far as issue order allows.
+    """Step 1: the label of every all-to-all, as far as issue order allows.
 
     Args:
         instructions: one rank's list or a part of it; dependencies on what is left out are ignored.
@@ -93,7 +100,7 @@ def dependencies(instructions: Sequence[Instruction]) -> list[set[int]]:
     places = {i.id: place for place, i in enumerate(instructions)}
     buffers: dict[str, _Accesses] = defaultdict(_Accesses)
     last_on: dict[str, int] = {}
-    found: list[set[int]] = []
+    dependencies_of: list[set[int]] = []
     for place, i in enumerate(instructions):
         needed = {places[number] for number in i.after if number in places}
         if i.channel != COMPUTE:
@@ -111,22 +118,19 @@ def dependencies(instructions: Sequence[Instruction]) -> list[set[int]]:
             else:
                 needed.update(accesses.writer, accesses.additions)
                 accesses.readers.append(place)
-        found.append(needed)
-    return found
+        dependencies_of.append(needed)
+    return dependencies_of
 
 
 def _adds(i: Instruction, name: str) -> bool:
-    return i.kind in ("compute", "weight-gradient") and name.partition(".")[0] in SUMMED
+    return i.kind in ("compute", "weight-gradient") and parse_buffer(name).word in SUMMED
 
 
-# Slots of one rank's list: how long nothing computes where weight gradients stand, and what may stand there.
-#
-# Read from a list in which every weight gradient that can be deferred is, in program order, and from its simulation with weight
-# gradients that take no time: what is idle then is what they can fill. Around a whole exchange that is the exchange itself;
-# behind the last part of a cut one, what the other parts leave of it; under two micro-batches in turn, what neither fills.
+# Steps 2 and 3.
+
 
 DIGITS = 9
-"""Of seconds: below a nanosecond, equal layers differ by rounding alone."""
+"""Decimal places of seconds: below a nanosecond, equal layers differ by rounding alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ class ChunkProblem:
         layers: where each layer stands in the problem.
     """
 
-    problem: Problem
+    problem: AssignmentProblem
     gradients: tuple[str, ...]
     slots: tuple[str, ...]
     layers: tuple[LayerSpan, ...]
@@ -154,23 +158,23 @@ def idle_seconds(ran: Sequence[Ran], slot_of: Mapping[str, str]) -> dict[str, fl
     total: dict[str, float] = defaultdict(float)
     times: Counter[str] = Counter()
     free, slot = 0.0, ""
-    for one in sorted(ran, key=lambda one: one.instruction.id):
-        i = one.instruction
+    for executed in sorted(ran, key=lambda executed: executed.instruction.id):
+        i = executed.instruction
         if i.channel != COMPUTE:
             continue
         if i.kind == "weight-gradient":
             slot = slot_of[i.name]
             continue
         if slot:
-            total[slot] += one.start - free
+            total[slot] += executed.start - free
             times[slot] += 1
             slot = ""
-        free = one.end
+        free = executed.end
     return {slot: round(total[slot] / times[slot], DIGITS) for slot in times}
 
 
 def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], max_bytes: int) -> ChunkProblem:
-    """What one backward pass through a chunk leaves to decide.
+    """The assignment problem of one backward pass through a chunk.
 
     Reductions, transfers and copies are no constraints: lowering places them anew, behind what they wait for.
 
@@ -178,18 +182,18 @@ def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], ma
         prices: of the stage, its list read.
         idle: `idle_seconds`.
     """
-    made = [i for i in prices.made if (i.chunk, i.micro_batch) == (chunk, 0) and _is_decided(i)]
-    last = {i.name: place for place, i in enumerate(made) if i.name in idle}
-    gradients = {place: i.name for place, i in enumerate(made) if i.kind == "weight-gradient"}
-    label = may_run_under(made, last.values(), gradients)
+    instructions = [i for i in prices.made if (i.chunk, i.micro_batch) == (chunk, 0) and _is_decided(i)]
+    last = {i.name: place for place, i in enumerate(instructions) if i.name in idle}
+    gradients = {place: i.name for place, i in enumerate(instructions) if i.kind == "weight-gradient"}
+    label = may_run_under(instructions, last.values(), gradients)
     slots = sorted(last, key=last.__getitem__)
     under = {place: tuple(j for j, slot in enumerate(slots) if place in label[last[slot]]) for place in gradients}
     names = [(place, name) for place, name in gradients.items() if under[place]]
     return ChunkProblem(
-        problem=Problem(
+        problem=AssignmentProblem(
             gradients=tuple(
                 Gradient(
-                    seconds=round(prices.seconds(made[place]), DIGITS),
+                    seconds=round(prices.seconds(instructions[place]), DIGITS),
                     bytes=round(prices.deferred_bytes(name)),
                     first=under[place][0],
                     under=under[place],
@@ -225,18 +229,20 @@ def _layer(name: str) -> float:
     return float("inf") if layer is None else layer
 
 
+# Step 4.
+
 Slots = Mapping[int, Mapping[str, tuple[str, ...]]]
-"""Layer -> backward exchange, or send of a chunk -> weight gradients."""
+"""Layer -> backward all-to-all, or send of a chunk -> weight gradients."""
 
 
 def program_order(plan: Plan, index: int, model: ModelDescription) -> Slots:
-    """Every weight gradient of a stage under the next exchange."""
+    """Every weight gradient of a stage under the next all-to-all."""
     stage = plan.stages[index]
-    found: dict[int, dict[str, tuple[str, ...]]] = {}
+    slots: dict[int, dict[str, tuple[str, ...]]] = {}
     for chunk in stage.chunks:
         exchanges = stage.expert * stage.expert_tensor > 1
-        found |= default_slots(range(*chunk), model, exchanges, holds_head(plan, index, model, chunk))
-    return found
+        slots |= default_slots(range(*chunk), model, exchanges, holds_head(plan, index, model, chunk))
+    return slots
 
 
 def holds_head(plan: Plan, index: int, model: ModelDescription, chunk: tuple[int, int]) -> bool:
@@ -246,7 +252,8 @@ def holds_head(plan: Plan, index: int, model: ModelDescription, chunk: tuple[int
 
 
 def without_pieces(plan: Plan) -> Plan:
-    """Gradients reduced at the end: their pieces are placed anew behind what completes them, and decide nothing here."""
+    """The plan with gradients reduced at the end: their buckets are placed anew behind what completes them, and decide nothing
+    here."""
     stages = (replace(stage, overlap=replace(stage.overlap, gradient_chunk_bytes=0)) for stage in plan.stages)
     return replace(plan, stages=tuple(stages))
 
@@ -287,14 +294,14 @@ def _with_slots(stage: StagePlan, slots: Slots, max_deferred_bytes: int) -> Stag
 
 
 def named_slots(assigned: Iterable[tuple[ChunkProblem, Assignment]]) -> Slots:
-    """What assignments of the chunks of a stage say; in program order inside a slot."""
-    found: dict[int, dict[str, tuple[str, ...]]] = {}
-    for one, assignment in assigned:
-        for name, place in zip(one.gradients, assignment, strict=True):
+    """The slots that assignments of the chunks of a stage decide; in program order inside a slot."""
+    slots: dict[int, dict[str, tuple[str, ...]]] = {}
+    for chunk, assignment in assigned:
+        for name, place in zip(chunk.gradients, assignment, strict=True):
             if place is not None:
-                slot = one.slots[place]
+                slot = chunk.slots[place]
                 layer = parse_operator(slot).layer
                 assert layer is not None, slot
-                of_layer = found.setdefault(layer, {})
+                of_layer = slots.setdefault(layer, {})
                 of_layer[slot] = (*of_layer.get(slot, ()), name)
-    return found
+    return slots

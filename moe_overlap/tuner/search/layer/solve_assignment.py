@@ -1,4 +1,17 @@
-"""The best assignment that can be found in a time limit, with a bound: greedy, repeated layers, integer program."""
+"""The best assignment of weight gradients to slots that a time limit allows, with a bound on what any other could hide.
+
+Problem and terms: assignment.py. Steps, each only while the gap is open and time is left (`solve`):
+1. The best-fit greedy, and an upper bound from a maximum flow (`flow_bound`): weight gradients are divisible there, and nothing
+   but each alone holds bytes.
+2. One period of the longest run of identical layers, solved by itself and repeated; greedy fills what is left at its ends.
+3. The integer program over everything, from the better of the two (`solve_exactly`).
+The answer states its value, the bound and the gap; it is never worse than the greedy.
+
+Seconds become whole nanoseconds, rounded up on both sides, so that bounds hold for the seconds themselves. (In microseconds the
+rounding of short all-to-alls is a larger gap than most that are left.)
+
+Source: Lancet, section 4.2, constraints (1) and (2), which it states and leaves to a greedy heuristic. Bytes are added.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +26,8 @@ from ortools.sat.python import cp_model
 
 from moe_overlap.tuner.search.layer.assignment import (
     Assignment,
+    AssignmentProblem,
     LayerSpan,
-    Problem,
     Run,
     best_fit,
     held_shortly,
@@ -24,22 +37,15 @@ from moe_overlap.tuner.search.layer.assignment import (
     without_idlers,
 )
 
-# The assignment of weight gradients to slots, exactly: an integer program, and a bound from a flow.
-#
-# Seconds become whole nanoseconds, rounded up on both sides, so that bounds hold for the seconds themselves. (In microseconds the
-# rounding of short exchanges is a larger gap than most that are left.)
-#
-# Source: Lancet, section 4.2, equations 1 and 2; which solves neither. Bytes are added.
-
 TICK = 1e-9
 """Seconds of a unit of time."""
 ROUNDING = 1e-3
-"""Of a tick: what seconds may exceed it by and count as no more."""
+"""Share of a tick by which seconds may exceed it and count as no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """What the solver found in its time.
+    """The answer of the solver in its time.
 
     Attributes:
         assignment: the best; None where there was no time to find one.
@@ -50,7 +56,7 @@ class Exact:
     bound: float
 
 
-def flow_bound(problem: Problem) -> float:
+def flow_bound(problem: AssignmentProblem) -> float:
     """Most seconds that could be hidden if weight gradients were divisible and nothing else held bytes.
 
     But none hides more than it could in the longest slot it may run in.
@@ -73,8 +79,8 @@ def flow_bound(problem: Problem) -> float:
     return float(flow.optimal_flow()) * TICK
 
 
-def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float) -> Exact:
-    """The integer program.
+def solve_exactly(problem: AssignmentProblem, hint: Assignment, seconds: float, gap: float) -> Exact:
+    """Step 3: the integer program.
 
     Args:
         hint: a feasible assignment to start from.
@@ -82,7 +88,8 @@ def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float
         gap: share of the value that the bound may exceed it by when the search ends.
     """
     model = cp_model.CpModel()
-    # runs[i, j]: whether weight gradient i runs in slot j.
+    # Variables. runs[i, j]: whether weight gradient i runs in slot j. Constraint (2) of the paper, that it may run there, holds
+    # by construction: there is no variable of other pairs.
     runs = {
         (i, j): model.new_bool_var(f"runs_{i}_{j}")
         for i, gradient in enumerate(problem.gradients)
@@ -90,13 +97,15 @@ def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float
     }
     # hidden[j]: nanoseconds of slot j in which something computes.
     hidden = [model.new_int_var(0, _ticks(t), f"hidden_{j}") for j, t in enumerate(problem.slots)]
-    # Equation 1: a weight gradient runs in one slot at most.
+    # Constraint (1): a weight gradient runs in one slot at most.
     for i, gradient in enumerate(problem.gradients):
         model.add_at_most_one(runs[i, j] for j in gradient.under)
-    # A slot hides no more than what runs in it; no more than its own seconds by the domain of `hidden`.
+    # The min of the objective: a slot hides no more than what runs in it; no more than its own seconds by the domain of `hidden`.
     for j, seconds_j in enumerate(hidden):
         model.add(seconds_j <= sum(_ticks(problem.gradients[i].seconds) * runs[i, k] for i, k in runs if k == j))
+    # Bytes, which are not in the paper: what is held at the start of a slot is within the bytes.
     _limit_bytes(model, problem, runs)
+    # Objective: the hidden seconds.
     model.maximize(sum(hidden))
     for (i, j), variable in runs.items():
         model.add_hint(variable, hint[i] == j)
@@ -115,7 +124,9 @@ def solve_exactly(problem: Problem, hint: Assignment, seconds: float, gap: float
     return Exact(without_idlers(problem, tuple(chosen)), solver.best_objective_bound * TICK)
 
 
-def _limit_bytes(model: cp_model.CpModel, problem: Problem, runs: dict[tuple[int, int], cp_model.IntVar]) -> None:
+def _limit_bytes(
+    model: cp_model.CpModel, problem: AssignmentProblem, runs: dict[tuple[int, int], cp_model.IntVar]
+) -> None:
     """At the start of every slot, what is held is within the bytes; slots that hold less whatever runs need no row."""
     held: list[list[tuple[int, int]]] = [[] for _ in problem.slots]
     for i, j in runs:
@@ -133,7 +144,7 @@ def _ticks(seconds: float) -> int:
 
 Method = Literal["greedy", "repeated", "exact"]
 MOST_PAIRS = 5_000
-"""Of a weight gradient and a slot: larger integer programs find nothing in seconds that greedy and repetition have not."""
+"""Pairs of a weight gradient and a slot: larger integer programs find nothing in seconds that greedy and repetition have not."""
 
 LEAST_GAIN = 1e-10
 """Seconds; less is rounding."""
@@ -164,16 +175,12 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """What may be missing, as a share of the bound."""
+        """Share of the bound that may be missing."""
         return 1.0 - self.value / self.bound if self.bound > 0 else 0.0
 
 
-def solve(problem: Problem, layers: Sequence[LayerSpan], seconds: float, gap: float = 0.0) -> Solution:
-    """Steps, each only while the gap is open and time is left:
-
-    1. The best-fit greedy, and the bound of the flow.
-    2. One period of the longest run of identical layers, solved by itself, repeated; greedy fills what is left at its ends.
-    3. The integer program over everything, from the better of the two.
+def solve(problem: AssignmentProblem, layers: Sequence[LayerSpan], seconds: float, gap: float = 0.0) -> Solution:
+    """Steps 1 to 3.
 
     Args:
         layers: where each layer's weight gradients and slots stand; empty: nothing repeats.
@@ -182,6 +189,7 @@ def solve(problem: Problem, layers: Sequence[LayerSpan], seconds: float, gap: fl
     """
     started = time.monotonic()
     deadline = started + seconds
+    # Step 1.
     best = greedy = best_fit(problem)
     greedy_value = problem.hidden_seconds(greedy)
     bound = flow_bound(problem)
@@ -190,18 +198,20 @@ def solve(problem: Problem, layers: Sequence[LayerSpan], seconds: float, gap: fl
     def is_open() -> bool:
         return problem.hidden_seconds(best) < (1.0 - gap) * bound and time.monotonic() < deadline
 
+    # Step 2.
     run = longest_run(problem, layers)
     used: Run | None = None
     if run is not None and is_open():
         repeated = _repeated(problem, layers, run, deadline - time.monotonic(), gap)
         if problem.hidden_seconds(repeated) > problem.hidden_seconds(best) + LEAST_GAIN:
             best, method, used = repeated, "repeated", run
-    if is_open() and sum(len(one.under) for one in problem.gradients) <= MOST_PAIRS:
+    # Step 3.
+    if is_open() and sum(len(gradient.under) for gradient in problem.gradients) <= MOST_PAIRS:
         exact = solve_exactly(problem, best, deadline - time.monotonic(), gap)
         bound = min(bound, exact.bound)
-        found = exact.assignment
-        if found is not None and problem.hidden_seconds(found) > problem.hidden_seconds(best) + LEAST_GAIN:
-            best, method, used = found, "exact", None
+        assignment = exact.assignment
+        if assignment is not None and problem.hidden_seconds(assignment) > problem.hidden_seconds(best) + LEAST_GAIN:
+            best, method, used = assignment, "exact", None
     if not problem.cyclic:
         best = held_shortly(problem, best)
     assert problem.is_feasible(best)
@@ -218,7 +228,9 @@ def solve(problem: Problem, layers: Sequence[LayerSpan], seconds: float, gap: fl
     )
 
 
-def _repeated(problem: Problem, layers: Sequence[LayerSpan], run: Run, seconds: float, gap: float) -> Assignment:
+def _repeated(
+    problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run, seconds: float, gap: float
+) -> Assignment:
     """Step 2; nothing where the repeated assignment breaks a rule of the whole."""
     period = one_period(problem, layers, run)
     solution = solve(period, (), seconds, gap)

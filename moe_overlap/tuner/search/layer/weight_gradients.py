@@ -1,17 +1,25 @@
-"""The weight-gradient schedule: which weight gradients of a plan run under which backward exchange, and which behind sends.
+"""The weight-gradient schedule: which weight gradients of a plan run under which backward all-to-all, and which in bubble slots.
 
+Problem. Fill the slots of a plan so that its simulated step is shortest and the bytes of deferred weight gradients fit.
+Terms: slots.py, assignment.py, bubble_slots.py. A *choice* is one way to fill the slots of all chunks.
+Steps.
 1. Lower and price the plan with every weight gradient deferred in program order; find its slots and what may run in them
-   (slots.py, slots.py).
-2. Assign weight gradients to exchanges, chunk by chunk (solve_assignment.py); problems that are equal are solved once.
-3. Simulate the plan without deferral and with the slots filled in the ways of weight_gradients.py, each where it keeps the
-   bytes; the fastest is returned. The problem counts what exchanges hide; it does not see what weight gradients hide that stay
-   inside operators that run in parts, nor that their products are smaller there, nor what they save behind the sends.
+   (slots.py).
+2. Assign weight gradients to all-to-alls, chunk by chunk (solve_assignment.py); problems that are equal are solved once.
+3. Make the choices (`choices`): as solved; as solved with the rest in program order; all in program order; in a pipeline each
+   also with the rest in bubble slots. A weight gradient that overshoots its all-to-all saves what it hides in every micro-batch;
+   in a bubble slot it saves all it takes, but only at the ends of a step. So it stays under its all-to-all only if that hides a
+   share of it. With P equal stages and M micro-batches a step takes M + P - 1 times what a micro-batch takes, and what runs in
+   bubble slots is saved P - 1 times: the share is (P - 1) / (M + P - 1). Of a stage that does less than others it is up to 1.
+4. Simulate the plan without deferral and with each choice that keeps the bytes; the fastest is returned. The problem counts what
+   all-to-alls hide; it does not see what weight gradients hide that stay inside operators that run in partitions, nor that their
+   products are smaller there, nor what they save in bubble slots.
 
 Simulated steps have about a micro-batch for each stage, however many the plan has: more repeat what is steady. In a pipeline,
-where something is saved once a step and something in every micro-batch, ways are compared by the predicted step of all
-micro-batches (step.py).
+where something is saved once a step and something in every micro-batch, choices are compared by the predicted step of all
+micro-batches (cost/simulate/step.py).
 
-Source: Lancet, section 4.
+Source: Lancet, section 4; bubble slots are not in the paper.
 """
 
 from __future__ import annotations
@@ -24,11 +32,8 @@ from typing import Literal
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower_rank
 from moe_overlap.plan.plan import Plan
-from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Machine
-from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.simulate.compress import run_alone, sample_blocks
 from moe_overlap.tuner.cost.simulate.step import (
@@ -37,7 +42,8 @@ from moe_overlap.tuner.cost.simulate.step import (
     price_stages,
     simulate_step,
 )
-from moe_overlap.tuner.search.layer.assignment import Assignment, Problem
+from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.search.layer.assignment import Assignment, AssignmentProblem
 from moe_overlap.tuner.search.layer.bubble_slots import SendSlot, behind, hiding, send_slots, with_rest_behind
 from moe_overlap.tuner.search.layer.slots import (
     DIGITS,
@@ -52,14 +58,6 @@ from moe_overlap.tuner.search.layer.slots import (
     without_pieces,
 )
 from moe_overlap.tuner.search.layer.solve_assignment import Solution, solve
-
-# Ways to fill the slots of a plan, of which the weight-gradient schedule takes the fastest.
-#
-# Under exchanges: as solved, as solved with the rest in program order, all in program order. In a pipeline each also with the
-# rest behind the sends. A weight gradient that overshoots its exchange saves what it hides in every micro-batch; behind the send
-# it saves all it takes, but only at the ends of a step. So it stays under its exchange only if that hides a share of it. With P
-# equal stages and M micro-batches a step takes M + P - 1 times what a micro-batch takes, and what runs behind the sends is saved
-# P - 1 times: the share is (P - 1) / (M + P - 1). Of a stage that does less than others it is up to 1.
 
 Place = tuple[int, int]
 """Stage, chunk."""
@@ -93,14 +91,14 @@ def choices(
     solutions: Mapping[Place, Solution],
     share: float,
 ) -> dict[Choice, dict[Place, Filled]]:
-    """The ways that keep the bytes, beside the plan without deferral; of equal ones the first.
+    """Step 3: the choices that keep the bytes, beside the plan without deferral; of equal ones the first.
 
     Args:
-        share: as above, of equal stages.
+        share: (P - 1) / (M + P - 1), of equal stages.
     """
     solved = {place: solution.assignment for place, solution in solutions.items()}
     in_order: dict[Place, Assignment] = {
-        place: tuple(gradient.first for gradient in one.problem.gradients) for place, one in problems.items()
+        place: tuple(gradient.first for gradient in chunk.problem.gradients) for place, chunk in problems.items()
     }
     completed: dict[Place, Assignment] = {
         place: tuple(
@@ -108,17 +106,17 @@ def choices(
         )
         for place in problems
     }
-    found: dict[Choice, dict[Place, Filled]] = {}
+    filled_by: dict[Choice, dict[Place, Filled]] = {}
     named: list[dict[int, Slots]] = []
 
     def add(choice: Choice, assignments: Mapping[Place, Assignment], least: float | None = None) -> None:
-        if all(one.problem.is_feasible(assignments[place]) for place, one in problems.items()):
+        if all(chunk.problem.is_feasible(assignments[place]) for place, chunk in problems.items()):
             filled = {
-                place: _filled(one, sends.get(place), assignments[place], least) for place, one in problems.items()
+                place: _filled(chunk, sends.get(place), assignments[place], least) for place, chunk in problems.items()
             }
             slots = {stage: slots_of(filled, stage) for stage, _ in problems}
             if any(slots.values()) and slots not in named:
-                found[choice] = filled
+                filled_by[choice] = filled
                 named.append(slots)
 
     add("solved", solved)
@@ -131,42 +129,46 @@ def choices(
         add("what saves more there behind sends", solved, share)
         add("what overshoots behind sends", solved, 1.0)
         add("all behind sends", solved, float("inf"))
-    return found
+    return filled_by
 
 
 def slots_of(filled: Mapping[Place, Filled], stage: int) -> Slots:
-    """Of a stage, by name."""
-    mine = [one for place, one in filled.items() if place[0] == stage]
-    slots = {layer: dict(named) for layer, named in named_slots((one.problem, one.assignment) for one in mine).items()}
-    for one in mine:
-        if one.send is not None and (names := one.send.named(one.behind)):
-            slots.setdefault(one.send.layer, {})[one.send.name] = names
+    """The slots of a stage, by name."""
+    of_stage = [chunk for place, chunk in filled.items() if place[0] == stage]
+    slots = {
+        layer: dict(named)
+        for layer, named in named_slots((chunk.problem, chunk.assignment) for chunk in of_stage).items()
+    }
+    for chunk in of_stage:
+        if chunk.send is not None and (names := chunk.send.named(chunk.behind)):
+            slots.setdefault(chunk.send.layer, {})[chunk.send.name] = names
     return slots
 
 
 def seconds_behind(filled: Mapping[Place, Filled], stage: int) -> float:
-    """Of a stage, what one micro-batch computes behind its sends."""
-    mine = (one for place, one in filled.items() if place[0] == stage)
-    return sum((one.send.seconds(one.behind) for one in mine if one.send is not None), 0.0)
+    """Seconds of the weight gradients that one micro-batch computes in the bubble slots of a stage."""
+    of_stage = (chunk for place, chunk in filled.items() if place[0] == stage)
+    return sum((chunk.send.seconds(chunk.behind) for chunk in of_stage if chunk.send is not None), 0.0)
 
 
-def _filled(one: ChunkProblem, send: SendSlot | None, assignment: Assignment, least: float | None) -> Filled:
+def _filled(chunk: ChunkProblem, send: SendSlot | None, assignment: Assignment, least: float | None) -> Filled:
     """An assignment of a chunk, and with a share the rest behind its send."""
     if send is None or least is None:
-        return Filled(one, assignment)
-    kept = hiding(one.problem, assignment, least)
-    return Filled(one, kept, send, behind(send, one.gradients, kept))
+        return Filled(chunk, assignment)
+    kept = hiding(chunk.problem, assignment, least)
+    return Filled(chunk, kept, send, behind(send, chunk.gradients, kept))
 
 
 FEWEST_MICRO_BATCHES = 4
-"""Of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines need it."""
+"""Micro-batches of a simulated step, which otherwise has one for each stage: a multiple of the stages, as interleaved pipelines
+need it."""
 UNBOUNDED = 1 << 62
 """Bytes to hold while it is found out what may stand where."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeferralLimits:
-    """What the search may use.
+    """Bytes and time that the search may use.
 
     Attributes:
         max_deferred_bytes: most bytes that deferred weight gradients of a stage may hold.
@@ -216,10 +218,7 @@ class Schedule:
 
 def schedule_weight_gradients(
     plan: Plan,
-    model: ModelDescription,
-    graphs: Mapping[int, CapturedModel],
-    machine: Machine,
-    features: Features,
+    problem: Problem,
     limits: DeferralLimits,
 ) -> Schedule:
     """Fill the slots of a plan; what it says of them so far does not count, everything else stays, `predicted` included.
@@ -232,15 +231,16 @@ def schedule_weight_gradients(
     """
     _check(limits)
 
-    def step_of(made: Plan) -> SimulatedStep:
-        return simulate_step(shortened(made, micro_batches), model, graphs, machine, features)
+    def step_of(candidate: Plan) -> SimulatedStep:
+        return simulate_step(shortened(candidate, micro_batches), problem)
 
-    def seconds_of(made: Plan) -> float:
-        """Of a step of all micro-batches where ways compare otherwise in it than in a step of few."""
-        if count <= micro_batches or not sends or made.transfers:
-            return step_of(made).simulation.step_seconds
-        return listed_seconds(made, model, graphs, machine, features)
+    def seconds_of(candidate: Plan) -> float:
+        """Seconds of a step: of all micro-batches where choices compare otherwise in it than in a step of few."""
+        if count <= micro_batches or not sends or candidate.transfers:
+            return step_of(candidate).simulation.step_seconds
+        return listed_seconds(candidate, problem)
 
+    model = problem.model
     stages, count = range(len(plan.stages)), plan.stages[0].gradient_accumulation_steps
     micro_batches = _most_micro_batches(len(plan.stages))
     bare = with_slots(plan, [{} for _ in stages], 0)
@@ -249,7 +249,7 @@ def schedule_weight_gradients(
         nothing = (0.0,) * len(stages)
         return Schedule(bare, "without", {"without": step_of(bare).simulation.step_seconds}, (), nothing)
     deferred = with_slots(without_pieces(plan), order, UNBOUNDED)
-    prices = _stage_prices(deferred, model, graphs, machine, features)
+    prices = _stage_prices(deferred, problem)
     problems = _problems(deferred, prices, limits.max_deferred_bytes)
     chunks = _solved(problems, limits)
     solutions = {(one.stage, one.chunk): one.solution for one in chunks}
@@ -267,7 +267,7 @@ def schedule_weight_gradients(
 
 
 def _most_micro_batches(stages: int) -> int:
-    """Of a simulated step: the fewest whole rounds of the stages that are enough."""
+    """Micro-batches of a simulated step: the fewest whole rounds of the stages that are enough."""
     return stages * -(-FEWEST_MICRO_BATCHES // stages)
 
 
@@ -290,20 +290,18 @@ def _sends(
     return found
 
 
-def _stage_prices(
-    deferred: Plan, model: ModelDescription, graphs: Mapping[int, CapturedModel], machine: Machine, features: Features
-) -> list[StagePrices]:
+def _stage_prices(deferred: Plan, problem: Problem) -> list[StagePrices]:
     """Prices of every stage, which have read a list of a few passes; the arguments as `simulate_step` takes them."""
-    prices = price_stages(deferred, model, graphs, machine, features)
-    for index, here in enumerate(prices):
-        rank = here.stage.devices.ranks[0]
-        saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in here.stage.layers}
-        here.read(lower(deferred, model, rank, saved, blocks=sample_blocks(deferred, index)))
+    prices = price_stages(deferred, problem)
+    for index, of_stage in enumerate(prices):
+        rank = of_stage.stage.devices.ranks[0]
+        saved = {f"L{layer}": of_stage.saved_bytes(f"L{layer}") for layer in of_stage.stage.layers}
+        of_stage.read(lower_rank(deferred, problem.model, rank, saved, blocks=sample_blocks(deferred, index)))
     return prices
 
 
 def _problems(deferred: Plan, prices: Sequence[StagePrices], max_bytes: int) -> dict[Place, ChunkProblem]:
-    """Step 1: how long exchanges keep a stage waiting that waits for no other.
+    """Step 1: how long all-to-alls keep a stage waiting that waits for no other.
 
     Args:
         deferred: with every weight gradient in program order; `prices` are its own.
@@ -327,14 +325,14 @@ def _problems(deferred: Plan, prices: Sequence[StagePrices], max_bytes: int) -> 
 
 def _solved(problems: Mapping[Place, ChunkProblem], limits: DeferralLimits) -> list[ChunkSchedule]:
     """Step 2: the time that is left is shared evenly among the problems that are left."""
-    different = len({one.problem for one in problems.values()})
+    different = len({chunk.problem for chunk in problems.values()})
     deadline = time.monotonic() + limits.solver_seconds
-    known: dict[Problem, tuple[Solution, Place]] = {}
+    known: dict[AssignmentProblem, tuple[Solution, Place]] = {}
     chunks = []
-    for place, one in problems.items():
-        if one.problem not in known:
+    for place, chunk in problems.items():
+        if chunk.problem not in known:
             seconds = max(0.0, deadline - time.monotonic()) / (different - len(known))
-            known[one.problem] = solve(one.problem, one.layers, seconds, limits.gap), place
-        slot_seconds = dict(zip(one.slots, one.problem.slots, strict=True))
-        chunks.append(ChunkSchedule(*place, slot_seconds, *known[one.problem]))
+            known[chunk.problem] = solve(chunk.problem, chunk.layers, seconds, limits.gap), place
+        slot_seconds = dict(zip(chunk.slots, chunk.problem.slots, strict=True))
+        chunks.append(ChunkSchedule(*place, slot_seconds, *known[chunk.problem]))
     return chunks

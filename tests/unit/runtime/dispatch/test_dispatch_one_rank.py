@@ -15,7 +15,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.runtime.dispatch.capacity_chunks import CapacityChunks
 from moe_overlap.runtime.dispatch.irregular import Counts, IrregularDispatcher, Wires
 from moe_overlap.runtime.dispatch.plug_in import IrregularTokenDispatcher, refuse_padding
-from moe_overlap.runtime.dispatch.wire import Exchange, ExchangeError
+from moe_overlap.runtime.dispatch.wire import AllToAll, AllToAllError
 from moe_overlap.runtime.megatron_core.moe_layer import adapt_layer
 from moe_overlap.runtime.spans import SpanRecorder
 from tests.unit.runtime import one_process
@@ -103,7 +103,7 @@ def test_more_rows_than_allowed_for_is_caught(groups):
 def test_counts_come_before_rows(groups):
     dispatcher = IrregularDispatcher(Wires(groups))
     rows, handle = dispatcher.permute(torch.randn(3, 2), torch.rand(3, 2), torch.ones(3, 2) > 0, "L7.moe")
-    with pytest.raises(AssertionError, match=r"L7\.moe: the counts were not exchanged"):
+    with pytest.raises(AssertionError, match=r"L7\.moe: start_counts comes first"):
         dispatcher.start_dispatch(rows, handle)
 
 
@@ -130,13 +130,13 @@ def test_chunks_under_no_grad_and_with_untouched_rows(groups):
 
 
 def test_tags_do_not_meet(groups):
-    exchange = Exchange(groups.ep)
+    exchange = AllToAll(groups.ep)
     assert [exchange.take_tags(8) for _ in range(3)] == [0, 8, 16]
 
 
 def test_error_names_operation_and_peers():
-    error = ExchangeError("L3.moe.combine.backward", 0, [2, 1], RuntimeError("Timed out\nmore"))
-    assert str(error) == ("L3.moe.combine.backward: rank 0 could not complete its exchange with rank 2, 1: Timed out")
+    error = AllToAllError("L3.moe.combine.backward", 0, [2, 1], RuntimeError("Timed out\nmore"))
+    assert str(error) == ("L3.moe.combine.backward: rank 0 could not complete its all-to-all with rank 2, 1: Timed out")
     assert error.peers == (2, 1)
 
 
@@ -162,7 +162,7 @@ def test_counts_have_a_span_of_their_own(groups):
     dispatcher = IrregularTokenDispatcher(2, [0, 1], config=config, pg_collection=groups)
     recorder = SpanRecorder()
     recorder.start_step()
-    dispatcher.layer = SimpleNamespace(recorder=recorder, operator="L2.moe", exchanges=True)
+    dispatcher.layer = SimpleNamespace(recorder=recorder, operator="L2.moe", sends_tokens=True)
     recorder.begin("L2.moe.gate")
     dispatcher.dispatch_preprocess(torch.randn(4, 1, 3), torch.eye(2).repeat(2, 1) > 0, torch.rand(4, 2))
     assert [(span.name, span.channel) for span in recorder.spans()] == [

@@ -1,0 +1,421 @@
+"""Predict and tune a run from its Megatron flags: the one bridge between `megatron.training` and the tuner.
+
+1. `read_job` understands a command line: configuration, model, plan.
+2. `problem_of` makes of it the tuner's `Problem`: captured graphs, features, the machine with its constants, and the settings on
+   which overlap depends. The tuner reads no flag.
+3. `predict` and `tune` hand problems to the tuner; `arguments_to_run` writes the flags that execute its plan.
+
+No torch where the layouts are cached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypedDict, Unpack
+
+from megatron.training.cli.arguments import expand_files, parse
+from megatron.training.cli.config import Config
+from megatron.training.cli.rules.moe import listed_run
+from megatron.training.cli.sizes import describe_model, known_vocab_size, parallel_layout
+from megatron.training.cli.validation import validate
+from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.expert_load import read_expert_loads, shares_by_layer
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.overlap import SearchLimits
+from moe_overlap.plan.plan import Plan, Precision
+from moe_overlap.plan.rules.listed_run import ListedRun
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan.serialize import load_plan
+from moe_overlap.report.tuning import Tuned
+from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
+from moe_overlap.tuner.capture.stages import PRECISIONS, Flags, Graphs, cached_graphs, cpu_graphs
+from moe_overlap.tuner.cost.analytic import Prediction, machine_of
+from moe_overlap.tuner.cost.exchange_costs import exchange_costs
+from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, shipped_constants
+from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
+from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys, refined_of
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
+from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.profile.database import OperatorKey
+from moe_overlap.tuner.search.layer.overlap import decide_overlap
+from moe_overlap.tuner.search.layer.partition_ranges import check_limits
+
+PLACED_BY_LISTS = ("--overlap-param-gather",)
+"""Flags that only place communication, which an instruction list places itself."""
+NEWER = (
+    "--use-megatron-fsdp",
+    "--data-parallel-sharding-strategy",
+    "--moe-expert-rank-capacity-factor",
+    "--moe-paged-stash",
+)
+"""Speed and memory flags that this fork's parser does not take; a prediction is about any release of Megatron-LM."""
+NOT_MODELLED = (
+    "--moe-expert-rank-capacity-factor",
+    "--moe-paged-stash",
+    "--moe-deepep-num-sms",
+    "--moe-hybridep-num-sms",
+    "--delay-wgrad-compute",
+    "--fine-grained-activation-offloading",
+    "--cpu-offloading-num-layers",
+    "--optimizer-cpu-offload",
+    "--use-nccl-ub",
+    "--use-sharp",
+    "--symmetric-ar-type",
+    "--use-transformer-engine-op-fuser",
+    "--optimizer-cuda-graph",
+    "--moe-expert-capacity-factor",
+)
+SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
+
+
+class Options(TypedDict, total=False):
+    """What may be said of a prediction beside the flags and the machines."""
+
+    precision: Precision | None
+    """In place of what the flags say."""
+    plan: str | None
+    """File of a plan that decides in place of the flags."""
+    software: str | None
+    """Release whose efficiencies count; default the newest that was measured."""
+    expert_load: str | None
+    """File of --log-expert-load: the busiest ranks set the pace. Default: balanced routing."""
+    graphs: Graphs | None
+    """Captured models of the stages; default the cached capture."""
+    constants: Constants | None
+    """Default those of constants.json."""
+
+
+def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> Prediction:
+    """Seconds and bytes of a run.
+
+    Args:
+        words: Megatron flags, or `@FILE`.
+        cluster: the machines; all of their GPUs run.
+    Raises:
+        ConfigError: the flags or the files of the options are wrong, or the model cannot be captured.
+    """
+    problem = problem_of(words, cluster, options)
+    return predict_plan(problem.plan, problem)
+
+
+def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:
+    """A step of a run, instruction by instruction, on one rank of every stage. Arguments as `predict` takes them.
+
+    Raises:
+        ConfigError: as `predict`; or the plan cannot be lowered to instructions.
+    """
+    problem = problem_of(words, cluster, options)
+    return simulate_step(problem.plan, problem)
+
+
+def tune(
+    words: Sequence[str],
+    cluster: Cluster,
+    limits: SearchLimits,
+    solver_seconds: float = 5.0,
+    traces: Sequence[str | Path] = (),
+    **options: Unpack[Options],
+) -> Tuned:
+    """Choose the overlap of a run.
+
+    Args:
+        words: Megatron flags, or `@FILE`, without a plan and without overlap decided by hand.
+        cluster: the machines; all of their GPUs run.
+        solver_seconds: for each weight-gradient schedule.
+        traces: of runs of this job, which refine its prices.
+    Raises:
+        ConfigError: as `predict` and `refine`; or the flags decide an overlap themselves, or the run has one expert rank.
+    """
+    begun = time.perf_counter()
+    check_limits(limits)
+    if not solver_seconds > 0:
+        raise ConfigError("--time-limit", solver_seconds, "must be greater than 0 seconds", "use 5")
+    job = read_job(words, cluster.gpus, options.get("precision"), options.get("plan"))
+    problem = _problem(job, cluster, options)
+    _require_open(problem.plan)
+    refinement: Refinement | None = None
+    if traces:
+        problem, refinement = refine(problem, traces)
+    decision = decide_overlap(problem, limits, solver_seconds, None if refinement is None else refinement.steps)
+    arguments, dropped = arguments_to_run(words, decision.chosen.decided, job.config)
+    return Tuned(
+        chosen=decision.chosen,
+        others=decision.others,
+        mix=decision.mix,
+        step=decision.step,
+        plain_seconds=decision.baseline_seconds,
+        search_seconds=time.perf_counter() - begun,
+        arguments=arguments,
+        dropped=dropped,
+        refinement=refinement,
+    )
+
+
+def _require_open(plan: Plan) -> None:
+    """Refuse a plan that leaves the search nothing to decide."""
+    if any(stage.overlap.is_listed for stage in plan.stages):
+        fix = "drop --moe-overlap-* and --plan"
+        raise ConfigError("--overlap-only", "", "the flags decide an overlap by hand", fix)
+    if all(stage.expert * stage.expert_tensor == 1 for stage in plan.stages):
+        rule = "nothing to hide: one expert rank exchanges no tokens"
+        raise ConfigError("--overlap-only", "", rule, "use --expert-model-parallel-size 2 or more")
+
+
+def arguments_to_run(words: Sequence[str], plan: Plan, config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The flags that execute a plan, without `--plan`, and the user's flags that are left out of them.
+
+    Args:
+        words: the flags for which the plan was decided.
+        config: what they were read into.
+    """
+    arguments = tuple(expand_files(words))
+    if not any(stage.overlap.is_listed for stage in plan.stages):
+        return arguments, ()
+    kept = tuple(word for word in arguments if word not in PLACED_BY_LISTS)
+    dropped = tuple(dict.fromkeys(word for word in arguments if word in PLACED_BY_LISTS))
+    gate = ("--moe-gate", "topk") if config.overlap.moe_gate is None else ()
+    return (*kept, *gate, "--moe-token-dispatcher-type", "irregular"), dropped
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """A command line, understood."""
+
+    config: Config
+    model: ModelDescription
+    plan: Plan
+    flags: Flags
+
+
+def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = None, plan: str | None = None) -> Job:
+    """Understand a command line for a number of GPUs.
+
+    Args:
+        words: Megatron flags; `@FILE` stands for the words in a file.
+        precision: in place of what the flags say.
+        plan: file of a plan that decides in place of the flags.
+    Raises:
+        ConfigError: the flags are wrong, or do not describe the vocabulary.
+    """
+    arguments = list(expand_files(words))
+    flags = grouped(arguments)
+    files = [word for word in words if word.startswith("@")][:1]
+    parsed = parse(without_newer(arguments))
+    config = parsed.config
+    if precision is not None:
+        optimizer = dataclasses.replace(config.optimizer, bf16=precision != "fp16")
+        config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])
+    validate(config, num_gpus)
+    vocabulary = known_vocab_size(config)
+    if vocabulary is None:
+        raise ConfigError("--vocab-size", "", "the flags alone do not tell the vocabulary", "add --vocab-size")
+    name = files[0][1:].rpartition("/")[2].partition(".")[0] if files else parsed.name
+    model = describe_model(config, vocabulary, name)
+    if plan is not None:
+        decided = load_plan(plan)
+        validate_plan(decided, model, plan)
+    else:
+        decided = plan_from_flags(config, model, num_gpus)
+        level = zero_level(flags)
+        stages = (dataclasses.replace(stage, zero_level=level) for stage in decided.stages)
+        decided = dataclasses.replace(decided, stages=tuple(stages))
+    return Job(config, model, decided, flags)
+
+
+def problem_of(words: Sequence[str], cluster: Cluster, options: Options) -> Problem:
+    """The tuner's problem of a command line: read, captured and looked up. Arguments and errors as `predict` has them."""
+    return _problem(read_job(words, cluster.gpus, options.get("precision"), options.get("plan")), cluster, options)
+
+
+def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
+    features = features_of(job.config, job.plan.precision, job.flags)
+    graphs, constants, expert_load = options.get("graphs"), options.get("constants"), options.get("expert_load")
+    measured = cluster.measured
+    if graphs is None and measured is not None and measured.device == "cpu":
+        graphs = cpu_graphs
+    captured = (graphs or cached_graphs)(job.config, job.model, job.plan, job.flags)
+    load = _busiest(expert_load, job) if expert_load is not None else 1.0
+    lookup = None
+    if measured is not None:
+        constants = constants or constants_of(measured, cluster.group_of(0).gpu.name)
+        lookup = lookup_of(cluster, operator_keys(job.plan, job.model, captured, features, load))
+    machine, extrapolating = machine_of(
+        cluster, constants or shipped_constants(), options.get("software"), load, lookup
+    )
+    refined = refined_of(cluster, job_key(job.model, job.plan))
+    return Problem(
+        model=job.model,
+        plan=job.plan,
+        graphs=captured,
+        features=features,
+        machine=dataclasses.replace(machine, refined=refined, exchanges=exchange_costs(cluster)),
+        extrapolating=extrapolating,
+        listed=_listed_run(job.config, cluster.gpus),
+    )
+
+
+def _listed_run(config: Config, num_gpus: int) -> ListedRun:
+    """The settings that a plan with overlap runs under: a gate and a dispatcher of ours, and no flag that lists replace.
+
+    The rules across flags are asked once whether the others go with these; the answer is a setting itself, since each of the
+    tuner's candidates needs it.
+    """
+    config = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, overlap_param_gather=False),
+        moe=dataclasses.replace(config.moe, moe_token_dispatcher_type="irregular"),
+        overlap=dataclasses.replace(config.overlap, moe_gate=config.overlap.moe_gate or "topk"),
+    )
+    refusal = None
+    try:
+        validate(config, num_gpus)
+    except ConfigError as error:
+        refusal = error.with_traceback(None)
+    bucket = gradient_chunk_bytes(config, parallel_layout(config, num_gpus))
+    return dataclasses.replace(listed_run(config), gradient_bucket_bytes=bucket, refusal=refusal)
+
+
+def _busiest(path: str, job: Job) -> float:
+    """Rows of the busiest rank of an expert group over the mean, averaged over the layers.
+
+    Raises:
+        ConfigError: the file is of a model with another number of experts.
+    """
+    groups, experts = job.plan.stages[0].expert, job.model.num_experts
+    ratios = []
+    for layer, shares in shares_by_layer(read_expert_loads(path)).items():
+        if len(shares) != experts:
+            rule = f"its layer {layer} has {len(shares)} experts, the model {experts or 'none'}"
+            raise ConfigError("--expert-load", path, rule, "give the file that a run of this model wrote")
+        each = len(shares) // groups
+        ratios.append(groups * max(sum(shares[rank * each : (rank + 1) * each]) for rank in range(groups)))
+    return sum(ratios) / len(ratios)
+
+
+def job_operators(words: Sequence[str], ranks: int, device: str) -> list[OperatorKey]:
+    """The operators that a run executes, for measuring them ahead.
+
+    Args:
+        words: Megatron flags, or `@FILE`.
+        device: cpu or cuda.
+    Raises:
+        ConfigError: the flags are wrong, or do not describe the vocabulary.
+    """
+    job = read_job(words, ranks)
+    graphs = (cpu_graphs if device == "cpu" else cached_graphs)(job.config, job.model, job.plan, job.flags)
+    return operator_keys(job.plan, job.model, graphs, features_of(job.config, job.plan.precision, job.flags))
+
+
+# Flags that change the speed or memory of a run beside its plan. Training executes some of them only on newer releases of
+# Megatron-LM, or refuses them; a prediction is about any release, so they are read from the command line itself, and taken out of
+# it where `megatron.training` refuses them.
+
+
+def grouped(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Flags and their values; the last mention counts."""
+    flags: dict[str, tuple[str, ...]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            flags[name] = (value,) if equals else ()
+        elif name:
+            flags[name] = (*flags[name], word)
+    return flags
+
+
+def without_newer(words: Sequence[str]) -> list[str]:
+    """The words that `megatron.training` reads."""
+    kept, dropping = [], False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] in NEWER
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def zero_level(flags: Flags) -> int:
+    """Sharding of the states over the data ranks that the flags ask for: 1, or what Megatron-FSDP's strategy says."""
+    if "--use-megatron-fsdp" not in flags and "--use-torch-fsdp2" not in flags:
+        return 1
+    strategy = flags.get("--data-parallel-sharding-strategy", ("optim_grads_params",))
+    return SHARDING[strategy[0]]
+
+
+def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
+    """The features of a run that its flags ask for.
+
+    Args:
+        precision: of the products; the plan's.
+        flags: of the command line, those too that the configuration does not hold.
+    """
+    parallel, optimizer = config.parallel, config.optimizer
+    low_weights = config.precision.fp8_param_gather or config.precision.fp4_param_gather
+    fsdp = zero_level(flags) > 1
+    in_fp32 = optimizer.accumulate_allreduce_grads_in_fp32 or precision == "fp32"
+    in_fp32 = in_fp32 or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16)
+    return Features(
+        precision=precision,
+        flash=_is_fused_attention(flags),
+        dropped_scores=config.model.attention_dropout > 0,
+        overlap_grad_reduce=parallel.overlap_grad_reduce or fsdp,
+        overlap_param_gather=parallel.overlap_param_gather or fsdp,
+        overlap_tensor="--tp-comm-overlap" in flags,
+        overlap_experts="--overlap-moe-expert-parallel-comm" in flags,
+        overlap_shared_expert="--moe-shared-expert-overlap" in flags,
+        overlap_transfers=parallel.overlap_p2p_comm,
+        context_exchange=_context_exchange(flags),
+        dispatcher=_dispatcher(config),
+        graphs=_cuda_graphs(flags),
+        gradient_bytes=4 if in_fp32 else 2,
+        gathered_bytes=1 if low_weights else 4 if precision == "fp32" else 2,
+        weight_bytes=4.0 if precision == "fp32" else 2.0,
+        optimizer_bytes=_optimizer_bytes(config, precision),
+        not_modelled=tuple(flag for flag in NOT_MODELLED if flag in flags),
+    )
+
+
+def _is_fused_attention(flags: Flags) -> bool:
+    backend = flags.get("--attention-backend", ("auto",))[0]
+    is_local = flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
+    return backend not in ("unfused", "local") and ("--use-flash-attn" in flags or not is_local)
+
+
+def _context_exchange(flags: Flags) -> Literal["p2p", "a2a", "all_gather"]:
+    kind = flags.get("--cp-comm-type", ("p2p",))[0]
+    return "a2a" if kind == "a2a" else "all_gather" if kind == "allgather" else "p2p"
+
+
+def _dispatcher(config: Config) -> Dispatcher:
+    kind = config.moe.moe_token_dispatcher_type
+    if kind == "flex":
+        return "hybridep" if config.device.moe_flex_dispatcher_backend == "hybridep" else "deepep"
+    return "allgather" if kind == "allgather" else "alltoall"
+
+
+def _cuda_graphs(flags: Flags) -> CudaGraphs:
+    implementation = flags.get("--cuda-graph-impl", ("none",))[0]
+    if "--enable-cuda-graph" in flags or "--external-cuda-graph" in flags:
+        implementation = "local"
+    if implementation == "none":
+        return "none"
+    scope = flags.get("--cuda-graph-scope", ("full",))
+    return "full" if implementation == "full_iteration" or {"full", "full_iteration"} & set(scope) else "partial"
+
+
+def _optimizer_bytes(config: Config, precision: Precision) -> float:
+    """Bytes per parameter of the master weight, if the weight itself is none, and of two moments."""
+    chosen = config.precision
+    if not chosen.use_precision_aware_optimizer:
+        master = 0.0 if precision == "fp32" else 4.0
+        return master + (8.0 if config.optimizer.optimizer == "adam" else 4.0)
+    return (
+        STATE_BYTES[chosen.main_params_dtype] + STATE_BYTES[chosen.exp_avg_dtype] + STATE_BYTES[chosen.exp_avg_sq_dtype]
+    )

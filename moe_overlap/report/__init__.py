@@ -1,0 +1,1 @@
+"""Answers of the tuner and of plans: as data, then as text."""

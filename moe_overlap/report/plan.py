@@ -1,0 +1,103 @@
+"""A plan as aligned text: the run, one line per fact; then a table with a column per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_overlap.plan.overlap import LayerOverlap, SearchLimits
+from moe_overlap.plan.plan import Plan, StagePlan
+
+Row = tuple[str, list[str]]
+"""Name of a fact, and a cell for every stage."""
+
+
+def format_plan(plan: Plan) -> str:
+    """The run, one line per fact; then a table with a column per stage."""
+    schedule = f"{plan.pipeline_schedule}, embedding on stage {plan.embedding_stage}, loss on stage {plan.loss_stage}"
+    run = [
+        ("model", plan.model.name),
+        ("cluster", f"{plan.cluster.name}, {plan.world_size} ranks in {len(plan.stages)} stages"),
+        ("batch", f"{plan.global_batch_size} samples of {plan.sequence_length} tokens, {plan.precision}"),
+        ("schedule", schedule + ("" if plan.mtp_stage is None else f", MTP on stage {plan.mtp_stage}")),
+    ]
+    if plan.predicted is not None:
+        rate = f"{plan.predicted.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
+        work = f"{plan.predicted.model_tflops_per_gpu:.1f} model TFLOP/s/GPU"
+        run.append(("predicted", f"{plan.predicted.step_seconds:.4g} s per step, {rate}, {work}"))
+    for transfer in plan.transfers:
+        gather = "" if transfer.all_gather is None else f", then all-gather along {transfer.all_gather.axis}"
+        run.append((f"S{transfer.from_stage}>S{transfer.to_stage}", f"{len(transfer.tiles)} tiles{gather}"))
+    head = "".join(f"{name:<14}{text}\n" for name, text in run)
+    return head + "\n" + format_columns(stage_rows(plan))
+
+
+def stage_rows(plan: Plan) -> list[Row]:
+    """Rows of the table of stages; a row in which no stage says anything is left out."""
+    rows: list[Row] = [("stage", [str(index) for index in range(len(plan.stages))])]
+    columns = [_stage_column(stage) for stage in plan.stages]
+    rows += [(name, [column[name] for column in columns]) for name in columns[0]]
+    if plan.predicted is not None:
+        peaks = [f"{stage.peak_bytes / 2**30:.2f} GiB" for stage in plan.predicted.stages]
+        rows.append(("peak memory", peaks))
+        rows.append(("micro-batch", [f"{stage.stable_seconds * 1e3:.3g} ms" for stage in plan.predicted.stages]))
+    return [row for row in rows if any(cell != "-" for cell in row[1])]
+
+
+def _stage_column(stage: StagePlan) -> dict[str, str]:
+    overlap, recompute = stage.overlap, stage.recompute
+    recomputed = f"{recompute.granularity} {recompute.layers} {','.join(recompute.modules)}".rstrip()
+    shares = {"w": "weights", "g": "gradients", "o": "optimizer", "a": "activations"}
+    offload = " ".join(
+        f"{k} {getattr(stage.offload, v):.0%}" for k, v in shares.items() if getattr(stage.offload, v) > 0
+    )
+    layers = " ".join(map(_shown_layer, overlap.layers))
+    return {
+        "layers": " ".join(f"{first}-{last - 1}" for first, last in stage.chunks),
+        "devices": f"{stage.devices.mesh[0]} x {stage.devices.mesh[1]}",
+        "ranks": format_ranks(stage.devices.ranks),
+        "micro-batch size": str(stage.micro_batch_size),
+        "micro-batches": str(stage.gradient_accumulation_steps),
+        "tensor": str(stage.tensor),
+        "context": str(stage.context),
+        "data": str(stage.data),
+        "expert": str(stage.expert),
+        "expert tensor": str(stage.expert_tensor),
+        "ZeRO": str(stage.zero_level),
+        "recompute": "-" if recompute.granularity == "none" else recomputed,
+        "offload": offload or "-",
+        "overlap": layers or "-",
+        "fewer parts": _shown_limits(overlap.search_limits),
+        "deferred": f"{overlap.max_deferred_bytes / 2**20:g} MiB" if overlap.max_deferred_bytes else "-",
+        "gradient chunk": f"{overlap.gradient_chunk_bytes / 2**20:g} MiB" if overlap.gradient_chunk_bytes else "-",
+    }
+
+
+def _shown_limits(limits: SearchLimits | None) -> str:
+    """`L3.attention…L6.moe.merge*2`: what memory allows where the search was given more."""
+    lowered = () if limits is None else limits.lowered
+    return " ".join(f"{one.first_operator}…{one.last_operator}*{one.max_partitions}" for one in lowered) or "-"
+
+
+def _shown_layer(layer: LayerOverlap) -> str:
+    """`L3:partitioned*2`: the mechanism and, where it cuts, into how many; `L3:fused(20/26)`: the blocks that communicate."""
+    pieces, blocks = layer.partitions or layer.tutel_degree, layer.kernel_blocks
+    split = "" if blocks is None else f"({blocks.dispatch}/{blocks.combine})"
+    return f"L{layer.layer}:{layer.mechanism}" + (f"*{pieces}" if pieces else split)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """`0-3` for a run of ranks, else the list."""
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))
+
+
+def format_columns(rows: Sequence[Row]) -> str:
+    """Names to the left, cells right-aligned in columns."""
+    head = max(len(name) for name, _ in rows)
+    widths = [max(map(len, column)) for column in zip(*(cells for _, cells in rows), strict=True)]
+    lines = []
+    for name, cells in rows:
+        aligned = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(f"{name.ljust(head)}  {aligned}".rstrip() + "\n")
+    return "".join(lines)

@@ -1,0 +1,54 @@
+"""A prediction as JSON and as text: seconds, throughput, and the memory of every stage."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.tuner.cost.analytic import Prediction
+
+
+def prediction_json(prediction: Prediction) -> dict[str, Any]:
+    """The answer for programs: all seconds in s, all sizes in bytes."""
+    predicted = prediction.predicted
+    return {
+        "step_seconds": predicted.step_seconds,
+        "tokens_per_second_per_gpu": predicted.tokens_per_second_per_gpu,
+        "model_tflops_per_gpu": predicted.model_tflops_per_gpu,
+        "mfu": prediction.mfu,
+        "fits": prediction.fits,
+        "does_not_fit": prediction.overflow,
+        "capacity_bytes": prediction.capacity_bytes,
+        "extrapolating": bool(prediction.extrapolating),
+        "extrapolating_because": list(prediction.extrapolating),
+        "not_modelled": list(prediction.not_modelled),
+        "computed_early": list(prediction.computed_early),
+        "breakdown": prediction.breakdown,
+        "provenance": dataclasses.asdict(predicted.provenance),
+        "stages": [dataclasses.asdict(stage) for stage in predicted.stages],
+    }
+
+
+def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
+    """The answer for a reader: the step, what its seconds are spent on, a row per stage, and what to beware of."""
+    predicted, seconds = prediction.predicted, prediction.predicted.step_seconds
+    lines = [
+        f"step          {seconds:.3f} s on {cluster.gpus} × {cluster.group_of(0).gpu.name}",
+        f"throughput    {predicted.tokens_per_second_per_gpu:.0f} tokens/s, "
+        f"{predicted.model_tflops_per_gpu:.0f} TFLOP/s per GPU, MFU {prediction.mfu:.1%}",
+        "",
+    ]
+    for name, part in prediction.breakdown.items():
+        lines.append(f"  {name.removesuffix('_seconds').replace('_', ' '):<20}{part:>10.3f} s {part / seconds:>7.1%}")
+    lines += ["", f"  {'stage':<7}{'micro-batch s':>14}{'peak GiB':>10}  of it"]
+    for index, stage in enumerate(predicted.stages):
+        peaks = dataclasses.asdict(stage.peak_bytes_by_category)
+        shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in peaks.items() if size > GIB / 20)
+        lines.append(f"  {index:<7}{stage.stable_seconds:>14.4f}{stage.peak_bytes / GIB:>10.1f}  {shares}")
+    lines.append("")
+    lines += [f"does not fit: {text}" for text in prediction.overflow]
+    lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
+    lines += [f"not modelled: {flag}" for flag in prediction.not_modelled]
+    lines += [f"computed early for lack of room: {text}" for text in prediction.computed_early]
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,98 @@
+"""Traces of a step: a simulated one as a file, and a predicted one compared with a measured one.
+
+A kind of span is the name of an operator without its layer (`moe.experts.backward`) on its channel; seconds are means over the
+ranks that a trace has. Errors are those of the prediction, relative to the measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.operators import kind_of
+from moe_overlap.plan.trace import read_traces, write_ranks
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep
+
+
+def write_trace(path: str | Path, step: SimulatedStep) -> None:
+    """Spans and kept bytes of a simulated step; ConfigError where the file cannot be written."""
+    ranks = list(step.prices)
+    try:
+        write_ranks(
+            Path(path),
+            {rank: step.simulation.spans(rank) for rank in ranks},
+            {rank: step.kept_bytes(rank) for rank in ranks},
+        )
+    except OSError as error:
+        raise ConfigError("--trace", str(path), f"cannot be written: {error.strerror}", "give another file") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Spans of a step, summed.
+
+    Attributes:
+        seconds: by kind of span and channel, the mean of the ranks.
+        step_seconds: from the first start to the last end, of the slowest rank.
+    """
+
+    seconds: dict[tuple[str, str], float]
+    step_seconds: float
+
+
+def read_trace(path: Path) -> Trace:
+    """A trace file and its further ranks.
+
+    Raises:
+        ConfigError: a file cannot be read, or has no spans.
+    """
+    ranks = [spans for file in read_traces(path) for spans in file.spans.values()]
+    sums: dict[tuple[str, str], float] = {}
+    for spans in ranks:
+        for span in spans:
+            kind = (kind_of(span.name), span.channel)
+            sums[kind] = sums.get(kind, 0.0) + (span.end - span.start) / len(ranks)
+    steps = [max(span.end for span in spans) - min(span.start for span in spans) for spans in ranks]
+    return Trace(sums, max(steps))
+
+
+def comparison_json(predicted: Trace, measured: Trace) -> dict[str, Any]:
+    """The step and every kind of span, predicted and measured."""
+    return {
+        "step": _row("step", "", predicted.step_seconds, measured.step_seconds),
+        "kinds": rows_of(predicted, measured),
+    }
+
+
+def rows_of(predicted: Trace, measured: Trace) -> list[dict[str, Any]]:
+    """A row for each kind that a trace has, the longest first; `error` is None where nothing was measured."""
+    rows = []
+    for name, channel in predicted.seconds.keys() | measured.seconds.keys():
+        seconds, real = predicted.seconds.get((name, channel), 0.0), measured.seconds.get((name, channel), 0.0)
+        rows.append(_row(name, channel, seconds, real))
+    return sorted(rows, key=lambda row: (-max(row["measured_seconds"], row["predicted_seconds"]), row["kind"]))
+
+
+def _row(kind: str, channel: str, predicted: float, measured: float) -> dict[str, Any]:
+    error = predicted / measured - 1.0 if measured > 0 else None
+    return {
+        "kind": kind,
+        "channel": channel,
+        "predicted_seconds": predicted,
+        "measured_seconds": measured,
+        "error": error,
+    }
+
+
+def comparison_text(comparison: dict[str, Any]) -> str:
+    """The rows of `comparison_json` as a table, the step at its end."""
+    rows: Sequence[dict[str, Any]] = (*comparison["kinds"], comparison["step"])
+    lines = [f"{'kind':<34}{'channel':<10}{'predicted ms':>14}{'measured ms':>13}{'error':>9}"]
+    for row in rows:
+        share = "-" if row["error"] is None else f"{row['error']:+.1%}"
+        seconds = f"{row['predicted_seconds'] * 1e3:>14.2f}{row['measured_seconds'] * 1e3:>13.2f}"
+        lines.append(f"{row['kind']:<34}{row['channel']:<10}{seconds}{share:>9}")
+    return "\n".join(lines)

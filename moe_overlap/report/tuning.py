@@ -1,0 +1,281 @@
+"""The answer of `tune`: as JSON, as text, and as the files that execute it.
+
+The answer has four parts, in this order: what traces refined (where there are any), the chosen plan and its figures, the
+runners-up with the reason why each was not chosen, and the mechanism of every class of layers.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moe_overlap.describe.cluster import GIB
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.serialize import save_plan
+from moe_overlap.report.prediction import prediction_json
+from moe_overlap.tuner.calibrate.refine import Refinement
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep
+from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidate
+from moe_overlap.tuner.search.layer.mechanisms import ClassChoice, Mix, Tried
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """The chosen overlap, what else was looked at, and how to execute it.
+
+    Attributes:
+        others: the candidates that were not chosen: the predicted ones from the fastest on, then the refused ones.
+        mix: the mechanism of every class of layers, without deferred weight gradients; None where no plan with overlap fits.
+        step: of the chosen plan, simulated with a micro-batch or more for every stage.
+        plain_seconds: of the baseline's predicted step.
+        arguments: the flags that execute the chosen plan, without `--plan`.
+        dropped: flags of the user that it runs without.
+        refinement: the change that traces made to prices; None without traces.
+    """
+
+    chosen: Candidate
+    others: tuple[Candidate, ...]
+    mix: Mix | None
+    step: SimulatedStep
+    plain_seconds: float
+    search_seconds: float
+    arguments: tuple[str, ...]
+    dropped: tuple[str, ...]
+    refinement: Refinement | None = None
+
+
+# Data: one function makes the JSON, of whose parts each has a function.
+
+
+def tuned_json(tuned: Tuned) -> dict[str, Any]:
+    """The answer for programs: the chosen plan as tools/predict.py prints it, and the others."""
+    assert tuned.chosen.prediction is not None
+    refined = {} if tuned.refinement is None else {"refinement": refinement_json(tuned.refinement)}
+    decided = {
+        "chosen": tuned.chosen.name,
+        "plain_step_seconds": tuned.plain_seconds,
+        "dropped_flags": list(tuned.dropped),
+        "layer_classes": classes_json(tuned.mix),
+        "runners_up": [_candidate_json(other) for other in tuned.others],
+        "search": {"seconds": tuned.search_seconds},
+    }
+    return prediction_json(tuned.chosen.prediction) | refined | decided
+
+
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+    if candidate.prediction is None:
+        return {"name": candidate.name, "refused": candidate.refused}
+    seconds = candidate.measured_seconds
+    measured = {} if seconds is None else {"measured_step_seconds": seconds}
+    return {"name": candidate.name, "step_seconds": candidate.seconds, "fits": candidate.prediction.fits, **measured}
+
+
+def classes_json(mix: Mix | None) -> dict[str, Any] | None:
+    """Classes of layers; steps are those without deferred weight gradients. None where no plan with overlap fits."""
+    if mix is None:
+        return None
+    return {
+        "step_seconds": mix.seconds,
+        "differs_from_uniform": mix.changed,
+        "predictions": mix.predictions,
+        "complete": mix.complete,
+        "classes": [_class_json(choice) for choice in mix.classes],
+    }
+
+
+def _class_json(choice: ClassChoice) -> dict[str, Any]:
+    others = [
+        {"mechanism": name, "refused": tried.refused}
+        if tried.seconds is None
+        else {"mechanism": name, "step_seconds": tried.seconds}
+        for name, tried in choice.others
+    ]
+    layers = list(choice.alike.layers)
+    return {"class": choice.alike.name, "layers": layers, "mechanism": choice.chosen, "others": others}
+
+
+def refinement_json(refinement: Refinement) -> dict[str, Any]:
+    """The factors of every kind of instruction, and the measured steps before and after."""
+    return {
+        "kinds": [
+            {
+                "kind": fitted.kind[0],
+                "in_pieces": fitted.kind[1],
+                "predicted_seconds": fitted.predicted_seconds,
+                "measured_seconds": fitted.measured_seconds,
+                "at_most": fitted.is_bound,
+                "factor": fitted.factor,
+                "taken_as_measured": fitted.is_taken,
+            }
+            for fitted in refinement.kinds
+        ],
+        "steps": [
+            {
+                "trace": str(step.path),
+                "measured_seconds": step.seconds,
+                "predicted_seconds": step.before_seconds,
+                "refined_seconds": step.after_seconds,
+                "waiting": step.waiting,
+            }
+            for step in refinement.steps
+        ],
+    }
+
+
+# Text.
+
+
+def tuned_text(tuned: Tuned, folder: Path) -> str:
+    """The answer for a reader.
+
+    Args:
+        folder: where `write_run` has written it.
+    """
+    chosen = tuned.chosen
+    assert chosen.prediction is not None
+    gained = tuned.plain_seconds / chosen.seconds
+    lines = [] if tuned.refinement is None else [*refinement_lines(tuned.refinement), ""]
+    lines += [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
+    lines += [f"does not fit: {text}" for text in chosen.prediction.overflow]
+    lines += [f"without    {flag}: a list places that communication itself" for flag in tuned.dropped]
+    lines += [f"           {line}" for line in _decisions(chosen)]
+    lines += [f"not        {other.name}: {_why(other, chosen)}" for other in tuned.others]
+    lines += classes_text(tuned.mix)
+    lines += [
+        "",
+        f"searched   {tuned.search_seconds:.1f} s",
+        f"written    {folder}: plan.json, megatron_args.txt, trace.json",
+    ]
+    lines += [f"next       torchrun ... pretrain_moe.py @{folder / 'megatron_args.txt'}"]
+    return "\n".join(lines)
+
+
+def _figures(candidate: Candidate) -> str:
+    assert candidate.prediction is not None
+    predicted = candidate.prediction.predicted
+    peak = max(stage.peak_bytes for stage in predicted.stages) / GIB
+    measured = "" if candidate.measured_seconds is None else f" (measured {candidate.measured_seconds:.4f} s)"
+    return f"{candidate.seconds:.4f} s a step{measured}, peak {peak:.1f} GiB"
+
+
+def _why(other: Candidate, chosen: Candidate) -> str:
+    """The reason why another candidate was not chosen."""
+    if other.prediction is None:
+        return other.refused
+    if not other.prediction.fits:
+        return f"{_figures(other)}; does not fit: {other.prediction.overflow[0]}"
+    compared = f"{_figures(other)} ({other.seconds / chosen.seconds - 1:+.1%})"
+    return f"{compared}, no more than predictions err" if other.seconds < chosen.seconds else compared
+
+
+def _decisions(chosen: Candidate) -> list[str]:
+    """Ranges, chunks and stages of the chosen plan, each with the seconds that it hides."""
+    lines = []
+    for stage in chosen.ranges.stages if chosen.ranges is not None else ():
+        for chosen_range in stage.ranges:
+            lines.append(
+                f"{chosen_range.first_operator} … {chosen_range.last_operator} in {chosen_range.partitions} parts: "
+                f"{chosen_range.seconds * 1e3:.3f} ms a micro-batch, whole {chosen_range.uncut_seconds * 1e3:.3f}"
+            )
+        lines += [
+            f"{lowered.first_operator} … {lowered.last_operator}: memory allows {lowered.most_partitions} parts"
+            for lowered in stage.lowered
+        ]
+    if chosen.schedule is not None:
+        for chunk in chosen.schedule.chunks:
+            solution = chunk.solution
+            lines.append(
+                f"weight gradients of stage {chunk.stage}, chunk {chunk.chunk}: {solution.value * 1e3:.3f} ms under exchanges, "
+                f"greedy {solution.greedy_value * 1e3:.3f}, at most {solution.bound * 1e3:.3f} (gap {solution.gap:.1%})"
+            )
+        for index, seconds in enumerate(chosen.schedule.behind_seconds):
+            if seconds > 0:
+                lines.append(
+                    f"weight gradients of stage {index}: {seconds * 1e3:.3f} ms behind its sends to the stage before"
+                )
+    return lines
+
+
+def classes_text(mix: Mix | None) -> list[str]:
+    """A line for each class, and one for each of its other mechanisms."""
+    if mix is None:
+        return ["", "by class of layers: nothing that overlaps fits"]
+    kind = "a mix" if mix.changed else "no mix is shorter"
+    ended = "" if mix.complete else ", ended by their number"
+    head = f"by class of layers: {kind}, {mix.seconds:.4f} s a step without deferred weight gradients"
+    lines = ["", f"{head}; {mix.predictions} predictions{ended}"]
+    for choice in mix.classes:
+        lines.append(f"           {_shown_layers(choice.alike.layers)} ({choice.alike.name}): {choice.chosen}")
+        lines += [f"             not {name}: {_why_of_class(tried, mix.seconds)}" for name, tried in choice.others]
+    return lines
+
+
+def _why_of_class(tried: Tried, chosen: float) -> str:
+    return tried.refused if tried.seconds is None else f"{tried.seconds:.4f} s ({tried.seconds / chosen - 1:+.2%})"
+
+
+def _shown_layers(layers: tuple[int, ...]) -> str:
+    """`L3 L7 … L59, 15 layers`."""
+    if len(layers) <= 4:
+        return " ".join(f"L{layer}" for layer in layers)
+    return f"L{layers[0]} L{layers[1]} … L{layers[-1]}, {len(layers)} layers"
+
+
+def refinement_lines(refinement: Refinement) -> list[str]:
+    """Kinds that were measured and predicted, kinds that were only one of them, and the steps."""
+    both = [fitted for fitted in refinement.kinds if fitted.predicted_seconds and fitted.measured_seconds]
+    lines = [f"{'kind':<34}{'predicted ms':>14}{'measured ms':>13}{'factor':>10}"]
+    for fitted in both:
+        name = f"{fitted.kind[0]}{', in pieces' if fitted.kind[1] else ''}"
+        most = " (at most: it was hidden)" if fitted.is_bound else ""
+        seconds = f"{fitted.predicted_seconds * 1e3:>14.2f}{fitted.measured_seconds * 1e3:>13.2f}"
+        lines.append(f"{name:<34}{seconds}{fitted.factor or 1.0:>10.2f}{most}")
+    lacking = [fitted for fitted in refinement.kinds if fitted not in both]
+    for what, kinds in (
+        ("not measured, priced as before", [fitted for fitted in lacking if fitted.predicted_seconds]),
+        ("not predicted, taken as measured", [fitted for fitted in lacking if fitted.is_taken]),
+        ("not predicted", [fitted for fitted in lacking if fitted.measured_seconds and not fitted.is_taken]),
+    ):
+        lines += [f"{what}: {', '.join(sorted({fitted.kind[0] for fitted in kinds}))}"] if kinds else []
+    for step in refinement.steps:
+        before, after = (seconds / step.seconds - 1.0 for seconds in (step.before_seconds, step.after_seconds))
+        lines.append(
+            f"refined    {step.path}: step of {step.seconds:.4f} s, predicted {step.before_seconds:.4f} s ({before:+.1%}), "
+            f"now {step.after_seconds:.4f} s ({after:+.1%}); ranks wait for slower ones {step.waiting:.1%} of what they compute"
+        )
+    return lines
+
+
+# Files.
+
+
+def write_run(folder: Path, tuned: Tuned) -> None:
+    """Write the flags of the chosen run, and its plan where it overlaps anything.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
+    chosen, arguments = tuned.chosen, list(tuned.arguments)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if chosen.name != PLAIN:
+            assert chosen.prediction is not None
+            plan = replace(chosen.decided, predicted=chosen.prediction.predicted)
+            save_plan(plan, folder / "plan.json")
+            arguments += ["--plan", str(folder / "plan.json")]
+        (folder / "megatron_args.txt").write_text(_lines(arguments), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
+
+
+def _lines(arguments: Sequence[str]) -> str:
+    """A flag and its values on each line."""
+    lines: list[list[str]] = []
+    for word in arguments:
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(shlex.quote(word))
+    return "".join(" ".join(line) + "\n" for line in lines)

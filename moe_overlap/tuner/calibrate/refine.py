@@ -1,0 +1,216 @@
+"""Refine the prices of a problem by traces of its runs: what `tools/autotune.py --refine` does, as a function.
+
+Terms. A *trace* is that of `pretrain_moe.py --trace`: the last step of a run, which should not be its first one, too. It names
+its plan and model; both have to be the problem's, overlap apart. A *factor* scales the price of one kind of instruction.
+
+1. Read every trace and hold it against the problem: same model, same layout, all stages and all micro-batches there.
+2. Measure the seconds of every kind of instruction (observe.py).
+3. Fit factors so that simulated steps of the measured plans spend as long on every kind; every plan of the problem is then
+   priced with them.
+4. A cluster that was measured keeps the factors in its database, where every later prediction of the job finds them by
+   `job_key`; of a described cluster they count for this call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.instructions import COMPUTING, Span
+from moe_overlap.plan.operators import kind_of
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan.serialize import as_values, content_sha256, from_json
+from moe_overlap.plan.trace import TraceFile, read_traces
+from moe_overlap.tuner.calibrate.observe import EXCHANGING, KindFit, Played, fit, observe
+from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
+from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.profile.database import Database
+from moe_overlap.tuner.search.layer.slots import shortened
+
+LEAST_MICRO_BATCHES = 4
+"""Of a simulated step; in all others operators take as long."""
+AGAIN = "write it with pretrain_moe.py --trace"
+FREE_OF_PLAN = ("model", "cluster", "stages", "predicted")
+FREE_OF_STAGE = ("overlap", "zero_level")
+"""Fields that may differ between a measured plan and the problem's; the sharding that the runtime does is in both the flags'."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One trace.
+
+    Attributes:
+        before_seconds, after_seconds: its step as predicted without factors and with them.
+        waiting: share of computation that a rank waits for slower ones.
+    """
+
+    path: Path
+    plan: Plan
+    seconds: float
+    before_seconds: float
+    after_seconds: float
+    waiting: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refinement:
+    """The change that traces made."""
+
+    kinds: tuple[KindFit, ...]
+    steps: tuple[MeasuredStep, ...]
+
+
+def refine(problem: Problem, traces: Sequence[str | Path]) -> tuple[Problem, Refinement]:
+    """The problem with prices that traces refine; a measured cluster's database keeps them, in place of earlier ones of the job.
+
+    Raises:
+        ConfigError: a file is no trace, does not name its plan, or is of another job; or the database cannot be written.
+    """
+    before = problem.refined_by(NOT_REFINED)
+    # Step 1.
+    runs = [(Path(path), *_read(Path(path), before)) for path in traces]
+    # Step 2: kinds that run in partitions are priced apart, so the plan says which spans are partitions.
+    observed = [observe(plan, spans, _partitioned(_simulated(before, plan))) for _, plan, spans in runs]
+
+    def played(plan: Plan, refined: Refined) -> dict[Kind, Played]:
+        return _played(_simulated(before.refined_by(refined), plan), plan)
+
+    # Steps 3 and 4.
+    refined, kinds = fit(observed, played)
+    after = before.refined_by(refined)
+    _keep(before, refined)
+    steps = tuple(
+        MeasuredStep(
+            path=path,
+            plan=plan,
+            seconds=observation.step_seconds,
+            before_seconds=predict_plan(plan, before).predicted.step_seconds,
+            after_seconds=predict_plan(plan, after).predicted.step_seconds,
+            waiting=observation.waiting,
+        )
+        for (path, plan, _), observation in zip(runs, observed, strict=True)
+    )
+    return after, Refinement(tuple(kinds), steps)
+
+
+def job_key(model: ModelDescription, plan: Plan) -> str:
+    """Hash of what a trace and a prediction share where the one may refine the other: model and layout, overlap apart."""
+    stages = [layout_fields(stage) for stage in plan.stages]
+    return content_sha256({"model": model_fields(model), "plan": layout_fields(plan), "stages": stages})
+
+
+def model_fields(model: ModelDescription) -> dict[str, Any]:
+    """The fields of a model, whatever it is called, as plain JSON values."""
+    fields: dict[str, Any] = as_values(model)
+    return {name: value for name, value in fields.items() if name != "name"}
+
+
+def layout_fields(record: Plan | StagePlan) -> dict[str, Any]:
+    """The fields of a plan, or of a stage, that have to be the same, as plain JSON values."""
+    free: Sequence[str] = FREE_OF_PLAN if isinstance(record, Plan) else FREE_OF_STAGE
+    return {f.name: as_values(getattr(record, f.name)) for f in dataclasses.fields(record) if f.name not in free}
+
+
+def _keep(problem: Problem, refined: Refined) -> None:
+    """Write factors into the database of a measured cluster."""
+    measured = problem.cluster.measured
+    if measured is None:
+        return
+    try:
+        Database.load(Path(measured.database)).add_job(job_key(problem.model, problem.plan), refined)
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise ConfigError("database", measured.database, rule, "give a cluster whose database is yours") from None
+
+
+def _read(path: Path, problem: Problem) -> tuple[Plan, dict[int, list[Span]]]:
+    """The plan of a trace, in the form of the problem's, and the spans by rank."""
+    files = read_traces(path)
+    for other in files[1:]:
+        if other.about != files[0].about:
+            raise ConfigError(str(other.path), "", f"is of another run than {path.name}", f"remove it, or {AGAIN}")
+    plan = _plan_of(files[0], problem)
+    spans = {rank: of_rank for file in files for rank, of_rank in file.spans.items()}
+    for index, stage in enumerate(plan.stages):
+        if not spans.keys() & set(stage.devices.ranks):
+            raise ConfigError(str(path), "", f"no rank of stage {index} is beside it", "bring the files of all ranks")
+    numbers = {span.micro_batch for of_rank in spans.values() for span in of_rank}
+    planned = plan.stages[0].gradient_accumulation_steps
+    if len(numbers) != planned:
+        rule = f"has {len(numbers)} micro-batches, its plan {planned}"
+        raise ConfigError(str(path), "", rule, "measure a step of the whole batch")
+    return plan, spans
+
+
+def _plan_of(file: TraceFile, problem: Problem) -> Plan:
+    """The plan of a trace's run.
+
+    Raises:
+        ConfigError: it is not the problem's, overlap apart.
+    """
+    source = str(file.path)
+    if not all(isinstance(file.about.get(name), dict) for name in ("plan", "model")):
+        raise ConfigError(source, "", "does not say which plan was measured", AGAIN)
+    model = {name: value for name, value in file.about["model"].items() if name != "name"}
+    _require_same(f"{source} model", model, model_fields(problem.model))
+    plan = from_json(json.dumps(file.about["plan"]), source)
+    validate_plan(plan, problem.model, source)
+    _require_same(f"{source} plan", layout_fields(plan), layout_fields(problem.plan))
+    if len(plan.stages) != len(problem.plan.stages):
+        rule = f"the flags say {len(problem.plan.stages)}"
+        raise ConfigError(f"{source} plan stages", len(plan.stages), rule, AGAIN)
+    stages: list[StagePlan] = []
+    for index, (measured, asked) in enumerate(zip(plan.stages, problem.plan.stages, strict=True)):
+        _require_same(f"{source} stages[{index}]", layout_fields(measured), layout_fields(asked))
+        for layer in measured.overlap.layers:
+            gate = problem.listed.gate
+            if layer.gate != gate:
+                raise ConfigError(f"{source} gate", layer.gate, f"plans of these flags have {gate}", "add --moe-gate")
+        stages.append(dataclasses.replace(asked, overlap=measured.overlap))
+    return dataclasses.replace(problem.plan, stages=tuple(stages))
+
+
+def _require_same(place: str, measured: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    for name in (*measured, *(name for name in asked if name not in measured)):
+        if measured.get(name) != asked.get(name):
+            rule = f"the flags say {asked.get(name)}: the trace is of another job"
+            raise ConfigError(f"{place} {name}", measured.get(name, ""), rule, "give a trace of these flags")
+
+
+def _simulated(problem: Problem, plan: Plan) -> SimulatedStep:
+    """A step of a few micro-batches."""
+    return simulate_step(shortened(plan, max(LEAST_MICRO_BATCHES, 2 * len(plan.stages))), problem)
+
+
+def _partitioned(step: SimulatedStep) -> set[str]:
+    """Names of the operators that run in partitions or in capacity chunks."""
+    return {i.name for prices in step.prices.values() for i in prices.made if prices.is_cut(i)}
+
+
+def _played(step: SimulatedStep, plan: Plan) -> dict[Kind, Played]:
+    """The side of a comparison with spans that is simulated: kinds, at the number of micro-batches that the plan has."""
+    simulated = {executed.rank for executed in step.simulation.ran}
+    kinds: dict[Kind, Played] = {}
+    for executed in step.simulation.ran:
+        i = executed.instruction
+        if i.channel_group not in (*COMPUTING, *EXCHANGING):
+            continue
+        stage = plan.stages[i.stage]
+        prices = step.prices[stage.devices.ranks[0]]
+        # Ranks of a stage count together as one; micro-batches that were left out count by those that were simulated.
+        share = 1.0 / len(simulated & set(stage.devices.ranks))
+        if i.micro_batch is not None:
+            share *= stage.gradient_accumulation_steps / prices.stage.gradient_accumulation_steps
+        kind = (kind_of(i.name), prices.is_cut(i))
+        before = kinds.get(kind, Played(0.0, 0.0))
+        seconds = before.seconds + share * (executed.end - executed.start)
+        kinds[kind] = Played(seconds, before.instructions + share)
+    return kinds

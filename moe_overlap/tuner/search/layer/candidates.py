@@ -1,0 +1,301 @@
+"""Candidates of the overlap search: every mechanism as a plan of its own, whose step is predicted.
+
+Terms. The baseline is the problem's plan, which overlaps nothing. A candidate is a plan made from it: same parallel layout, other
+overlap. A candidate is *alone* while it defers no weight gradients.
+
+1. Each mechanism is tried alone, uniformly on all layers: Tutel's capacity chunks, ranges in partitions as `partition_ranges`
+   finds them, two micro-batches at a time, and equal partitions of the best range word.
+2. Candidates that end at the same prediction as an earlier one are dropped.
+3. From the fastest on, each candidate that fits is tried with weight gradients under its backward all-to-alls, unless a lower
+   bound shows that it cannot become the best.
+
+A candidate that a rule refuses stays in the answer with its reason. A mechanism that the runtime does not execute is not among
+them: one that joins (fused kernels) is another line of `_mechanisms`, and mixes by class of layers (overlap.py) take it from
+there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import numpy as np
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.lowering.lower import lower_rank
+from moe_overlap.plan.operators import WEIGHT_GRADIENT
+from moe_overlap.plan.overlap import TUTEL_DEGREES, RangeWord, SearchLimits
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.uniform_overlap import OverlapWords, with_uniform_overlap
+from moe_overlap.tuner.cost.analytic import Prediction, prepare, price_family
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.layer import operator_seconds
+from moe_overlap.tuner.cost.simulate.step import predict_plan, price_stages
+from moe_overlap.tuner.problem import LIMIT_FLAGS, Problem
+from moe_overlap.tuner.search.layer.mechanisms import Mix, entries_of, with_entries
+from moe_overlap.tuner.search.layer.partition_ranges import PartitionedPlan, partition_ranges
+from moe_overlap.tuner.search.layer.slots import shortened, with_slots
+from moe_overlap.tuner.search.layer.weight_gradients import DeferralLimits, Schedule, schedule_weight_gradients
+
+PLAIN, WHOLE = "plain megatron-core", "whole micro-batches"
+DEFERRED = "deferred weight gradients"
+PARTITIONED_SLOWDOWN = 1.25
+"""Most times as long as whole that weight gradients take which stay in operators that run in partitions."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One way to overlap.
+
+    Attributes:
+        name: mechanism, and whether weight gradients are deferred.
+        refused: why it cannot run; then there is no plan and no prediction.
+        mechanism: the plan before weight gradients are deferred; None for the baseline.
+        ranges, mix, schedule: the answers of the searches that made it.
+        measured_seconds: of its step, where a trace is of its plan.
+    """
+
+    name: str
+    plan: Plan | None = None
+    prediction: Prediction | None = None
+    refused: str = ""
+    mechanism: Plan | None = None
+    ranges: PartitionedPlan | None = None
+    mix: Mix | None = None
+    schedule: Schedule | None = None
+    measured_seconds: float | None = None
+
+    @property
+    def decided(self) -> Plan:
+        """The plan of a candidate that is not refused."""
+        assert self.plan is not None, self.refused
+        return self.plan
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the predicted step of a candidate that is not refused."""
+        assert self.prediction is not None, self.refused
+        return self.prediction.predicted.step_seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is not refused and every stage fits its devices' memory."""
+        return self.prediction is not None and self.prediction.fits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidates:
+    """The candidates of one problem.
+
+    Attributes:
+        limits: of the search for ranges in partitions.
+        solver_seconds: for each weight-gradient schedule.
+    """
+
+    problem: Problem
+    limits: SearchLimits
+    solver_seconds: float
+
+    def uniform(self) -> Iterator[Candidate]:
+        """One mechanism on all layers: each alone, then with weight gradients deferred where that may be the fastest."""
+        # Steps 1 and 2. Searches may end at one plan: to the last bit it takes as long and holds as much.
+        alone: list[Candidate] = []
+        for candidate in self._mechanisms():
+            if candidate.prediction is None or all(not _same_prediction(candidate, other) for other in alone):
+                alone.append(candidate)
+        yield from alone
+        # Step 3.
+        fitting = [candidate for candidate in alone if candidate.fits]
+        best_seconds = min((candidate.seconds for candidate in fitting), default=0.0)
+        for candidate in sorted(fitting, key=lambda candidate: candidate.seconds):
+            least_seconds = self._least_seconds(candidate)
+            if least_seconds > best_seconds:
+                reason = f"at least {least_seconds:.4f} s a step, whatever the schedule"
+                yield Candidate(name=f"{candidate.name}, {DEFERRED}", refused=reason)
+                continue
+            for deferring in self.deferred(candidate):
+                best_seconds = min(best_seconds, deferring.seconds)
+                yield deferring
+
+    def _mechanisms(self) -> Iterator[Candidate]:
+        """Every mechanism alone, or why it cannot run."""
+        yield self._candidate(WHOLE, self._whole)
+        for degree in TUTEL_DEGREES[1:]:
+            make = functools.partial(self._uniform_plan, capacity_chunks=degree)
+            yield self._candidate(f"Tutel-style, {degree} chunks", make)
+        yield (partitioned := self._try("partitions", self._partitioned))
+        yield (pairs := self._candidate("two micro-batches", functools.partial(self._uniform_plan, micro_batches=2)))
+        if partitioned.ranges is not None and not pairs.refused:
+            both = _in_pairs(partitioned.ranges.plan), partitioned.ranges
+            yield self._try("two micro-batches in partitions", lambda: both)
+        for count in self._partition_counts():
+            make = functools.partial(self._best_range_word, count, 1)
+            yield self._candidate(f"{count} equal partitions", make)
+            if not pairs.refused:
+                make = functools.partial(self._best_range_word, count, 2)
+                yield self._candidate(f"two micro-batches in {count} equal partitions", make)
+
+    def of_plan(self, name: str, plan: Plan) -> Candidate:
+        """A plan that defers no weight gradients, predicted."""
+        return Candidate(name=name, plan=plan, prediction=self.predicted(plan), mechanism=plan)
+
+    def deferred(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate with weight gradients deferred, where it fits and that is shorter; or why it cannot run."""
+        if candidate.prediction is None or not candidate.prediction.fits:
+            return
+        name = f"{candidate.name}, {DEFERRED}"
+        try:
+            schedule = self._schedule(candidate.decided, candidate.prediction)
+            if schedule.chosen != "without":
+                prediction = self.predicted(schedule.plan)
+                yield dataclasses.replace(
+                    candidate, name=name, plan=schedule.plan, prediction=prediction, schedule=schedule
+                )
+        except ConfigError as error:
+            yield Candidate(name=name, refused=str(error))
+
+    def predicted(self, plan: Plan) -> Prediction:
+        """The prediction of a plan of this problem."""
+        return predict_plan(plan, self.problem)
+
+    def _least_seconds(self, candidate: Candidate) -> float:
+        """Lower bound of a step with weight gradients deferred: they save at most min(their own time, idle time)."""
+        assert candidate.prediction is not None
+        breakdown, plan = candidate.prediction.breakdown, candidate.decided
+        idle = candidate.seconds - breakdown["compute_seconds"] - breakdown["optimizer_seconds"]
+        passes = plan.stages[0].gradient_accumulation_steps + len(plan.stages) - 1
+        own = PARTITIONED_SLOWDOWN * passes * weight_gradient_seconds(self.problem, plan)
+        return candidate.seconds - min(idle, own)
+
+    def _candidate(self, name: str, make: Callable[[], Plan]) -> Candidate:
+        """A mechanism that no search decides."""
+        return self._try(name, lambda: (make(), None))
+
+    def _try(self, name: str, make: Callable[[], tuple[Plan, PartitionedPlan | None]]) -> Candidate:
+        """A mechanism alone; refused where making or predicting its plan raises."""
+        try:
+            plan, ranges = make()
+            return dataclasses.replace(self.of_plan(name, plan), ranges=ranges)
+        except ConfigError as error:
+            return Candidate(name=name, refused=str(error))
+
+    def _uniform_plan(self, **fields: Any) -> Plan:
+        """The baseline with a uniform overlap.
+
+        Args:
+            fields: of `OverlapWords`, beside gate and dispatcher.
+        """
+        problem = self.problem
+        words = OverlapWords(gate=problem.listed.gate, dispatcher="irregular", **fields)
+        return with_uniform_overlap(problem.plan, problem.model, words, problem.listed)
+
+    def _partition_counts(self) -> list[int]:
+        """Numbers of partitions that divide the samples of a micro-batch."""
+        samples = self.problem.plan.stages[0].micro_batch_size
+        return [count for count in range(2, min(samples, self.limits.max_partitions) + 1) if samples % count == 0]
+
+    def _best_range_word(self, partitions: int, micro_batches: int) -> Plan:
+        """The plan with the shortest step among those of all range words.
+
+        Raises:
+            ConfigError: none of them may run.
+        """
+        plans, refusals = [], []
+        for word in get_args(RangeWord):
+            try:
+                plan = self._uniform_plan(partitions=partitions, range_word=word, micro_batches=micro_batches)
+                plans.append((self.predicted(plan).predicted.step_seconds, plan))
+            except ConfigError as error:
+                refusals.append(error)
+        if not plans:
+            raise refusals[0]
+        return min(plans, key=lambda timed: timed[0])[1]
+
+    def _whole(self) -> Plan:
+        """Gates and dispatchers of our own, nothing partitioned and nothing deferred.
+
+        It is what flags ask for that defer weight gradients alone, with empty slots: their rules hold for it.
+        """
+        deferring = self._uniform_plan(defer=True, max_deferred_bytes=1)
+        return with_slots(deferring, [{} for _ in deferring.stages], 0)
+
+    def _partitioned(self) -> tuple[Plan, PartitionedPlan]:
+        """Ranges in partitions, as the search finds them.
+
+        Raises:
+            ConfigError: nothing may be partitioned, or no range is shorter in partitions.
+        """
+        samples = self.problem.plan.stages[0].micro_batch_size
+        fewest = next((count for count in range(2, samples + 1) if samples % count == 0), 2)
+        # The plan is thrown away: making it holds the rules for partitions against the run before anything is searched.
+        self._uniform_plan(partitions=fewest, range_word="experts")
+        whole = self._whole()
+        free = free_bytes(self.predicted(whole))
+        answer = partition_ranges(whole, self.problem.model, self._prices(whole), self.limits, free)
+        if not any(stage.ranges for stage in answer.stages):
+            reasons = {reason for stage in answer.stages for _, reason in stage.excluded}
+            rule = "; ".join(sorted(reasons)) or "no range is shorter in parts"
+            raise ConfigError(LIMIT_FLAGS["max_partitions"], self.limits.max_partitions, rule, "nothing to do")
+        return answer.plan, answer
+
+    def _schedule(self, plan: Plan, prediction: Prediction) -> Schedule:
+        """Weight gradients may hold what the fullest device leaves free."""
+        held = max(1, int(min(free_bytes(prediction))))
+        limits = DeferralLimits(max_deferred_bytes=held, solver_seconds=self.solver_seconds)
+        return schedule_weight_gradients(plan, self.problem, limits)
+
+    def _prices(self, plan: Plan) -> dict[int, StagePrices]:
+        """First rank of every stage -> prices that have read a list of a few micro-batches."""
+        prices = {}
+        few = few_micro_batches(plan)
+        for stage, of_stage in zip(few.stages, price_stages(few, self.problem), strict=True):
+            of_stage.read(lower_rank(few, self.problem.model, stage.devices.ranks[0]))
+            prices[stage.devices.ranks[0]] = of_stage
+        return prices
+
+
+def _in_pairs(plan: Plan) -> Plan:
+    """Two micro-batches at a time; layers that are not partitioned run whole among them."""
+    crossing = {
+        layer: dataclasses.replace(entry, mechanism="cross_micro_batch") if entry.mechanism == "none" else entry
+        for layer, entry in entries_of(plan).items()
+    }
+    stages = []
+    for stage in plan.stages:
+        overlap = dataclasses.replace(stage.overlap, micro_batches_in_flight=2)
+        stages.append(dataclasses.replace(stage, overlap=overlap))
+    return with_entries(dataclasses.replace(plan, stages=tuple(stages)), crossing)
+
+
+def weight_gradient_seconds(problem: Problem, plan: Plan) -> float:
+    """Weight-gradient seconds per micro-batch on the slowest stage, without overlap or partitioning."""
+    longest, model, machine = 0.0, problem.model, problem.machine
+    for family in prepare(plan, model, problem.graphs, problem.features, machine.load):
+        priced = price_family(plan, model, family, machine, problem.features)
+        seconds_K = [
+            sum(
+                seconds
+                for (_, _, suffix), seconds in operator_seconds(table, priced.setting, cost).items()
+                if suffix == WEIGHT_GRADIENT
+            )
+            for table, cost in zip(family.tables, priced.parts, strict=True)
+        ]
+        longest = max(longest, float((np.array(seconds_K) @ family.counts).max()))
+    return longest
+
+
+def _same_prediction(candidate: Candidate, other: Candidate) -> bool:
+    mine, theirs = candidate.prediction, other.prediction
+    return mine is not None and theirs is not None and mine.predicted == theirs.predicted
+
+
+def free_bytes(prediction: Prediction) -> list[float]:
+    """By stage, the bytes of a device that its peak leaves free."""
+    return [max(0.0, prediction.capacity_bytes - stage.peak_bytes) for stage in prediction.predicted.stages]
+
+
+def few_micro_batches(plan: Plan) -> Plan:
+    """The plan with at least four micro-batches and a whole round of its stages, where it has as many."""
+    return shortened(plan, len(plan.stages) * -(-4 // len(plan.stages)))
