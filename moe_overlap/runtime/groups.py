@@ -10,11 +10,15 @@ order. A rank that skipped a group it is not in would let the others wait for it
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from moe_overlap.plan.instructions import boundary_channel
+from moe_overlap.plan.operators import OperatorKind, boundary_operator, parse_operator
 from moe_overlap.plan.plan import Plan, StagePlan
 
 
@@ -26,11 +30,16 @@ class StageGroups:
         stage: index of this rank's stage in the plan.
         collection: megatron-core's collection; a field that was not built raises AttributeError when read.
         world: every rank of the run.
+        transfers: a communicator for every channel of a stage boundary that ends at this rank, by channel and peer. One for each
+            direction: NCCL matches the operations of a communicator by their order alone, and on a shared one two stages that
+            both wait to send would block each other for good (plan/lowering/rendezvous.py). Empty where megatron-core's own
+            schedules run, which transfer over `collection.pp`.
     """
 
     stage: int
     collection: ProcessGroupCollection
     world: dist.ProcessGroup
+    transfers: Mapping[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def data_rank(self) -> int:
@@ -45,7 +54,7 @@ class StageGroups:
     def close(self) -> None:
         """Destroy the groups; the default group stays."""
         seen = set()
-        for value in vars(self.collection).values():
+        for value in (*vars(self.collection).values(), *self.transfers.values()):
             if isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD and id(value) not in seen:
                 seen.add(id(value))
                 dist.destroy_process_group(value)
@@ -120,7 +129,32 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None) -> Stage
     fields["intra_expt_dp"] = fields["expt_dp"]
     fields["inter_dist_opt"] = None
     collection = ProcessGroupCollection(**fields)
-    return StageGroups(stage=stage_index, collection=collection, world=dist.group.WORLD)
+    transfers = _transfer_groups(plan, timeout) if any(stage.overlap.is_listed for stage in plan.stages) else {}
+    return StageGroups(stage=stage_index, collection=collection, world=dist.group.WORLD, transfers=transfers)
+
+
+def transfer_pairs(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
+    """Channel and pair of ranks of every communicator for transfers between stages, in the order in which all ranks make them."""
+    stages = len(plan.stages)
+    wraps = any(len(stage.chunks) > 1 for stage in plan.stages)
+    pairs = []
+    for first in range(stages if wraps else stages - 1):
+        second = (first + 1) % stages
+        for backward in (False, True) if stages > 1 else ():
+            send = parse_operator(boundary_operator(OperatorKind.SEND, first, second, backward), "groups")
+            columns = zip(plan.stages[first].devices.ranks, plan.stages[second].devices.ranks, strict=True)
+            pairs += [(boundary_channel(send), pair) for pair in columns]
+    return pairs
+
+
+def _transfer_groups(plan: Plan, timeout: datetime.timedelta | None) -> dict[tuple[str, int], Any]:
+    me = dist.get_rank()
+    groups: dict[tuple[str, int], Any] = {}
+    for channel, pair in transfer_pairs(plan):
+        group = dist.new_group(list(pair), timeout=timeout, group_desc=f"{channel} {pair}")
+        if me in pair:
+            groups[channel, pair[1 - pair.index(me)]] = group
+    return groups
 
 
 def _create(

@@ -10,7 +10,7 @@ What it asks for and is not lowered yet is refused by field.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,12 +18,14 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
 from moe_overlap.plan.instructions import Instruction, parse_access, placed, saved_for
 from moe_overlap.plan.lowering.deferral import receives_first
-from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list
+from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list, check_races
 from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces
 from moe_overlap.plan.lowering.interleave import interleave
+from moe_overlap.plan.lowering.issue_order import in_issue_order
 from moe_overlap.plan.lowering.layers import LayerLowering, recomputes_predictions
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
+from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.lowering.resharding import TransferLowering
 from moe_overlap.plan.lowering.update import lower_update
 from moe_overlap.plan.operators import (
@@ -40,7 +42,28 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.plan import Plan
 
 
-def lower(
+def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
+    """The instruction list of one rank, as it will be executed: free of races, and sure to end together with the other stages'.
+
+    Args:
+        plan: a plan that `validate_plan` has accepted for this model.
+        rank: global rank.
+    Raises:
+        ConfigError: the plan uses a field that is not lowered yet.
+        ScheduleError: the list has a race, or the stages would wait for each other for good (rendezvous.py): our own mistake.
+    """
+    place = plan.stages[plan.stage_of(rank)].devices.ranks.index(rank)
+    if plan.transfers:
+        together: Iterable[int] = (other for stage in plan.stages for other in stage.devices.ranks)
+    else:
+        # Equal stages: rank i of a stage meets rank i of the next, and the others of a stage do the same.
+        together = (stage.devices.ranks[place] for stage in plan.stages)
+    lists = {other: lower_rank(plan, model, other) for other in together}
+    check_rendezvous(lists)
+    return lists[rank]
+
+
+def lower_rank(
     plan: Plan,
     model: ModelDescription,
     rank: int,
@@ -48,16 +71,28 @@ def lower(
     while_waiting: bool = True,
     blocks: Sequence[Sequence[Step]] | None = None,
 ) -> tuple[Instruction, ...]:
-    """The instruction list of one rank.
+    """The instruction list of one rank, checked for races and not against the lists of other stages.
 
     Args:
-        plan: a plan that `validate_plan` has accepted for this model.
-        rank: global rank.
-        saved_bytes, while_waiting: as in optimizer_state.py and optimizer_state.py, for stages whose parts step by themselves.
+        saved_bytes, while_waiting: as in optimizer_state.py, for stages whose parameter groups step by themselves.
         blocks: other passes than the whole step's, in the form of `pipeline_blocks`, for what is told from a few of them.
     Raises:
-        ConfigError: the plan uses a field that is not lowered yet.
+        ConfigError, ScheduleError: as `lower`.
     """
+    instructions = in_issue_order(plan, _written(plan, model, rank, saved_bytes, while_waiting, blocks))
+    check_races(instructions)
+    return instructions
+
+
+def _written(
+    plan: Plan,
+    model: ModelDescription,
+    rank: int,
+    saved_bytes: Mapping[str, int],
+    while_waiting: bool,
+    blocks: Sequence[Sequence[Step]] | None,
+) -> tuple[Instruction, ...]:
+    """The list with the waits that its buffers ask for."""
     refuse_what_cannot_be_lowered(plan)
     index = plan.stage_of(rank)
     layers = LayerLowering(plan, plan.stages[index], model)

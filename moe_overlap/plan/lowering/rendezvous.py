@@ -141,9 +141,13 @@ def _meet_in_order(graph: _Graph, lists: Lists, key: Hashable, of_rank: Mapping[
 
 
 def _identity(communication: Instruction) -> tuple[object, ...]:
-    """The facts in which both sides of a meeting agree; a stage boundary may join unlike chunks and micro-batches."""
+    """The facts in which both sides of a meeting agree.
+
+    Between unlike stages it is the tile: its samples may belong to micro-batches of different numbers on the two sides.
+    """
     if communication.kind == "point-to-point":
-        return (communication.channel, communication.micro_batch, communication.partition)
+        number = communication.partition or communication.micro_batch
+        return (communication.channel, number)
     return (communication.name, communication.micro_batch, communication.partition)
 
 

@@ -1,8 +1,9 @@
 """Runs an instruction list, and decides nothing.
 
 For each instruction in turn: wait for what its `after` names, then run it. Compute runs at once; a communication is started and
-waited for by whoever names it or a later one of its channel. The list's transfers and exchanges are point-to-point with tags of
-their own, so any number may be in flight on a channel.
+waited for by whoever names it or a later one of its channel, so any number may be under way on a channel. What meets what is
+decided by the list alone: transfers by their order on the communicator of their boundary and direction, which
+plan/lowering/rendezvous.py has checked, all-to-alls by their order in the expert group.
 """
 
 from __future__ import annotations
@@ -32,21 +33,20 @@ from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.step import Batch, StepResult, naming
 
-# Activations and their gradients between equal stages: rank i of a stage to rank i of the next, each with a tag of its own.
-
-GRADIENT_TAG = 1 << 28
-MOST_BOUNDARIES = 1 << 12
-
 
 class StageTransfers:
     """Point-to-point transfers of one rank's boundary tensors [sequence, batch, hidden].
+
+    The list says who sends what to whom; nothing is recomputed from ranks. A transfer meets the one of its peer that has the
+    same place among the transfers of their communicator, which belongs to one direction of one boundary: no tag tells them
+    apart, as NCCL has none.
 
     Args:
         config: the chunks' TransformerConfig; gives width, precision and whether the sequence is split over tensor ranks.
     """
 
     def __init__(self, groups: StageGroups, config: Any, sequence_length: int, micro_batch_size: int) -> None:
-        self._group = groups.collection.pp
+        self._communicators = groups.transfers
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         split *= config.context_parallel_size
         self._shape = (sequence_length // split, micro_batch_size, config.hidden_size)
@@ -54,22 +54,17 @@ class StageTransfers:
 
     def start(self, i: Instruction, buffers: Buffers) -> Callable[[], None]:
         """Start one transfer; the answer waits for it and, for a receive, stores what arrived."""
-        stage, stages = self._group.rank(), self._group.size()
-        forward, sends = not i.in_backward_pass, i.sends
-        peer = (stage + (1 if forward == sends else -1)) % stages
-        assert i.micro_batch is not None
-        # Both ends know a boundary by the virtual stage before it; the chunk differs between them where the pipeline wraps.
-        boundary = (i.chunk or 0) * stages + stage - (0 if forward == sends else 1)
-        tag = (0 if forward else GRADIENT_TAG) + i.micro_batch * MOST_BOUNDARIES + boundary
-        if sends:
+        (peer,) = i.peers
+        communicator = self._communicators[i.channel, peer]
+        if i.sends:
             tensor = buffers.read(i, stem_of(i.reads[0]))
             assert tensor is not None
             outgoing = tensor.detach().contiguous()
-            request = dist.isend(outgoing, group=self._group, group_dst=peer, tag=tag)
+            request = dist.isend(outgoing, dst=peer, group=communicator)
             assert request is not None
             return lambda: _wait_and_release(request, outgoing)
         arriving = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
-        request = dist.irecv(arriving, group=self._group, group_src=peer, tag=tag)
+        request = dist.irecv(arriving, src=peer, group=communicator)
         assert request is not None
 
         def finish() -> None:

@@ -14,7 +14,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.instructions import Instruction, format_list
 from moe_overlap.plan.lowering.dependencies import check_races
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower, lower_rank
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Offload, Plan, Recompute
@@ -71,7 +71,7 @@ SAMPLES = samples()
 @pytest.mark.parametrize("while_waiting", [True, False])
 def test_every_list_is_sound_and_finishes(while_waiting: bool) -> None:
     for plan, model in SAMPLES[:: 1 if while_waiting else 5]:
-        lists = {rank: lower(plan, model, rank, while_waiting=while_waiting) for rank in range(plan.world_size)}
+        lists = {rank: lower_rank(plan, model, rank, while_waiting=while_waiting) for rank in range(plan.world_size)}
         for made in lists.values():
             check_races(made)
             assert [i.id for i in made] == list(range(len(made)))
@@ -171,7 +171,7 @@ def test_the_race_check_knows_what_is_needed() -> None:
 def test_golden_list() -> None:
     """Written by this test's own expression, format_list(...), when the format changes."""
     plan = plan_samples.plan(2, 2, 1, 2, {"data": 2, "zero_level": 3, "offload": ALL})
-    made = lower(plan, plan_samples.model("dd"), 2, {"L0": 4000, "L1": 8000})
+    made = lower_rank(plan, plan_samples.model("dd"), 2, {"L0": 4000, "L1": 8000})
     assert format_list(made) == (plan_samples.GOLDEN / "zero3_offload_rank2.txt").read_text()
 
 
@@ -209,7 +209,7 @@ def test_collectives_follow_the_level() -> None:
 def test_copies_follow_the_shares() -> None:
     """Gradient sums are fetched from the second micro-batch on; weights wherever the use before has not loaded them."""
     plan = plan_samples.plan(1, micro_batches=2, stage={"offload": dataclasses.replace(ALL, weights=0.0)})
-    made = lower(plan, plan_samples.model("d"), 0, {"L0": 1000})
+    made = lower_rank(plan, plan_samples.model("d"), 0, {"L0": 1000})
     states = [
         f"prefetch.{part}.{what} -" for part in ("embedding", "L0", "head") for what in ("optimizer", "gradients")
     ]
@@ -266,7 +266,7 @@ def test_what_needs_no_earlier_stage_does_not_wait_for_it() -> None:
         first = next(i for i in made if i.name.startswith("receive"))
         updates = [i for i in made if i.kind == "optimizer"]
         assert [waits_for(made, i, first) for i in updates] == [n >= free for n in range(3)]
-        late = lower(plan, model, 2, while_waiting=False)
+        late = lower_rank(plan, model, 2, while_waiting=False)
         first = late[0]
         assert first.name == "receive.S0>S1"
         assert all(waits_for(late, i, first) for i in late if i.kind != "point-to-point")

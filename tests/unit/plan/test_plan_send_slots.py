@@ -96,7 +96,9 @@ def test_list_written_by_hand() -> None:
     assert [made[number].name for i in sent for number in i.after] == ["L1.attention.backward"] * 2
     kept = [i.writes for i in made if i.kind == "weight-gradient" and i.micro_batch == 1]
     assert kept == [("gradient.head",), ("gradient.L1",), ("gradient.L1",)]
-    assert lower(plan, model, 0) == lower(uncut(plan), model, 0)
+    # The stage without slots follows the same list; it is the executor that starts it now, not megatron-core's schedule.
+    followed, reference = (lower(one, model, 0) for one in (plan, uncut(plan)))
+    assert [dataclasses.replace(i, after=()) for i in followed] == [dataclasses.replace(i, after=()) for i in reference]
     assert from_json(to_json(plan)) == plan
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower, lower_rank
 from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
 from moe_overlap.plan.plan import Plan, Recompute
 from moe_overlap.plan.uniform_overlap import OverlapWords
@@ -45,7 +45,7 @@ def folded_step(plan: Plan, model: ModelDescription, seconds: Any, micro_batches
     for index, stage in enumerate(plan.stages):
         rank = stage.devices.ranks[0]
         blocks = sample_blocks(plan, index)
-        made = lower(plan, model, rank, blocks=blocks)
+        made = lower_rank(plan, model, rank, blocks=blocks)
         alone = run_alone(made, rank, lambda i, rank=rank: seconds(rank, i), NO_INTERFERENCE)  # type: ignore[misc]
         folded: Folded = fold(index, blocks, made, alone)
         lists[rank], priced[rank] = folded_list(folded, micro_batches)

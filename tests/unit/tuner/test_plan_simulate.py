@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moe_overlap.plan.instructions import Instruction, ScheduleError
+from moe_overlap.plan.lowering.issue_order import issued_one_by_one
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.trace import write_trace
@@ -18,7 +19,6 @@ from moe_overlap.plan.uniform_overlap import OverlapWords
 from moe_overlap.tuner.cost.interference import NO_INTERFERENCE, SETS, Interference
 from moe_overlap.tuner.cost.simulate.engine import simulate
 from moe_overlap.tuner.cost.simulate.memory import intervals, live_bytes
-from moe_overlap.tuner.cost.simulate.step import issued_in_order
 from tests.unit.plan import plan_samples
 from tests.unit.plan.list_twins import run_together
 from tests.unit.plan.test_plan_decoupled import ALL
@@ -233,7 +233,7 @@ def test_counts_pass_rows_and_slow_nothing_down() -> None:
         return [one.end for one in sorted(ran, key=lambda one: one.instruction.id)]
 
     assert ends(listed) == [1.0, 1.25, 4.0, 1.75, 6.0, 2.75]
-    assert ends(issued_in_order(listed)) == [1.0, 1.25, 4.25, 1.75, 6.25, 3.75]
+    assert ends(issued_one_by_one(listed)) == [1.0, 1.25, 4.25, 1.75, 6.25, 3.75]
     late = [*listed[:3], compute(3, "compute"), compute(4, "ep.counts", (3,), "collective")]
     queued = simulate({0: late}, lambda _, i: alone[i.id], queue_seconds=0.125).ran
     taken = [one.end - one.start for one in queued if one.instruction.channel == "ep.counts"]
@@ -251,7 +251,7 @@ def test_a_receive_is_posted_behind_the_computation_before_it() -> None:
     alone = {"L0.attention": 3.0, "L2.attention": 1.0}
     steps = [
         simulate({0: made, 1: lists[1]}, lambda _, i: alone.get(i.name, 2.0)).step_seconds
-        for made in (lists[0], issued_in_order(lists[0]))
+        for made in (lists[0], issued_one_by_one(lists[0]))
     ]
     assert steps == [4.0, 6.0]
 

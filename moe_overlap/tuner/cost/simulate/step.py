@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lowering.lower import lower_rank
 from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
+from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import Plan, PredictedStage
 from moe_overlap.tuner.cost.analytic import Prediction, Priced, prepare, price, price_family
@@ -40,8 +41,6 @@ from moe_overlap.tuner.problem import Problem
 # interleaved pipeline, of stages that follow their own lists and of unlike stages have them beside computation. Where the
 # executor follows lists, it starts one instruction after the other (`issued_in_order`).
 
-MOVES = ("collective", "point-to-point")
-
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
@@ -65,16 +64,14 @@ def simulate_step(plan: Plan, problem: Problem) -> SimulatedStep:
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
-    listed = any(stage.overlap.is_listed for stage in plan.stages)
-    waits = plan.pipeline_schedule == "1f1b" and not listed and not plan.transfers
     of_stage = price_stages(plan, problem)
     lists: dict[int, Sequence[Instruction]] = {}
     for stage, here in zip(plan.stages, of_stage, strict=True):
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
         for rank in stage.devices.ranks if plan.transfers else stage.devices.ranks[:1]:
-            made = lower(plan, problem.model, rank, saved)
-            lists[rank] = issued_in_order(made) if listed else waiting_for_transfers(made) if waits else made
+            lists[rank] = lower_rank(plan, problem.model, rank, saved)
         here.read(lists[stage.devices.ranks[0]])
+    check_rendezvous(lists)
     slowed = {rank: of_stage[plan.stage_of(rank)].slowed for rank in lists}
     simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed, problem.machine.queue_seconds)
     return SimulatedStep(simulation, {here.stage.devices.ranks[0]: here for here in of_stage})
@@ -93,41 +90,6 @@ def price_stages(plan: Plan, problem: Problem) -> list[StagePrices]:
         priced = price_family(plan, model, family, machine, problem.features)
         place.update({index: (priced, column) for column, index in enumerate(family.stages)})
     return [StagePrices(plan, stage, graphs[index], *place[index], machine) for index, stage in enumerate(plan.stages)]
-
-
-def waiting_for_transfers(made: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """A list whose transfers wait for the computation before them, and computation for the transfers before it."""
-    waiting: list[Instruction] = []
-    computed: tuple[int, ...] = ()
-    moved: tuple[int, ...] = ()
-    for i in made:
-        before: tuple[int, ...] = ()
-        if i.kind == "point-to-point":
-            before, moved = computed, (*moved, i.id)
-        elif i.channel == COMPUTE:
-            before, computed, moved = moved, (i.id,), ()
-        waiting.append(replace(i, after=tuple(sorted({*i.after, *before}))) if before else i)
-    return tuple(waiting)
-
-
-def issued_in_order(made: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """A list as the executor goes through it. A communication begins behind the computation before it: a receive is not posted
-    earlier, and nothing is sent to a stage that has not posted it. Where starting one waits for another, such as a dispatch for
-    its counts, so does the computation behind it.
-    """
-    waiting: list[Instruction] = []
-    moves = {i.id for i in made if i.kind in MOVES}
-    computed: tuple[int, ...] = ()
-    waited: set[int] = set()
-    for i in made:
-        before: set[int] = set()
-        if i.channel == COMPUTE:
-            before, waited, computed = waited, set(), (i.id,)
-        elif i.kind in MOVES:
-            before = set(computed)
-            waited |= moves.intersection(i.after)
-        waiting.append(replace(i, after=tuple(sorted({*i.after, *before}))) if before else i)
-    return tuple(waiting)
 
 
 # What a plan costs whose stages overlap communication by their own lists (`StageOverlap.is_listed`), or are of unlike shape.
@@ -286,8 +248,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     stage, blocks = plan.stages[index], sample_blocks(plan, index)
     rank, slowed = stage.devices.ranks[0], here.slowed
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
-    made = lower(plan, model, rank, saved, blocks=blocks)
-    here.read(issued_in_order(made) if any(other.overlap.is_listed for other in plan.stages) else made)
+    here.read(lower_rank(plan, model, rank, saved, blocks=blocks))
     alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds)
     folded = fold(index, blocks, here.made, alone)
     whole = blocks_of(folded, plan)
@@ -308,7 +269,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
         inside=inside,
         transfer=here.transfer_seconds(),
         slowed=slowed,
-        bytes=listed_bytes(here, model, alone, lower(without, model, rank, saved, blocks=plain), slowed),
+        bytes=listed_bytes(here, model, alone, lower_rank(without, model, rank, saved, blocks=plain), slowed),
         fragmentation=listed.problem.machine.fragmentation,
         early=tuple(here.computed.early_names),
         deferred=len({i.name for i in here.made if i.kind == "weight-gradient"}),

@@ -24,7 +24,7 @@ from typing import Any, get_args
 import numpy as np
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower_rank
 from moe_overlap.plan.operators import WEIGHT_GRADIENT
 from moe_overlap.plan.overlap import TUTEL_DEGREES, RangeWord, SearchLimits
 from moe_overlap.plan.plan import Plan
@@ -251,7 +251,7 @@ class Candidates:
         prices = {}
         few = few_micro_batches(plan)
         for stage, of_stage in zip(few.stages, price_stages(few, self.problem), strict=True):
-            of_stage.read(lower(few, self.problem.model, stage.devices.ranks[0]))
+            of_stage.read(lower_rank(few, self.problem.model, stage.devices.ranks[0]))
             prices[stage.devices.ranks[0]] = of_stage
         return prices
 

@@ -32,13 +32,12 @@ from typing import Literal
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower_rank
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.simulate.compress import run_alone, sample_blocks
 from moe_overlap.tuner.cost.simulate.step import (
     SimulatedStep,
-    issued_in_order,
     listed_seconds,
     price_stages,
     simulate_step,
@@ -297,9 +296,7 @@ def _stage_prices(deferred: Plan, problem: Problem) -> list[StagePrices]:
     for index, of_stage in enumerate(prices):
         rank = of_stage.stage.devices.ranks[0]
         saved = {f"L{layer}": of_stage.saved_bytes(f"L{layer}") for layer in of_stage.stage.layers}
-        of_stage.read(
-            issued_in_order(lower(deferred, problem.model, rank, saved, blocks=sample_blocks(deferred, index)))
-        )
+        of_stage.read(lower_rank(deferred, problem.model, rank, saved, blocks=sample_blocks(deferred, index)))
     return prices
 
 
