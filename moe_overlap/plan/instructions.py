@@ -382,6 +382,8 @@ class Span:
     micro_batch: int
     start: float
     end: float
+    partition: tuple[int, ...] = ()
+    """As the instruction's; empty where nothing is cut."""
 
     @property
     def operator(self) -> OperatorId:

@@ -101,7 +101,8 @@ def _read(path: Path) -> TraceFile:
                 start, placed = float(event["ts"]) / 1e6, event.get("args", {})
                 channel = tracks.get((event["pid"], event["tid"]), "")
                 place = (int(placed.get("chunk", 0)), int(placed.get("micro_batch", 0)))
-                span = Span(str(event["name"]), channel, *place, start, start + float(event["dur"]) / 1e6)
+                partition = tuple(map(int, placed.get("partition", ())))
+                span = Span(str(event["name"]), channel, *place, start, start + float(event["dur"]) / 1e6, partition)
                 spans.setdefault(event["pid"], []).append(span)
         about = dict(written.get("otherData", {}))
     except OSError as error:
@@ -128,8 +129,12 @@ def _span_events(spans: Sequence[Span], rank: int) -> list[Event]:
             "tid": channels[span.channel],
             "ts": span.start * 1e6,
             "dur": (span.end - span.start) * 1e6,
-            "args": {"chunk": span.chunk, "micro_batch": span.micro_batch},
+            "args": {"chunk": span.chunk, "micro_batch": span.micro_batch} | _partition_of(span),
         }
         for span in spans
     ]
     return events
+
+
+def _partition_of(span: Span) -> dict[str, list[int]]:
+    return {"partition": list(span.partition)} if span.partition else {}

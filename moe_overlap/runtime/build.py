@@ -105,7 +105,7 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     make_gate, make_dispatcher = gate_and_dispatcher(settings.gate, settings.dispatcher, clock)
     adapt = adapt_layer(recorder, groups.collection, make_gate, make_dispatcher)
     modules = builders.model(groups, adapt)
-    queue = WeightGradQueue(overlap.max_deferred_bytes or None)  # 3
+    queue = WeightGradQueue(overlap.max_deferred_bytes or None, recorder.begin)  # 3
     deferred = _split_deferred_products(modules, overlap, queue)
     marks = _bucket_marks(modules, overlap)  # 4
     chunks = builders.wrap(modules, groups.collection, marks, weight_gradients_come_later=deferred)

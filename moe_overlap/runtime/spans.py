@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_overlap.plan.instructions import COMPUTE, EXPERT, PIPELINE, Span
+from moe_overlap.plan.instructions import COMPUTE, EXPERT, PIPELINE, Instruction, Span
 from moe_overlap.plan.operators import EXCHANGE_PARTS, FORWARD, RECOMPUTE, OperatorKind, parse_operator
 
 
@@ -29,7 +29,13 @@ class _Open:
     channel: str
     chunk: int
     micro_batch: int
+    partition: tuple[int, ...]
     start: Any
+
+    @property
+    def place(self) -> tuple[str, str, int, int, tuple[int, ...]]:
+        """Everything but the time: work that begins at the same place goes on."""
+        return self.name, self.channel, self.chunk, self.micro_batch, self.partition
 
 
 class HostClock:
@@ -78,6 +84,7 @@ class SpanRecorder:
     def __init__(self, clock: HostClock | CudaClock | None = None) -> None:
         self.clock = clock or (CudaClock() if torch.cuda.is_available() else HostClock())
         self.chunk, self.micro_batch = 0, 0
+        self._partition: tuple[int, ...] = ()
         self._in_backward = False
         self._current: _Open | None = None
         self._raw: list[tuple[_Open, Any]] = []
@@ -94,10 +101,12 @@ class SpanRecorder:
     def forward(self, chunk: int, micro_batch: int) -> None:
         """Note that the forward pass of one micro-batch starts on this rank."""
         self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, False
+        self._partition = ()
 
-    def place(self, chunk: int, micro_batch: int) -> None:
+    def place(self, chunk: int, micro_batch: int, partition: tuple[int, ...] = ()) -> None:
         """Assign the next spans to this chunk and micro-batch; their names are complete, in backward passes too."""
         self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, False
+        self._partition = partition
 
     def begin(self, name: str, channel: str = COMPUTE) -> None:
         """End the current span and begin the next. Forward work met during a backward pass is a recomputation."""
@@ -107,14 +116,14 @@ class SpanRecorder:
 
     def _switch(self, name: str, channel: str) -> None:
         current = self._current
-        wanted = (name, channel, self.chunk, self.micro_batch)
+        wanted = (name, channel, self.chunk, self.micro_batch, self._partition)
         # A layer that is entered twice in a row (a hook inside a recomputed module) continues its span.
-        if current is not None and (current.name, current.channel, current.chunk, current.micro_batch) == wanted:
+        if current is not None and current.place == wanted:
             return
         now = self.clock.mark()
         if current is not None:
             self._raw.append((current, now))
-        self._current = _Open(name, channel, self.chunk, self.micro_batch, now)
+        self._current = _Open(*wanted, now)
 
     def end(self) -> None:
         """End the current span; nothing follows it yet."""
@@ -131,9 +140,32 @@ class SpanRecorder:
         finally:
             self.end()
 
+    def place_at(self, instruction: Instruction) -> None:
+        """The next spans belong to the chunk, micro-batch and partition of an instruction."""
+        self.place(instruction.chunk or 0, instruction.micro_batch or 0, instruction.partition)
+
+    def computing(self, instruction: Instruction) -> None:
+        """An instruction of a list begins to compute: called where its operator starts, not where the list is read."""
+        self.place_at(instruction)
+        self.begin(instruction.name)
+
+    def started(self, instruction: Instruction) -> Any:
+        """A communication of a list starts now; hand the answer to `ending`."""
+        self.place_at(instruction)
+        return self.background(instruction.name, instruction.channel_group)
+
+    def ending(self, opened: Any, wait: Callable[[], None]) -> Callable[[], None]:
+        """Wait for the communication of `started`, and end its span."""
+
+        def finish() -> None:
+            wait()
+            self.finish_background(opened)
+
+        return finish
+
     def background(self, name: str, channel: str) -> Any:
         """Start a span that runs beside the current one; its handle ends it in `finish_background`."""
-        opened = _Open(name, channel, self.chunk, self.micro_batch, self.clock.mark())
+        opened = _Open(name, channel, self.chunk, self.micro_batch, self._partition, self.clock.mark())
         self._background.append(opened)
         return opened
 
@@ -157,6 +189,7 @@ class SpanRecorder:
     def begin_backward(self, name: str, chunk: int, micro_batch: int) -> None:
         """Begin a backward operator; called by the marks of `on_backward`."""
         self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, True
+        self._partition = ()
         self._switch(name, EXPERT if parse_operator(name).kind in EXCHANGE_PARTS else COMPUTE)
 
     def spans(self) -> list[Span]:
@@ -174,6 +207,7 @@ class SpanRecorder:
                 opened.micro_batch,
                 seconds(self._origin, opened.start),
                 seconds(self._origin, end),
+                opened.partition,
             )
             for opened, end in self._raw
         ]

@@ -58,7 +58,7 @@ def recorded(instructions: Sequence[Instruction], simulation: Simulation, rank: 
 
 
 def _span(i: Instruction, start: float, end: float) -> Span:
-    return Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, start, end)
+    return Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, start, end, i.partition)
 
 
 def predicted_spans(

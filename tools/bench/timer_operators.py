@@ -23,6 +23,7 @@ from moe_overlap.runtime.dispatch.wire import AllToAll, Pending, extra_columns
 from moe_overlap.runtime.executor.buffers import Buffers
 from moe_overlap.runtime.executor.execute import PlanExecutor, StageTransfers, is_update
 from moe_overlap.runtime.executor.state import StepState, handle_of, travelling
+from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.step import Batch, StepResult
 from tools.bench.profile import GivenSeconds, ListSeconds, apply_profile
 
@@ -44,8 +45,8 @@ class Sizes:
 class TimerOperators:
     """Stands in for `ChunkOperators`: it sleeps, and its all-to-alls carry rows of zeros."""
 
-    def __init__(self, dispatcher: IrregularDispatcher, sizes: Sizes) -> None:
-        self._dispatcher, self._sizes = dispatcher, sizes
+    def __init__(self, dispatcher: IrregularDispatcher, recorder: SpanRecorder, sizes: Sizes) -> None:
+        self._dispatcher, self._recorder, self._sizes = dispatcher, recorder, sizes
         self.seconds: ListSeconds | GivenSeconds = ListSeconds({}, {})
         self.scale = 1.0
         self.partitions: Mapping[str, int] = {}
@@ -55,6 +56,7 @@ class TimerOperators:
     def compute(self, instruction: Instruction, state: StepState) -> None:
         """Sleep for the time of a compute or weight-gradient instruction; a gate also decides the routing."""
         begun = time.perf_counter()
+        self._recorder.computing(instruction)
         operator = instruction.operator
         if operator.kind == GATE and not operator.phase:
             assert operator.layer is not None
@@ -70,8 +72,9 @@ class TimerOperators:
         operator = instruction.operator
         handle, dispatcher = handle_of(instruction, operator, state, self._dispatcher), self._dispatcher
         if operator.kind == COUNT:
+            span = self._recorder.started(instruction)
             counting = dispatcher.start_counts(handle)
-            return lambda: _drop(counting.wait())
+            return self._recorder.ending(span, lambda: _drop(counting.wait()))
         routed, arrived = sum(handle.counts.sent), sum(handle.counts.received)
         packed = self._sizes.hidden + extra_columns(self._sizes.dtype, handle.probs_dtype)
         back = operator.phase == BACKWARD
@@ -82,8 +85,9 @@ class TimerOperators:
         else:
             start = dispatcher.start_combine_backward if back else dispatcher.start_combine
             rows = self._rows(routed if back else arrived, self._sizes.hidden)
+        span = self._recorder.started(instruction)
         pending = start(rows, handle)
-        return lambda: _drop(pending.wait())
+        return self._recorder.ending(span, lambda: _drop(pending.wait()))
 
     def _open(self, layer: int, partitions: int) -> Handle:
         tokens = self._sizes.tokens // partitions
@@ -165,7 +169,7 @@ class TimedExecutor(PlanExecutor):
         """
         timed = cls.__new__(cls)
         timed.__dict__.update(executor.__dict__)
-        timed._operators = [TimerOperators(executor.dispatcher, sizes) for _ in executor._operators]  # type: ignore[misc]
+        timed._operators = [TimerOperators(executor.dispatcher, executor.recorder, sizes) for _ in executor._operators]  # type: ignore[misc]
         timed._pieces = ZeroPieces(replicas)
         timed._waits = waits
         timed._transfers = ZeroTransfers.like(executor._transfers)

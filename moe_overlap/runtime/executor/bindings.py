@@ -63,6 +63,7 @@ from moe_overlap.runtime.executor.state import (
     written_stem,
 )
 from moe_overlap.runtime.routing.gate import Gate
+from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.step import Batch
 
 Binding = Callable[[Instruction, OperatorId, StepState], None]
@@ -83,7 +84,9 @@ class ChunkOperators:
         sequence_length: int,
         loss: Callable[[Tensor, Batch], tuple[Tensor, Tensor]],
         dispatcher: IrregularDispatcher,
+        recorder: SpanRecorder,
     ) -> None:
+        self._recorder = recorder
         self._model, self._loss, self._dispatcher = model, loss, dispatcher
         self._layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         self._rotary = rotary_angles(model, sequence_length)
@@ -115,6 +118,7 @@ class ChunkOperators:
 
     def compute(self, instruction: Instruction, state: StepState) -> None:
         """Run a compute instruction."""
+        self._recorder.computing(instruction)
         operator = instruction.operator
         place = place_of(instruction, operator)
         if operator.phase is BACKWARD:
@@ -329,8 +333,10 @@ class ChunkOperators:
         """
         i, operator = instruction, instruction.operator
         if operator.kind is COUNT:
-            counts = self._dispatcher.start_counts(handle_of(i, operator, state, self._dispatcher))
-            return lambda: _discard(counts.wait())
+            handle = handle_of(i, operator, state, self._dispatcher)
+            span = self._recorder.started(i)
+            counts = self._dispatcher.start_counts(handle)
+            return self._recorder.ending(span, lambda: _discard(counts.wait()))
         way = (operator.kind, BACKWARD if operator.phase is BACKWARD else FORWARD)
         source, target = _EXCHANGED[way]
         (outgoing,) = state.buffers.read_each(i, read_stem(i, source))
@@ -343,8 +349,9 @@ class ChunkOperators:
             (COMBINE, FORWARD): self._dispatcher.start_combine,
             (COMBINE, BACKWARD): self._dispatcher.start_combine_backward,
         }[way]
+        span = self._recorder.started(i)
         pending = start(outgoing.detach(), handle)
-        return lambda: state.buffers.write(i, written_stem(i, target), pending.wait())
+        return self._recorder.ending(span, lambda: state.buffers.write(i, written_stem(i, target), pending.wait()))
 
     def _forward(
         self,

@@ -45,7 +45,10 @@ class StageTransfers:
         config: the chunks' TransformerConfig; gives width, precision and whether the sequence is split over tensor ranks.
     """
 
-    def __init__(self, groups: StageGroups, config: Any, sequence_length: int, micro_batch_size: int) -> None:
+    def __init__(
+        self, groups: StageGroups, recorder: SpanRecorder, config: Any, sequence_length: int, micro_batch_size: int
+    ) -> None:
+        self._recorder = recorder
         self._communicators = groups.transfers
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         split *= config.context_parallel_size
@@ -60,10 +63,12 @@ class StageTransfers:
             tensor = buffers.read(i, stem_of(i.reads[0]))
             assert tensor is not None
             outgoing = tensor.detach().contiguous()
+            span = self._recorder.started(i)
             request = dist.isend(outgoing, dst=peer, group=communicator)
             assert request is not None
-            return lambda: _wait_and_release(request, outgoing)
+            return self._recorder.ending(span, lambda: _wait_and_release(request, outgoing))
         arriving = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
+        span = self._recorder.started(i)
         request = dist.irecv(arriving, src=peer, group=communicator)
         assert request is not None
 
@@ -71,7 +76,7 @@ class StageTransfers:
             request.wait()
             buffers.write(i, stem_of(i.writes[0]), arriving)
 
-        return finish
+        return self._recorder.ending(span, finish)
 
 
 def _wait_and_release(request: Any, outgoing: torch.Tensor) -> None:
@@ -101,8 +106,12 @@ class PlanExecutor:
         # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
         self._context_size = context.groups.collection.cp.size()
         loss = _summed_loss if self._per_token else _mean_loss
-        self._operators = [ChunkOperators(model, sequence_length, loss, self.dispatcher) for model in context.models]
-        self._transfers = StageTransfers(context.groups, config, sequence_length, context.stage.micro_batch_size)
+        self._operators = [
+            ChunkOperators(model, sequence_length, loss, self.dispatcher, self._recorder) for model in context.models
+        ]
+        self._transfers = StageTransfers(
+            context.groups, context.recorder, config, sequence_length, context.stage.micro_batch_size
+        )
 
     @property
     def recorder(self) -> SpanRecorder:
@@ -164,14 +173,13 @@ class PlanExecutor:
             for number in i.after:
                 self._wait(number, started)
             if i.kind == "compute":
-                self._enter(i)
                 self._operators[i.chunk or 0].compute(i, state)
             elif i.kind in ("collective", "point-to-point"):
                 started[i.id] = _Started(i.channel, self._start(i, state))
                 if self._waits and i.kind == "collective":
                     self._wait(i.id, started)
             elif i.kind == "weight-gradient":
-                self._enter(i)
+                self._recorder.place_at(i)
                 self._queue.run(i.name)
             else:
                 raise ValueError(f"no binding for {i}")
@@ -181,17 +189,19 @@ class PlanExecutor:
         for number in list(started):
             self._wait(number, started)
         self._recorder.end()
+        self._recorder.place(0, 0)  # what follows, the update, belongs to no partition
         assert not state.segments or not torch.is_grad_enabled(), f"left without backward: {list(state.segments)[:3]}"
 
     def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
-        """Start a communication; the answer waits for it and ends its span."""
-        self._recorder.place(i.chunk or 0, i.micro_batch or 0)
-        span = self._recorder.background(i.name, i.channel_group)
+        """Start a communication; the answer waits for it. Its span begins where it starts and ends with the wait."""
         with naming(i.name):
             if i.operator.is_bucket:
                 assert self._pieces is not None
                 (piece,) = i.partition
-                wait = self._pieces.start(i.operator.group, piece, state.buffers.partitions(i))
+                span = self._recorder.started(i)
+                wait = self._recorder.ending(
+                    span, self._pieces.start(i.operator.group, piece, state.buffers.partitions(i))
+                )
             elif i.kind == "collective":
                 wait = self._operators[i.chunk or 0].exchange(i, state)
             else:
@@ -200,7 +210,6 @@ class PlanExecutor:
         def finish() -> None:
             with naming(i.name):
                 wait()
-            self._recorder.finish_background(span)
 
         return finish
 
@@ -212,10 +221,6 @@ class PlanExecutor:
         for earlier in [n for n, other in started.items() if n <= number and other.channel == channel]:
             self._recorder.end()
             started.pop(earlier).finish()
-
-    def _enter(self, i: Instruction) -> None:
-        self._recorder.place(i.chunk or 0, i.micro_batch or 0)
-        self._recorder.begin(i.name)
 
 
 def is_update(i: Instruction) -> bool:

@@ -95,7 +95,10 @@ class StepUpdate:
 
     def reduce(self, token_count: Tensor | None = None, over_replicas: Callable[[], None] | None = None) -> None:
         """Reduce the gradients over every group that shares a parameter; arguments as `finalize_gradients`."""
-        with naming("gradients"), self._replica_span("gradients"):
+        # Buckets have spans of their own among the passes: what is left is completed here and sends nothing over replicas.
+        in_buckets = over_replicas is not None
+        span = nullcontext() if in_buckets else self._replica_span("gradients")
+        with naming("gradients"), span:
             config = self._chunks[0].config
             finalize_gradients(self._chunks, token_count, self._groups.collection, config, over_replicas)
 

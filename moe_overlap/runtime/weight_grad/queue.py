@@ -51,15 +51,16 @@ class WeightGradQueue:
     Args:
         max_bytes: most bytes that may be held; None is no bound, 0 computes every gradient at once. A gradient it has no room
             for is computed at once and counted in `inline`.
+        computing: is told the name of every gradient that `run` and `run_all` begin to compute.
     Attributes:
         peak_bytes: most bytes held so far.
         inline: gradients that were computed early so far.
     """
 
-    def __init__(self, max_bytes: int | None = None) -> None:
+    def __init__(self, max_bytes: int | None = None, computing: Callable[[str], None] = lambda name: None) -> None:
         self.peak_bytes = 0
         self.inline = InlineRuns()
-        self._max_bytes = max_bytes
+        self._max_bytes, self._computing = max_bytes, computing
         self._next_number = 0
         self._entries: dict[int, _Entry] = {}  # not announced
         self._waiting: dict[int, _Entry] = {}  # of these, not computed
@@ -168,6 +169,7 @@ class WeightGradQueue:
         entry = self._entries.pop(number)
         self._numbers[entry.name].remove(number)
         if number in self._waiting:
+            self._computing(entry.name)
             _compute(self._release(number))
         with torch.no_grad():
             entry.announce()

@@ -6,14 +6,19 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction, ScheduleError, parse_list
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous, one_per_direction, one_per_pair
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Offload, Plan
+from moe_overlap.plan.uniform_overlap import OverlapWords
 from tests.unit.plan import plan_samples
+from tests.unit.plan.test_plan_partitions import EP2, RECOMPUTES, with_words
+from tests.unit.plan.test_plan_send_slots import filled
 
 Lists = dict[int, tuple[Instruction, ...]]
 
@@ -177,3 +182,43 @@ def test_random_pipelines_end_and_the_twin_agrees() -> None:
                     assert run_by_hand(some, communicator)
                 verdicts.add((some is lists, communicator is one_per_pair, verdict))
     assert {(True, False, True), (False, False, False), (True, True, False)} <= verdicts
+
+
+def random_overlap(draw: random.Random) -> tuple[Plan, ModelDescription]:
+    """A pipeline of any form whose stages overlap, hold shards or offload, as drawn."""
+    stages, chunks = draw.choice([(2, 1), (2, 1), (3, 1), (2, 2)])
+    letters = "".join(draw.choice("mmd") for _ in range(stages * chunks))
+    letters = letters if "m" in letters else "m" + letters[1:]
+    form = draw.choice(["partitions", "micro-batches", "chunks", "decoupled", "behind sends"])
+    sizes: dict[str, Any] = {**EP2, "recompute": draw.choice(RECOMPUTES)}
+    micro_batches = stages * draw.choice([1, 2])
+    shape: dict[str, Any] = {"stages": stages, "chunks": chunks, "micro_batches": micro_batches}
+    if form == "decoupled":
+        offload = Offload(optimizer=draw.choice([0.0, 0.5]), weights=draw.choice([0.0, 1.0]))
+        sizes = {"data": 2, "zero_level": draw.choice([2, 3]), "offload": offload}
+        return plan_samples.plan(len(letters), stage=sizes, **shape), plan_samples.model(letters)
+    defer = draw.random() < 0.6 or form == "behind sends"
+    words = OverlapWords(
+        partitions=2 if form == "partitions" or (form == "micro-batches" and draw.random() < 0.3) else 1,
+        range_word=draw.choice(["experts", "after", "around"]),
+        capacity_chunks=2 if form == "chunks" else 1,
+        gate="topk",
+        defer=defer,
+        max_deferred_bytes=1 << 30 if defer else 0,
+        micro_batches=2 if form == "micro-batches" and chunks == 1 else 1,
+    )
+    plan, model = with_words(words, letters, stage=sizes, **shape)
+    return (filled(plan, model) if form == "behind sends" and chunks == 1 else plan), model
+
+
+def test_five_hundred_random_plans_end() -> None:
+    """Partitions, two micro-batches at a time, chunks of capacity, slots behind sends, ZeRO 2 and 3: `lower` itself checks."""
+    draw, forms = random.Random(11), set()
+    for _ in range(500):
+        plan, model = random_overlap(draw)
+        first, last = (lower(plan, model, stage.devices.ranks[0]) for stage in (plan.stages[0], plan.stages[-1]))
+        assert any(i.kind == "point-to-point" for i in (*first, *last))
+        overlap = plan.stages[0].overlap
+        mechanisms = {layer.mechanism for layer in overlap.layers}
+        forms.add((len(plan.stages), len(plan.stages[0].chunks), *sorted(mechanisms), plan.stages[0].is_decoupled))
+    assert len(forms) > 12

@@ -31,7 +31,9 @@ def operators(gate: str, factor: float) -> ChunkOperators:
     recorder = SpanRecorder()
     parts = gate_and_dispatcher(gate, "irregular", DrawClock(1))
     model = small.adapted(recorder, adapt_layer(recorder, groups, *parts))
-    return ChunkOperators(model, SEQUENCE, lambda losses, mask: (losses, mask), IrregularDispatcher(Wires(groups)))
+    return ChunkOperators(
+        model, SEQUENCE, lambda losses, mask: (losses, mask), IrregularDispatcher(Wires(groups)), recorder
+    )
 
 
 def gate(suffix: str, reads: list[str], writes: list[str]) -> Instruction:

@@ -12,7 +12,7 @@ import pytest
 
 from moe_overlap.plan.instructions import Instruction, ScheduleError
 from moe_overlap.plan.lowering.issue_order import issued_one_by_one
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower, lower_rank
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.trace import write_trace
 from moe_overlap.plan.uniform_overlap import OverlapWords
@@ -30,7 +30,7 @@ STREAMS = {"compute": 0, "optimizer": 0, "h2d": 2, "d2h": 3}
 
 def one_rank_each(plan: Plan, model: Any, **options: Any) -> Lists:
     """The lists of the first rank of every stage."""
-    return {stage.devices.ranks[0]: lower(plan, model, stage.devices.ranks[0], **options) for stage in plan.stages}
+    return {stage.devices.ranks[0]: lower_rank(plan, model, stage.devices.ranks[0], **options) for stage in plan.stages}
 
 
 def twin(lists: Lists, seconds: Callable[[int, Instruction], float], model: Interference | None) -> dict[Any, Any]:

@@ -72,7 +72,7 @@ class Simulation:
         """What one rank did, as the runtime records it, in order of the starts."""
         mine = sorted((one for one in self.ran if one.rank == rank), key=lambda one: (one.start, one.end))
         return [
-            Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, one.start, one.end)
+            Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, one.start, one.end, i.partition)
             for one in mine
             for i in (one.instruction,)
         ]

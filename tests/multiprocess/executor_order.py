@@ -1,0 +1,120 @@
+"""What the executor did in one step, held against its instruction list. Called in the processes of a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from moe_overlap.plan.instructions import Instruction, Span, channel_group
+from tests.multiprocess.recorded_order import MODEL
+
+Done = tuple[str, int | None, int | None, tuple[int, ...]]
+"""Name, chunk, micro-batch and partition."""
+IRREGULAR = "--moe-token-dispatcher-type irregular --moe-gate topk --micro-batch-size 4 --global-batch-size 16"
+
+
+def check_rows(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """One step of every row, as it is and with the executor broken in two ways.
+
+    Returns:
+        name -> what was found: `order` and `waits` of the executor itself, how many waits were looked at, and whether each
+        broken executor was noticed.
+    """
+    return {name: _check(flags) for name, flags in rows.items()}
+
+
+def _check(flags: str) -> dict[str, Any]:
+    from moe_overlap.runtime.executor.execute import PlanExecutor
+
+    job = _assembled(f"{MODEL} {IRREGULAR} {flags}")
+    feed = job.batches("train", 0)
+    runner, instructions = job.machinery.runner, job.schedule.instructions
+    assert isinstance(runner, PlanExecutor)
+    spans = runner.run(instructions, feed, 0).spans
+    early, looked_at = waited_too_early(spans, instructions)
+    found: dict[str, Any] = {"order": different_order(spans, instructions), "waits": early, "looked at": looked_at}
+
+    waiting = PlanExecutor(runner.context, waits=True).run(instructions, feed, 1).spans
+    found["a wait behind every all-to-all is noticed"] = bool(waited_too_early(waiting, instructions)[0])
+
+    queue = runner.context.weight_gradients
+    if any(i.kind == "weight-gradient" for i in instructions):
+        queue.run = lambda name: queue.run_all()  # type: ignore[method-assign,assignment]
+        hasty = runner.run(instructions, feed, 2).spans
+        found["a first slot that runs everything is noticed"] = bool(different_order(hasty, instructions))
+    return found
+
+
+def _assembled(flags: str) -> Any:
+    import torch.distributed as dist
+
+    from megatron.training.cli.arguments import parse
+    from megatron.training.cli.validation import validate
+    from moe_overlap.commands.train import assemble
+
+    parsed = parse(flags.split())
+    validate(parsed.config, dist.get_world_size())
+    with contextlib.redirect_stdout(io.StringIO()):
+        return assemble(parsed, dist.get_rank()).job
+
+
+def different_order(spans: Sequence[Span], instructions: Sequence[Instruction]) -> dict[str, str]:
+    """Channel -> the first place where the recorded order is not the list's, partition by partition."""
+    recorded, listed = defaultdict(list), defaultdict(list)
+    for span in spans:
+        recorded[span.channel].append((span.name, span.chunk, span.micro_batch, span.partition))
+    for i in instructions:
+        listed[i.channel_group].append((i.name, i.chunk or 0, i.micro_batch or 0, i.partition))
+    for steps in (recorded, listed):
+        # The update belongs to no micro-batch; a span has the number that was current.
+        steps["dp"] = [(name, 0, 0, partition) for name, _, _, partition in steps["dp"]]
+        steps["compute"] = [
+            (n, 0, 0, p) if n.startswith("optimizer.") else (n, c, m, p) for n, c, m, p in steps["compute"]
+        ]
+    found = {}
+    for channel in sorted(recorded.keys() | listed.keys()):
+        ours, theirs = recorded[channel], listed[channel]
+        if ours != theirs:
+            place = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), 0)
+            found[channel] = f"{place}: {ours[place : place + 2]}, listed {theirs[place : place + 2]}"
+    return found
+
+
+def waited_too_early(spans: Sequence[Span], instructions: Sequence[Instruction]) -> tuple[list[str], int]:
+    """Communications that ended before something began that stands in front of whoever waits for them.
+
+    Returns:
+        Their names, and how many communications have something in front of their first waiter.
+    """
+    waiting: dict[tuple[str, Done], list[Span]] = defaultdict(list)
+    for span in spans:
+        waiting[span.channel, (span.name, span.chunk, span.micro_batch, span.partition)].append(span)
+    times: list[Span | None] = []
+    for i in instructions:
+        queue = waiting[channel_group(i.channel), (i.name, i.chunk or 0, i.micro_batch or 0, i.partition)]
+        times.append(queue.pop(0) if i.micro_batch is not None and queue else None)
+    found, looked_at = [], 0
+    for place, communication in enumerate(instructions):
+        span = times[place]
+        if communication.kind not in ("collective", "point-to-point") or span is None:
+            continue
+        until = _first_waiter(instructions, place)
+        between = [times[n] for n in range(place + 1, until) if instructions[n].kind in ("compute", "weight-gradient")]
+        last = between[-1] if between else None
+        if last is not None:
+            looked_at += 1
+            if span.end <= last.start:
+                found.append(f"{communication}")
+    return found, looked_at
+
+
+def _first_waiter(instructions: Sequence[Instruction], place: int) -> int:
+    """Place of the first instruction that waits for a communication or, as a channel runs in order, for a later one of it."""
+    channel = instructions[place].channel
+    same = {i.id for i in instructions[place:] if i.channel == channel}
+    return next(
+        (n for n in range(place + 1, len(instructions)) if same & set(instructions[n].after)), len(instructions)
+    )

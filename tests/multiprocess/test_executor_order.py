@@ -1,0 +1,42 @@
+"""The executor does what its list says, partition by partition; one that overlaps nothing, or defers nothing, is noticed."""
+
+from __future__ import annotations
+
+from tests.multiprocess.executor_order import check_rows
+from tests.spawn import run
+
+EP2 = "--expert-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+DEFER = "--defer-weight-gradients --max-deferred-bytes 1000000000"
+CUT = "--moe-overlap-partitions 2 --moe-overlap-range"
+EXPERTS = {
+    "deferred": DEFER,
+    "in partitions": f"{CUT} around",
+    "in partitions, deferred": f"{CUT} around {DEFER}",
+    "two micro-batches, deferred": f"--moe-overlap-micro-batches 2 {DEFER}",
+    "capacity chunks": "--moe-overlap-capacity-chunks 2",
+    "in partitions, gradients in buckets": f"{CUT} after {DEFER} --overlap-grad-reduce --ddp-bucket-size 4000",
+}
+PIPELINES = {
+    "pipeline, in partitions, deferred": f"{EP2} {PP2} {CUT} around {DEFER}",
+    "interleaved pipeline, in partitions": f"{EP2} {PP2} --num-virtual-stages-per-pipeline-rank 2 {CUT} experts",
+}
+HASTY = "a first slot that runs everything is noticed"
+
+
+def test_two_ranks() -> None:
+    _check(run(2, check_rows, {name: f"{EP2} {flags}" for name, flags in EXPERTS.items()}))
+
+
+def test_pipelines_on_four_ranks() -> None:
+    _check(run(4, check_rows, PIPELINES))
+
+
+def _check(ranks: list[dict]) -> None:
+    for rank, rows in enumerate(ranks):
+        for name, found in rows.items():
+            assert found["order"] == {}, (rank, name)
+            assert found["waits"] == [] and found["looked at"] > 4, (rank, name, found["looked at"])
+            assert found["a wait behind every all-to-all is noticed"], (rank, name)
+            assert found.get(HASTY, True), (rank, name)
+    assert any(HASTY in found for rows in ranks for found in rows.values())
