@@ -35,9 +35,9 @@ from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.stages import PRECISIONS, Flags, Graphs, cached_graphs, cpu_graphs
 from moe_overlap.tuner.cost.analytic import Prediction, machine_of
-from moe_overlap.tuner.cost.exchange_costs import exchange_costs
 from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, shipped_constants
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
+from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys, refined_of
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
@@ -254,7 +254,7 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
         plan=job.plan,
         graphs=captured,
         features=features,
-        machine=dataclasses.replace(machine, refined=refined, exchanges=exchange_costs(cluster)),
+        machine=dataclasses.replace(machine, refined=refined, exchanges=all_to_all_costs(cluster)),
         extrapolating=extrapolating,
         listed=_listed_run(job.config, cluster.gpus),
     )

@@ -28,7 +28,7 @@ from moe_overlap.report.trace import Trace, read_trace
 from moe_overlap.tuner.capture.graph import Op
 from moe_overlap.tuner.capture.stages import cpu_graphs
 from moe_overlap.tuner.cost.analytic import machine_of
-from moe_overlap.tuner.cost.exchange_costs import COUNTS, QUEUED_COUNTS, STARTS, costs_of
+from moe_overlap.tuner.cost.interference import COUNTS, QUEUED_COUNTS, STARTS, costs_of
 from moe_overlap.tuner.cost.measured import constants_of
 from moe_overlap.tuner.cost.operators import Lookup, Provenance
 from moe_overlap.tuner.cost.simulate.step import simulate_step

@@ -15,8 +15,7 @@ from moe_overlap.api import simulated
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.plan.instructions import COMPUTE, EXPERT, OPTIMIZER, Instruction, Span
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL
-from moe_overlap.tuner.cost.exchange_costs import start_seconds
-from moe_overlap.tuner.cost.interference import NO_INTERFERENCE
+from moe_overlap.tuner.cost.interference import NO_INTERFERENCE, start_seconds
 from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 from tools.bench.machine import BedLinks

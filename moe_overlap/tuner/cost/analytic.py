@@ -21,9 +21,9 @@ from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
-from moe_overlap.tuner.cost.exchange_costs import ExchangeCosts
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Constants, Features, GpuConstants, Refined, ReleaseConstants
 from moe_overlap.tuner.cost.interference import (
+    AllToAllCosts,
     Concurrent,
     Interference,
     interference_of,
@@ -41,15 +41,17 @@ from moe_overlap.tuner.cost.links import (
 )
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable, tabulate
-from moe_overlap.tuner.cost.pipeline import in_flight, step_seconds, transfer_waits
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
     LayerTerms,
     StageCosts,
     StateRates,
     Strategy,
+    in_flight,
     layer_terms,
     stage_costs,
+    step_seconds,
+    transfer_waits,
 )
 
 # The numbers of a plan before any rate is known: operators and bytes of its parts, how many of each a stage has.
@@ -273,7 +275,7 @@ class Machine:
     fragmentation: float = 0.0
     load: float = 1.0
     lookup: Lookup | None = None
-    exchanges: ExchangeCosts | None = None
+    exchanges: AllToAllCosts | None = None
     refined: Refined = NOT_REFINED
 
     @property

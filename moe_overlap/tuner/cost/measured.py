@@ -1,11 +1,14 @@
-"""A measured machine in the cost model: its constants from the cluster description, its operators from the database it names."""
+"""A measured machine in the cost model.
+
+Its constants stand in the cluster description; seconds of operators and refined factors of jobs stand in the database that the
+description names. A cluster that was not measured answers None or nothing everywhere here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from moe_overlap.describe.cluster import Cluster, Measured
@@ -14,33 +17,21 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import prepare
-from moe_overlap.tuner.cost.hardware import NOT_REFINED, Constants, Features, GpuConstants, Refined, ReleaseConstants
-from moe_overlap.tuner.cost.links import LinkRates
+from moe_overlap.tuner.cost.hardware import (
+    NOT_REFINED,
+    Constants,
+    Features,
+    GpuConstants,
+    MeasuredConstants,
+    Refined,
+    ReleaseConstants,
+)
 from moe_overlap.tuner.cost.operators import Lookup
 from moe_overlap.tuner.profile.database import Database, OperatorKey, distinct, key_of
 from moe_overlap.tuner.profile.lookup import MeasuredOperators, fill
 
 RELEASE = "0.0"
-"""Of a measured machine: what was measured is what runs, so its scales are 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredConstants(GpuConstants):
-    """Constants of a machine that was measured, not fitted; its collectives have a latency of their own."""
-
-    latency_seconds: float
-
-    @property
-    def link_rates(self) -> LinkRates:
-        """Efficiencies and latency of the links."""
-        return LinkRates(
-            domain=self.domain,
-            network=self.network,
-            all_to_all_domain=self.all_to_all_domain,
-            all_to_all_network=self.all_to_all_network,
-            host=1.0,
-            latency_seconds=self.latency_seconds,
-        )
+"""The release of a measured machine: the software that was measured is the one that runs, so its scales are 1."""
 
 
 def constants_of(measured: Measured, gpu: str) -> Constants:
@@ -64,7 +55,7 @@ def operator_keys(
     features: Features,
     load: float = 1.0,
 ) -> list[OperatorKey]:
-    """The operators that a plan runs, each once. Arguments as in `prepare`."""
+    """Keys of the operators that a plan runs, each once. Arguments as in `prepare`."""
     families = prepare(plan, model, graphs, features, load)
     return distinct(
         key_of(op, table.shapes[index], float(table.bytes[index]))
@@ -75,7 +66,7 @@ def operator_keys(
 
 
 def lookup_of(cluster: Cluster, keys: list[OperatorKey]) -> Lookup | None:
-    """What the database of a measured cluster answers; operators it lacks are measured and kept if this machine has the device.
+    """The measured operators of a cluster; those its database lacks are measured and kept if this machine has the device.
 
     Raises:
         ConfigError: the database cannot be read.
@@ -87,7 +78,7 @@ def lookup_of(cluster: Cluster, keys: list[OperatorKey]) -> Lookup | None:
 
 
 def refined_of(cluster: Cluster, key: str) -> Refined:
-    """What the database of a measured cluster has from traces of a job.
+    """The refined factors of a job that the database of a measured cluster has from traces.
 
     Args:
         key: of the job (`tuner/calibrate/refine.py`).

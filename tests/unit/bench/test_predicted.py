@@ -11,7 +11,7 @@ import pytest
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.report.trace import Trace
-from moe_overlap.tuner.cost.exchange_costs import start_seconds
+from moe_overlap.tuner.cost.interference import start_seconds
 from moe_overlap.tuner.cost.simulate.engine import simulate
 from moe_overlap.tuner.profile.cluster_file import Fitted
 from tools.bench.machine import BedLinks, Calibration, computing, host_time
