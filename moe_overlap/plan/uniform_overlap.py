@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.capabilities import ListedRun, require_cuttable, require_listable, require_one_chunk
 from moe_overlap.plan.gates import require_partitionable
 from moe_overlap.plan.lowering.deferral import default_slots
 from moe_overlap.plan.overlap import (
@@ -25,7 +26,6 @@ from moe_overlap.plan.overlap import (
     range_of_word,
 )
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.rules.listed_run import ListedRun, require_cuttable, require_listable, require_one_chunk
 from moe_overlap.plan.rules.overlap import indivisible
 
 PARTITIONS_FLAG, CHUNKS_FLAG = "--moe-overlap-partitions", "--moe-overlap-capacity-chunks"

@@ -8,7 +8,7 @@ takes alone. `calibrate/observe.py` finds them; `StagePrices` applies them, so t
 `Constants`: efficiencies by GPU type and scales by software release, from constants.json, which `tests/validation/fit.py` writes.
 A GPU type without constants takes those of its nearest kin, of the same architecture if there is one: its predictions are
 extrapolated, and say so. A release takes its own scales, else those of the nearest release before it, else after it. A machine
-that was measured has `MeasuredConstants` in place of fitted ones (`measured.py`).
+that was measured has `MeasuredConstants` in place of fitted ones: its description of the cluster holds them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal
 
-from moe_overlap.describe.cluster import Gpu, known_gpus
+from moe_overlap.describe.cluster import Gpu, Measured, known_gpus
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.operators import in_backward_operator
 from moe_overlap.tuner.cost.links import LinkRates
@@ -63,6 +63,9 @@ class Features:
     not_modelled: tuple[str, ...] = ()
     """Flags that change seconds or bytes and that no formula here knows."""
 
+
+MEASURED_RELEASE = "0.0"
+"""The release of a measured machine: the software that was measured is the one that runs, so its scales are 1."""
 
 Kind = tuple[str, bool]
 """An operator without its place (`operators.kind_of`), and whether its instructions are partitions of it."""
@@ -227,6 +230,20 @@ def constants_of(content: dict[str, Any]) -> Constants:
     gpus = {name: GpuConstants(**row) for name, row in content["gpus"].items()}
     releases = {name: ReleaseConstants(**row) for name, row in content["releases"].items()}
     return Constants(gpus, releases, content["fragmentation"])
+
+
+def measured_constants(measured: Measured, gpu: str) -> Constants:
+    """The constants of a measured machine.
+
+    Raises:
+        ConfigError: a constant is missing or unknown.
+    """
+    names = {field.name for field in dataclasses.fields(GpuConstants)}
+    for name in names ^ set(measured.constants):
+        rule = "is missing" if name in names else "is unknown"
+        raise ConfigError(f"measured.constants.{name}", "", rule, "run tools/profile_cluster.py again")
+    constants = MeasuredConstants(**measured.constants, latency_seconds=measured.latency_seconds)
+    return Constants({gpu: constants}, {MEASURED_RELEASE: ReleaseConstants()})
 
 
 def constants_json(constants: Constants) -> str:
