@@ -75,7 +75,7 @@ STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 
 
 class Options(TypedDict, total=False):
-    """What may be said of a prediction beside the flags and the machines."""
+    """Options of a prediction beside the flags and the machines."""
 
     precision: Precision | None
     """In place of what the flags say."""

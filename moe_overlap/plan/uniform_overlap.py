@@ -35,14 +35,14 @@ DEFER_FLAG, BYTES_FLAG = "--defer-weight-gradients", "--max-deferred-bytes"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapWords:
-    """What flags say about overlap.
+    """The overlap that flags ask for.
 
     Attributes:
         partitions: of every micro-batch; 1: not cut.
-        range_word: what runs in partitions; read where there are several.
+        range_word: the operators that run in partitions; read where there are several.
         capacity_chunks: of dispatch, experts and combine (the Tutel-style pipeline); 1: none.
         gate, dispatcher: of every mixture-of-experts layer; None: the router's and the dispatcher's flags decide.
-        defer: whether weight gradients run under backward exchanges, in program order.
+        defer: whether weight gradients run under backward all-to-alls, in program order.
         max_deferred_bytes: most bytes they may hold; read where they are deferred.
         micro_batches: whose operators are interleaved; 1: one after the other.
     """
