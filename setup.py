@@ -28,8 +28,8 @@ setup(
             "moe-preprocess-data = moe_overlap.commands.preprocess_data:main",
             "moe-import-flags = moe_overlap.commands.import_flags:main",
             "moe-show-plan = moe_overlap.commands.show_plan:main",
-            "moe-compare-losses = moe_overlap.commands.compare_losses:main",
-            "moe-compare-trace = moe_overlap.commands.compare_trace:main",
+            "moe-compare-losses = moe_overlap.commands.compare:compare_losses",
+            "moe-compare-trace = moe_overlap.commands.compare:compare_traces",
         ]
     },
     install_requires=[

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["predict", "tune"]
 __version__ = "0.1.0"
 VERSION_LINE = f"megatron-moe-overlap {__version__}"
-"""What `--version` prints."""
+"""The line that `--version` prints."""
 
 
 def __getattr__(name: str) -> Any:

@@ -26,22 +26,22 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import read_expert_loads, shares_by_layer
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.capabilities import ListedRun
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
-from moe_overlap.plan.rules.listed_run import ListedRun
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
-from moe_overlap.tuner.capture.stages import PRECISIONS, Flags, Graphs, cached_graphs, cpu_graphs
+from moe_overlap.tuner.capture.cache import PRECISIONS, Flags, Graphs, cached_graphs, cpu_graphs
 from moe_overlap.tuner.cost.analytic import Prediction, machine_of
-from moe_overlap.tuner.cost.exchange_costs import exchange_costs
-from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, shipped_constants
+from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
-from moe_overlap.tuner.cost.measured import constants_of, lookup_of, operator_keys, refined_of
+from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.database import OperatorKey
+from moe_overlap.tuner.profile.lookup import lookup_of, operator_keys, refined_of
 from moe_overlap.tuner.search.layer.overlap import decide_overlap
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 
@@ -75,7 +75,7 @@ STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 
 
 class Options(TypedDict, total=False):
-    """What may be said of a prediction beside the flags and the machines."""
+    """Options of a prediction beside the flags and the machines."""
 
     precision: Precision | None
     """In place of what the flags say."""
@@ -243,7 +243,7 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     load = _busiest(expert_load, job) if expert_load is not None else 1.0
     lookup = None
     if measured is not None:
-        constants = constants or constants_of(measured, cluster.group_of(0).gpu.name)
+        constants = constants or measured_constants(measured, cluster.group_of(0).gpu.name)
         lookup = lookup_of(cluster, operator_keys(job.plan, job.model, captured, features, load))
     machine, extrapolating = machine_of(
         cluster, constants or shipped_constants(), options.get("software"), load, lookup
@@ -254,7 +254,7 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
         plan=job.plan,
         graphs=captured,
         features=features,
-        machine=dataclasses.replace(machine, refined=refined, exchanges=exchange_costs(cluster)),
+        machine=dataclasses.replace(machine, refined=refined, exchanges=all_to_all_costs(cluster)),
         extrapolating=extrapolating,
         listed=_listed_run(job.config, cluster.gpus),
     )

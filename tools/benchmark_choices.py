@@ -37,15 +37,21 @@ from moe_overlap.plan.gates import GATE_FACTS
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.report.tuning import Tuned, write_run
-from moe_overlap.tuner.capture.stages import cache_folder
+from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.simulate.step import simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.candidates import PLAIN as NOTHING
 from tools.bench.figures import BASELINES, CHOSEN, Judged, Spread, baselines, fastest, hand_set
-from tools.bench.launch import RankFailed, report_failure
-from tools.bench.machine import MeasuredBed, Say
-from tools.bench.predicted import PricedList, priced_list
-from tools.bench.ranks_on_bed import RanksOnBed, add_link_options, links_name, ranks_on_bed, settle_links
+from tools.bench.launch import (
+    RankFailed,
+    RanksOnBed,
+    add_link_options,
+    links_name,
+    ranks_on_bed,
+    report_failure,
+    settle_links,
+)
+from tools.bench.machine import MeasuredBed, PricedList, Say, priced_list
 from tools.bench.variants import JOB, Variant, deferral, job_flags, plain_flags
 from tools.bench.worker import ORDER_ADD, ORDER_STEP
 

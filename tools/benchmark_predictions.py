@@ -34,12 +34,18 @@ from moe_overlap.api import job_operators
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.trace import write_ranks
 from moe_overlap.report.trace import Trace, read_trace, rows_of
-from moe_overlap.tuner.capture.stages import cache_folder
-from tools.bench.launch import RankFailed, Tell, report_failure
-from tools.bench.machine import MeasuredBed, Say, calibrating
-from tools.bench.predicted import predicted_spans
+from moe_overlap.tuner.capture.cache import cache_folder
+from tools.bench.launch import (
+    RankFailed,
+    Tell,
+    add_link_options,
+    links_name,
+    ranks_on_bed,
+    report_failure,
+    settle_links,
+)
+from tools.bench.machine import MeasuredBed, Say, calibrating, predicted_spans
 from tools.bench.profile import mean_of_ranks
-from tools.bench.ranks_on_bed import add_link_options, links_name, ranks_on_bed, settle_links
 from tools.bench.variants import JOB, Variant, deferral, job_flags, variants
 from tools.bench.worker import ORDER_PROFILE, ORDER_STEP, ORDER_USE
 

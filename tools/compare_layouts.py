@@ -23,7 +23,7 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` and pretrain_moe.py are one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_overlap.commands.compare_losses import read_losses, relative_differences
+from moe_overlap.commands.compare import read_losses, relative_differences
 from moe_overlap.commands.exits import end_process
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results.md"

@@ -16,15 +16,13 @@ from typing import Any
 from megatron.training.cli.config import Config, ModelConfig, OverlapConfig
 from megatron.training.cli.flags.table import config_flags, flag_texts
 from megatron.training.cli.rules.moe import listed_run, overlap_flag, require_executable, unnamed_gate
-from megatron.training.cli.rules.rule import require
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.capabilities import refuse_narrow_precision, refuse_unsupported
+from moe_overlap.plan.capabilities import refuse_narrow_precision, refuse_unsupported, require_cuttable
 from moe_overlap.plan.gates import check_gate
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute, StagePlan
-from moe_overlap.plan.rules.listed_run import require_cuttable
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import content_sha256, load_plan
 from moe_overlap.plan.sizes import GRADIENT_BYTES

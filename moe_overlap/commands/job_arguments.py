@@ -1,4 +1,4 @@
-"""What the tools that predict and decide are told of a job: its flags and its machines."""
+"""The arguments that describe a job to the tools that predict and tune: its flags and its machines."""
 
 from __future__ import annotations
 

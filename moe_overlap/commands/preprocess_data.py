@@ -63,7 +63,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What a worker needs to know to turn documents into ids."""
+    """The settings with which a worker turns documents into ids."""
 
     tokenizer_type: str | None
     files: TokenizerFiles

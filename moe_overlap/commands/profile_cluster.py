@@ -50,7 +50,7 @@ class Ranks:
 
     @staticmethod
     def of_environment() -> Ranks:
-        """As torchrun says; one process without it."""
+        """The place that torchrun gave this process; a single process without it."""
         rank, world, local, per_node = (
             int(os.environ.get(name, default))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))

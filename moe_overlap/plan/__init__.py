@@ -1,1 +1,1 @@
-"""What was decided: plans, and the instruction lists they are lowered to. Standard library only."""
+"""Decisions about a run: plans, and the instruction lists they are lowered to. Standard library only."""

@@ -1,4 +1,10 @@
-"""What is executed and lowered today, a line per field. A valid plan outside is data, but refused before it runs."""
+"""Limits of what is lowered and executed today: of the fields of a plan, and of a run's settings beside its plan.
+
+`LOWERED` and `EXECUTED` hold the limits of a plan, a line per field. A valid plan outside them is data, but refused before it
+runs. `ListedRun` holds the settings that no plan has: what the layers compute and how their gradients and weights travel. Some of
+them do not go with instruction lists, or not with partitions. The flags of a run are held against these rules before it starts,
+and the tuner holds every candidate against them, so that it offers nothing that a run refuses.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,14 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, require
+from moe_overlap.plan.overlap import Gate
 from moe_overlap.plan.plan import Plan, StagePlan
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a field may be.
+    """The values that a field may have.
 
     Attributes:
         field: dotted name, from the plan or from a stage.
@@ -33,7 +40,7 @@ def _only(*values: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the fields of a plan, of its stages and of their overlapped layers may be."""
+    """Limits of the fields of a plan, of its stages and of their overlapped layers."""
 
     plan: tuple[Limit, ...]
     stage: tuple[Limit, ...]
@@ -50,7 +57,7 @@ LOWERED = Limits(
     ),
     layer=(Limit("axis", _only(None, "batch"), "only the batch is cut", "write batch"),),
 )
-"""What `lower` knows."""
+"""Limits of `lower`."""
 EXECUTED = Limits(
     plan=(
         Limit("transfers", _only(()), "stages of unlike shape are not executed", "give all stages one shape, write []"),
@@ -74,15 +81,15 @@ EXECUTED = Limits(
         Limit("dispatcher", _only(None, "irregular"), "not executed", "write irregular"),
     ),
 )
-"""What the runtime executes of that."""
+"""Limits of the runtime, within those of `lower`."""
 NOTHING_OVERLAPPED = (
     Limit("overlap.gradient_chunk_bytes", _only(0), "no layer of this plan overlaps anything", "write 0"),
 )
-"""What only the executor does, which follows plans with overlapped layers."""
+"""Limits of plans without overlapped layers, which the executor does not run."""
 NARROW = ("fp8", "mxfp8", "nvfp4")
 """Precisions whose matrix products have 8 or 4 bits."""
 SHAPE_FIELDS = ("micro_batch_size", "gradient_accumulation_steps", "tensor", "context", "data")
-"""Stages that differ here need transfers."""
+"""Stages that differ in one of these need resharding between them."""
 UNIFORM_FIELDS = (
     *SHAPE_FIELDS,
     "expert",
@@ -222,3 +229,80 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple | dict):
         return f"({len(value)} entries)"
     return "null" if value is None else str(value) if isinstance(value, str | int | float) else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedRun:
+    """The settings of a run that overlap depends on and that no plan holds.
+
+    Attributes:
+        gate: of every mixture-of-experts layer; None leaves it to the router's flags.
+        gradient_bucket_bytes: most bytes of one gradient reduction between all-to-alls; 0 reduces at the end of the step.
+        dispatcher: how tokens reach their experts.
+        overlap_param_gather: whether hooks gather weights while the next step begins.
+        prediction_layers: multi-token-prediction layers, if any.
+        parallel_block: how attention and MLP run side by side in a layer, if they do.
+        virtual_stages: model chunks of a pipeline stage.
+        recompute_granularity, recompute_modules: as Megatron's flags name them.
+        refusal: why the settings do not go with a gate and a dispatcher of ours, whatever is overlapped; None where they do.
+    """
+
+    gate: Gate | None = None
+    gradient_bucket_bytes: int = 0
+    dispatcher: str = "irregular"
+    overlap_param_gather: bool = False
+    prediction_layers: int | None = None
+    parallel_block: str | None = None
+    virtual_stages: int = 1
+    recompute_granularity: str | None = None
+    recompute_modules: tuple[str, ...] = ()
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    refusal: ConfigError | None = None
+
+
+def require_listable(run: ListedRun, why: str, capacity_chunks: int = 1) -> None:
+    """Refuse settings that the executor of lists lacks, or does not go with.
+
+    Args:
+        why: the flag or the plan that has the executor run the step.
+        capacity_chunks: of dispatch, experts and combine; 1: none.
+    Raises:
+        ConfigError: the first setting that disagrees.
+    """
+    rule = f"{why} exchanges tokens by the irregular dispatcher"
+    require(run.dispatcher == "irregular", "--moe-token-dispatcher-type", run.dispatcher, rule, "use irregular")
+    fix = f"drop it or {why}"
+    predicted = run.prediction_layers
+    require(not predicted, "--mtp-num-layers", predicted, f"{why} overlaps the layers of the decoder alone", fix)
+    rule = f"{why} gathers weights at the end of the step; hooks would send them among the first exchanges of the next"
+    require(not run.overlap_param_gather, "--overlap-param-gather", "", rule, fix)
+    rule = f"{why} runs attention and MLP one after the other"
+    require(run.parallel_block is None, "--parallel-attention-mlp", run.parallel_block, rule, fix)
+    again = run.recompute_granularity
+    rule = "capacity chunks that are recomputed are not executed"
+    require(again is None or capacity_chunks == 1, "--recompute-granularity", again, rule, fix)
+
+
+def require_cuttable(run: ListedRun) -> None:
+    """Refuse settings under which a micro-batch in partitions computes something else than the whole one.
+
+    Raises:
+        ConfigError: the first setting that disagrees.
+    """
+    modules = run.recompute_modules
+    rule = "a layer keeps one normed input to compute again, and parts are under way together"
+    require("layernorm" not in modules, "--recompute-modules", " ".join(modules), rule, "drop layernorm")
+    for flag, value in (("--hidden-dropout", run.hidden_dropout), ("--attention-dropout", run.attention_dropout)):
+        require(value == 0, flag, value, "its masks would depend on how the micro-batch is cut", "use 0")
+
+
+def require_one_chunk(run: ListedRun, micro_batches: int, flag: str) -> None:
+    """Refuse interleaved micro-batches in a pipeline whose model chunks are interleaved already.
+
+    Raises:
+        ConfigError: both are asked for.
+    """
+    rule = "the passes of an interleaved pipeline are not interleaved again"
+    fix = "drop the virtual stages or the flag"
+    require(micro_batches == 1 or run.virtual_stages == 1, flag, micro_batches, rule, fix)

@@ -1,4 +1,4 @@
-"""What each gate is, and which flags it agrees with: decided here, carried out in runtime/routing."""
+"""Facts of each gate, and the flags that it agrees with. runtime/routing executes what is decided in this file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_overlap.describe.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class GateFacts:
-    """What decides about partitions and flags.
+    """The facts of a gate that partitions and flags depend on.
 
     Attributes:
         partitionable_before: the decision for a token depends on it and on earlier tokens only, so that the samples of a

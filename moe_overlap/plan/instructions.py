@@ -1,12 +1,12 @@
-"""Instructions: what one rank does in one step, and the buffers and spans of it, as printable data.
+"""Instructions of one rank for one step, their buffers, and the spans of their execution, as printable data.
 
 A list is in issue order. Instructions of one channel start in list order, the next when the one before has finished;
 different channels run at the same time. An instruction starts when all of `after` have finished and its channel is
 free.
 
-Channels: `compute`; `optimizer`, where parts step by themselves; one per process group (`ep`, `dp`); one per direction of a stage
-boundary (`pp.S0>S1`, `pp.S0>S1.backward`: on a single one, two stages that both wait to send would block each other); one per
-copy direction (`h2d`, `d2h`).
+Channels: `compute`; `optimizer`, where parameter groups step by themselves; one per process group (`ep`, `dp`); one per
+direction of a stage boundary (`pp.S0>S1`, `pp.S0>S1.backward`: on a single one, two stages that both wait to send would block
+each other); one per copy direction (`h2d`, `d2h`).
 
 Names. An instruction, a draft of it and a span carry the print form of an operator (operators.py) in `name`, and answer with the
 typed one in `operator`. Buffers are named in `reads` and `writes`; `BufferId` is such a name as data, `parse_buffer` reads it. No
@@ -366,15 +366,13 @@ def from_json(values: Iterable[Any]) -> tuple[Instruction, ...]:
     return tuple(read_record(Instruction, value, "instructions", f"[{index}]") for index, value in entries)
 
 
-# What ran when, under the names of the instruction list: measured by the runtime's recorder or simulated by the tuner.
-
 COMPUTING = (COMPUTE, OPTIMIZER)
 """Channels that keep the device busy; the others move bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of work on one channel; times in seconds since the start of the step."""
+    """One executed instruction: measured by the runtime's recorder or simulated by the tuner; seconds since the step's start."""
 
     name: str
     channel: str

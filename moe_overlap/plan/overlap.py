@@ -61,15 +61,16 @@ class KernelBlocks:
     """Thread blocks of the fused kernels that communicate; the others compute (COMET, section 3.2)."""
 
     dispatch: int
-    """Of the kernel that joins dispatch and first expert GEMM; backward it fetches the gradients of the experts' output and
-    runs the second GEMM's input gradient."""
+    """Blocks of the kernel that joins dispatch and first expert GEMM; backward it fetches the gradients of the experts' output
+    and runs the second GEMM's input gradient."""
     combine: int
-    """Of the kernel that joins second expert GEMM and combine; backward it runs the first GEMM's input gradient and sends it."""
+    """Blocks of the kernel that joins second expert GEMM and combine; backward it runs the first GEMM's input gradient and sends
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOverlap:
-    """What is decided for one MoE layer; a field the mechanism does not read is null."""
+    """The overlap of one MoE layer; a field the mechanism does not read is null."""
 
     layer: int
     """Number of the layer in the model, from 0."""
@@ -79,11 +80,11 @@ class LayerOverlap:
     tutel_degree: int | None = None
     """Capacity chunks of the Tutel-style pipeline."""
     partitions: int | None = None
-    """k: pieces a micro-batch is cut into between the first and the last operator."""
+    """k: partitions of a micro-batch between the first and the last operator."""
     first_operator: str | None = None
     last_operator: str | None = None
     axis: Axis | None = None
-    """What the partitions cut."""
+    """The axis of the micro-batch that partitions cut."""
     dispatcher: Dispatcher | None = None
     """Null: the dispatcher flag of the run decides."""
     kernel_blocks: KernelBlocks | None = None
@@ -95,7 +96,7 @@ class LayerOverlap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageOverlap:
-    """What is decided for one stage."""
+    """The overlap of one stage."""
 
     gradient_chunk_bytes: int = 0
     """Most bytes of one gradient reduction; 0: one reduction at the end of the step."""
@@ -114,27 +115,27 @@ class StageOverlap:
 
     @property
     def fused_layers(self) -> frozenset[int]:
-        """Layers whose exchanges run inside fused kernels."""
+        """Layers whose all-to-alls run inside fused kernels."""
         return frozenset(layer.layer for layer in self.layers if layer.mechanism == "fused")
 
 
 NO_OVERLAP = StageOverlap()
 
 
-# Ranges of operators that run in partitions: the words of `--moe-overlap-range`, and the operators of a range.
-#
-# experts   L3.moe.gate … L3.moe.merge
-# after     L3.moe.gate … L4.attention, or the end of the chunk
-# around    L3.attention … L3.moe.merge
-#
-# Neighbouring ranges of equally many partitions are one pipeline (chunk_order.py): `after` and `around` on every
-# layer leave no barrier between mixture-of-experts layers.
-
 RangeWord = Literal["experts", "after", "around"]
+"""Word of `--moe-overlap-range`: the operators that run in partitions, here of layer 3.
+
+    experts   L3.moe.gate … L3.moe.merge
+    after     L3.moe.gate … L4.attention, or the end of the chunk
+    around    L3.attention … L3.moe.merge
+
+Neighbouring ranges of equally many partitions are one pipeline (chunk_order.py): `after` and `around` on every layer leave no
+barrier between mixture-of-experts layers.
+"""
 Place = tuple[int, OperatorKind]
-"""Layer, part."""
+"""A layer, and the kind of an operator in it."""
 CHUNKED_PARTS = (DISPATCH, EXPERTS, COMBINE)
-"""What the Tutel-style pipeline runs in chunks of each expert's rows; gate and merge stay whole (Lancet, Fig. 5a)."""
+"""Operators that the Tutel-style pipeline runs in chunks of each expert's rows; gate and merge stay whole (Lancet, Fig. 5a)."""
 
 
 def range_of_word(word: RangeWord, layer: int, chunk: tuple[int, int]) -> tuple[str, str]:
@@ -180,11 +181,11 @@ def partitions_of(overlap: StageOverlap, layers: Sequence[int]) -> dict[Place, i
     Args:
         layers: of the stage.
     """
-    found: dict[Place, int] = {}
+    partitions: dict[Place, int] = {}
     for layer in overlap.layers:
         if layer.mechanism == "tutel":
             assert layer.tutel_degree is not None
-            found |= {(layer.layer, part): layer.tutel_degree for part in CHUNKED_PARTS}
+            partitions |= {(layer.layer, part): layer.tutel_degree for part in CHUNKED_PARTS}
         if layer.mechanism != "partitioned":
             continue
         assert layer.partitions is not None
@@ -192,7 +193,7 @@ def partitions_of(overlap: StageOverlap, layers: Sequence[int]) -> dict[Place, i
         for number in layers:
             for part in (*MOE_PARTS, operators.MLP):
                 if first <= (number, part_order(part)) <= last:
-                    found[number, part] = layer.partitions
+                    partitions[number, part] = layer.partitions
         if needs_whole_batch(layer):
-            del found[layer.layer, GATE]
-    return found
+            del partitions[layer.layer, GATE]
+    return partitions

@@ -38,7 +38,7 @@ class Devices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recompute:
-    """What the backward pass computes a second time.
+    """The part of the forward pass that the backward pass computes a second time.
 
     Granularity `full`: the first `layers` layers of every chunk, one by one (Megatron's block method); `uniform`: every
     layer, in groups of `layers` (Megatron's uniform method); `selective`: `modules` of the first `layers` layers of
@@ -129,7 +129,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """Where predicted seconds come from: shares that add up to 1."""
+    """Origins of predicted seconds, as shares that add up to 1."""
 
     measured: float
     interpolated: float
@@ -151,7 +151,7 @@ class PeakBytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedStage:
-    """What is expected of a stage; seconds of one micro-batch, forward and backward."""
+    """The prediction for a stage; seconds of one micro-batch, forward and backward."""
 
     stable_seconds: float
     first_seconds: float
@@ -164,7 +164,7 @@ class PredictedStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """What is expected of a step."""
+    """The prediction for a step."""
 
     step_seconds: float
     tokens_per_second_per_gpu: float

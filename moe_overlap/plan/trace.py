@@ -1,7 +1,7 @@
 """Spans, measured or simulated, as a Perfetto trace (Chrome's JSON format): one process per rank, one track per channel.
 
 A run writes a file for each rank: FILE, FILE.rank1, … (`--trace` of pretrain_moe.py). Beside its spans a file says,
-under `otherData`, what ran: plan and model, so that what was measured can be laid against prices (`tuner/calibrate/refine.py`).
+under `otherData`, what ran: plan and model, so that measured seconds can be compared with prices (`tuner/calibrate/refine.py`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moe_overlap.plan.serialize import as_values
 
 Event = dict[str, object]
 Curve = Sequence[tuple[float, float]]
-"""When a number of bytes changes, in seconds, and the bytes from then on."""
+"""Times in seconds at which a number of bytes changes, and the bytes from then on."""
 MEMORY_TRACK = "kept bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """What a file holds.
+    """The content of a trace file.
 
     Attributes:
         spans: by rank.
@@ -40,7 +40,7 @@ class TraceFile:
 
 
 def about_run(plan: Plan, model: ModelDescription) -> dict[str, Any]:
-    """What a measured trace says of its run."""
+    """The facts of its run that a measured trace states."""
     return {"plan": as_values(plan), "model": dataclasses.asdict(model)}
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.capabilities import ListedRun, require_cuttable, require_listable, require_one_chunk
 from moe_overlap.plan.gates import require_partitionable
 from moe_overlap.plan.lowering.deferral import default_slots
 from moe_overlap.plan.overlap import (
@@ -25,7 +26,6 @@ from moe_overlap.plan.overlap import (
     range_of_word,
 )
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.rules.listed_run import ListedRun, require_cuttable, require_listable, require_one_chunk
 from moe_overlap.plan.rules.overlap import indivisible
 
 PARTITIONS_FLAG, CHUNKS_FLAG = "--moe-overlap-partitions", "--moe-overlap-capacity-chunks"
@@ -35,14 +35,14 @@ DEFER_FLAG, BYTES_FLAG = "--defer-weight-gradients", "--max-deferred-bytes"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapWords:
-    """What flags say about overlap.
+    """The overlap that flags ask for.
 
     Attributes:
         partitions: of every micro-batch; 1: not cut.
-        range_word: what runs in partitions; read where there are several.
+        range_word: the operators that run in partitions; read where there are several.
         capacity_chunks: of dispatch, experts and combine (the Tutel-style pipeline); 1: none.
         gate, dispatcher: of every mixture-of-experts layer; None: the router's and the dispatcher's flags decide.
-        defer: whether weight gradients run under backward exchanges, in program order.
+        defer: whether weight gradients run under backward all-to-alls, in program order.
         max_deferred_bytes: most bytes they may hold; read where they are deferred.
         micro_batches: whose operators are interleaved; 1: one after the other.
     """

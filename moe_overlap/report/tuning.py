@@ -93,8 +93,8 @@ def _class_json(choice: ClassChoice) -> dict[str, Any]:
         else {"mechanism": name, "step_seconds": tried.seconds}
         for name, tried in choice.others
     ]
-    layers = list(choice.alike.layers)
-    return {"class": choice.alike.name, "layers": layers, "mechanism": choice.chosen, "others": others}
+    layers = list(choice.layer_class.layers)
+    return {"class": choice.layer_class.name, "layers": layers, "mechanism": choice.chosen, "others": others}
 
 
 def refinement_json(refinement: Refinement) -> dict[str, Any]:
@@ -208,7 +208,9 @@ def classes_text(mix: Mix | None) -> list[str]:
     head = f"by class of layers: {kind}, {mix.seconds:.4f} s a step without deferred weight gradients"
     lines = ["", f"{head}; {mix.predictions} predictions{ended}"]
     for choice in mix.classes:
-        lines.append(f"           {_shown_layers(choice.alike.layers)} ({choice.alike.name}): {choice.chosen}")
+        lines.append(
+            f"           {_shown_layers(choice.layer_class.layers)} ({choice.layer_class.name}): {choice.chosen}"
+        )
         lines += [f"             not {name}: {_why_of_class(tried, mix.seconds)}" for name, tried in choice.others]
     return lines
 

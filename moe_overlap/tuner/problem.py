@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.capabilities import ListedRun
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.rules.listed_run import ListedRun
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Machine
 from moe_overlap.tuner.cost.hardware import Features, Refined

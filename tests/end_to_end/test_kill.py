@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_overlap.commands.compare_losses import main as compare_losses
+from moe_overlap.commands.compare import compare_losses
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import SMALL, STEPS, Launch, line_count
 

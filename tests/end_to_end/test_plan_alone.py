@@ -10,7 +10,7 @@ import pytest
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model
 from megatron.training.plan_flags import plan_from_flags
-from moe_overlap.commands import compare_losses
+from moe_overlap.commands.compare import compare_losses
 from moe_overlap.plan.serialize import save_plan
 from tests.end_to_end.program import Launch, alone
 
@@ -55,7 +55,7 @@ def test_a_run_from_the_plan_alone_has_the_losses_of_the_flags(tmp_path: Path, k
         ended = Launch([*command, "--log-json", str(log)], tmp_path / log.stem).wait()
         assert [rank.status for rank in ended] == [0, 0], ended[0].err
     assert len([json.loads(line) for line in logs[1].read_text().splitlines()]) == STEPS
-    assert compare_losses.main(["--bitwise", *map(str, logs)]) == 0
+    assert compare_losses(["--bitwise", *map(str, logs)]) == 0
 
 
 def test_a_dry_run_of_the_plan_prints_what_that_of_the_flags_prints(tmp_path: Path) -> None:

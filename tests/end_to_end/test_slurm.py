@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_overlap.commands.compare_losses import main as compare_losses
+from moe_overlap.commands.compare import compare_losses
 from tests.end_to_end.program import SMALL, line_count
 from tests.end_to_end.slurm_cluster import PATIENCE_SECONDS, SlurmCluster, lacking, slurm_cluster
 

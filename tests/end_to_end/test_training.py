@@ -15,14 +15,14 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.sizes import describe_model
 from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.api import problem_of
-from moe_overlap.commands import compare_losses
+from moe_overlap.commands.compare import compare_losses
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.calibrate.refine import refine
+from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
-from moe_overlap.tuner.capture.stages import Flags
 from tests.end_to_end.conftest import Undisturbed
 from tests.end_to_end.program import SMALL, SMALL_ARGS, STEPS, Launch, alone
 from tests.spawn import run
@@ -126,7 +126,7 @@ def test_torch_trace_is_written_though_the_run_ends_before_its_last_step(undistu
 def test_same_seed_twice_is_bitwise_the_same(undisturbed: Undisturbed, tmp_path: Path) -> None:
     launch = Launch([*SMALL, "--log-json", str(tmp_path / "again.jsonl")], tmp_path)
     assert [ended.status for ended in launch.wait()] == [0, 0]
-    assert compare_losses.main(["--bitwise", str(undisturbed.losses), str(tmp_path / "again.jsonl")]) == 0
+    assert compare_losses(["--bitwise", str(undisturbed.losses), str(tmp_path / "again.jsonl")]) == 0
     assert len(rows(tmp_path / "again.jsonl")) == STEPS
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from moe_overlap.api import Job, features_of, read_job
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.plan.plan import PredictedStage
-from moe_overlap.tuner.capture.cache import cached_captures
+from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.capture.stages import joined, stage_requests
 from moe_overlap.tuner.cost.analytic import Family, Machine, Prediction, prepare, price
 from moe_overlap.tuner.cost.hardware import Constants, Features
 from tests.validation.rows import Row, flags_of

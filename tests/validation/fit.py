@@ -17,7 +17,7 @@ from typing import Protocol
 
 import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.describe.cluster import GIB, known_gpus
-from moe_overlap.tuner.capture.stages import cache_folder
+from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json
 from tests.validation.evaluate import Case
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from moe_overlap.api import Job, features_of
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.tuner.capture.cache import cached_captures
+from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.capture.stages import joined, stage_requests
 from moe_overlap.tuner.cost.analytic import Family, Machine, Prediction, one_way_seconds, prepare, price
 from moe_overlap.tuner.cost.hardware import Constants, Features, ReleaseConstants
 from tests.validation.errors import figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from moe_overlap.tuner.capture.stages import cache_folder
+from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from tests.validation.errors import figures
 from tests.validation.evaluate import Case, cases_of

@@ -23,10 +23,9 @@ from typing import Any
 import pytest
 
 from moe_overlap.api import read_job
-from moe_overlap.tuner.capture.cache import cached_captures
+from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.expression import evaluate
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
-from moe_overlap.tuner.capture.stages import joined, stage_requests
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.memory import part_bytes, peak_bytes
 from moe_overlap.tuner.cost.operators import tabulate

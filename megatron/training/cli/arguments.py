@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.cli.config import Config
-from megatron.training.cli.flags.table import Flag, config_flags, flag_texts, help_text, one_of
+from megatron.training.cli.flags.table import Flag, config_flags, flag_texts, help_text
 from moe_overlap import VERSION_LINE
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.describe.readers.shell_script import script_flags
 from moe_overlap.describe.readers.upstream_flags import (

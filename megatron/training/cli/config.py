@@ -7,6 +7,7 @@ value: derived sizes are computed by `sizes.py`, rules stand in `validation.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -560,3 +561,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
+
+
+Rule = Callable[[Config], None]
+"""A check of a configuration: it raises ConfigError and assigns nothing."""

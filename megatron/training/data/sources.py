@@ -302,7 +302,7 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 @dataclass(frozen=True, slots=True)
 class CorpusSummary:
-    """What the corpus holds; `digest` names the content."""
+    """Size and content of a corpus; `digest` names the content."""
 
     files: int
     text_bytes: int
@@ -310,7 +310,7 @@ class CorpusSummary:
 
 
 def standard_library_folder() -> Path:
-    """Where the running interpreter keeps its standard library."""
+    """The folder of the running interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from megatron.training.cli.flags.table import one_of
 from megatron.training.cli.packages import TOKENIZER_PACKAGES, require_package
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, one_of
 
 NO_PAD = -1
 """megatron-core masks tokens equal to `pad`; none of ours ever are, because samples are always full."""

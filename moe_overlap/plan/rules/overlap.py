@@ -1,4 +1,15 @@
-"""Invariants of a stage's overlap: a field that its mechanism does not read is refused, not ignored."""
+"""Invariants of a stage's overlap: of its layers' mechanisms, ranges and weight-gradient slots.
+
+Fields (`validate_overlap`). A field that its mechanism does not read is refused, not ignored.
+
+Ranges (`validate_ranges`). A range of operators that run in partitions stays in one chunk and holds the all-to-alls of its layer.
+Cut along the batch, it holds or leaves out the whole mixture of experts of every layer: rows that travel are ordered by expert,
+and can be told apart by sample only between the gate that ordered them and the merge that puts them back (Lancet, section 5.2).
+Ranges do not overlap.
+
+Slots (`validate_slots`). A weight-gradient slot is a backward all-to-all, or the send that ends the backward pass of a chunk. The
+operands of a weight gradient have been saved before its slot.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +46,6 @@ from moe_overlap.plan.overlap import (
     range_ends,
 )
 from moe_overlap.plan.plan import StagePlan
-
-# Invariants of the ranges of operators that run in partitions.
-#
-# A range stays in one chunk and holds the exchanges of its layer. Cut along the batch, it holds or leaves out the whole
-# mixture of experts of every layer: rows that travel are ordered by expert, and can be told apart by sample only between
-# the gate that ordered them and the merge that puts them back (Lancet, section 5.2). Ranges do not overlap.
 
 
 def validate_ranges(stage: StagePlan, model: ModelDescription | None, subject: str) -> None:
@@ -148,10 +153,6 @@ def _check_neighbours(stage: StagePlan, subject: str) -> None:
             if needs_whole_batch(layer):
                 fix = "choose another gate or end that range before it"
                 raise ConfigError(f"{place}.gate", layer.gate, f"needs the whole micro-batch, and {rule}", fix)
-
-
-# Invariants of weight-gradient slots: a slot is a backward exchange, or the send that ends the backward pass of a chunk; what
-# runs in it has been saved before.
 
 
 def validate_slots(
@@ -264,9 +265,9 @@ FIELDS_OF: dict[Mechanism, tuple[str, ...]] = {
     "cross_micro_batch": (),
     "fused": ("kernel_blocks",),
 }
-"""What each mechanism reads, all of it needed but OPTIONAL_FIELDS."""
+"""Fields that each mechanism reads; all of them are needed but OPTIONAL_FIELDS."""
 OPTIONAL_FIELDS = ("kernel_blocks",)
-"""Null: the best is taken."""
+"""Fields whose null stands for the best value."""
 ALL_FIELDS = ("tutel_degree", "partitions", "first_operator", "last_operator", "axis", "kernel_blocks")
 
 
@@ -316,19 +317,19 @@ def _check_limits(stage: StagePlan, subject: str) -> None:
         value = getattr(limits, field)
         if value < least:
             raise ConfigError(f"{subject}.search_limits.{field}", value, f"must be at least {least}", f"write {least}")
-    for index, one in enumerate(limits.lowered):
+    for index, limit in enumerate(limits.lowered):
         place = f"{subject}.search_limits.lowered[{index}]"
         for field in ("first_operator", "last_operator"):
-            if parse_operator(getattr(one, field), f"{place}.{field}").layer not in stage.layers:
+            if parse_operator(getattr(limit, field), f"{place}.{field}").layer not in stage.layers:
                 rule = "no operator of a layer of this stage"
-                raise ConfigError(f"{place}.{field}", getattr(one, field), rule, "name one")
-        if not 1 <= one.max_partitions < limits.max_partitions:
+                raise ConfigError(f"{place}.{field}", getattr(limit, field), rule, "name one")
+        if not 1 <= limit.max_partitions < limits.max_partitions:
             rule = f"must be at least 1 and below the limit of the search ({limits.max_partitions})"
-            raise ConfigError(f"{place}.max_partitions", one.max_partitions, rule, "write 1 or remove the entry")
+            raise ConfigError(f"{place}.max_partitions", limit.max_partitions, rule, "write 1 or remove the entry")
 
 
 def _check_stage_sums(overlap: StageOverlap, subject: str) -> None:
-    """What the layers and the stage say together."""
+    """Check fields of the stage against those of its layers."""
     deferred = any(layer.weight_gradient_slots for layer in overlap.layers)
     if deferred and overlap.max_deferred_bytes == 0:
         rule = "weight gradients are deferred (weight_gradient_slots)"

@@ -1,4 +1,12 @@
-"""Invariants of stage boundaries: every element of a boundary tensor crosses once."""
+"""Resharding between stages of unlike shape (`Plan.transfers`): which rank sends which samples to whom, and its invariants.
+
+Terms. Samples of a step are numbered; a stage with micro-batches of b samples on each of d data ranks has sample n in micro-batch
+n // (b · d), on data rank n % (b · d) // b. The *tiles* of a transfer cover the samples after which both stages stand at the
+end of a micro-batch; they repeat. A tile is cut where a micro-batch of either stage ends: its *pieces* are sent at once.
+Invariant. Every element of a boundary tensor crosses once.
+
+Source: Alpa, section 6.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +16,6 @@ from math import gcd, lcm
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.capabilities import SHAPE_FIELDS
 from moe_overlap.plan.plan import AllGather, Plan, StagePlan, Tile, Transfer
-
-# Which rank sends which samples to whom where two stages of unlike shape meet (`Plan.transfers`), over a whole step.
-#
-# Samples of a step are numbered; a stage with micro-batches of b samples on each of d data ranks has sample n in micro-batch
-# n // (b · d), on data rank n % (b · d) // b. The tiles of a transfer cover the samples after which both stages stand at the
-# end of a micro-batch; they repeat. A tile is cut where a micro-batch of either stage ends: the pieces are what is sent at
-# once. Source: Alpa, section 6.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Piece:
 
 
 def boundary_batch(before: StagePlan, behind: StagePlan) -> int:
-    """Samples after which both sides of a boundary stand at a micro-batch's end: what the tiles of a transfer cover."""
+    """Samples after which both sides of a boundary stand at a micro-batch's end; the tiles of a transfer cover as many."""
     return lcm(samples_of(before), samples_of(behind))
 
 
@@ -56,7 +57,7 @@ def pieces_of(plan: Plan, transfer: Transfer) -> tuple[Piece, ...]:
     ]
     pieces: list[Piece] = []
     for start in range(0, plan.global_batch_size, round_samples):
-        for first, _, tile, samples in sorted(cut, key=lambda one: one[:2]):
+        for first, _, tile, samples in sorted(cut, key=lambda tile: tile[:2]):
             place = start + first
             piece = Piece(
                 index=len(pieces),
@@ -89,13 +90,13 @@ def check_owners(plan: Plan, transfer: Transfer, subject: str) -> None:
 def passes_ahead(plan: Plan, stage: int) -> int:
     """Forward passes of a stage before its first backward pass beside the one that this follows: 1F1B, whatever the shapes.
 
-    A stage has so many samples under way that the stage behind never waits for those of a backward pass: all of that stage's, the
+    A stage has so many samples in flight that the stage behind never waits for those of a backward pass: all of that stage's, the
     rest of a micro-batch that ends elsewhere, and one micro-batch more. Equal stages: one pass for every stage behind.
     """
     samples = samples_of(plan.stages[-1])
-    for here, behind in zip(plan.stages[-2:None:-1], plan.stages[:stage:-1], strict=False):
-        mine, theirs = samples_of(here), samples_of(behind)
-        samples = -(-(samples + theirs - gcd(mine, theirs)) // mine) * mine + mine
+    for before, behind in zip(plan.stages[-2:None:-1], plan.stages[:stage:-1], strict=False):
+        size, size_behind = samples_of(before), samples_of(behind)
+        samples = -(-(samples + size_behind - gcd(size, size_behind)) // size) * size + size
     return samples // samples_of(plan.stages[stage]) - 1
 
 

@@ -62,7 +62,7 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
 
 
 def _check_run(plan: Plan, source: str) -> None:
-    """What concerns the whole run."""
+    """Check the fields of the whole run."""
     if not plan.stages:
         raise ConfigError(f"{source} stages", "[]", "a plan has at least one stage", "add a stage")
     for field in ("sequence_length", "global_batch_size"):
@@ -157,7 +157,7 @@ def _check_recompute(recompute: Recompute, chunks: tuple[tuple[int, int], ...], 
 
 
 def _check_model(plan: Plan, stage: StagePlan, model: ModelDescription, subject: str) -> None:
-    """What the model's widths allow."""
+    """Check a stage against the widths of the model."""
     experts = model.num_experts
     if experts == 0 and stage.expert > 1:
         raise ConfigError(f"{subject}.expert", stage.expert, f"{model.name} has no experts", "write 1")

@@ -193,13 +193,13 @@ def used_samples(samples: Samples, alone_SN: Floats) -> Used:
 
 STEPS = tuple(2.0**-n for n in range(1, 9))
 GRID = (1.0, 1.5, 2.5, 4.0)
-"""Where a fit looks first; the error has more than one valley."""
+"""Factors of the grid from which fits begin; the error has more than one valley."""
 STARTS = 3
 """Best places of the grid from which it descends."""
 HIGHEST_FACTOR = 50.0
 PREFERENCE = 2e-4
 """Error that a factor may be larger by 1 for. Rows in which the same stream always ends first tell only how the factors of
-a set combine; of those that fit alike the most even are taken."""
+a set combine; of those that fit equally well the most even are taken."""
 FactorLists = dict[str, list[float]]
 
 

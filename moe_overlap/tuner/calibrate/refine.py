@@ -36,7 +36,7 @@ from moe_overlap.tuner.profile.database import Database
 from moe_overlap.tuner.search.layer.slots import shortened
 
 LEAST_MICRO_BATCHES = 4
-"""Of a simulated step; in all others operators take as long."""
+"""Least micro-batches of a simulated step; in further ones operators take the same time."""
 AGAIN = "write it with pretrain_moe.py --trace"
 FREE_OF_PLAN = ("model", "cluster", "stages", "predicted")
 FREE_OF_STAGE = ("overlap", "zero_level")

@@ -1,1 +1,1 @@
-"""What a plan costs: seconds and bytes of its stages, from captured graphs, links and efficiencies. No torch."""
+"""The cost of a plan: seconds and bytes of its stages, from captured graphs, links and efficiencies. No torch."""

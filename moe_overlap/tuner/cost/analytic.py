@@ -1,8 +1,10 @@
-"""What a plan costs on a cluster: seconds of a step, their breakdown, and the peak memory of every stage.
+"""The analytic cost of a plan on a cluster: seconds of a step, their breakdown, and the peak memory of every stage.
 
-1. Each part of the model (layer kinds, embedding, head) is priced alone from its captured graph (`layer.py`, `memory.py`).
-2. Stages are sums of parts under what is decided for their states (`stage.py`).
-3. A step is the pipeline of its stages and the optimizer (`pipeline.py`).
+Terms. A *part* of the model is a kind of layer, the embedding or the head, as the capture has it. A *family* is a set of stages
+that differ in their layers and ranks only; a plan of equal stages has one.
+1. `prepare` evaluates operators and bytes of the parts, and counts them by stage, before any rate is known.
+2. `price` adds rates: each part is priced alone (`layer.py`, `memory.py`), stages are sums of parts under the decisions about
+   their states, and a step is the pipeline of its stages and the optimizer (`stage.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
-from moe_overlap.tuner.cost.exchange_costs import ExchangeCosts
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Constants, Features, GpuConstants, Refined, ReleaseConstants
 from moe_overlap.tuner.cost.interference import (
+    AllToAllCosts,
     Concurrent,
     Interference,
     interference_of,
     partly_concurrent,
     slowed_down,
 )
-from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_exchanges, part_cost
+from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_all_to_alls, part_cost
 from moe_overlap.tuner.cost.links import (
     Group,
     boundary_group,
@@ -41,24 +43,22 @@ from moe_overlap.tuner.cost.links import (
 )
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable, tabulate
-from moe_overlap.tuner.cost.pipeline import in_flight, step_seconds, transfer_waits
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
     LayerTerms,
     StageCosts,
     StateRates,
     Strategy,
+    in_flight,
     layer_terms,
     stage_costs,
+    step_seconds,
+    transfer_waits,
 )
-
-# The numbers of a plan before any rate is known: operators and bytes of its parts, how many of each a stage has.
-#
-# Stages that are alike but for their layers are priced together; a plan of equal stages has one such family.
 
 Floats = NDArray[np.float64]
 CAPTURED_BYTES = {"fp32": 4.0}
-"""Of a captured parameter; 2 in every other precision."""
+"""Precision -> bytes of a captured parameter; 2 in every other one."""
 WORDS = "embedding.word_embeddings.weight"
 
 
@@ -67,7 +67,7 @@ class Family:
     """Stages of one layout. K parts, M stages."""
 
     stage: StagePlan
-    """The first of them."""
+    """The plan of the first of them."""
     stages: tuple[int, ...]
     tables: tuple[OpTable, ...]
     sizes: tuple[PartBytes, ...]
@@ -100,8 +100,8 @@ def prepare(
     families: dict[StagePlan, list[int]] = {}
     for index, stage in enumerate(plan.stages):
         chunks = tuple((0, 0) for _ in stage.chunks)
-        alike = replace(stage, chunks=chunks, devices=plan.stages[0].devices, overlap=NO_OVERLAP)
-        families.setdefault(alike, []).append(index)
+        layout = replace(stage, chunks=chunks, devices=plan.stages[0].devices, overlap=NO_OVERLAP)
+        families.setdefault(layout, []).append(index)
     return tuple(_family(plan, model, graphs, features, indices, load) for indices in families.values())
 
 
@@ -115,11 +115,11 @@ def _family(
 ) -> Family:
     stage, length = plan.stages[indices[0]], plan.sequence_length
     counted = [part_counts(plan, index, graphs[index]) for index in indices]
-    parts = {id(part): part for one in counted for part, _ in one}
+    parts = {id(part): part for of_stage in counted for part, _ in of_stage}
     rows = {key: row for row, key in enumerate(parts)}
     counts = np.zeros((len(parts), len(indices)))
-    for column, one in enumerate(counted):
-        for part, count in one:
+    for column, of_stage in enumerate(counted):
+        for part, count in of_stage:
             counts[rows[id(part)], column] += count
     captured = CAPTURED_BYTES.get(plan.precision, 2.0)
     flying = [_flying(plan, index) for index in indices]
@@ -176,7 +176,7 @@ def _holding_words(part: Part) -> Part:
 
 
 def layer_variant(stage: StagePlan, place: int) -> str:
-    """What the layer at a place of its chunk recomputes, as the capture names it."""
+    """The variant of recomputation of the layer at a place of its chunk, as the capture names it."""
     recompute = stage.recompute
     if recompute.granularity == "none" or (recompute.granularity != "uniform" and place >= recompute.layers):
         return "none"
@@ -184,7 +184,7 @@ def layer_variant(stage: StagePlan, place: int) -> str:
 
 
 def prediction_variant(stage: StagePlan) -> str:
-    """What a prediction layer recomputes: megatron-core leaves it out where it recomputes the first layers of a chunk."""
+    """The variant of prediction layers: megatron-core leaves them out where it recomputes the first layers of a chunk."""
     recompute = stage.recompute
     if recompute.granularity == "selective":
         return "+".join(sorted(recompute.modules))
@@ -192,14 +192,14 @@ def prediction_variant(stage: StagePlan) -> str:
 
 
 def stage_variants(stage: StagePlan) -> set[str]:
-    """What the layers of a stage recompute, and prediction layers if it has any."""
+    """The variants of recomputation of a stage's layers, and of prediction layers if it has any."""
     layers = {layer_variant(stage, place) for first, last in stage.chunks for place in range(last - first)}
     return {*layers, prediction_variant(stage), "none"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What is expected of a plan."""
+    """The expected seconds and bytes of a plan."""
 
     predicted: Predicted
     breakdown: dict[str, float]
@@ -211,7 +211,7 @@ class Prediction:
     not_modelled: tuple[str, ...]
     """Flags that change seconds or bytes and are not counted."""
     computed_early: tuple[str, ...] = ()
-    """Deferred weight gradients that find no room to wait, by stage; they are counted where they are computed."""
+    """By stage, deferred weight gradients whose operands exceed the bound; they are counted where they are computed."""
 
     @property
     def fits(self) -> bool:
@@ -239,7 +239,7 @@ class Priced:
     costs: StageCosts
     parts: tuple[PartCost, ...]
     terms: LayerTerms
-    """Of the parts under the stages' strategy; [K, 1] each."""
+    """Costs of the parts under the stages' strategy; [K, 1] each."""
     rates: StateRates
     setting: Setting
 
@@ -258,13 +258,13 @@ class Priced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a prediction is made for.
+    """The machine and its rates that a prediction is made for.
 
     Attributes:
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
-        exchanges: what exchanges cost beside their rows; None where that was not measured.
-        refined: what traces say of the prices of instructions; the closed form does not read it.
+        exchanges: costs of all-to-alls beside their rows; None where they were not measured.
+        refined: factors that traces give for the prices of instructions; the analytic cost does not read them.
     """
 
     cluster: Cluster
@@ -273,12 +273,12 @@ class Machine:
     fragmentation: float = 0.0
     load: float = 1.0
     lookup: Lookup | None = None
-    exchanges: ExchangeCosts | None = None
+    exchanges: AllToAllCosts | None = None
     refined: Refined = NOT_REFINED
 
     @property
     def queue_seconds(self) -> float:
-        """How much longer counts take that start while rows are on their way."""
+        """Seconds by which counts take longer that start while rows are on their way."""
         return self.exchanges.queue_seconds if self.exchanges is not None else 0.0
 
 
@@ -289,7 +289,7 @@ def machine_of(
     load: float = 1.0,
     lookup: Lookup | None = None,
 ) -> tuple[Machine, tuple[str, ...]]:
-    """What a prediction is made for, and why it reaches beyond what was measured.
+    """The machine that a prediction is made for, and why the prediction reaches beyond measured steps.
 
     Args:
         release: software release whose efficiencies count; the newest where None.
@@ -352,12 +352,12 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
 
 
 def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interference]:
-    """What runs at the same time takes: by the factors of a host that was measured with these GPUs, else by one constant.
+    """Interference of concurrent work: by the factors of a host that was measured with these GPUs, else by one constant.
 
     Args:
         replicas: the ranks that share a stage's states, whose collectives run beside its computation.
     Returns:
-        In closed form, and as factors for a simulation.
+        As a function of alone seconds for analytic costs, and as factors for a simulation.
     """
     if machine.cluster.measured is None:
         fitted = interference_of(replicas.links.gpu.name, replicas.nodes, min(replicas.per_node, replicas.size))
@@ -368,9 +368,9 @@ def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interfer
 
 
 def cost_of(table: OpTable, setting: Setting) -> PartCost:
-    """Seconds of a part, its exchanges under another micro-batch where the run does that."""
+    """Seconds of a part, its all-to-alls under another micro-batch where the run does that."""
     cost = part_cost(table, setting)
-    return hide_exchanges(cost, setting.concurrent) if setting.features.overlap_experts else cost
+    return hide_all_to_alls(cost, setting.concurrent) if setting.features.overlap_experts else cost
 
 
 def _state_rates(
@@ -424,27 +424,28 @@ def _whole(
     features: Features,
     extrapolating: tuple[str, ...],
 ) -> Prediction:
-    """The step from its stages."""
+    """The prediction of a step from the costs of its stages."""
     stage, cluster, constants = plan.stages[0], machine.cluster, machine.constants
     virtual, count = len(stage.chunks), stage.gradient_accumulation_steps
-    place = {index: (one, column) for one in priced for column, index in enumerate(one.family.stages)}
+    place = {index: (family, column) for family in priced for column, index in enumerate(family.family.stages)}
     order = [place[index] for index in range(len(plan.stages))]
     one_way = one_way_seconds(plan, priced[0].family.boundary_bytes, machine) if len(plan.stages) > 1 else 0.0
     beside = constants.overlap_slowdown if features.overlap_transfers else None
     transfers, filling = transfer_waits(len(plan.stages), virtual, one_way, beside)
     stable = [
-        float(one.costs.stable_seconds[0, m]) + transfer for (one, m), transfer in zip(order, transfers, strict=True)
+        float(family.costs.stable_seconds[0, m]) + transfer
+        for (family, m), transfer in zip(order, transfers, strict=True)
     ]
-    first = [float(one.costs.first_extra_seconds[0, m]) for one, m in order]
-    last = [float(one.costs.last_extra_seconds[0, m]) for one, m in order]
+    first = [float(family.costs.first_extra_seconds[0, m]) for family, m in order]
+    last = [float(family.costs.last_extra_seconds[0, m]) for family, m in order]
     step = step_seconds(stable, first, last, count, virtual)
-    update = max(float(one.costs.optimizer_seconds[0, m]) for one, m in order) + constants.step_seconds
+    update = max(float(family.costs.optimizer_seconds[0, m]) for family, m in order) + constants.step_seconds
     seconds = step.total + filling + update
     slowest, column = order[int(np.argmax(stable))]
     transfer = transfers[int(np.argmax(stable))]
     inside = {kind: count * float(slowest.exposed(kind)[column]) for kind in KINDS}
     compute = count * float(slowest.compute[column])
-    # What sharded or offloaded states add to a stable micro-batch is communication of the data ranks, or copies.
+    # Sharded or offloaded states add communication of the data ranks, or copies, to a stable micro-batch.
     states = step.steady - compute - sum(inside.values()) - count * transfer
     tokens = plan.global_batch_size * plan.sequence_length / plan.world_size / seconds
     tflops = tokens * training_flops_per_token(model, plan.sequence_length) / 1e12
@@ -456,8 +457,8 @@ def _whole(
             tokens_per_second_per_gpu=tokens,
             model_tflops_per_gpu=tflops,
             stages=tuple(
-                _stage(one, m, stable[i], first[i], last[i], transfers[i], provenance)
-                for i, (one, m) in enumerate(order)
+                _stage(family, m, stable[i], first[i], last[i], transfers[i], provenance)
+                for i, (family, m) in enumerate(order)
             ),
             provenance=provenance,
         ),
@@ -506,8 +507,8 @@ def _stage(
 
 def _provenance(priced: list[Priced]) -> Provenance:
     sums = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}
-    for one in priced:
-        for cost, counts in zip(one.parts, one.family.counts, strict=True):
+    for family in priced:
+        for cost, counts in zip(family.parts, family.family.counts, strict=True):
             for origin, seconds in cost.provenance.items():
                 sums[origin] += seconds * float(counts.sum())
     total = sum(sums.values()) or 1.0

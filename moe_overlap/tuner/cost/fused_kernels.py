@@ -1,12 +1,12 @@
-"""Seconds of fused kernels, which exchange tokens and compute a product of the experts: COMET's, by a formula of ours.
+"""Seconds of fused kernels, which send tokens and compute a product of the experts: COMET's, by a formula of ours.
 
 Nothing here was measured, and no such kernel runs in this project yet. A prediction that uses it says so (`UNMEASURED`).
 
 Terms (COMET, section 3.2). n thread blocks, one on each multiprocessor (figure 8); n_c of them communicate, the others compute.
-c and m: seconds of the product with all blocks, and of the exchange at the full rate of its links.
+c and m: seconds of the product with all blocks, and of the all-to-all at the full rate of its links.
 1. The product has n - n_c blocks: c' = c / (1 - n_c / n). Blocks that communicate do not disturb it (section 3.2.1).
-2. The exchange is as fast as its links, or as its blocks: m' = max(m, bytes / (n_c · r)).
-3. The shared tensor between the two is cut into S steps, by tiles of rows where the product follows the exchange, of columns
+2. The all-to-all is as fast as its links, or as its blocks: m' = max(m, bytes / (n_c · r)).
+3. The shared tensor between the two is cut into S steps, by tiles of rows where the product follows the all-to-all, of columns
    where it goes before (section 3.1). A two-stage pipeline of equal steps, first one in, last one out:
    max(c', m') + min(c', m') / S.
 4. Where a plan gives no n_c, the best of 1 … n - 1 is taken: COMET profiles it per shape and keeps it (section 3.2.2).
@@ -14,7 +14,7 @@ c and m: seconds of the product with all blocks, and of the exchange at the full
 Assumptions, none of which the paper states as a figure. r, the rate of one block: an equal share of the memory bandwidth that
 streaming kernels reach, every byte read once and written once. The local rows, which COMET computes first, do not shorten the
 first step. A step is no shorter than one wave of tiles of TILE × TILE. The bytes are those of the dispatcher that was captured;
-what permutes rows around an exchange stays with gate and merge, though COMET's kernels do some of it. Over several nodes blocks
+what permutes rows around an all-to-all stays with gate and merge, though COMET's kernels do some of it. Over several nodes blocks
 reach the rate of the network through NVSHMEM as collectives do; COMET was measured inside one. A kernel's link is not shared:
 a transfer between stages beside it slows it down as it does computation.
 """
@@ -60,7 +60,7 @@ Sent = tuple[int, Collective, float]
 TILE = 128
 """Rows and columns of a tile of a product (COMET, section 2.2.1)."""
 UNMEASURED = "fused kernels are priced by COMET's model, none was measured"
-EXCHANGE_OF: dict[str, str] = {DISPATCH_FC1: DISPATCH, FC2_COMBINE: COMBINE}
+ALL_TO_ALL_OF: dict[str, str] = {DISPATCH_FC1: DISPATCH, FC2_COMBINE: COMBINE}
 KERNEL_OF: dict[str, str] = {"fc1": DISPATCH_FC1, "fc2": FC2_COMBINE}
 """Weight -> the kernel that multiplies by it."""
 
@@ -79,7 +79,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What one fused kernel joins, each alone.
+    """The product and the all-to-all that one fused kernel joins, each alone.
 
     Attributes:
         product_seconds, exchange_seconds: c and m above.
@@ -95,7 +95,7 @@ class Joined:
     tiles: float
 
     def seconds(self, communicating: ArrayLike, blocks: Blocks) -> Floats:
-        """Of the kernel, for numbers of communicating blocks."""
+        """Seconds of the kernel, for numbers of communicating blocks."""
         sending = np.asarray(communicating, dtype=np.float64)
         computing = blocks.count - sending
         product = self.product_seconds * blocks.count / computing
@@ -104,7 +104,7 @@ class Joined:
         return np.maximum(product, exchange) + np.minimum(product, exchange) / steps
 
     def exposed(self, communicating: int, blocks: Blocks) -> float:
-        """Seconds by which the kernel takes longer than its product alone; 0 where nothing is exchanged in this pass."""
+        """Seconds by which the kernel takes longer than its product alone; 0 where it sends nothing in this pass."""
         if not self.moved_bytes:
             return 0.0
         return float(self.seconds(communicating, blocks)) - self.product_seconds
@@ -116,7 +116,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class FusedSeconds:
-    """Of a fused layer's operators.
+    """Seconds of a fused layer's operators.
 
     Attributes:
         whole: seconds; weight gradients under the names of the experts'.
@@ -144,8 +144,8 @@ def fused_seconds(table: OpTable, setting: Setting, cost: PartCost, split: Kerne
         beside = _of_experts(table, computing, suffix) - sum(float(computing[index]) for index in products)
         whole.pop((EXPERTS, "", suffix), None)
         for place, kernel in enumerate(kernels):
-            whole.pop((EXCHANGE_OF[kernel], "", suffix), None)
-            sent = _exchanges(table, kernel, suffix, products[:1], is_first=place == 0)
+            whole.pop((ALL_TO_ALL_OF[kernel], "", suffix), None)
+            sent = _collectives(table, kernel, suffix, products[:1], is_first=place == 0)
             joined = _joined(table, setting, computing, products[place::2], sent, is_first=place == 0)
             if split is None:
                 sending = joined.best_split(blocks)
@@ -192,7 +192,7 @@ def refuse_unpriced(plan: Plan, cluster: Cluster) -> None:
 
 
 def _products(table: OpTable, suffix: str) -> list[int]:
-    """Products of the experts in one pass, weight gradients apart: those behind an exchange and before one take turns."""
+    """Products of the experts in one pass, weight gradients apart: those behind an all-to-all and before one take turns."""
     return [
         op.id
         for op in table.ops
@@ -205,36 +205,36 @@ def _products(table: OpTable, suffix: str) -> list[int]:
 
 def _of_experts(table: OpTable, computing: Floats, suffix: str) -> float:
     """Seconds that the experts compute in one pass, weight gradients apart."""
-    mine = [
+    computed = [
         op.id for op in table.ops if op.operator == EXPERTS and suffix_of(op) == suffix and not op.is_weight_gradient
     ]
-    return sum(float(computing[index]) for index in mine)
+    return sum(float(computing[index]) for index in computed)
 
 
-def _exchanges(table: OpTable, kernel: str, suffix: str, first_product: list[int], is_first: bool) -> list[Sent]:
-    """The collectives that a kernel runs: those of its exchange, and over the ranks that share an expert, on its side."""
+def _collectives(table: OpTable, kernel: str, suffix: str, first_product: list[int], is_first: bool) -> list[Sent]:
+    """The collectives that a kernel runs: its all-to-all, and those over the ranks that share an expert, on its side."""
 
     def runs(index: int) -> bool:
         op = table.ops[index]
         inside = op.operator == EXPERTS and all((index < product) == is_first for product in first_product)
-        return suffix_of(op) == suffix and (op.operator == EXCHANGE_OF[kernel] or inside)
+        return suffix_of(op) == suffix and (op.operator == ALL_TO_ALL_OF[kernel] or inside)
 
-    return [one for one in table.collectives if runs(one[0])]
+    return [collective for collective in table.collectives if runs(collective[0])]
 
 
 def _joined(
     table: OpTable, setting: Setting, computing: Floats, products: list[int], sent: list[Sent], is_first: bool
 ) -> Joined:
-    """What a kernel joins.
+    """The product and the collectives of a kernel, each alone.
 
     Args:
         computing: [ops] seconds.
-        is_first: whether it is the first of its pass, whose exchange goes before the product.
+        is_first: whether it is the first of its pass, whose all-to-all goes before the product.
     """
     grids = [_grid(table, index, setting.load) for index in products]
     return Joined(
         product_seconds=sum(float(computing[index]) for index in products),
-        exchange_seconds=sum(alone_seconds(table, setting, *one) for one in sent),
+        exchange_seconds=sum(alone_seconds(table, setting, *collective) for collective in sent),
         moved_bytes=sum(payload * (setting.load if table.loaded[index] else 1.0) for index, _, payload in sent),
         steps=sum(rows for rows, _ in grids) if is_first else max((columns for _, columns in grids), default=0.0),
         tiles=sum(rows * columns for rows, columns in grids),

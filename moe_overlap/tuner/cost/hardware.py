@@ -1,8 +1,14 @@
-"""The constants of the time model, by GPU type and by software release: constants.json, written by `fit.py`.
+"""Everything beside plan, model and links that prices depend on: a run's features, refined factors, and constants of GPUs.
 
-A GPU type without constants of its own takes those of its nearest kin, of the same architecture if there is one: its
-predictions are extrapolated, and say so. A release takes its own scales, else those of the nearest release before it, else
-after it.
+`Features`: how a configuration runs beside its plan: which communication is hidden, in which formats, launched how.
+
+`Refined`: prices corrected by traces of the same job, as factors by kind of operator that multiply the seconds an instruction
+takes alone. `calibrate/observe.py` finds them; `StagePrices` applies them, so that every plan of a job has the same prices.
+
+`Constants`: efficiencies by GPU type and scales by software release, from constants.json, which `tests/validation/fit.py` writes.
+A GPU type without constants takes those of its nearest kin, of the same architecture if there is one: its predictions are
+extrapolated, and say so. A release takes its own scales, else those of the nearest release before it, else after it. A machine
+that was measured has `MeasuredConstants` in place of fitted ones: its description of the cluster holds them.
 """
 
 from __future__ import annotations
@@ -14,12 +20,10 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal
 
-from moe_overlap.describe.cluster import Gpu, known_gpus
+from moe_overlap.describe.cluster import Gpu, Measured, known_gpus
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.operators import in_backward_operator
 from moe_overlap.tuner.cost.links import LinkRates
-
-# How a configuration runs, beside its plan: what hides what, in which formats, launched how.
 
 Dispatcher = Literal["allgather", "alltoall", "deepep", "hybridep"]
 Graphs = Literal["none", "partial", "full"]
@@ -27,7 +31,7 @@ Graphs = Literal["none", "partial", "full"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Features:
-    """What of a run's flags changes seconds or bytes."""
+    """The flags of a run that change seconds or bytes."""
 
     precision: str = "bf16"
     flash: bool = True
@@ -37,35 +41,34 @@ class Features:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     overlap_tensor: bool = False
-    """Tensor-parallel collectives run in pieces beside their products (--tp-comm-overlap)."""
+    """Tensor-parallel collectives run in slices beside their products (--tp-comm-overlap)."""
     overlap_experts: bool = False
-    """Exchanges of one micro-batch under the computation of another (--overlap-moe-expert-parallel-comm)."""
+    """All-to-alls of one micro-batch under the computation of another (--overlap-moe-expert-parallel-comm)."""
     overlap_shared_expert: bool = False
     overlap_transfers: bool = True
-    """Of an interleaved pipeline's stages."""
+    """Transfers between the stages of an interleaved pipeline run beside its passes."""
     context_exchange: Literal["p2p", "a2a", "all_gather"] = "p2p"
-    """Keys and values go around while attention computes, heads are exchanged before it, or keys are gathered before it."""
+    """Keys and values go around while attention computes (p2p); an all-to-all of heads, or an all-gather of keys, precedes it."""
     dispatcher: Dispatcher = "alltoall"
     graphs: Graphs = "none"
     """CUDA graphs: of all but the experts (partial), or of a whole step."""
     gradient_bytes: int = 4
-    """Of one element, accumulated and reduced."""
+    """Bytes of one element, accumulated and reduced."""
     gathered_bytes: int = 2
-    """Of one parameter, gathered after the step."""
+    """Bytes of one parameter, gathered after the step."""
     weight_bytes: float = 2.0
-    """Of one parameter, as the products read it."""
+    """Bytes of one parameter, as the products read it."""
     optimizer_bytes: float = 12.0
-    """Of one parameter: master weight and moments."""
+    """Bytes of one parameter: master weight and moments."""
     not_modelled: tuple[str, ...] = ()
     """Flags that change seconds or bytes and that no formula here knows."""
 
 
-# Prices corrected by what was measured of the same job: factors by kind of operator that multiply what instructions take alone.
-#
-# `observe.py` finds them from traces; `StagePrices` applies them, so that every plan of a job is priced with the same ones.
+MEASURED_RELEASE = "0.0"
+"""The release of a measured machine: the software that was measured is the one that runs, so its scales are 1."""
 
 Kind = tuple[str, bool]
-"""An operator without its place (`operators.kind_of`), and whether its instructions are pieces of it."""
+"""An operator without its place (`operators.kind_of`), and whether its instructions are partitions of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +84,20 @@ class Refined:
     unpriced: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, kind: str, is_cut: bool, alone: float) -> float:
-        """Of an instruction, refined."""
+        """Refined seconds of an instruction that the cost model has at `alone` seconds."""
         return alone * self.factor(kind, is_cut) if alone else self.unpriced.get(kind, 0.0)
 
     def factor(self, kind: str, is_cut: bool) -> float:
-        """Of a kind; 1 where nothing like it was measured.
+        """Factor of a kind; 1 where nothing like it was measured.
 
-        What was not measured in pieces counts as the whole did, and the reverse; a weight gradient or a recomputation that had
-        no span of its own stood in the span of its backward operator.
+        A kind that was not measured in partitions has the factor of the whole, and the reverse; a weight gradient or a
+        recomputation without a span of its own has the factor of its backward operator, whose span included it.
         """
         kinds = [kind]
         if (within := in_backward_operator(kind)) is not None:
             kinds.append(within)
-        found = (self.factors.get((one, cut)) for one in kinds for cut in (is_cut, not is_cut))
-        return next((factor for factor in found if factor is not None), 1.0)
+        factors = (self.factors.get((name, cut)) for name in kinds for cut in (is_cut, not is_cut))
+        return next((factor for factor in factors if factor is not None), 1.0)
 
 
 NOT_REFINED = Refined()
@@ -102,18 +105,18 @@ NOT_REFINED = Refined()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuConstants:
-    """What was fitted for a GPU type. Fractions are of its peak rates."""
+    """Constants fitted for a GPU type. Efficiencies are fractions of its peak rates."""
 
     gemm: float
-    """Of bf16 products; the operands' bytes are paid beside."""
+    """Efficiency of bf16 products; the operands' bytes are paid beside."""
     grouped_gemm: float
     attention_forward: float
     attention_backward: float
     fp8: float
-    """Of fp8 products; quantization is paid beside."""
+    """Efficiency of fp8 products; quantization is paid beside."""
     fp4: float
     memory: float
-    """Of the bandwidth of device memory."""
+    """Fraction of the bandwidth of device memory."""
     domain: float
     """Collectives inside an NVLink domain."""
     network: float
@@ -123,11 +126,11 @@ class GpuConstants:
     kernel_seconds: float
     """Least time of a kernel on the device."""
     host_seconds: float
-    """Of the host, to launch one kernel from Python."""
+    """Seconds of the host to launch one kernel from Python."""
     overlap_slowdown: float
-    """Of two things that run at the same time, the part of the shorter that is lost."""
+    """Share of the shorter of two concurrent kernels that their overlap loses."""
     step_seconds: float
-    """Of a step, beside what is counted: clipping, logging, waiting for the slowest rank."""
+    """Seconds of a step that no operator accounts for: clipping, logging, waiting for the slowest rank."""
 
     @property
     def link_rates(self) -> LinkRates:
@@ -140,6 +143,18 @@ class GpuConstants:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasuredConstants(GpuConstants):
+    """Constants of a machine that was measured, not fitted; its collectives have a latency of their own."""
+
+    latency_seconds: float
+
+    @property
+    def link_rates(self) -> LinkRates:
+        """Efficiencies and latency of the links; copies to the host were measured, so they reach their rate."""
+        return dataclasses.replace(super().link_rates, host=1.0, latency_seconds=self.latency_seconds)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReleaseConstants:
     """Scales on the seconds of a release; 1 is the reference."""
@@ -149,17 +164,17 @@ class ReleaseConstants:
     memory: float = 1.0
     """Everything else that kernels do: fusions."""
     experts: float = 1.0
-    """Exchange of tokens, permutation and grouped products: dispatchers."""
+    """All-to-alls of tokens, permutation and grouped products: dispatchers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Everything that was fitted.
+    """All fitted constants.
 
     Attributes:
         gpus: by GPU type.
         releases: by software release (`26.04`).
-        fragmentation: what the allocator reserves in vain, as a part of activations and temporaries.
+        fragmentation: what the allocator reserves in vain, as a share of activations and temporaries.
     """
 
     gpus: dict[str, GpuConstants]
@@ -215,6 +230,20 @@ def constants_of(content: dict[str, Any]) -> Constants:
     gpus = {name: GpuConstants(**row) for name, row in content["gpus"].items()}
     releases = {name: ReleaseConstants(**row) for name, row in content["releases"].items()}
     return Constants(gpus, releases, content["fragmentation"])
+
+
+def measured_constants(measured: Measured, gpu: str) -> Constants:
+    """The constants of a measured machine.
+
+    Raises:
+        ConfigError: a constant is missing or unknown.
+    """
+    names = {field.name for field in dataclasses.fields(GpuConstants)}
+    for name in names ^ set(measured.constants):
+        rule = "is missing" if name in names else "is unknown"
+        raise ConfigError(f"measured.constants.{name}", "", rule, "run tools/profile_cluster.py again")
+    constants = MeasuredConstants(**measured.constants, latency_seconds=measured.latency_seconds)
+    return Constants({gpu: constants}, {MEASURED_RELEASE: ReleaseConstants()})
 
 
 def constants_json(constants: Constants) -> str:

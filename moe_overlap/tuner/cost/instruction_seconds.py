@@ -47,13 +47,12 @@ from moe_overlap.tuner.cost.deferral_room import (
     is_gathered,
     place_in_list,
 )
-from moe_overlap.tuner.cost.exchange_costs import start_seconds
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
-from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.interference import Interference, start_seconds
 from moe_overlap.tuner.cost.layer import Key, PartCost, held_bytes, operator_seconds
 from moe_overlap.tuner.cost.links import axis_group, collective_seconds, host_seconds
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
-from moe_overlap.tuner.cost.stage import exchange_seconds
+from moe_overlap.tuner.cost.stage import state_seconds
 
 KEPT = (
     *(BufferRole.PARAMETERS, BufferRole.WEIGHTS, BufferRole.GRADIENT, BufferRole.D_WEIGHTS),
@@ -255,7 +254,7 @@ class StagePrices:
         size = self.priced.family.sizes[row]
         each = rates.gradient_bytes if what is OperatorKind.GRADIENTS else rates.gathered_bytes
         dense, experts = np.array([size.dense_parameters]), np.array([size.expert_parameters])
-        once = exchange_seconds(dense, experts, each, rates)
+        once = state_seconds(dense, experts, each, rates)
         twice = 2.0 if what is OperatorKind.GRADIENTS and self.stage.zero_level == 0 else 1.0
         return twice * float(once[0]) / max(1, self._pieces[str(operator), None])
 

@@ -1,4 +1,4 @@
-"""How much longer kernels take that run at the same time: computation, device to device, host to device, device to host.
+"""Seconds that work costs other work: kernels at the same time on a device, and all-to-alls that computation has to start.
 
 Terms. A stream is one of these four. The *alone seconds* of a stream are what its work takes when nothing else runs. While
 a set of streams is busy, each of them is slowed down by a factor that belongs to the set: it does 1 / factor seconds of its
@@ -9,6 +9,11 @@ Method (`Interference.seconds`), for every row:
 1. Look up the factors of the streams that are still busy.
 2. Let time pass until the first of them ends; take what the others did off their work.
 3. Repeat until nothing is left.
+
+Hosts. interference.json holds the hosts whose interference was measured, with the factors that `calibrate/interference.py` fitted
+to them. Factors do not carry over from one kind of host to another: two L4 machines already differ twofold in their copies.
+All-to-alls (`AllToAllCosts`). On gloo the processor that computes also starts all-to-alls, and counts, in a group of their own,
+wait behind the rows that a link has queued. Where neither was measured nothing is charged.
 
 Source: Mist, algorithm 1 and section 5.2.2; it goes through the sets one after the other, largest first, which is the same.
 """
@@ -25,8 +30,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.instructions import COMPUTE, EXPERT, Instruction
 from moe_overlap.plan.serialize import read_record
+from moe_overlap.tuner.profile.cluster_file import Fitted as LinkFit
+from moe_overlap.tuner.profile.cluster_file import fit_line
+from moe_overlap.tuner.profile.database import Database, LinkKey
 
 STREAMS = ("compute", "device_to_device", "host_to_device", "device_to_host")
 SETS = tuple(
@@ -99,14 +109,14 @@ class Interference:
         return total.reshape(given[0].shape)
 
     def _pair(self, used: tuple[int, ...], one: Floats, other: Floats) -> Floats:
-        """Of two streams."""
+        """Seconds of two streams that start together."""
         one_factor, other_factor = (self.factor(stream, used) for stream in used)
         one_ends, other_ends = one * one_factor, other * other_factor
         passed = np.minimum(one_ends, other_ends)
         return passed + np.maximum((one_ends - passed) / one_factor, (other_ends - passed) / other_factor)
 
     def _block(self, used: tuple[int, ...], left: Floats) -> Floats:
-        """Of three or four streams [streams, rows]; `left` is used up."""
+        """Seconds of three or four streams that start together, [streams, rows] alone seconds; `left` is used up."""
         table, total = self._table_of(used), np.zeros(left.shape[1])
         left += IDLE * (left <= 0)
         for number in range(2, len(used) + 1):
@@ -155,7 +165,7 @@ def _check(factors: Factors, subject: str) -> None:
 
 
 NO_INTERFERENCE = Interference({word: (1.0,) * word.count("1") for word in SETS})
-"""What runs at the same time ends when its longest stream does."""
+"""The factors of streams that do not disturb each other: the whole ends when the longest stream does."""
 
 
 def partly_concurrent(slowdown: float) -> Concurrent:
@@ -172,10 +182,6 @@ def slowed_down(slowdown: float) -> Interference:
     """`partly_concurrent` as factors: beside n - 1 others a stream takes 1 + (n - 1) · slowdown times as long."""
     return Interference({word: (1.0 + slowdown * (word.count("1") - 1),) * word.count("1") for word in SETS})
 
-
-# The hosts whose interference was measured, and the factors fitted to them (interference.py writes them down).
-#
-# Factors do not carry over from one kind of host to another: two L4 machines already differ twofold in their copies.
 
 FILE = Path(__file__).with_name("interference.json")
 SOURCES = {
@@ -200,7 +206,7 @@ class Fitted:
     """Factors, and how well they do on rows they were not fitted to."""
 
     factors: dict[str, tuple[float, ...]]
-    """Set of busy streams -> their factors, as interference.py takes them."""
+    """Set of busy streams -> their factors, as `Interference` takes them."""
     calibration_rows: int
     test_rows: int
     test_error_percent: float
@@ -214,7 +220,7 @@ class Host:
     Attributes:
         source: where the measurements come from.
         gpu: its devices.
-        noisy, slower_than_serial: samples that were left out, as interference.py says.
+        noisy, slower_than_serial: samples that were left out, as `calibrate/interference.py` says.
         whole: fitted to all rows.
         places: fitted to groups inside a node, and across nodes, where both were measured.
         groups: fitted to one group each, by its name.
@@ -256,3 +262,58 @@ def interference_of(gpu: str, nodes: int, per_node: int) -> Interference | None:
         return None
     host = next(host for host in measured_hosts() if host.source == SOURCES[gpu])
     return host.interference(nodes, per_node)[0]
+
+
+STARTS = "start_all_to_all"
+"""Kind of link whose seconds are those for which starting an all-to-all keeps the processor."""
+COUNTS, QUEUED_COUNTS = "counts", "counts_behind_rows"
+"""Kinds of links whose seconds are those of an all-to-all of counts: alone on a link, and behind rows of that many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAllCosts:
+    """Costs of all-to-alls that the bytes of their rows do not tell.
+
+    Attributes:
+        starting: seconds of the processor to start an all-to-all, by the bytes that leave.
+        count_seconds, queue_seconds: of an all-to-all of counts, and how much longer it takes behind rows.
+    """
+
+    starting: LinkFit
+    count_seconds: float
+    queue_seconds: float
+
+
+def all_to_all_costs(cluster: Cluster) -> AllToAllCosts | None:
+    """Costs of all-to-alls on a measured cluster; None where its database does not have all of them.
+
+    Raises:
+        ConfigError: the database cannot be read.
+    """
+    return None if cluster.measured is None else costs_of(Database.load(Path(cluster.measured.database)).links)
+
+
+def costs_of(links: Mapping[LinkKey, float]) -> AllToAllCosts | None:
+    """Costs of all-to-alls from measured links; None where a kind is missing."""
+    of_kind = {
+        kind: {key: seconds for key, seconds in links.items() if key.kind == kind}
+        for kind in (STARTS, COUNTS, QUEUED_COUNTS)
+    }
+    if not all(of_kind.values()):
+        return None
+    sent = [key.held_bytes * (key.ranks - 1) / key.ranks for key in of_kind[STARTS]]
+    alone, queued = (max(of_kind[kind].values()) for kind in (COUNTS, QUEUED_COUNTS))
+    return AllToAllCosts(fit_line(sent, list(of_kind[STARTS].values())), alone, max(0.0, queued - alone))
+
+
+def start_seconds(instructions: Sequence[Instruction], starting: LinkFit) -> dict[int, float]:
+    """Seconds that starting all-to-alls adds to the computation before them, by the id of its instruction."""
+    added: dict[int, float] = {}
+    before = None
+    for i in instructions:
+        if i.channel == COMPUTE:
+            before = i.id
+        elif before is not None and i.channel_group == EXPERT:
+            seconds = starting.latency_seconds + i.bytes / starting.bytes_per_second
+            added[before] = added.get(before, 0.0) + seconds
+    return added

@@ -1,8 +1,12 @@
-"""What one part of a model costs on one rank: seconds and bytes of its forward and backward pass, alone.
+"""Seconds of one part of a model on one rank: of its forward and backward pass, and of its operators, alone.
 
-Seconds are those of one micro-batch. What a device computes takes at least as long as its host needs to launch it, unless CUDA
-graphs do. A collective is exposed, except for what this says: in the backward pass a tensor-parallel collective runs beside
-what stands between it and its first reader; rings of keys and values run beside attention.
+Seconds are those of one micro-batch. Computation takes at least as long as the host needs to launch it, unless CUDA graphs do. A
+collective is exposed, with these exceptions: in the backward pass a tensor-parallel collective runs beside the operators between
+it and its first reader; rings of keys and values run beside attention; flags put further ones beside computation (`Features`).
+
+`operator_seconds` gives the seconds of instructions, operator by operator of the plan's vocabulary. They add up to the part's
+cost: where the host sets the pace of a pass all its operators are stretched by one factor, and collectives of a kind that run
+beside computation count with the share that is exposed.
 """
 
 from __future__ import annotations
@@ -39,14 +43,14 @@ from moe_overlap.tuner.cost.operators import CostClassCode, Lookup, OpTable, Pro
 Floats = NDArray[np.float64]
 EXCHANGE_AXES = ("ep", "tp_ep", "etp")
 KINDS = ("tensor", "context", "expert")
-"""Of communication inside a layer."""
+"""Kinds of communication inside a layer."""
 UNGRAPHED = ("moe.dispatch", "moe.experts", "moe.combine", "moe.merge")
-"""What partial CUDA graphs leave to the host: its shapes depend on the routing."""
+"""Operators that partial CUDA graphs leave to the host: their shapes depend on the routing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a part runs on, and how."""
+    """The hardware and the settings under which a part runs."""
 
     gpu: Gpu
     groups: Mapping[str, Group]
@@ -54,7 +58,7 @@ class Setting:
     constants: GpuConstants
     release: ReleaseConstants
     concurrent: Concurrent
-    """What communication costs beside computation."""
+    """Seconds of concurrent computation and communication."""
     topk: int = 1
     load: float = 1.0
     """Rows of the busiest rank over the mean."""
@@ -71,7 +75,7 @@ class PassCost:
     hidden_seconds: float = 0.0
     """Communication under computation."""
     exchange_seconds: float = 0.0
-    """All exchanges of tokens, exposed or not: another micro-batch may hide them."""
+    """All all-to-alls of tokens, exposed or not: another micro-batch may hide them."""
 
     @property
     def seconds(self) -> float:
@@ -113,32 +117,33 @@ def part_cost(table: OpTable, setting: Setting) -> PartCost:
 
 
 def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: bool) -> PassCost:
-    here = table.backward == is_backward
-    compute = max(float(seconds[here].sum()), _host_seconds(table, setting, here))
+    in_pass = table.backward == is_backward
+    # The host launches ahead of the device, so the slower of the two sets the pace of a pass.
+    compute = max(float(seconds[in_pass].sum()), _host_seconds(table, setting, in_pass))
     concurrent, features = setting.concurrent, setting.features
     totals = dict.fromkeys(KINDS, 0.0)
     exposed = dict.fromkeys(KINDS, 0.0)
     for index, collective, payload in table.collectives:
-        if not here[index]:
+        if not in_pass[index]:
             continue
-        taken = alone_seconds(table, setting, index, collective, payload)
+        alone = alone_seconds(table, setting, index, collective, payload)
         kind = kind_of(collective)
-        totals[kind] += taken
+        totals[kind] += alone
         beside = 0.0
         if kind == "tensor":
             if is_backward:
                 beside = _until_read(table, seconds, index)
             if features.overlap_tensor:
                 beside = max(beside, _products_beside(table, seconds, index))
-        exposed[kind] += _exposed(taken, beside, concurrent)
+        exposed[kind] += _exposed(alone, beside, concurrent)
     if features.context_exchange == "p2p":
         attention = float(
-            seconds[here & (table.operators == ATTENTION) & (table.classes == CostClassCode.ATTENTION)].sum()
+            seconds[in_pass & (table.operators == ATTENTION) & (table.classes == CostClassCode.ATTENTION)].sum()
         )
         exposed["context"] = _exposed(totals["context"], attention, concurrent)
     if features.overlap_shared_expert:
         exposed["expert"] = _exposed(
-            exposed["expert"], float(seconds[here & (table.operators == SHARED)].sum()), concurrent
+            exposed["expert"], float(seconds[in_pass & (table.operators == SHARED)].sum()), concurrent
         )
     return PassCost(
         compute_seconds=compute,
@@ -148,16 +153,16 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
     )
 
 
-def _exposed(taken: float, beside: float, concurrent: Concurrent) -> float:
-    """What remains of communication beside computation: what both together take longer than the latter."""
-    together = concurrent(np.array(beside), np.array(taken), np.zeros(()), np.zeros(()))
+def _exposed(alone: float, beside: float, concurrent: Concurrent) -> float:
+    """Exposed seconds of communication beside computation: by how much both together take longer than computation."""
+    together = concurrent(np.array(beside), np.array(alone), np.zeros(()), np.zeros(()))
     return float(together) - beside
 
 
-def _host_seconds(table: OpTable, setting: Setting, here: NDArray[np.bool_]) -> float:
+def _host_seconds(table: OpTable, setting: Setting, in_pass: NDArray[np.bool_]) -> float:
     if setting.features.graphs == "full":
         return 0.0
-    launched = here & (table.classes != CostClassCode.FREE)
+    launched = in_pass & (table.classes != CostClassCode.FREE)
     if setting.features.graphs == "partial":
         launched = launched & np.isin(table.operators, UNGRAPHED)
     return float(launched.sum()) * setting.constants.host_seconds
@@ -185,7 +190,7 @@ def alone_seconds(table: OpTable, setting: Setting, index: int, collective: Coll
 
 
 def _until_read(table: OpTable, seconds: Floats, index: int) -> float:
-    """Seconds of what is issued between a collective and the first operator that waits for it."""
+    """Seconds of the operators issued between a collective and the first operator that waits for it."""
     total = 0.0
     for later in table.ops[index + 1 :]:
         if index in later.after:
@@ -203,8 +208,8 @@ def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
     )
 
 
-def hide_exchanges(cost: PartCost, concurrent: Concurrent) -> PartCost:
-    """The part with its exchanges under another micro-batch's computation, as far as they are shorter."""
+def hide_all_to_alls(cost: PartCost, concurrent: Concurrent) -> PartCost:
+    """The part with its all-to-alls under another micro-batch's computation, as far as they are shorter."""
     forward, backward = cost.forward, cost.backward
     exchange = forward.exchange_seconds + backward.exchange_seconds
     compute = forward.compute_seconds + backward.compute_seconds
@@ -212,22 +217,17 @@ def hide_exchanges(cost: PartCost, concurrent: Concurrent) -> PartCost:
         return cost
     left = _exposed(exchange, compute, concurrent) / exchange
 
-    def hidden(one: PassCost) -> PassCost:
-        exposed = {**one.exposed, "expert": one.exchange_seconds * left}
-        return replace(one, exposed=exposed, hidden_seconds=one.hidden_seconds + one.exchange_seconds * (1 - left))
+    def hidden(cost: PassCost) -> PassCost:
+        exposed = {**cost.exposed, "expert": cost.exchange_seconds * left}
+        return replace(cost, exposed=exposed, hidden_seconds=cost.hidden_seconds + cost.exchange_seconds * (1 - left))
 
     return replace(cost, forward=hidden(forward), backward=hidden(backward))
 
 
-# The seconds of a part of the model, operator by operator of the plan's vocabulary: what instructions take.
-#
-# They add up to the part's cost (`layer.py`): where the host sets the pace of a pass all its operators are stretched alike, and
-# collectives of a kind that run beside computation count with the share that is exposed.
-
 Key = tuple[str, str, str]
 """Operator, weight and suffix, as in `operators.Operator`."""
 BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
-"""Computation around an exchange belongs to these."""
+"""Operator of an all-to-all -> the operator that the computation around it, such as permutation, belongs to."""
 
 
 def operator_seconds(table: OpTable, setting: Setting, cost: PartCost) -> dict[Key, float]:
@@ -237,46 +237,46 @@ def operator_seconds(table: OpTable, setting: Setting, cost: PartCost) -> dict[K
         cost: of the part in this setting.
     """
     seconds = computing_seconds(table, setting, cost)
-    found: dict[Key, float] = defaultdict(float)
-    for is_backward, one in ((False, cost.forward), (True, cost.backward)):
-        here = table.backward == is_backward
+    total: dict[Key, float] = defaultdict(float)
+    for is_backward, of_pass in ((False, cost.forward), (True, cost.backward)):
+        in_pass = table.backward == is_backward
         for op in table.ops:
-            if here[op.id]:
-                found[_key(table.part, op)] += float(seconds[op.id])
-        taken = [
+            if in_pass[op.id]:
+                total[_key(table.part, op)] += float(seconds[op.id])
+        sent = [
             (table.ops[index], kind_of(collective), alone_seconds(table, setting, index, collective, payload))
             for index, collective, payload in table.collectives
-            if here[index]
+            if in_pass[index]
         ]
-        for op, kind, alone in taken:
+        for op, kind, alone in sent:
             key = (op.operator, "", suffix_of(op)) if op.operator in EXCHANGE_PARTS else _key(table.part, op)
-            found[key] += alone * _exposed_share(one, kind, (a for _, k, a in taken if k == kind))
-    return dict(found)
+            total[key] += alone * _exposed_share(of_pass, kind, (a for _, k, a in sent if k == kind))
+    return dict(total)
 
 
 def computing_seconds(table: OpTable, setting: Setting, cost: PartCost) -> Floats:
-    """[ops] seconds of what a part computes, stretched to the pace of the host; 0 for collectives."""
+    """[ops] seconds of a part's computation, stretched to the pace of the host; 0 for collectives."""
     seconds, _ = kernel_seconds(table, setting)
-    for is_backward, one in ((False, cost.forward), (True, cost.backward)):
-        here = table.backward == is_backward
-        on_device = float(seconds[here].sum())
-        seconds = np.where(here, seconds * (one.compute_seconds / on_device if on_device else 0.0), seconds)
+    for is_backward, of_pass in ((False, cost.forward), (True, cost.backward)):
+        in_pass = table.backward == is_backward
+        on_device = float(seconds[in_pass].sum())
+        seconds = np.where(in_pass, seconds * (of_pass.compute_seconds / on_device if on_device else 0.0), seconds)
     return seconds
 
 
 def held_bytes(table: OpTable, element_bytes: int, load: float) -> dict[Key, float]:
-    """What weight gradients of a part are computed from: the inputs of their products, and the gradients of the outputs.
+    """Operand bytes of a part's weight gradients: the inputs of their products, and the gradients of the outputs.
 
     Args:
         element_bytes: of an activation.
         load: rows of the busiest rank of an expert group over the mean.
     """
-    found: dict[Key, float] = defaultdict(float)
+    held: dict[Key, float] = defaultdict(float)
     for op, shape in zip(table.ops, table.shapes, strict=True):
         if op.is_weight_gradient:
             rows, widths = (shape[1], shape[2:]) if op.cost_class == "grouped_gemm" else (shape[2], shape[:2])
-            found[_key(table.part, op)] += rows * sum(widths) * element_bytes * (load if op.scales_with_load else 1.0)
-    return dict(found)
+            held[_key(table.part, op)] += rows * sum(widths) * element_bytes * (load if op.scales_with_load else 1.0)
+    return dict(held)
 
 
 def _exposed_share(cost: PassCost, kind: str, alone: Iterable[float]) -> float:

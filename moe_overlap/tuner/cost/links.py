@@ -4,6 +4,10 @@ A collective runs inside the domains and across them at the same time, so the sl
 card of its own. NCCL runs a ring through each of a domain's cards and does not add up inside the domains first: (n - 1) / n of
 the whole passes every link, and the cards share it. Rates are peak rates times a measured efficiency. All functions take arrays
 of bytes.
+
+Groups (`stage_groups`) say which ranks talk to each other, and over which links. Ranks are laid out as in megatron-core: tensor
+fastest, then context, then data, then pipeline; for the experts expert-tensor, expert, expert-data, pipeline.
+
 Source: Mist, section 5.2 (latency + bytes / bandwidth); rings as NCCL runs them.
 """
 
@@ -16,11 +20,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from moe_overlap.describe.cluster import Cluster, NodeGroup
 from moe_overlap.plan.plan import Plan, StagePlan
-
-# Which ranks talk to each other, and over which links: the groups of a stage on a cluster.
-#
-# Ranks are laid out as in megatron-core: tensor fastest, then context, then data, then pipeline; for the experts
-# expert-tensor, expert, expert-data, pipeline.
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class LinkRates:
     all_to_all_network: float
     host: float = 0.8
     latency_seconds: float = 1.0e-5
-    """Of one collective inside a domain; each doubling of the domains adds as much again."""
+    """Latency of one collective inside a domain; each doubling of the domains adds as much again."""
 
 
 def collective_seconds(kind: str, held_bytes: ArrayLike, group: Group, rates: LinkRates) -> Floats:

@@ -1,4 +1,9 @@
-"""Bytes of one part of a model on one rank: what it keeps for its backward pass, and the most that is live inside a pass."""
+"""Bytes of one part of a model on one rank: those it keeps for its backward pass, and the peak inside a pass. Numpy only.
+
+Counted: inputs (hidden states, and the gradient of the output), activations, temporaries, results. Parameters, gradient buffers
+and tables are the caller's: a stage adds them once. Without a fused kernel attention adds its scores, and rows grow with the
+load.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +19,11 @@ from moe_overlap.tuner.capture.graph import Part, Phase
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.operators import OpTable
 
-# Device memory that is alive while a part runs. Standard library and numpy.
-#
-# Counted: what comes in (hidden states, and the gradient of what went out), activations, temporaries, results. Parameters,
-# gradient buffers and tables are the caller's: a stage adds them once.
-
 
 def lifetimes(part: Part) -> dict[int, tuple[int, int]]:
     """First and last operator during which each counted storage is alive.
 
-    What comes in is there when its pass starts. Inputs that are not saved go when the forward pass ends; so do its outputs,
+    Inputs are alive when their pass starts. Inputs that are not saved go when the forward pass ends; so do its outputs,
     which are the next part's input from then on. The gradient of the part's input stays to the end, and so does a saved input
     that nobody was seen to free: a layer that is recomputed holds its own.
 
@@ -70,13 +70,13 @@ def live_bytes(part: Part, phase: Phase, b: Any, s: Any) -> Values:
 
 
 def peak_bytes(part: Part, phase: Phase, b: Any, s: Any) -> Values:
-    """The most that is alive in a pass."""
+    """Peak of the bytes alive in a pass."""
     alive: Values = live_bytes(part, phase, b, s).max(axis=0)
     return alive
 
 
 def kept_bytes(part: Part, b: Any, s: Any) -> Values:
-    """What one micro-batch keeps between the passes, the hidden states that came in included where they are kept."""
+    """Bytes that one micro-batch keeps between the passes, its input hidden states included where they are kept."""
     sizes = evaluate([part.storages[index].bytes for index in part.saved], b, s)
     total: Values = sizes.sum(axis=0)
     return total
@@ -85,7 +85,7 @@ def kept_bytes(part: Part, b: Any, s: Any) -> Values:
 def peak_of_sequence(parts: Sequence[Part], b: int, s: int) -> float:
     """Peak bytes of parts run one after another, all forward, then all backward, with one micro-batch in flight.
 
-    The plain composition: beside what is alive in a part, what the other parts keep at that time.
+    The slow twin of a stage's sums: beside the bytes alive in a part, it counts those that the other parts keep at that time.
     """
     kept, peak = 0.0, 0.0
     for part in parts:
@@ -102,12 +102,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartBytes:
-    """Of one micro-batch; parameters are numbers, not bytes."""
+    """Bytes of one micro-batch through a part; parameters are numbers, not bytes."""
 
     saved: float
     """Kept from the forward to the backward pass, the input of the part among it where it is kept."""
     working: float
-    """Most that is live inside a pass beyond what is kept."""
+    """Peak bytes inside a pass beyond the kept ones."""
     dense_parameters: float
     expert_parameters: float
 

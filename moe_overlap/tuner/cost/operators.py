@@ -49,7 +49,7 @@ SCORE_BYTES, DROPPED_BYTES = (7.0, 12.0), (5.0, 5.0)
 """Per score of attention without a fused kernel, forward and backward: product, softmax and product in turn, of which the causal
 softmax reads the unmasked half; and what dropout reads and writes beside, its mask among it."""
 SOFTMAX_OPERATIONS, USUAL_WIDTH = 256.0, 128.0
-"""What the exponential of a score takes beside its products, counted in their operations: narrow heads are less efficient.
+"""Cost of the exponential of a score beside its products, counted in their operations: narrow heads are less efficient.
 Efficiencies of attention are those of heads of the usual width."""
 QUANTIZED_BYTES = 4.0
 """Per element of a product's first operand: read as bf16, written as fp8 twice, by rows and by columns."""
@@ -79,7 +79,7 @@ class OpTable:
     loaded: Bools
     """Work that grows with the rows routed here."""
     expert: Bools
-    """Belongs to the experts and their exchange."""
+    """Belongs to the experts and their all-to-alls."""
     quantizable: Bools
     collectives: tuple[tuple[int, Collective, float], ...]
     """Index, collective and payload bytes."""
@@ -127,9 +127,9 @@ def device_seconds(
     origins: list[Provenance] = ["roofline"] * len(table.ops)
     if lookup is not None:
         for index, op in enumerate(table.ops):
-            found = lookup(op, table.shapes[index], float(table.bytes[index]))
-            if found is not None:
-                seconds[index], origins[index] = found
+            measured = lookup(op, table.shapes[index], float(table.bytes[index]))
+            if measured is not None:
+                seconds[index], origins[index] = measured
     return seconds, origins
 
 

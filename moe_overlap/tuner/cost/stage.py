@@ -1,11 +1,21 @@
-"""Seconds and peak bytes of pipeline stages, in closed form, for many stages at once.
+"""Analytic seconds and peak bytes of pipeline stages, for many stages at once, and the step of a pipeline of them.
 
-Two steps, so that a search pays for the first once: `layer_terms` prices each kind of layer under each strategy (data
-parallelism, ZeRO level, offloading: what meets what on the four channels); `stage_costs` sums them over the layers of a stage.
+Steps, so that a search pays for the first once.
+1. `layer_terms` prices each kind of layer under each strategy: data parallelism, ZeRO level, offloading. On the four streams of
+   interference.py, collectives and copies run beside computation.
+2. `stage_costs` sums the terms over the layers of a stage. `stage_totals` and `paired_totals` do so for millions of stages.
+3. `step_seconds` makes a step of stages under 1F1B and interleaved 1F1B:
+
+       step = (G - 1) · max t_i + Σ t_i over the stages, of which a micro-batch passes all but the slowest 1/v as a bubble
+              + the largest delta_i of first and last micro-batch, less what the stages before it leave to wait
+
+   G micro-batches, v virtual stages, t_i seconds of a stable micro-batch (forward and backward, all chunks) at stage i, with the
+   transfers between stages that it waits for (`transfer_waits`). For v = 1 and equal stages it is (G + S - 1) · t.
+   `simulate/step.py` is its slow twin.
 
 Legend: K kinds of layer (kind and recompute variant), N strategies, M shapes of a stage. Arrays broadcast: [K, N], [K, M], [M].
-Source: Mist, section 5.2; the categories are those of plan.PeakBytes. Differences from Mist's release: the optimizer step,
-point-to-point transfers and tensor-parallel collectives of the forward pass are priced (notes on its defects: section 1.9).
+Source: Mist, section 5.2, and section 5.3, third term; the categories are those of plan.PeakBytes. Unlike Mist's release, it
+prices the optimizer step, point-to-point transfers and tensor-parallel collectives of the forward pass.
 """
 
 from __future__ import annotations
@@ -24,15 +34,15 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporarie
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindTerms:
-    """What one layer of a kind brings, alone; [K] each. Seconds and bytes of one micro-batch."""
+    """Costs of one layer of each kind before any strategy; [K] each. Seconds and bytes of one micro-batch."""
 
     forward_seconds: Floats
-    """Computation and what communication inside the layer it does not hide."""
+    """Computation, and the communication inside the layer that computation does not hide."""
     backward_seconds: Floats
     saved_bytes: Floats
     """Kept from the forward to the backward pass."""
     working_bytes: Floats
-    """Most that is live inside a pass beyond what is kept."""
+    """Peak bytes inside a pass beyond the saved ones."""
     dense_parameters: Floats
     """Numbers of parameters on a rank: replicated over the data ranks."""
     expert_parameters: Floats
@@ -41,7 +51,7 @@ class KindTerms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """What is decided for the state of a stage; [N] each."""
+    """Decisions about the states (weights, gradients, optimizer) of a stage; [N] each. Offloading: shares in [0, 1]."""
 
     data: Floats
     """Ranks that share dense states (with context parallelism all of them)."""
@@ -55,13 +65,13 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRates:
-    """What moving a byte of state costs; formats in bytes per parameter."""
+    """Rates at which states are communicated, copied and swept; formats in bytes per parameter."""
 
     dense_scatter: Floats
     """Seconds per byte, reduce-scatter or all-gather over the data ranks; [N]."""
     expert_scatter: Floats
     latency_seconds: float
-    """Of one such collective."""
+    """Latency of one such collective."""
     host_copy: float
     """Seconds per byte, one direction."""
     optimizer_sweep: float
@@ -80,9 +90,9 @@ class LayerTerms:
 
     stable_seconds: Floats
     first_extra_seconds: Floats
-    """Of the first micro-batch of a step: parameters gathered, states loaded."""
+    """Seconds that the first micro-batch of a step adds: parameters are gathered, states loaded."""
     last_extra_seconds: Floats
-    """Of the last one: gradients reduced."""
+    """Seconds that the last micro-batch adds: gradients are reduced."""
     optimizer_seconds: Floats
     weights: Floats
     """Bytes, as everything below."""
@@ -91,12 +101,12 @@ class LayerTerms:
     saved: Floats
     working: Floats
     gathered: Floats
-    """Whole parameters and gradients of a sharded or offloaded layer while it is at work."""
+    """Whole parameters and gradients of a sharded or offloaded layer while it computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCosts:
-    """Stages; [N, M] each."""
+    """Costs of stages; [N, M] each."""
 
     stable_seconds: Floats
     first_extra_seconds: Floats
@@ -107,7 +117,7 @@ class StageCosts:
 
     @property
     def peak_bytes(self) -> Floats:
-        """All categories."""
+        """Peak bytes over all categories."""
         return np.sum([*self.peaks.values()], axis=0)
 
 
@@ -120,8 +130,8 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     shard = dense / strategy.data + experts / strategy.expert_data
     zeros = np.zeros_like(shard)
 
-    gather = exchange_seconds(dense, experts, rates.gathered_bytes, rates)
-    scatter = exchange_seconds(dense, experts, rates.gradient_bytes, rates)
+    gather = state_seconds(dense, experts, rates.gathered_bytes, rates)
+    scatter = state_seconds(dense, experts, rates.gradient_bytes, rates)
     copied = rates.host_copy * np.where(level >= 3, shard, numbers)
     weights_in = rates.weight_bytes * copied * strategy.offload_weights
     gradients_moved = rates.gradient_bytes * copied * strategy.offload_gradients
@@ -166,7 +176,7 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     )
 
 
-def exchange_seconds(dense: Floats, experts: Floats, bytes_each: float, rates: StateRates) -> Floats:
+def state_seconds(dense: Floats, experts: Floats, bytes_each: float, rates: StateRates) -> Floats:
     """Seconds of a reduce-scatter or all-gather of one layer's state over its replicas."""
     seconds = bytes_each * (dense * rates.dense_scatter + experts * rates.expert_scatter)
     return seconds + rates.latency_seconds * (seconds > 0)
@@ -194,9 +204,9 @@ def stage_costs(
         return np.einsum("kn,km->nm", per_layer, counts, optimize=True)
 
     once = np.array(held_once, dtype=np.bool_)[:, None]
-    there = counts > 0
+    present = counts > 0
     activations = total(np.where(once, 0.0, terms.saved)) * in_flight + total(np.where(once, terms.saved, 0.0))
-    working = _largest(terms.working, there)
+    working = _largest(terms.working, present)
     zeros = np.zeros_like(activations)
     peaks = {
         "parameters": total(terms.weights),
@@ -204,7 +214,7 @@ def stage_costs(
         "optimizer": total(terms.optimizer),
         "activations": activations,
         "temporaries": working,
-        "communication": _largest(terms.gathered, there) + 2.0 * boundary_bytes * (in_flight > 1) + zeros,
+        "communication": _largest(terms.gathered, present) + 2.0 * boundary_bytes * (in_flight > 1) + zeros,
     }
     peaks["fragmentation"] = fragmentation * (activations + working)
     return StageCosts(
@@ -218,7 +228,7 @@ def stage_costs(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTotals:
-    """What a search compares; [N, M] each."""
+    """The figures of stages that a search compares; [N, M] each."""
 
     stable_seconds: Floats
     extra_seconds: Floats
@@ -246,7 +256,7 @@ def stage_totals(
     state = terms.weights + terms.gradients + terms.optimizer + np.where(once, reserved * terms.saved, 0.0)
     saved = np.where(once, 0.0, reserved * terms.saved)
     extra = terms.first_extra_seconds + terms.last_extra_seconds + terms.optimizer_seconds
-    there = counts > 0
+    present = counts > 0
     edges = 2.0 * boundary_bytes * (in_flight > 1)
     strategies, shapes = terms.weights.shape[1], counts.shape[1]
     result = np.empty((3, strategies, shapes))
@@ -258,8 +268,8 @@ def stage_totals(
         np.matmul(extra[:, block].T, counts, out=result[1, block])
         peak = np.matmul(state[:, block].T, counts, out=result[2, block])
         peak += saved[:, block].T @ held
-        peak += reserved * _largest(terms.working[:, block], there)
-        peak += _largest(terms.gathered[:, block], there)
+        peak += reserved * _largest(terms.working[:, block], present)
+        peak += _largest(terms.gathered[:, block], present)
         peak += edges
     return StageTotals(stable_seconds=result[0], extra_seconds=result[1], peak_bytes=result[2])
 
@@ -283,14 +293,14 @@ def paired_totals(
     for first in range(0, size, PAIRED_BLOCK):
         block = slice(first, first + PAIRED_BLOCK)
         terms = layer_terms(kinds, _part_of(strategy, block), _rates_of(rates, block), concurrent)
-        here, flying = counts[:, block], in_flight[block]
-        there = here > 0
+        layers, flying = counts[:, block], in_flight[block]
+        present = layers > 0
         extra = terms.first_extra_seconds + terms.last_extra_seconds + terms.optimizer_seconds
         state = terms.weights + terms.gradients + terms.optimizer + reserved * terms.saved * np.where(once, 1.0, flying)
-        result[0, block] = (terms.stable_seconds * here).sum(axis=0)
-        result[1, block] = (extra * here).sum(axis=0)
-        peak = (state * here).sum(axis=0) + reserved * (terms.working * there).max(axis=0)
-        result[2, block] = peak + (terms.gathered * there).max(axis=0) + 2.0 * boundary_bytes * (flying > 1)
+        result[0, block] = (terms.stable_seconds * layers).sum(axis=0)
+        result[1, block] = (extra * layers).sum(axis=0)
+        peak = (state * layers).sum(axis=0) + reserved * (terms.working * present).max(axis=0)
+        result[2, block] = peak + (terms.gathered * present).max(axis=0) + 2.0 * boundary_bytes * (flying > 1)
     return StageTotals(stable_seconds=result[0], extra_seconds=result[1], peak_bytes=result[2])
 
 
@@ -302,11 +312,86 @@ def _rates_of(rates: StateRates, block: slice) -> StateRates:
     return replace(rates, dense_scatter=rates.dense_scatter[block], expert_scatter=rates.expert_scatter[block])
 
 
-def _largest(per_layer: Floats, there: NDArray[np.bool_]) -> Floats:
-    """[N, M] over the kinds that a stage has."""
-    sets = np.unique(there, axis=1)
-    result = np.empty((per_layer.shape[1], there.shape[1]))
+def _largest(per_layer: Floats, present: NDArray[np.bool_]) -> Floats:
+    """[N, M] maximum over the kinds that a stage has.
+
+    Stages that hold the same kinds have the same maximum, and there are few such sets: one pass over each in place of [K, N, M].
+    """
+    sets = np.unique(present, axis=1)
+    result = np.empty((per_layer.shape[1], present.shape[1]))
     for members in sets.T:
         most = per_layer[members].max(axis=0, initial=0.0)
-        result[:, (there == members[:, None]).all(axis=0)] = most[:, None]
+        result[:, (present == members[:, None]).all(axis=0)] = most[:, None]
     return result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSeconds:
+    """A step by what its seconds are spent on; they add up to its time without the optimizer."""
+
+    steady: float
+    """The slowest stage at work."""
+    bubble: float
+    """Filling and draining the pipeline."""
+    edges: float
+    """First and last micro-batch beyond a stable one."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step without the optimizer."""
+        return self.steady + self.bubble + self.edges
+
+
+def step_seconds(
+    stable: Sequence[float], first_extra: Sequence[float], last_extra: Sequence[float], micro_batches: int, virtual: int
+) -> StepSeconds:
+    """Seconds of a step without the optimizer.
+
+    Args:
+        stable: t_i of every stage.
+        first_extra: seconds of the first micro-batch beyond t_i; stages after the first spend them while they wait for input.
+        last_extra: seconds of the last one beyond t_i; stages after the first end early and do it while the others drain.
+        virtual: chunks per stage.
+    """
+    slowest = max(stable)
+    bubble = (sum(stable) - slowest) / virtual
+    edges, waited = 0.0, 0.0
+    for seconds, first, last in zip(stable, first_extra, last_extra, strict=True):
+        # A stage waits for the forward passes before it, about a third of their time, and drains before their backward ones.
+        edges = max(edges, max(0.0, first - waited / 3) + max(0.0, last - waited * 2 / 3))
+        waited += seconds / virtual
+    return StepSeconds(steady=micro_batches * slowest, bubble=bubble, edges=edges)
+
+
+def transfer_waits(stages: int, virtual: int, one_way: float, beside: float | None) -> tuple[list[float], float]:
+    """Seconds that transfers between stages add to a step.
+
+    megatron-core's 1F1B waits for each of them: behind a forward pass for the transfer to the next stage, behind a backward
+    pass for that to the stage before. Its interleaved pipeline may have them beside its passes, which then take longer by a
+    share of every transfer in or out; the passes that fill and drain the pipeline wait for them, but for those of stages that
+    wait anyway. That count is read off simulated lists; with transfers of 5 % of a forward pass it is right to 1 % of a step.
+
+    Args:
+        one_way: seconds of one transfer.
+        beside: share by which a transfer slows down what runs beside it; None: every pass waits for its transfers.
+    Returns:
+        Seconds of a stable micro-batch at each stage; seconds of filling and draining beside what those add to the bubble.
+    """
+    if stages == 1:
+        return [0.0], 0.0
+    if virtual == 1:
+        return [one_way * ((stage > 0) + (stage < stages - 1)) for stage in range(stages)], 0.0
+    if beside is None:
+        return [2.0 * one_way * virtual] * stages, 0.0
+    return [beside * one_way * (4 * virtual - 2)] * stages, one_way * (2 * virtual * stages - stages - 1)
+
+
+def in_flight(schedule_virtual: int, stages: int, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at once, in whole passes of all its chunks.
+
+    1F1B: stages behind it, and its own. Interleaved: 2 (S - 1 - i) + (v - 1) S + 1 chunk passes of v.
+    """
+    if schedule_virtual == 1:
+        return float(min(micro_batches, stages - stage))
+    passes = min(2 * (stages - stage - 1) + (schedule_virtual - 1) * stages + 1, micro_batches * schedule_virtual)
+    return passes / schedule_virtual

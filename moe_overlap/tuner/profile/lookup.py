@@ -9,6 +9,9 @@ where a database has the rates of a step, the cost model is told IN_STEP times t
 
 `operator_grid` and `link_grid` are measured ahead: a coarse grid of sizes between which the rest is interpolated. `fill` adds
 what a prediction needs and the database lacks, if this machine has its device; another process measures.
+
+A prediction for a measured cluster takes from the database that the cluster names: `lookup_of` the operators that a plan runs
+(`operator_keys`), `refined_of` the factors that traces of the same job gave.
 """
 
 from __future__ import annotations
@@ -18,15 +21,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.tuner.capture.graph import Op
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.capture.graph import CapturedModel, Op
+from moe_overlap.tuner.cost.analytic import prepare
+from moe_overlap.tuner.cost.hardware import NOT_REFINED, Features, Refined
+from moe_overlap.tuner.cost.operators import Lookup
 from moe_overlap.tuner.profile.cluster_file import this_device
 from moe_overlap.tuner.profile.database import (
     BOUND_BY_BYTES,
@@ -244,3 +253,49 @@ def _start(database: Database, keys: Sequence[OperatorKey]) -> subprocess.Popen[
     process.stdin.close()
     process.stdin = None
     return process
+
+
+def operator_keys(
+    plan: Plan,
+    model: ModelDescription,
+    graphs: Mapping[int, CapturedModel],
+    features: Features,
+    load: float = 1.0,
+) -> list[OperatorKey]:
+    """Keys of the operators that a plan runs, each once. Arguments as in `prepare`."""
+    families = prepare(plan, model, graphs, features, load)
+    return distinct(
+        key_of(op, table.shapes[index], float(table.bytes[index]))
+        for family in families
+        for table in family.tables
+        for index, op in enumerate(table.ops)
+    )
+
+
+def lookup_of(cluster: Cluster, keys: list[OperatorKey]) -> Lookup | None:
+    """The measured operators of a cluster; those its database lacks are measured and kept if this machine has the device.
+
+    Raises:
+        ConfigError: the database cannot be read.
+    """
+    if cluster.measured is None:
+        return None
+    ranks = cluster.group_of(0).gpus_per_node
+    return MeasuredOperators(fill(Database.load(Path(cluster.measured.database)), keys, ranks))
+
+
+def refined_of(cluster: Cluster, key: str) -> Refined:
+    """The refined factors of a job that the database of a measured cluster has from traces.
+
+    Args:
+        key: of the job (`tuner/calibrate/refine.py`).
+    Raises:
+        ConfigError: the database cannot be read.
+    """
+    if cluster.measured is None:
+        return NOT_REFINED
+    path = Path(cluster.measured.database)
+    refined = Database.load(path).jobs.get(key, NOT_REFINED)
+    if refined is not NOT_REFINED:
+        print(f"prices refined by traces of this job, as {path} has them", file=sys.stderr)
+    return refined

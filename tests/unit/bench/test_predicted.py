@@ -11,11 +11,10 @@ import pytest
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.report.trace import Trace
-from moe_overlap.tuner.cost.exchange_costs import start_seconds
+from moe_overlap.tuner.cost.interference import start_seconds
 from moe_overlap.tuner.cost.simulate.engine import simulate
 from moe_overlap.tuner.profile.cluster_file import Fitted
-from tools.bench.machine import BedLinks, Calibration, computing, host_time
-from tools.bench.predicted import predicted_spans, recorded
+from tools.bench.machine import BedLinks, Calibration, computing, host_time, predicted_spans, recorded
 from tools.benchmark_predictions import PIPELINED, PLANS, STAGES, choose, judge, parse_arguments, report, table
 
 COMPUTE = Instruction(id=0, kind="compute", name="L0.attention", stage=0, chunk=0, micro_batch=0)
@@ -103,7 +102,7 @@ def test_counts_and_transfers_take_what_was_measured(monkeypatch: pytest.MonkeyP
     receive = dataclasses.replace(send, id=0, name="receive.S0>S1", stage=1, peers=(0,), after=())
     lists = {0: [computes(0), counts, computes(2, 1), send], 1: [receive, computes(1, 0)]}
     prices = {rank: SimpleNamespace(made=made, slowed=None) for rank, made in lists.items()}
-    monkeypatch.setattr("tools.bench.predicted.simulated", lambda *_: SimpleNamespace(prices=prices))
+    monkeypatch.setattr("tools.bench.machine.simulated", lambda *_: SimpleNamespace(prices=prices))
     links = BedLinks(Fitted(0.0, 1e30, 0.0), Fitted(1.0, 100.0, 0.0), 0.25, 0.5)
     spans = predicted_spans([], cast(Any, None), links, {"L0.attention": 2.0})
     assert [(s.channel, s.start, s.end) for s in spans[0]] == [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_overlap.commands.compare_trace import main
+from moe_overlap.commands.compare import compare_traces as main
 from moe_overlap.plan.instructions import Span
 from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.trace import write_trace

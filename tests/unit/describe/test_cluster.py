@@ -10,7 +10,7 @@ import pytest
 
 from moe_overlap.describe.cluster import cluster_of, known_gpus, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
-from tools.write_cluster_files import FOLDER, cluster_files
+from tools.write_examples import CLUSTERS, cluster_files
 
 
 def test_every_gpu_of_the_table_makes_a_cluster_under_each_of_its_names() -> None:
@@ -26,12 +26,12 @@ def test_names_for_one_type_are_one_type() -> None:
 
 def test_files_are_those_the_tool_writes_and_can_be_read() -> None:
     files = cluster_files()
-    assert {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.json")} == files
-    assert all(load_cluster(FOLDER / name).gpus >= 32 for name in files)
+    assert {path.name: path.read_text(encoding="utf-8") for path in CLUSTERS.glob("*.json")} == files
+    assert all(load_cluster(CLUSTERS / name).gpus >= 32 for name in files)
 
 
 def test_ranks_go_through_the_groups_of_nodes_in_order() -> None:
-    content = json.loads((FOLDER / "h100.json").read_text(encoding="utf-8"))
+    content = json.loads((CLUSTERS / "h100.json").read_text(encoding="utf-8"))
     other = {**content["groups"][0], "gpu": "A100", "nodes": 1}
     cluster = cluster_of({"name": "mixed", "groups": [content["groups"][0], other]}, "mixed")
     assert [cluster.group_of(rank).gpu.name for rank in (0, 63, 64, 71)] == ["H100", "H100", "A100", "A100"]
@@ -40,7 +40,7 @@ def test_ranks_go_through_the_groups_of_nodes_in_order() -> None:
 
 
 def group(**changes: Any) -> dict[str, Any]:
-    content = json.loads((FOLDER / "h100.json").read_text(encoding="utf-8"))
+    content = json.loads((CLUSTERS / "h100.json").read_text(encoding="utf-8"))
     return {"name": "mine", "groups": [{**content["groups"][0], **changes}]}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
-from tools.write_model_args import argument_file
+from tools.write_examples import argument_file
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 MIST_SIZES = ("1.3b", "2.7b", "7b", "13b", "22b")

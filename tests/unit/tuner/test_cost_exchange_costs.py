@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from moe_overlap.api import problem_of
-from moe_overlap.tuner.cost.exchange_costs import COUNTS, QUEUED_COUNTS, STARTS, ExchangeCosts, costs_of
+from moe_overlap.tuner.cost.interference import COUNTS, QUEUED_COUNTS, STARTS, AllToAllCosts, costs_of
 from moe_overlap.tuner.cost.simulate.step import predict_plan, simulate_step
 from moe_overlap.tuner.profile.cluster_file import Fitted
 from moe_overlap.tuner.profile.database import LinkKey
@@ -24,7 +24,7 @@ def test_lists_pay_for_starts_and_counts() -> None:
     cluster = dataclasses.replace(CLUSTER, groups=(slow,))
     task = problem_of([*BASE, *f"{STAGES} 1 {PARTS}".split()], cluster, {"graphs": by_hand, "constants": CONSTANTS})
 
-    def step(costs: ExchangeCosts) -> tuple[float, float]:
+    def step(costs: AllToAllCosts) -> tuple[float, float]:
         """Simulated instruction by instruction, and predicted from folded lists."""
         costly = dataclasses.replace(task, machine=dataclasses.replace(task.machine, exchanges=costs))
         whole = simulate_step(task.plan, costly)
@@ -33,10 +33,10 @@ def test_lists_pay_for_starts_and_counts() -> None:
     free, counted, queued, started = (
         step(costs)
         for costs in (
-            ExchangeCosts(FREE, 0.0, 0.0),
-            ExchangeCosts(FREE, 0.5, 0.0),
-            ExchangeCosts(FREE, 0.0, 0.5),
-            ExchangeCosts(Fitted(0.5, 1e30, 0.0), 0.0, 0.0),
+            AllToAllCosts(FREE, 0.0, 0.0),
+            AllToAllCosts(FREE, 0.5, 0.0),
+            AllToAllCosts(FREE, 0.0, 0.5),
+            AllToAllCosts(Fitted(0.5, 1e30, 0.0), 0.0, 0.0),
         )
     )
     for whole, folded in (free, counted, queued, started):

@@ -105,7 +105,7 @@ def test_stages_that_are_alike_are_looked_at_once(
     monkeypatch.setattr(listed_step, "_stage_alone", count)
     once = answer()
     assert looked_at == ([0, 1, 3] if is_alike else [0, 1, 2, 3])
-    monkeypatch.setattr(listed_step, "likeness", lambda _plan, index, *_: index)
+    monkeypatch.setattr(listed_step, "equivalence_key", lambda _plan, index, *_: index)
     assert answer() == once and len(looked_at) > 4
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, most_in_flight, one_f_one_b
-from moe_overlap.tuner.cost.pipeline import in_flight, step_seconds
+from moe_overlap.tuner.cost.stage import in_flight, step_seconds
 
 
 def orders(stages: int, virtual: int, micro_batches: int) -> list[tuple[Step, ...]]:

@@ -17,8 +17,8 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
-from moe_overlap.tuner.capture.stages import Flags
 from moe_overlap.tuner.cost.analytic import Machine, Prediction, concurrency
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants
 from moe_overlap.tuner.cost.interference import interference_of

@@ -54,7 +54,9 @@ def best_of_all(search: Candidates, ones: list[Candidate], mix: Mix) -> float:
     found = []
     for chosen in itertools.product(entries, repeat=len(mix.classes)):
         pairs = zip(mix.classes, chosen, strict=True)
-        plan = with_entries(ones[0].decided, {layer: said[layer] for one, said in pairs for layer in one.alike.layers})
+        plan = with_entries(
+            ones[0].decided, {layer: said[layer] for one, said in pairs for layer in one.layer_class.layers}
+        )
         try:
             validate_plan(plan, model)
             refuse_unsupported(plan)

@@ -14,7 +14,7 @@ from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
 from moe_overlap.plan.plan import Plan, Recompute
 from moe_overlap.plan.uniform_overlap import OverlapWords
 from moe_overlap.tuner.cost.interference import NO_INTERFERENCE
-from moe_overlap.tuner.cost.simulate.compress import Folded, fold, folded_list, run_alone, sample_blocks
+from moe_overlap.tuner.cost.simulate.compress import Compressed, compress, compressed_list, run_alone, sample_blocks
 from moe_overlap.tuner.cost.simulate.engine import simulate
 from tests.unit.plan import plan_samples
 from tests.unit.plan.test_plan_partitions import with_words
@@ -47,8 +47,8 @@ def folded_step(plan: Plan, model: ModelDescription, seconds: Any, micro_batches
         blocks = sample_blocks(plan, index)
         made = lower_rank(plan, model, rank, blocks=blocks)
         alone = run_alone(made, rank, lambda i, rank=rank: seconds(rank, i), NO_INTERFERENCE)  # type: ignore[misc]
-        folded: Folded = fold(index, blocks, made, alone)
-        lists[rank], priced[rank] = folded_list(folded, micro_batches)
+        folded: Compressed = compress(index, blocks, made, alone)
+        lists[rank], priced[rank] = compressed_list(folded, micro_batches)
     return simulate(lists, lambda rank, i: priced[rank].get(i.id, seconds(rank, i))).step_seconds
 
 

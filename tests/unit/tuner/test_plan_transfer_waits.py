@@ -8,8 +8,8 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.issue_order import waiting_for_transfers
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.tuner.cost.interference import slowed_down
-from moe_overlap.tuner.cost.pipeline import step_seconds, transfer_waits
 from moe_overlap.tuner.cost.simulate.engine import simulate
+from moe_overlap.tuner.cost.stage import step_seconds, transfer_waits
 from tests.unit.plan import plan_samples
 
 FORWARD, BACKWARD, BESIDE = 1.0, 2.0, 0.15

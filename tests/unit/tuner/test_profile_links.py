@@ -12,8 +12,8 @@ import pytest
 
 from moe_overlap.describe.cluster import cluster_of, load_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.tuner.cost.hardware import measured_constants
 from moe_overlap.tuner.cost.links import Group, collective_seconds
-from moe_overlap.tuner.cost.measured import constants_of
 from moe_overlap.tuner.profile.cluster_file import fit_line, fit_links, measured_cluster, moved_bytes
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey
 
@@ -79,7 +79,7 @@ def test_a_measured_cluster_predicts_what_was_measured(tmp_path: Path) -> None:
     assert cluster.measured is not None and cluster.gpus == 2
     assert Database.load(Path(cluster.measured.database)).rates == RATES
     links = cluster.group_of(0)
-    constants, extrapolating = constants_of(cluster.measured, links.gpu.name).of_gpu(links.gpu)
+    constants, extrapolating = measured_constants(cluster.measured, links.gpu.name).of_gpu(links.gpu)
     assert not extrapolating and links.gpu.memory_gib == 16
     group = Group(size=2, per_domain=1, per_node=2, links=links)
     for kind, rate in (("all_gather", RATE), ("all_to_all", 2 * RATE)):
@@ -99,7 +99,7 @@ def test_nodes_of_one_rank_have_the_latency_of_the_network(tmp_path: Path) -> No
     cluster = load_cluster(tmp_path / "bed.json")
     assert cluster.measured is not None
     links = cluster.group_of(0)
-    constants, _ = constants_of(cluster.measured, links.gpu.name).of_gpu(links.gpu)
+    constants, _ = measured_constants(cluster.measured, links.gpu.name).of_gpu(links.gpu)
     group = Group(size=2, per_domain=1, per_node=1, links=links)
     for size in (1 << 12, 1 << 20):
         seconds = collective_seconds("all_to_all", size, group, constants.link_rates)
@@ -135,4 +135,4 @@ def test_every_constant_is_asked_for(tmp_path: Path) -> None:
     measured = cluster_of(content, "c.json").measured
     assert measured is not None
     with pytest.raises(ConfigError, match=r"measured.constants.memory: is missing"):
-        constants_of(measured, "a processor")
+        measured_constants(measured, "a processor")

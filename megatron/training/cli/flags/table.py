@@ -20,7 +20,7 @@ from typing import Any, Literal
 from megatron.training.cli import config as config_module
 from megatron.training.cli import config_fields
 from megatron.training.cli.config import Config
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, one_of
 
 ValueKind = Literal["switch", "int", "float", "str", "layers", "pair"]
 _KIND_TEXT = {"int": "a whole number", "float": "a number"}
@@ -82,11 +82,6 @@ def _number(name: str, text: str, kind: ValueKind) -> int | float:
     if not math.isfinite(value) or (kind == "int" and abs(value) >= 2**63):
         raise ConfigError(name, text, f"must be {_KIND_TEXT[kind]} of 64 bits", "correct the value")
     return value
-
-
-def one_of(choices: tuple[str, ...]) -> str:
-    """Join choices as `a`, `a or b`, `a, b or c`."""
-    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 @functools.cache

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from megatron.training.cli.arguments import ParsedArguments
 from megatron.training.cli.config import Config, DataConfig
-from megatron.training.cli.flags.table import config_flags, one_of, spelling
+from megatron.training.cli.flags.table import config_flags, spelling
 from megatron.training.data.tokenizers import MODEL_TYPES
+from moe_overlap.describe.errors import one_of
 
 FLEX_FIELD, FLEX = "moe.moe_token_dispatcher_type", "flex"
 """The field whose settings count for a single one of its choices."""

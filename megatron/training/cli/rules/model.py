@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.training.cli.config import Config
-from megatron.training.cli.rules.rule import Rule, at_least, divisors, fraction, require
+from megatron.training.cli.config import Config, Rule
 from megatron.training.cli.sizes import dense_width
+from moe_overlap.describe.errors import at_least, divisors, fraction, require
 
 # Windows and scaled rotary positions
 

@@ -6,12 +6,12 @@ takes the flag or plan that is to blame, for `--plan` as well (`plan_flags.py` c
 
 from __future__ import annotations
 
-from megatron.training.cli.config import Config
-from megatron.training.cli.rules.rule import Rule, at_least, divisors, fraction, require
+from megatron.training.cli.config import Config, Rule
 from megatron.training.cli.sizes import dense_width, expert_tensor_size, virtual_stages
+from moe_overlap.describe.errors import at_least, divisors, fraction, require
+from moe_overlap.plan.capabilities import ListedRun, require_cuttable, require_listable, require_one_chunk
 from moe_overlap.plan.gates import check_gate, require_partitionable
 from moe_overlap.plan.overlap import Gate
-from moe_overlap.plan.rules.listed_run import ListedRun, require_cuttable, require_listable, require_one_chunk
 
 _AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from megatron.training.cli.config import Config
+from megatron.training.cli.config import Config, Rule
 from megatron.training.cli.rules.moe import overlap_flag
-from megatron.training.cli.rules.rule import Rule, at_least, divisors, require
 from megatron.training.cli.sizes import (
     batch_sizes,
     chunk_sizes,
@@ -17,7 +16,7 @@ from megatron.training.cli.sizes import (
     stage_counts,
     virtual_stages,
 )
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, at_least, divisors, require
 
 MOST_PROCESSES = 1_000_000
 """A plan names every rank."""

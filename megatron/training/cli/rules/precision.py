@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.cli.config import Config
-from megatron.training.cli.rules.rule import Rule, at_least, require
+from megatron.training.cli.config import Config, Rule
 from megatron.training.cli.sizes import dense_width, expert_tensor_size, moe_layers, uses_sequence_parallel
+from moe_overlap.describe.errors import at_least, require
 
 
 def one_type_holds_the_weights(config: Config) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from signal import valid_signals
 
-from megatron.training.cli.config import Config, DataConfig
-from megatron.training.cli.flags.table import one_of
-from megatron.training.cli.rules.rule import Rule, at_least, fraction, require
+from megatron.training.cli.config import Config, DataConfig, Rule
 from megatron.training.cli.sizes import batch_sizes
 from megatron.training.data.sources import check_data_flags, tokenizer_files
 from megatron.training.data.tokenizers import MODEL_TYPES, ByteTokenizer, check_tokenizer_flags
+from moe_overlap.describe.errors import at_least, fraction, one_of, require
 
 
 def learning_rates_fit(config: Config) -> None:

@@ -1,7 +1,22 @@
-"""Steady-state compression, and inner stages of a pipeline that are equivalent: simulated once, and renamed.
+"""Steady-state compression: long steps are simulated from blocks, and equivalent stages are simulated once.
 
-Two stages are equivalent if they have the same parallelism, layers of the same kinds in the same order, and the same overlap at
-the same places. The first and the last stage are equivalent to no other.
+Problem. A step of many micro-batches repeats a few kinds of passes; simulating every instruction of every stage takes long.
+Terms.
+- A *block* is what `pipeline_blocks` says: a pass, or a backward and a forward pass that run interleaved.
+- A *contact* is the place in a block where it needs a transfer from another stage, or can send its own.
+- A *slice* is the computation of a block between two contacts: one instruction of a compressed list.
+- Two stages are *equivalent* if they have the same parallelism, layers of the same kinds in the same order, and the same
+  overlap at the same places (`equivalence_key`). The first and the last stage are equivalent to no other.
+Steps.
+1. A few passes with every kind of block (`sample_blocks`) are lowered, and simulated on one rank alone, transfers taking nothing
+   (`run_alone`).
+2. Every kind of block is cut at its contacts (`compress`).
+3. Of equivalent stages one is simulated; the others are its renamed copies (`renamed`, `renames`).
+4. A step of any number of micro-batches is written from the slices (`compressed_list`) and simulated with all stages together.
+
+Error. A block computes in the order of its list and behind the block before, so that little is lost: all-to-alls that share their
+link with a transfer between stages, and gradient buckets that travel under more than the last two backward passes of a chunk.
+Stages whose parameter groups step by themselves move states across blocks; their lists are not compressed.
 """
 
 from __future__ import annotations
@@ -20,20 +35,8 @@ from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.simulate.engine import Ran, Simulation, pass_of, simulate
 
-# Instruction lists, folded: what a rank does between two contacts with other stages becomes one instruction.
-#
-# Terms. A block is what `pipeline_blocks` says: a pass, or a backward and a forward pass that run interleaved. A contact is
-# where a block needs what another stage sends, or has made what it sends itself.
-# 1. A few passes with every kind of block (`sample_blocks`) are lowered, and simulated on one rank alone, transfers taking
-# nothing.
-# 2. Every kind of block is cut at its contacts (`fold`).
-# 3. A step of any number of micro-batches is written from those pieces (`folded_list`) and simulated with all stages together.
-#
-# A block computes in the order of its list and behind the block before, so that little is lost: exchanges that share their link
-# with a transfer between stages, and gradient pieces that travel under more than the last two backward passes of a chunk. Stages
-# whose parts step by themselves move states across blocks; their lists are not folded.
-
 LEAST_SECONDS = 1e-9
+"""Differences of times below this are rounding."""
 Key = tuple[tuple[str, int, bool], ...]
 """Kind of a block: direction, chunk, and whether gradients are complete behind it, of each of its passes."""
 Blocks = Sequence[Sequence[Step]]
@@ -57,12 +60,13 @@ class Contact:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one kind of block takes when nothing is waited for.
+    """One kind of block, when no transfer keeps it waiting.
 
     Attributes:
         name: of its first operator.
-        busy: seconds of `seconds` in which it computes.
-        tail: the last of `seconds`: weight gradients behind its sends, before which the next block's receives are posted.
+        seconds: from its first computation to its last.
+        busy: seconds in which it computes.
+        tail: the last of `seconds`: weight gradients in its bubble slot, before which the next block's receives are posted.
     """
 
     name: str
@@ -73,8 +77,8 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
-    """One rank of a stage.
+class Compressed:
+    """The blocks of one rank of a stage, and the end of its step.
 
     Attributes:
         before_norm: seconds from the last computation until the norm of all gradients begins.
@@ -105,43 +109,44 @@ def sample_blocks(plan: Plan, stage: int) -> Blocks:
 
 
 def run_alone(
-    made: Sequence[Instruction],
+    instructions: Sequence[Instruction],
     rank: int,
     seconds: Callable[[Instruction], float],
     model: Interference,
     queue_seconds: float = 0.0,
 ) -> Simulation:
     """Simulate one rank's list as if its transfers took nothing; arguments as `simulate` takes them."""
-    alone = [replace(i, kind="copy", peers=()) if i.kind == "point-to-point" else i for i in made]
+    alone = [replace(i, kind="copy", peers=()) if i.kind == "point-to-point" else i for i in instructions]
     return simulate(
         {rank: alone}, lambda _, i: 0.0 if i.channel_group == PIPELINE else seconds(i), model, queue_seconds
     )
 
 
-def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulation) -> Folded:
+def compress(stage: int, blocks: Blocks, instructions: Sequence[Instruction], alone: Simulation) -> Compressed:
     """Cut the blocks of a list at their contacts.
 
     Args:
         blocks: the passes of the list, as `sample_blocks` gives them.
-        made: the list.
-        alone: how it ran (`run_alone`).
+        instructions: the list.
+        alone: its simulation (`run_alone`).
     """
-    ran = {one.instruction.id: one for one in alone.ran}
+    ran = {event.instruction.id: event for event in alone.ran}
     of_pass: dict[Step, list[Instruction]] = {step: [] for block in blocks for step in block}
-    for i in made:
+    for i in instructions:
         if i.micro_batch is not None:
             of_pass[pass_of(i)].append(i)
     needs: dict[int, float] = {}
-    for i in made:
+    # A receive is needed when the first instruction behind it starts.
+    for i in instructions:
         for number in i.after:
             needs[number] = min(needs.get(number, ran[i.id].start), ran[i.id].start)
     last = max(step.micro_batch for step in of_pass)
-    folded: dict[Key, Block] = {}
+    kinds: dict[Key, Block] = {}
     end = 0.0
     for block in blocks:
         start = end
         computed = [ran[i.id] for step in block for i in of_pass[step] if i.channel == COMPUTE]
-        end = max(one.end for one in computed)
+        end = max(event.end for event in computed)
         contacts = [
             Contact(
                 i,
@@ -153,57 +158,57 @@ def fold(stage: int, blocks: Blocks, made: Sequence[Instruction], alone: Simulat
             for i in of_pass[step]
             if i.kind == "point-to-point"
         ]
-        busy = sum(one.end - one.start for one in computed)
-        behind = _behind_sends([i for step in block for i in of_pass[step]])
-        tail = sum(_seconds(ran[i.id]) for i in behind)
-        folded[_key(block, last)] = Block(computed[0].instruction.name, end - start, busy, tuple(contacts), tail)
-    norm = next(one for one in alone.ran if one.instruction.name == NORM)
-    return Folded(
+        busy = sum(map(_seconds, computed))
+        in_bubble_slot = _in_bubble_slot([i for step in block for i in of_pass[step]])
+        tail = sum(_seconds(ran[i.id]) for i in in_bubble_slot)
+        kinds[_key(block, last)] = Block(computed[0].instruction.name, end - start, busy, tuple(contacts), tail)
+    norm = next(event for event in alone.ran if event.instruction.name == NORM)
+    return Compressed(
         rank=norm.rank,
         stage=stage,
-        blocks=folded,
+        blocks=kinds,
         before_norm=norm.start - end,
         norm=norm.end - norm.start,
         after_norm=alone.step_seconds - norm.end,
-        optimizer=sum(_seconds(one) for one in alone.ran if one.instruction.kind == "optimizer"),
+        optimizer=sum(_seconds(event) for event in alone.ran if event.instruction.kind == "optimizer"),
     )
 
 
-def _behind_sends(block: Sequence[Instruction]) -> list[Instruction]:
-    """The weight gradients behind the last send of a block."""
+def _in_bubble_slot(block: Sequence[Instruction]) -> list[Instruction]:
+    """The weight gradients behind the last send of a block; none where other instructions follow it, too."""
     ordered = sorted(block, key=lambda i: i.id)
     last = max((n for n, i in enumerate(ordered) if i.sends), default=len(ordered))
     behind = ordered[last + 1 :]
     return behind if all(i.kind == "weight-gradient" for i in behind) else []
 
 
-def blocks_of(folded: Folded, plan: Plan) -> list[Block]:
+def blocks_of(compressed: Compressed, plan: Plan) -> list[Block]:
     """The blocks of a whole step of a plan, in order."""
-    last = plan.stages[folded.stage].gradient_accumulation_steps - 1
-    return [folded.blocks[_key(steps, last)] for steps in pipeline_blocks(plan, folded.stage)]
+    last = plan.stages[compressed.stage].gradient_accumulation_steps - 1
+    return [compressed.blocks[_key(steps, last)] for steps in pipeline_blocks(plan, compressed.stage)]
 
 
-def folded_list(folded: Folded, plan: Plan) -> tuple[list[Instruction], dict[int, float]]:
+def compressed_list(compressed: Compressed, plan: Plan) -> tuple[list[Instruction], dict[int, float]]:
     """The list of a step of a plan, which may have another number of micro-batches, and seconds by id, transfers apart."""
-    writer = _Writer(folded.stage)
-    for steps, block in zip(pipeline_blocks(plan, folded.stage), blocks_of(folded, plan), strict=True):
+    writer = _Writer(compressed.stage)
+    for steps, block in zip(pipeline_blocks(plan, compressed.stage), blocks_of(compressed, plan), strict=True):
         writer.block(steps, block)
-    writer.end(folded)
-    return writer.made, writer.seconds
+    writer.end(compressed)
+    return writer.instructions, writer.seconds
 
 
 class _Writer:
-    """Appends pieces of blocks to a list."""
+    """Appends the slices and transfers of blocks to a list."""
 
     def __init__(self, stage: int) -> None:
-        self.made: list[Instruction] = []
+        self.instructions: list[Instruction] = []
         self.seconds: dict[int, float] = {}
         self._stage = stage
         self._computed = -1
         self._open, self._tail = -1, 0.0
 
     def block(self, steps: Sequence[Step], block: Block) -> None:
-        """Receives, then the pieces between contacts, each followed by what it lets go."""
+        """Append receives, then the slices between contacts, each followed by the transfers that it lets go."""
         received = [c for c in block.contacts if c.transfer.receives]
         incoming = [(c.at, self._transfer(c, steps, self._before(c))) for c in received if c.posted <= 0.0]
         later = sorted((c for c in received if c.posted > 0.0), key=lambda c: c.posted)
@@ -215,8 +220,8 @@ class _Writer:
         for end in ends:
             after = tuple(number for at, number in incoming if at <= begin)
             incoming = [(at, number) for at, number in incoming if at > begin]
-            piece = Instruction(
-                id=len(self.made),
+            part = Instruction(
+                id=len(self.instructions),
                 kind="compute",
                 name=block.name,
                 stage=self._stage,
@@ -224,69 +229,76 @@ class _Writer:
                 micro_batch=steps[0].micro_batch,
                 after=after,
             )
-            self._computed = self._append(piece, end - begin)
+            self._computed = self._append(part, end - begin)
             if begin < opens:
                 self._open = self._computed
             while later and (later[0].posted <= end or end == block.seconds):
-                one = later.pop(0)
-                incoming.append((one.at, self._transfer(one, steps, (self._computed,))))
+                contact = later.pop(0)
+                incoming.append((contact.at, self._transfer(contact, steps, (self._computed,))))
             while outgoing and (outgoing[0].at <= end or end == block.seconds):
                 self._transfer(outgoing.pop(0), steps, (self._computed,))
             begin = end
         self._tail = block.tail
 
     def _before(self, contact: Contact) -> tuple[int, ...]:
-        """What a receive at the beginning of a block waits for: the block before but its tail, if it is posted no earlier."""
+        """Dependencies of a receive at the beginning of a block: the block before but its tail, unless it is posted earlier."""
         return (self._open,) if contact.posted >= -self._tail - LEAST_SECONDS and self._open >= 0 else ()
 
-    def end(self, folded: Folded) -> None:
-        """What stands behind the passes: gradients, the norm, where all ranks meet, and the update."""
+    def end(self, compressed: Compressed) -> None:
+        """Append the end of the step: reduction of gradients, the norm, where all ranks meet, and the update."""
         after = (self._computed,)
         for name, seconds in (
-            (str(OperatorKind.GRADIENTS), folded.before_norm),
-            (str(NORM), folded.norm),
-            (str(OperatorKind.PARAMETERS), folded.after_norm),
+            (str(OperatorKind.GRADIENTS), compressed.before_norm),
+            (str(NORM), compressed.norm),
+            (str(OperatorKind.PARAMETERS), compressed.after_norm),
         ):
-            made = Instruction(
-                id=len(self.made), kind="collective", name=name, stage=self._stage, channel=DATA_CHANNEL, after=after
+            instruction = Instruction(
+                id=len(self.instructions),
+                kind="collective",
+                name=name,
+                stage=self._stage,
+                channel=DATA_CHANNEL,
+                after=after,
             )
-            after = (self._append(made, seconds),)
+            after = (self._append(instruction, seconds),)
 
     def _transfer(self, contact: Contact, steps: Sequence[Step], after: tuple[int, ...] = ()) -> int:
         micro_batch = steps[contact.number].micro_batch
-        self.made.append(replace(contact.transfer, id=len(self.made), micro_batch=micro_batch, after=after))
-        return len(self.made) - 1
+        self.instructions.append(
+            replace(contact.transfer, id=len(self.instructions), micro_batch=micro_batch, after=after)
+        )
+        return len(self.instructions) - 1
 
-    def _append(self, made: Instruction, seconds: float) -> int:
-        self.made.append(made)
-        self.seconds[made.id] = seconds
-        return made.id
+    def _append(self, instruction: Instruction, seconds: float) -> int:
+        self.instructions.append(instruction)
+        self.seconds[instruction.id] = seconds
+        return instruction.id
 
 
 def _key(block: Sequence[Step], last: int) -> Key:
     return tuple((s.direction, s.chunk, s.direction == "backward" and s.micro_batch == last) for s in block)
 
 
-def _seconds(one: Ran) -> float:
-    return one.end - one.start
+def _seconds(event: Ran) -> float:
+    return event.end - event.start
 
 
 NAMED_FIELDS = ("layer", "first_operator", "last_operator", "weight_gradient_slots")
 """Fields of a layer's overlap that name layers; equal places of two stages have other names."""
 
 
-def likeness(plan: Plan, index: int, model: ModelDescription, here: StagePrices) -> Hashable:
+def equivalence_key(plan: Plan, index: int, model: ModelDescription, prices: StagePrices) -> Hashable:
     """The equivalence key of a stage: equal for stages whose simulations differ by names alone.
 
     Args:
-        here: prices of the stage; those of one family share their `priced`.
+        prices: of the stage; those of one family share their `priced`.
     """
     if index in (0, len(plan.stages) - 1) or plan.transfers:
         return index
     stage = plan.stages[index]
     kinds = tuple(tuple((model.moe_layers[n], model.windows[n]) for n in range(*span)) for span in stage.chunks)
     overlap = _overlap_key(plan, index)
-    return id(here.priced), here.priced.family.counts[:, here.column].tobytes(), kinds, overlap
+    return id(prices.priced), prices.priced.family.counts[:, prices.column].tobytes(), kinds, overlap
 
 
 def _overlap_key(plan: Plan, index: int) -> Hashable:
@@ -319,27 +331,24 @@ def _overlap_key(plan: Plan, index: int) -> Hashable:
     )
 
 
-def renamed(folded: Folded, plan: Plan, index: int) -> Folded:
-    """What a stage does, as another one that is like it does it."""
-    shift = index - folded.stage
+def renamed(compressed: Compressed, plan: Plan, index: int) -> Compressed:
+    """The blocks of a stage as those of an equivalent one: its names, channels and peers."""
+    shift = index - compressed.stage
 
     def transfer(i: Instruction) -> Instruction:
         operator = i.operator.on(shift=shift)
         peers = tuple(plan.stages[plan.stage_of(peer) + shift].devices.ranks[0] for peer in i.peers)
         return replace(i, name=str(operator), channel=boundary_channel(operator), stage=index, peers=peers)
 
-    def contact(one: Contact) -> Contact:
-        return replace(one, transfer=transfer(one.transfer))
+    def shifted(block: Block) -> Block:
+        contacts = (replace(contact, transfer=transfer(contact.transfer)) for contact in block.contacts)
+        return replace(block, contacts=tuple(contacts))
 
-    def block(one: Block) -> Block:
-        return replace(one, contacts=tuple(map(contact, one.contacts)))
-
-    blocks = {key: block(one) for key, one in folded.blocks.items()}
-    return replace(folded, rank=plan.stages[index].devices.ranks[0], stage=index, blocks=blocks)
+    blocks = {key: shifted(block) for key, block in compressed.blocks.items()}
+    return replace(compressed, rank=plan.stages[index].devices.ranks[0], stage=index, blocks=blocks)
 
 
 def renames(plan: Plan, index: int, other: int) -> Callable[[str], str]:
-    """Names of a stage's operators -> those of the other one at the same places."""
-    here, there = plan.stages[index].layers, plan.stages[other].layers
-    layers = dict(zip(here, there, strict=True))
+    """Names of a stage's operators -> those of an equivalent stage at the same places."""
+    layers = dict(zip(plan.stages[index].layers, plan.stages[other].layers, strict=True))
     return lambda name: str(parse_operator(name).on(layers))

@@ -1,4 +1,4 @@
-"""Event simulation of instruction lists: when everything runs, given what each instruction takes alone.
+"""Event simulation of instruction lists: start and end of every instruction, given the seconds that each takes alone.
 
 Terms. The head of a channel is its first instruction that has not run. A head is ready when all of `after` have ended. Transfers
 between stages and the norm of all gradients meet: they begin when the heads of all their ranks are ready and end together.
@@ -6,9 +6,9 @@ Rules, as instructions.py states them:
 1. A ready head starts when its channel is free and, if it meets others, when they are ready, too.
 2. While it runs it does its work at a rate of 1, or, with an interference model, at 1 / slowdown: the factor of its stream among
    the busy streams of its rank, times the channels that share the stream (two collectives at a time halve each other; what is
-   sent to another stage and what is received from one do not: links carry both ways; counts of an exchange take a latency and
+   sent to another stage and what is received from one do not: links carry both ways; all-to-alls of counts take a latency and
    leave the link to the others, but may queue behind rows on their way). What meets goes at the rate of its slowest rank.
-3. Everything has run, or nothing can: then the grid of passes is shown with the place.
+3. The simulation ends when every instruction has run. Where none can, the error shows the grid of passes with the place.
 
 Lists: of all ranks, or of one rank per stage (at the same place of each), whose collectives inside a stage then stand for all.
 Time: instructions × log(instructions), with interference also × channels.
@@ -41,7 +41,7 @@ Lists = Mapping[int, Sequence[Instruction]]
 Seconds = Callable[[int, Instruction], float]
 """Seconds of a rank's instruction when nothing else runs."""
 End = tuple[int, Instruction]
-"""A rank, and what it takes part in."""
+"""A rank, and the instruction by which it takes part."""
 STREAM_OF = {COMPUTE: 0, OPTIMIZER: 0, TO_DEVICE: 2, TO_HOST: 3}
 """Channel -> its place in interference.STREAMS; the others join devices."""
 COMPUTING, BETWEEN_DEVICES = 0, 1
@@ -65,16 +65,16 @@ class Simulation:
 
     @property
     def step_seconds(self) -> float:
-        """Until the last rank has finished."""
-        return max((one.end for one in self.ran), default=0.0)
+        """Seconds until the last rank has finished."""
+        return max((event.end for event in self.ran), default=0.0)
 
     def spans(self, rank: int) -> list[Span]:
-        """What one rank did, as the runtime records it, in order of the starts."""
-        mine = sorted((one for one in self.ran if one.rank == rank), key=lambda one: (one.start, one.end))
+        """Spans of one rank, as the runtime records them, in order of the starts."""
+        events = sorted((event for event in self.ran if event.rank == rank), key=lambda event: (event.start, event.end))
         return [
-            Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, one.start, one.end, i.partition)
-            for one in mine
-            for i in (one.instruction,)
+            Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, event.start, event.end, i.partition)
+            for event in events
+            for i in (event.instruction,)
         ]
 
     def exposed_seconds(self, rank: int) -> float:
@@ -105,7 +105,7 @@ def simulate(
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """What runs: one instruction, or the two ends of a transfer, or everybody's norm."""
+    """Running work: one instruction, or the two ends of a transfer, or the norm of all ranks."""
 
     ends: tuple[End, ...]
     left: float
@@ -133,8 +133,8 @@ class _Engine:
         self._queues: dict[tuple[int, str], list[Instruction]] = defaultdict(list)
         self._waits: dict[tuple[int, int], int] = {}
         self._wakes: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
-        for rank, made in lists.items():
-            for i in made:
+        for rank, instructions in lists.items():
+            for i in instructions:
                 self._queues[rank, i.channel].append(i)
                 self._waits[rank, i.id] = len(set(i.after))
                 for number in set(i.after):
@@ -147,7 +147,7 @@ class _Engine:
         self._pushed = 0
 
     def run(self) -> Simulation:
-        """From the first event to the last."""
+        """Simulate from the first event to the last."""
         for rank, channel in list(self._queues):
             self._try(rank, channel, 0.0)
         while self._events:
@@ -159,7 +159,7 @@ class _Engine:
         return Simulation(tuple(self._ran))
 
     def _try(self, rank: int, channel: str, now: float) -> None:
-        """Rule 1."""
+        """Start the head of a channel if rule 1 allows it."""
         head = self._head(rank, channel)
         if head is None:
             return
@@ -181,7 +181,7 @@ class _Engine:
         self._rates([place for place, _ in ends], now)
 
     def _head(self, rank: int, channel: str) -> Instruction | None:
-        """What a channel could start."""
+        """The instruction that a channel could start; None where it is busy, empty or must wait."""
         queue = self._queues.get((rank, channel))
         if not queue or channel in self._running[rank] or self._waits[rank, queue[-1].id]:
             return None
@@ -205,7 +205,7 @@ class _Engine:
         )
 
     def _finish(self, task: _Task, now: float) -> None:
-        """Everything that may start now starts."""
+        """End a task, and start everything that may start now."""
         channels: list[tuple[int, str]] = []
         for rank, i in task.ends:
             del self._running[rank][i.channel]
@@ -222,7 +222,7 @@ class _Engine:
             self._try(rank, channel, now)
 
     def _rates(self, ranks: Sequence[int], now: float) -> None:
-        """Rule 2, for everything that runs on these ranks."""
+        """Set the rates of everything that runs on these ranks by rule 2."""
         if self._interference is None:
             return
         for task in {task: None for rank in ranks for task in self._running[rank].values()}:
@@ -261,26 +261,26 @@ def _stream(channel: str) -> int:
     return STREAM_OF.get(channel, BETWEEN_DEVICES)
 
 
-def _is_opposite(mine: Instruction, task: _Task, rank: int) -> bool:
+def _is_opposite(own: Instruction, task: _Task, rank: int) -> bool:
     """Whether one of two transfers between stages is sent and the other received."""
     theirs = next(i for place, i in task.ends if place == rank)
-    return bool(theirs.peers) and mine.sends != theirs.sends
+    return bool(theirs.peers) and own.sends != theirs.sends
 
 
-def _meets(mine: Instruction, theirs: Instruction, rank: int) -> bool:
+def _meets(own: Instruction, theirs: Instruction, rank: int) -> bool:
     """Whether two heads are the two ends of one transfer, or both the norm."""
-    if mine.kind != "point-to-point":
-        return theirs.name == mine.name
-    same = mine.partition == theirs.partition  # of tiles, whose ends may belong to unlike micro-batches
-    same = same and (bool(mine.partition) or mine.micro_batch == theirs.micro_batch)
-    ends = (mine.sends and theirs.receives) or (mine.receives and theirs.sends)
+    if own.kind != "point-to-point":
+        return theirs.name == own.name
+    same = own.partition == theirs.partition  # of tiles, whose ends may belong to unlike micro-batches
+    same = same and (bool(own.partition) or own.micro_batch == theirs.micro_batch)
+    ends = (own.sends and theirs.receives) or (own.receives and theirs.sends)
     return ends and theirs.peers == (rank,) and same
 
 
 def _stuck(left: Mapping[int, Instruction | None], lists: Lists) -> str:
     """The grid of passes with the first rank that is stuck, and what every rank stands at."""
     ranks = list(lists)
-    orders = {rank: _passes(made) for rank, made in lists.items()}
+    orders = {rank: _passes(instructions) for rank, instructions in lists.items()}
     stuck = next(rank for rank in ranks if left[rank] is not None)
     lines = [f"rank {rank} waits for ever at {i}" for rank, i in left.items() if i is not None]
     at = left[stuck]
@@ -290,9 +290,9 @@ def _stuck(left: Mapping[int, Instruction | None], lists: Lists) -> str:
     return "\n".join([*lines, f"passes by rank ({', '.join(map(str, ranks))}):", grid])
 
 
-def _passes(made: Sequence[Instruction]) -> list[Step]:
+def _passes(instructions: Sequence[Instruction]) -> list[Step]:
     """The passes of a list in order of their first computation."""
-    return list(dict.fromkeys(pass_of(i) for i in made if i.kind == "compute" and i.micro_batch is not None))
+    return list(dict.fromkeys(pass_of(i) for i in instructions if i.kind == "compute" and i.micro_batch is not None))
 
 
 def pass_of(i: Instruction) -> Step:

@@ -1,8 +1,16 @@
-"""Bytes that overlap adds to a stage: what deferred weight gradients hold, and rows of several parts or micro-batches at once.
+"""Bytes over a simulated step, and the bytes that overlap adds to a stage.
 
-The passes of `folded.sample_blocks` are looked at with and without overlap. At any time a stage holds what its micro-batches in
-flight save for their backward passes; the closed form counts that whole, until a backward pass has ended. What is there beyond
-that, at most, is the surplus of a list; the surplus with overlap less that without is the extra.
+Live memory of one rank (`live_bytes`). A buffer is live from the start of the instruction that writes it first to the end of
+the one that reads it last; written anew later, it is live again. Parameters, gradient sums and states stay on the device all
+the time; a buffer in host memory never counts. `activations.L3.m0` stands for the activations that the forward pass of a
+micro-batch through a layer saves for its backward pass, which no instruction names: from the first computation of the one to
+the last of the other. The list itself says when an offloaded share (`moved.activations.…`) is live.
+
+Overlap (`listed_bytes`) adds the operands of deferred weight gradients, and rows of several partitions or micro-batches at once.
+1. The passes of `compress.sample_blocks` are simulated with and without overlap.
+2. The *surplus* of a list is the peak of its live bytes beyond the activations of the micro-batches in flight, which the analytic
+   cost counts whole until a backward pass has ended.
+3. The extra bytes are the surplus with overlap less that without.
 """
 
 from __future__ import annotations
@@ -22,25 +30,17 @@ from moe_overlap.tuner.cost.layer import weight_of
 from moe_overlap.tuner.cost.simulate.compress import run_alone
 from moe_overlap.tuner.cost.simulate.engine import Ran, Simulation, pass_of
 
-# Live memory of one rank over a simulated step.
-#
-# A buffer is there from the start of what writes it first to the end of what reads it last; written anew later, it is there
-# again. Parameters, gradient sums and states stay on the device all the time, what begins with `host.` never is there.
-# `activations.L3.m0` stands for what the forward pass of a micro-batch through a part saves for its backward pass, which no
-# instruction names: from the first computation of the one to the last of the other. Of an offloaded share
-# (`moved.activations.…`) the list says itself when it is there.
-
 STAYING = (BufferRole.PARAMETERS, BufferRole.GRADIENT, BufferRole.STATE)
 """Buffers that outlive a step, where they are not the share that moves."""
 Interval = tuple[str, float, float]
-"""Buffer, and from when to when it is there."""
+"""A buffer, and the start and end of a time in which it is live."""
 
 
 def live_bytes(ran: Sequence[Ran], bytes_of: Callable[[str], float]) -> list[tuple[float, float]]:
-    """When memory changes, and the bytes from then on.
+    """Times at which memory changes, and the live bytes from then on.
 
     Args:
-        ran: one rank's part of a Simulation.
+        ran: the events of one rank in a Simulation.
         bytes_of: bytes of a buffer, of `activations.…` as well.
     Returns:
         In order of time, from 0; the largest bytes are the peak.
@@ -60,36 +60,36 @@ def live_bytes(ran: Sequence[Ran], bytes_of: Callable[[str], float]) -> list[tup
 
 
 def intervals(ran: Sequence[Ran]) -> Iterator[Interval]:
-    """When each buffer is there."""
-    in_list = sorted(ran, key=lambda one: one.instruction.id)
-    step = max((one.end for one in ran), default=0.0)
-    ends = last_uses([one.instruction for one in in_list])
-    there: dict[str, tuple[float, float]] = {}
-    for one in in_list:
-        i = one.instruction
+    """The times in which each buffer is live."""
+    in_list = sorted(ran, key=lambda event: event.instruction.id)
+    step = max((event.end for event in ran), default=0.0)
+    ends = last_uses([event.instruction for event in in_list])
+    live: dict[str, tuple[float, float]] = {}
+    for event in in_list:
+        i = event.instruction
         for name in dict.fromkeys((*i.reads, *i.writes)):
             buffer = parse_buffer(name)
             if buffer.home is Home.HOST:
                 continue
-            given = name in i.reads and name not in there
-            start, end = there.get(name, (0.0 if given else one.start, one.end))
-            there[name] = (start, max(end, one.end))
+            given = name in i.reads and name not in live
+            start, end = live.get(name, (0.0 if given else event.start, event.end))
+            live[name] = (start, max(end, event.end))
             if buffer.word in STAYING:
-                there[name] = (0.0, step)
+                live[name] = (0.0, step)
             elif name in ends[i.id]:
-                yield (name, *there.pop(name))
-    yield from ((name, start, end) for name, (start, end) in there.items())
+                yield (name, *live.pop(name))
+    yield from ((name, start, end) for name, (start, end) in live.items())
     yield from _activations(in_list)
 
 
 def _activations(in_list: Sequence[Ran]) -> Iterator[Interval]:
     spans: dict[str, tuple[float, float]] = {}
-    for one in in_list:
-        i: Instruction = one.instruction
+    for event in in_list:
+        i: Instruction = event.instruction
         if i.micro_batch is not None and (part := part_of(Draft.of(i))):
             name = f"activations.{part}.m{i.micro_batch}"
-            start, end = spans.get(name, (one.start, one.end))
-            spans[name] = (min(start, one.start), max(end, one.end))
+            start, end = spans.get(name, (event.start, event.end))
+            spans[name] = (min(start, event.start), max(end, event.end))
     yield from ((name, start, end) for name, (start, end) in spans.items())
 
 
@@ -101,7 +101,7 @@ ROWS = (*ROWS_OF_EXPERTS, BufferRole.ROWS, BufferRole.RETURNED, BufferRole.D_ROW
 
 @dataclass(frozen=True, slots=True)
 class ListedBytes:
-    """Of one stage.
+    """Bytes that overlap adds to one stage.
 
     Attributes:
         deferred: most that waiting weight gradients hold if nothing bounds them.
@@ -119,16 +119,16 @@ def listed_bytes(
     without: Sequence[Instruction],
     slowed: Interference,
 ) -> ListedBytes:
-    """Bytes that overlap adds.
+    """Compute the bytes that overlap adds.
 
     Args:
         prices: of the stage, which have read the list with overlap.
-        alone: how that ran.
-        without: the list of such passes without overlap; in it only the order counts.
+        alone: the simulation of that list.
+        without: the list of the same passes without overlap; in it only the order counts.
     """
-    plain = run_alone(without, prices.stage.devices.ranks[0], lambda _: 1.0, slowed).ran
+    baseline = run_alone(without, prices.stage.devices.ranks[0], lambda _: 1.0, slowed).ran
     rows, saved = RowBytes(prices, model, prices.made), SavedBytes(prices, prices.made)
-    before = surplus(plain, prices, RowBytes(prices, model, without).of)
+    before = surplus(baseline, prices, RowBytes(prices, model, without).of)
     undeferred = surplus(alone.ran, prices, rows.of) - before
     whole = surplus(alone.ran, prices, lambda name: rows.of(name) + saved.of(name)) - before
     deferred = highest((name, start, end, saved.of(name)) for name, start, end in intervals(alone.ran))
@@ -136,21 +136,21 @@ def listed_bytes(
 
 
 def surplus(ran: Sequence[Ran], prices: StagePrices, size_of: Size) -> float:
-    """Most bytes beyond what the micro-batches in flight save."""
+    """Peak bytes beyond the activations of the micro-batches in flight."""
 
     def saved(name: str) -> float:
         buffer = parse_buffer(name)
         return float(prices.saved_bytes(buffer.subject)) if buffer.word == BufferRole.ACTIVATIONS else 0.0
 
-    there = [(name, start, end, size_of(name) + saved(name)) for name, start, end in intervals(ran)]
+    live = [(name, start, end, size_of(name) + saved(name)) for name, start, end in intervals(ran)]
     flying = [(name, start, end, -saved(name)) for name, start, end in _flights(ran)]
-    return highest([*there, *flying])
+    return highest([*live, *flying])
 
 
-def highest(there: Sequence[tuple[str, float, float, float]] | Iterator[tuple[str, float, float, float]]) -> float:
-    """The largest sum of sizes at a time, of buffers with start, end and size."""
+def highest(sized: Sequence[tuple[str, float, float, float]] | Iterator[tuple[str, float, float, float]]) -> float:
+    """The largest sum of sizes at a time, for buffers with start, end and size."""
     changes: dict[float, float] = defaultdict(float)
-    for _, start, end, size in there:
+    for _, start, end, size in sized:
         changes[start] += size
         changes[end] -= size
     most = total = 0.0
@@ -164,14 +164,14 @@ def _flights(ran: Sequence[Ran]) -> Iterator[Interval]:
     """`activations.L3.m0` from the beginning of a forward pass of its chunk to the end of the backward pass."""
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     parts: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
-    for one in ran:
-        i = one.instruction
+    for event in ran:
+        i = event.instruction
         if i.micro_batch is None or i.channel != "compute":
             continue
         step = pass_of(i)
         key = step.chunk, step.micro_batch
-        start, end = spans.get(key, (one.start, one.end))
-        spans[key] = (min(start, one.start), max(end, one.end))
+        start, end = spans.get(key, (event.start, event.end))
+        spans[key] = (min(start, event.start), max(end, event.end))
         if part := part_of(Draft.of(i)):
             parts[key][part] = None
     for key, (start, end) in spans.items():
@@ -181,40 +181,40 @@ def _flights(ran: Sequence[Ran]) -> Iterator[Interval]:
 class RowBytes:
     """Bytes of routed rows on their way between ranks.
 
-    A rank sends B · S / (C · T) · k rows; of its experts' they are as many times more as ranks share an expert, and as the load
-    of the busiest rank is above the mean.
+    A rank sends B · S / (C · T) · k rows (batch, sequence, context and tensor ranks, top k). Its experts receive as many times
+    more as ranks share an expert, and as the load of the busiest rank is above the mean.
     """
 
-    def __init__(self, prices: StagePrices, model: ModelDescription, made: Sequence[Instruction]) -> None:
+    def __init__(self, prices: StagePrices, model: ModelDescription, instructions: Sequence[Instruction]) -> None:
         stage, plan = prices.stage, prices.plan
         setting = prices.priced.setting
         width = (model.moe_latent_size or model.hidden_size) * payload.ACTIVATION_BYTES[plan.precision]
         self._sent = float(payload.tokens_of_rank(plan, stage) * setting.topk * width)
-        self._taken = self._sent * stage.expert_tensor * setting.load
-        self._pieces = _pieces(made)
+        self._received = self._sent * stage.expert_tensor * setting.load
+        self._partitions = _partitions(instructions)
 
     def of(self, name: str) -> float:
-        """Of `rows.L3.m0.p1`; 0 for other buffers."""
+        """Bytes of a buffer as `rows.L3.m0.p1`; 0 for other buffers."""
         buffer = parse_buffer(name)
         if buffer.word not in ROWS:
             return 0.0
-        whole = self._taken if buffer.role in ROWS_OF_EXPERTS else self._sent
-        return whole / self._pieces[whole_buffer(name)]
+        whole = self._received if buffer.role in ROWS_OF_EXPERTS else self._sent
+        return whole / self._partitions[whole_buffer(name)]
 
 
 class SavedBytes:
-    """Bytes of what a backward pass leaves for a deferred weight gradient: the product's operands."""
+    """Bytes that a backward pass keeps for a deferred weight gradient: the operands of its product."""
 
-    def __init__(self, prices: StagePrices, made: Sequence[Instruction]) -> None:
+    def __init__(self, prices: StagePrices, instructions: Sequence[Instruction]) -> None:
         self._prices = prices
-        self._pieces = _pieces(made)
-        written = {parse_buffer(name) for i in made for name in i.writes}
+        self._partitions = _partitions(instructions)
+        written = {parse_buffer(name) for i in instructions for name in i.writes}
         gradients = {buffer.gradient for buffer in written if buffer.role is BufferRole.SAVED}
         self._named = Counter((place_of(gradient), gradient.kind) for gradient in gradients)
         self._read: dict[str, dict[tuple[str, str], float]] = {}
 
     def of(self, name: str) -> float:
-        """Of `saved.L3.attention.qkv.m0.p1`; 0 for other buffers."""
+        """Bytes of a buffer as `saved.L3.attention.qkv.m0.p1`; 0 for other buffers."""
         buffer = parse_buffer(name)
         if buffer.role is not BufferRole.SAVED:
             return 0.0
@@ -223,25 +223,25 @@ class SavedBytes:
         if place not in self._read:
             self._read[place] = self._operands(place)
         read = self._read[place]
-        whole = sum(size for (part, _), size in read.items() if part == operator.kind)
-        named = read.get((operator.kind, operator.weight))
-        return (whole / self._named[place, operator.kind] if named is None else named) / self._pieces[
-            whole_buffer(name)
-        ]
+        size = read.get((operator.kind, operator.weight))
+        if size is None:  # the capture does not tell the weights of an operator apart: equal shares
+            size = sum(bytes_ for (kind, _), bytes_ in read.items() if kind == operator.kind)
+            size /= self._named[place, operator.kind]
+        return size / self._partitions[whole_buffer(name)]
 
     def _operands(self, place: str) -> dict[tuple[str, str], float]:
-        """Of the products [n, tokens] · [tokens, k] of a part: tokens · (n + k) elements."""
+        """Operand bytes by operator and weight: products [n, tokens] · [tokens, k] read tokens · (n + k) elements."""
         table = self._prices.priced.family.tables[self._prices.row(place)]
         width = payload.ACTIVATION_BYTES[self._prices.plan.precision]
-        found: dict[tuple[str, str], float] = defaultdict(float)
+        operands: dict[tuple[str, str], float] = defaultdict(float)
         for op, shape in zip(table.ops, table.shapes, strict=True):
             if op.is_weight_gradient and op.cost_class == "gemm":
-                found[op.operator, weight_of(table.part, op)] += shape[2] * (shape[0] + shape[1]) * width
+                operands[op.operator, weight_of(table.part, op)] += shape[2] * (shape[0] + shape[1]) * width
             elif op.is_weight_gradient and op.cost_class == "grouped_gemm":
-                found[op.operator, weight_of(table.part, op)] += shape[1] * (shape[2] + shape[3]) * width
-        return found
+                operands[op.operator, weight_of(table.part, op)] += shape[1] * (shape[2] + shape[3]) * width
+        return operands
 
 
-def _pieces(made: Sequence[Instruction]) -> Counter[str]:
-    """How many parts a buffer stands in."""
-    return Counter(whole_buffer(name) for name in {name for i in made for name in (*i.reads, *i.writes)})
+def _partitions(instructions: Sequence[Instruction]) -> Counter[str]:
+    """Whole buffer -> the number of partitions that it is written or read in."""
+    return Counter(whole_buffer(name) for name in {name for i in instructions for name in (*i.reads, *i.writes)})

@@ -19,11 +19,11 @@ from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS
 from moe_overlap.tuner.cost.simulate.compress import (
     Block,
-    Folded,
+    Compressed,
     blocks_of,
-    fold,
-    folded_list,
-    likeness,
+    compress,
+    compressed_list,
+    equivalence_key,
     renamed,
     renames,
     run_alone,
@@ -190,7 +190,7 @@ class _Lists:
         known: dict[Hashable, _Alone] = {}
         found = []
         for index, here in enumerate(prices):
-            key = likeness(self.plan, index, self.problem.model, here)
+            key = equivalence_key(self.plan, index, self.problem.model, here)
             if key not in known:
                 known[key] = _stage_alone(self, index, here)
             found.append(_as_stage(known[key], self.plan, index))
@@ -206,7 +206,7 @@ class _Lists:
         plan = self.of(micro_batches)
         if any(stage.is_decoupled for stage in plan.stages):
             return simulate_step(plan, self.problem).simulation.step_seconds
-        written = {one.folded.rank: folded_list(one.folded, plan) for one in ones}
+        written = {one.folded.rank: compressed_list(one.folded, plan) for one in ones}
         sent = {one.folded.rank: one.transfer * transfers for one in ones}
         slowed = {one.folded.rank: one.slowed for one in ones}
         lists = {rank: made for rank, (made, _) in written.items()}
@@ -228,7 +228,7 @@ class _Alone:
         deferred: how many are deferred.
     """
 
-    folded: Folded
+    folded: Compressed
     whole: list[Block]
     stable: float
     first: float
@@ -250,7 +250,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
     here.read(lower_rank(plan, model, rank, saved, blocks=blocks))
     alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds)
-    folded = fold(index, blocks, here.made, alone)
+    folded = compress(index, blocks, here.made, alone)
     whole = blocks_of(folded, plan)
     stable = _micro_batch(folded, plan, is_last=False)
     seconds, last = (sum(b.seconds for b in some) for some in (stable, _micro_batch(folded, plan, is_last=True)))
@@ -284,7 +284,7 @@ def _as_stage(one: _Alone, plan: Plan, index: int) -> _Alone:
     return replace(one, folded=renamed(one.folded, plan, index), early=tuple(map(of_other, one.early)))
 
 
-def _micro_batch(folded: Folded, plan: Plan, is_last: bool) -> list[Block]:
+def _micro_batch(folded: Compressed, plan: Plan, is_last: bool) -> list[Block]:
     """The blocks that one micro-batch passes; a pair counts for both of its passes, as there is one for every micro-batch."""
     pairs = [block for key, block in folded.blocks.items() if len(key) > 1]
     if pairs and not is_last and any(len(steps) > 1 for steps in pipeline_blocks(plan, folded.stage)):

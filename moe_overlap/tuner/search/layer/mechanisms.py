@@ -156,10 +156,10 @@ class ClassChoice:
 
     Attributes:
         chosen: as `described` names it.
-        others: the same for what was not chosen.
+        others: the mechanisms that were tried and not chosen.
     """
 
-    alike: LayerClass
+    layer_class: LayerClass
     chosen: str
     others: tuple[tuple[str, Tried], ...]
 

@@ -27,7 +27,7 @@ WORTH = 0.01
 """Share of the baseline's step by which another must be shorter: predictions are no better."""
 MIXED = "mixed by class of layers"
 MOST_PREDICTIONS = 24
-"""Of mixes: seconds for a model of 61 layers on 16 stages."""
+"""Most predictions spent on mixes: seconds for a model of 61 layers on 16 stages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

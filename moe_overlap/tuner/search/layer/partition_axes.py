@@ -125,7 +125,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What of a model and a layout decides about axes.
+    """The facts of a model and a layout on which axes depend.
 
     Attributes:
         latent, compressed: latent attention, with a compressed query.
@@ -145,7 +145,7 @@ class Form:
 
     @classmethod
     def of(cls, model: ModelDescription, stage: StagePlan) -> Form:
-        """Of a stage of a plan."""
+        """The facts of a stage of a plan."""
         latent = model.latent_attention
         return cls(
             latent=latent is not None,
@@ -189,7 +189,7 @@ def _gathered(source: str, form: Form, into: str = "gathered") -> tuple[str, Lin
 
 
 def _given(target: str, form: Form) -> tuple[str, Lines]:
-    """What a product writes, and what brings the result from there."""
+    """The tensor that a product writes, and the lines that bring the result from there to the target."""
     return ("partial", (f"gather | partial -> {target}",)) if form.gathers else (target, ())
 
 
@@ -342,7 +342,7 @@ class CutAxes:
 
     @property
     def axis(self) -> overlap.Axis:
-        """What the partitions cut: what travels, where something does, else what is computed."""
+        """The axis that partitions cut: that of the tensors that travel if any do, else that of the computation."""
         travels = {axis for (tensor, _), axis in self.axes.items() if buffer_role(tensor) in TRAVELLING}
         if Axis.CAPACITY in travels:
             return "capacity"
@@ -398,7 +398,7 @@ class AxisProblem:
         return AxisProblem(tuple(line for line in self.operations if line[0].operator != operator), self.outside)
 
     def left(self) -> list[tuple[Variable, ...]]:
-        """What each operation leaves, the operations of a gate together."""
+        """The variables that each operation writes, the operations of a gate together."""
         gates: dict[str, tuple[Variable, ...]] = {}
         left = []
         for operation, variables in self.operations:

@@ -275,7 +275,7 @@ class ChunkPasses:
         self._found: dict[tuple[int, int, bool], tuple[Pipeline, ...]] = {}
 
     def pipelines(self, first: int, last: int, cut: bool) -> tuple[Pipeline, ...]:
-        """What the operators first, …, last - 1 of the chunk run, forward first.
+        """The pipelines of the operators first, …, last - 1 of the chunk, forward first.
 
         Args:
             cut: whether in partitions.

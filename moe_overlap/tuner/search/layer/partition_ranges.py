@@ -77,16 +77,16 @@ def group(operators: Sequence[LayerOperator], seconds: Callable[[LayerOperator],
 
 @dataclass(frozen=True, slots=True)
 class RangeProblem:
-    """What the search is asked.
+    """The problem of choosing ranges and their partitions.
 
     Attributes:
         groups: their number.
         range_limit: ι, most groups in a range.
         candidates: numbers of partitions beside 1, ascending.
-        may_be_cut: whether a range holds an exchange and can be cut.
+        may_be_cut: whether a range holds an all-to-all and can be cut.
         seconds: P, for k = 1 of every range, for the candidates of those that may be cut.
-        bytes: what a range holds beyond the whole one when it is cut.
-        free_bytes: what there is for that.
+        bytes: of a range in partitions beyond those of the whole range.
+        free_bytes: the memory left for them.
     """
 
     groups: int
@@ -213,13 +213,13 @@ class LoweredRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRanges:
-    """What was found for a stage; seconds of one micro-batch through its layers, both directions.
+    """The ranges chosen for a stage; seconds of one micro-batch through its layers, both directions.
 
     Attributes:
         seconds: as the runtime runs them, neighbours of equal k as one pipeline.
         separate_seconds: T, one range after the other.
         uncut_seconds: without partitions.
-        excluded: why ranges with an exchange may not be cut: the first range with a reason, layers apart, and the reason.
+        excluded: why ranges with an all-to-all may not be cut: the first range with a reason, layers apart, and the reason.
         evaluations: prices asked for; `simulated`: pipelines among them that were unlike all before.
         solve_seconds: what the search took.
     """

@@ -262,8 +262,8 @@ def schedule_weight_gradients(
         plans[choice] = with_slots(plan, slots, limits.max_deferred_bytes)
     seconds = {choice: seconds_of(made) for choice, made in plans.items()}
     chosen = min(plans, key=lambda choice: round(seconds[choice], DIGITS))
-    behind_sends = tuple(seconds_behind(filled.get(chosen, {}), index) for index in stages)
-    return Schedule(plans[chosen], chosen, seconds, tuple(chunks), behind_sends)
+    in_bubble_slots = tuple(seconds_behind(filled.get(chosen, {}), index) for index in stages)
+    return Schedule(plans[chosen], chosen, seconds, tuple(chunks), in_bubble_slots)
 
 
 def _most_micro_batches(stages: int) -> int:

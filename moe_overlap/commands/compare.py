@@ -1,7 +1,6 @@
-"""Compare the losses of two runs: `tools/compare_losses.py A.jsonl B.jsonl [--bitwise | --relative 1e-5]`.
+"""Compare two runs by their losses (tools/compare_losses.py), or a predicted trace with a measured one (tools/compare_trace.py).
 
-The files are what `--log-json` writes; of a step that stands twice (after a resume) the later line counts. Exit status 0 when
-the runs agree, 1 when they do not, 2 for a file that cannot be read.
+Both exit with status 2 for a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -14,6 +13,24 @@ from pathlib import Path
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.report.trace import comparison_json, comparison_text, read_trace
+
+LOSSES = """Compare the losses of two runs: `tools/compare_losses.py A.jsonl B.jsonl [--bitwise | --relative 1e-5]`.
+
+The files are what `--log-json` writes; of a step that stands twice (after a resume) the later line counts. Exit status 0 when
+the runs agree, 1 when they do not, 2 for a file that cannot be read.
+"""
+"""The help of `compare_losses`."""
+TRACES = """Compare a predicted trace with a measured one: the seconds of every kind of span, and of the step.
+
+    python tools/compare_trace.py predicted.json measured.json
+    python tools/compare_trace.py predicted.json measured.json --json
+
+Traces are those of --trace, of pretrain_moe.py and of tools/predict.py; further ranks of a measured run (FILE.rank1, …) are found
+beside the file. A kind is the name of an operator without its layer (`moe.experts.backward`) on its channel; seconds are means
+over the ranks that a trace has. Errors are those of the prediction, relative to the measurement.
+"""
+"""The help of `compare_traces`."""
 
 
 def read_losses(path: Path) -> dict[int, float]:
@@ -43,9 +60,9 @@ def relative_differences(first: dict[int, float], second: dict[int, float]) -> d
     return {step: abs(first[step] - second[step]) / abs(first[step]) for step in sorted(first.keys() & second.keys())}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def compare_losses(argv: Sequence[str] | None = None) -> int:
     """Print the comparison; the exit status says whether the runs agree."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=LOSSES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
@@ -83,3 +100,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if beyond:
             print(f"{len(beyond)} steps differ by more than {limit:g}, the first is step {beyond[0]}")
     return 1 if beyond else 0
+
+
+def compare_traces(argv: Sequence[str] | None = None) -> int:
+    """Print the comparison; 2 for a file that cannot be read."""
+    parser = argparse.ArgumentParser(description=TRACES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=VERSION_LINE)
+    parser.add_argument("predicted", type=Path)
+    parser.add_argument("measured", type=Path)
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    arguments = parser.parse_args(argv)
+    try:
+        predicted, measured = read_trace(arguments.predicted), read_trace(arguments.measured)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    comparison = comparison_json(predicted, measured)
+    print(json.dumps(comparison, indent=1) if arguments.json else comparison_text(comparison))
+    return 0
