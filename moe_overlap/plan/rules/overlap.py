@@ -374,7 +374,7 @@ def _check_layer(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:
 
 
 def _check_fused(layer: LayerOverlap, subject: str) -> None:
-    """Check that a fused layer has no slots: its kernels send tokens themselves, and leave no all-to-all to compute under."""
+    """Check that a fused layer has no dispatcher and no slots: its kernels send tokens and leave no all-to-all to fill."""
     if layer.dispatcher is not None:
         rule = "mechanism fused does not read it: its kernels dispatch"
         raise ConfigError(f"{subject}.dispatcher", layer.dispatcher, rule, "write null")
