@@ -247,13 +247,13 @@ def _check_chunk(gradient: OperatorId, layer: int, stage: StagePlan, head_apart:
         raise ConfigError(subject, str(gradient), rule, "move it to a slot of its own chunk")
 
 
-def _check_order(gradient: OperatorId, exchange: OperatorId, subject: str) -> None:
-    """The backward pass that saves what it is computed from runs before the exchange."""
-    assert exchange.layer is not None
+def _check_order(gradient: OperatorId, slot: OperatorId, subject: str) -> None:
+    """Check that the backward pass that saves the operands of a weight gradient runs before its slot."""
+    assert slot.layer is not None
     if gradient.layer is None:
         return
-    same_layer_first = exchange.kind == DISPATCH and gradient.kind in (EXPERTS, SHARED)
-    if gradient.layer < exchange.layer or (gradient.layer == exchange.layer and not same_layer_first):
+    same_layer_first = slot.kind == DISPATCH and gradient.kind in (EXPERTS, SHARED)
+    if gradient.layer < slot.layer or (gradient.layer == slot.layer and not same_layer_first):
         rule = "its backward pass has not run when the exchange starts"
         raise ConfigError(subject, str(gradient), rule, "move it to an exchange that starts later")
 
@@ -374,7 +374,7 @@ def _check_layer(layer: LayerOverlap, stage: StagePlan, subject: str) -> None:
 
 
 def _check_fused(layer: LayerOverlap, subject: str) -> None:
-    """The kernels exchange by themselves, and leave no exchange to compute under."""
+    """Check that a fused layer has no dispatcher and no slots: its kernels send tokens and leave no all-to-all to fill."""
     if layer.dispatcher is not None:
         rule = "mechanism fused does not read it: its kernels dispatch"
         raise ConfigError(f"{subject}.dispatcher", layer.dispatcher, rule, "write null")
