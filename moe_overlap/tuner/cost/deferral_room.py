@@ -39,7 +39,7 @@ def place_in_list(i: Instruction) -> Place:
 
 
 def copied_bytes(made: Sequence[Instruction], hidden_bytes: float, rows_bytes: float) -> dict[Place, float]:
-    """What is copied beside the operators of a list, by the instruction that it lengthens.
+    """Bytes that are copied beside the operators of a list, by the instruction that copies them.
 
     Args:
         hidden_bytes: of the hidden states of a micro-batch.

@@ -1,4 +1,4 @@
-"""What every instruction of a plan takes alone, from the prices of its stages: what the simulator is given.
+"""Seconds of every instruction of a plan by itself, from the prices of its stages: the simulator's input.
 
 Operators of a pass take what `layer.py` says. What a list has no instruction for belongs to another operator of the
 same part: a weight gradient that is not deferred, or what is recomputed inside a backward pass, to that pass. An operator that
@@ -58,7 +58,7 @@ KEPT = (
     *(BufferRole.PARAMETERS, BufferRole.WEIGHTS, BufferRole.GRADIENT, BufferRole.D_WEIGHTS),
     *(BufferRole.STATE, BufferRole.ACTIVATIONS),
 )
-"""What a list keeps of a parameter group; what operators hand to each other is among the activations."""
+"""The buffers that a list keeps of a parameter group; tensors that operators hand to each other are among the activations."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class StagePrices:
     _named: dict[str, dict[Key, None]] = field(default_factory=lambda: defaultdict(dict))
     _by_size: dict[tuple[int, int], dict[Key, float]] = field(default_factory=dict)
     _fused: dict[tuple[int, int, KernelBlocks | None], FusedSeconds] = field(default_factory=dict)
-    _folded: dict[tuple[str, int], dict[Key, float]] = field(default_factory=dict)
+    _summed: dict[tuple[str, int], dict[Key, float]] = field(default_factory=dict)
     _held: dict[str, dict[Key, float]] = field(default_factory=dict)
 
     @property
@@ -114,7 +114,7 @@ class StagePrices:
         )
 
     def seconds(self, i: Instruction) -> float:
-        """Of one instruction, alone."""
+        """Seconds of one instruction by itself."""
         if i.kind == "point-to-point":
             return one_way_seconds(self.plan, i.bytes, self.machine) if i.partition else self.transfer_seconds()
         if i.kind == "copy":
@@ -142,7 +142,7 @@ class StagePrices:
         return self._pieces[i.name, i.micro_batch] > 1
 
     def piece_seconds(self, name: str, pieces: int) -> float:
-        """Of one of so many pieces of an operator whose name stands in the list."""
+        """Seconds of one of so many partitions of an operator whose name stands in the list."""
         operator = parse_operator(name)
         return self._operators(place_of(operator), pieces)[_key(operator)]
 
@@ -156,11 +156,11 @@ class StagePrices:
         )
 
     def transfer_seconds(self) -> float:
-        """Of one transfer to a neighbouring stage."""
+        """Seconds of one transfer to a neighbouring stage."""
         return one_way_seconds(self.plan, self.priced.family.boundary_bytes, self.machine)
 
     def buffer_bytes(self, name: str) -> float:
-        """Of what a list keeps: states, gathered weights, a micro-batch's gradients, saved activations.
+        """Bytes of a buffer that a list keeps: states, gathered weights, a micro-batch's gradients, saved activations.
 
         What operators hand to each other is among the activations that one of them saves; what a deferred weight gradient is
         computed from is held beside them.
@@ -197,23 +197,23 @@ class StagePrices:
         return kept * (offloaded if moves else 1.0 - offloaded)
 
     def deferred_bytes(self, name: str) -> float:
-        """What a deferred weight gradient of one micro-batch holds until it is computed."""
+        """Bytes that a deferred weight gradient of one micro-batch holds until it is computed."""
         operator = parse_operator(name)
         place = place_of(operator)
         if place not in self._held:
-            named, folded = self._named[place], dict.fromkeys(self._named[place], 0.0)
+            named, summed = self._named[place], dict.fromkeys(self._named[place], 0.0)
             table, element = self.priced.family.tables[self.row(place)], ACTIVATION_BYTES[self.plan.precision]
             for key, size in held_bytes(table, element, self.machine.load).items():
-                folded[_folded(key, named)] += size
-            self._held[place] = folded
+                summed[_listed_key(key, named)] += size
+            self._held[place] = summed
         return self._held[place][_key(operator)]
 
     def saved_bytes(self, part: str) -> int:
-        """Of a micro-batch's forward pass through a part."""
+        """Bytes that the forward pass of a micro-batch through a part of the model saves."""
         return round(self.priced.family.sizes[self.row(part)].saved)
 
     def row(self, part: str) -> int:
-        """Of `L3`, `mtp0`, `embedding` or `head` in the family's tables."""
+        """Row of `L3`, `mtp0`, `embedding` or `head` in the family's tables."""
         group = parse_group(part)
         if group.number is None:
             wanted = (part, "none")
@@ -234,7 +234,7 @@ class StagePrices:
         return self.piece_seconds(gradient, self._products(gradient))
 
     def _copy_seconds(self, size: float) -> float:
-        """Of bytes that are read and written once."""
+        """Seconds of bytes that are read and written once."""
         if not size:
             return 0.0
         setting = self.priced.setting
@@ -269,16 +269,16 @@ class StagePrices:
 
     def _operators(self, place: str, pieces: int) -> Mapping[Key, float]:
         """Seconds of a part's operators, each in so many pieces, under the names that the list has."""
-        if (place, pieces) not in self._folded:
-            named, folded = self._named[place], dict.fromkeys(self._named[place], 0.0)
+        if (place, pieces) not in self._summed:
+            named, summed = self._named[place], dict.fromkeys(self._named[place], 0.0)
             fused = place in self._splits()
             priced = self._fused_seconds(place, pieces).whole if fused else self._priced(self.row(place), pieces)
             for key, seconds in priced.items():
                 part, _, suffix = key
                 kind = f"{part}.{suffix}" if suffix else part
-                folded[_folded(key, named)] += self.machine.refined.seconds(kind, pieces > 1, seconds)
-            self._folded[place, pieces] = folded
-        return self._folded[place, pieces]
+                summed[_listed_key(key, named)] += self.machine.refined.seconds(kind, pieces > 1, seconds)
+            self._summed[place, pieces] = summed
+        return self._summed[place, pieces]
 
     def _priced(self, row: int, pieces: int) -> dict[Key, float]:
         if (row, pieces) not in self._by_size:
@@ -298,7 +298,7 @@ class StagePrices:
         return table, cost
 
     def _fused_seconds(self, place: str, pieces: int) -> FusedSeconds:
-        """Of a fused layer, what stands around its kernels in so many pieces."""
+        """Seconds around the kernels of a fused layer, which runs in so many partitions."""
         row, split = self.row(place), self._splits()[place]
         if (row, pieces, split) not in self._fused:
             table, cost = self._sized(row, pieces)
@@ -319,7 +319,7 @@ def _key(operator: OperatorId) -> Key:
     return operator.kind, operator.weight, operator.phase
 
 
-def _folded(key: Key, named: Mapping[Key, None]) -> Key:
+def _listed_key(key: Key, named: Mapping[Key, None]) -> Key:
     """The operator of a list whose instruction does this."""
     part, weight, suffix = key
     if key in named:

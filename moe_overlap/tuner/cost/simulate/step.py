@@ -1,4 +1,17 @@
-"""The step of a plan that the closed form prices, at refined prices."""
+"""Simulated steps: the instruction lists of a plan at the prices of the cost model.
+
+Which lists. One rank stands for every stage; where stages of unlike shape send tiles to each other, all ranks are simulated. A
+list names the waits of the runner that will follow it (plan/lowering/issue_order.py), so the simulator adds none. Work that
+runs at the same time is slowed down as the analytic cost says (`analytic.concurrency`); where nothing overlaps, a simulated
+step and the analytic one (stage.py) agree.
+
+Steps of stages that overlap by their own lists (`StageOverlap.is_listed`) or are of unlike shape:
+1. The step is that of the simulated lists, in place of the analytic one; the seconds of a micro-batch, what it exposes, and the
+   bytes that overlap adds are read off them, too.
+2. Long steps are not simulated whole. Lists are compressed (compress.py), and only so many micro-batches are simulated that each
+   further group of them adds the same; the rest is extrapolated linearly.
+3. Of unlike stages the lists of all ranks are simulated; waiting for tiles counts as bubble.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +45,6 @@ from moe_overlap.tuner.cost.simulate.compress import (
 from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
 from moe_overlap.tuner.cost.simulate.memory import ListedBytes, listed_bytes, live_bytes
 from moe_overlap.tuner.problem import Problem
-
-# A step of a plan, simulated: the instruction lists of one rank per stage at the prices of the cost model; of all ranks where
-# stages of unlike shape send tiles to each other.
-#
-# Beside each other, work is slowed down as the closed form says (`predict.concurrency`). Simulated steps and the closed form
-# (`pipeline.py`) agree where nothing overlaps. Lists of megatron-core's 1F1B wait for their transfers, as it does; those of its
-# interleaved pipeline, of stages that follow their own lists and of unlike stages have them beside computation. Where the
-# executor follows lists, it starts one instruction after the other (`issued_in_order`).
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +97,6 @@ def price_stages(plan: Plan, problem: Problem) -> list[StagePrices]:
     return [StagePrices(plan, stage, graphs[index], *place[index], machine) for index, stage in enumerate(plan.stages)]
 
 
-# What a plan costs whose stages overlap communication by their own lists (`StageOverlap.is_listed`), or are of unlike shape.
-#
-# The step is that of the simulated lists, in place of the closed form of `pipeline.py`; what a micro-batch takes and exposes, and
-# the bytes that overlap adds, are read off them, too. Long steps are not simulated whole: lists are folded (`compress.py`), and
-# of many micro-batches so many are run that each further group of them adds the same. Of unlike stages the lists of all ranks
-# are simulated; what they wait for tiles counts as bubble.
-
 SHOWN = 4
 """Weight gradients that are named."""
 GROUPS = 4
@@ -120,7 +118,7 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     else:
         played = step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
         still = step_of_many(lambda count: listed.seconds(ones, count, 0.0), listed.micro_batches, len(ones))
-    slowest = max(ones, key=lambda one: one.stable * plan.stages[one.folded.stage].gradient_accumulation_steps)
+    slowest = max(ones, key=lambda one: one.stable * plan.stages[one.compressed.stage].gradient_accumulation_steps)
     stages = tuple(_stage(one, before) for one, before in zip(ones, closed.predicted.stages, strict=True))
     scale = closed.predicted.step_seconds / played
     predicted = replace(
@@ -132,8 +130,8 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     )
     fused = any(stage.overlap.fused_layers for stage in plan.stages)
     early = tuple(
-        f"stage {one.folded.stage} could hold {one.bytes.deferred:.3g} bytes and may hold "
-        f"{plan.stages[one.folded.stage].overlap.max_deferred_bytes}: {len(one.early)} of {one.deferred} weight gradients "
+        f"stage {one.compressed.stage} could hold {one.bytes.deferred:.3g} bytes and may hold "
+        f"{plan.stages[one.compressed.stage].overlap.max_deferred_bytes}: {len(one.early)} of {one.deferred} weight gradients "
         f"({', '.join(one.early[:SHOWN])}{', …' * (len(one.early) > SHOWN)})"
         for one in ones
         if one.early
@@ -181,7 +179,7 @@ class _Lists:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Micro-batches of a step."""
         return self.plan.stages[0].gradient_accumulation_steps
 
     def alone(self) -> list[_Alone]:
@@ -206,16 +204,16 @@ class _Lists:
         plan = self.of(micro_batches)
         if any(stage.is_decoupled for stage in plan.stages):
             return simulate_step(plan, self.problem).simulation.step_seconds
-        written = {one.folded.rank: compressed_list(one.folded, plan) for one in ones}
-        sent = {one.folded.rank: one.transfer * transfers for one in ones}
-        slowed = {one.folded.rank: one.slowed for one in ones}
+        written = {one.compressed.rank: compressed_list(one.compressed, plan) for one in ones}
+        sent = {one.compressed.rank: one.transfer * transfers for one in ones}
+        slowed = {one.compressed.rank: one.slowed for one in ones}
         lists = {rank: made for rank, (made, _) in written.items()}
         return simulate(lists, lambda rank, i: written[rank][1].get(i.id, sent[rank]), slowed).step_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """What one stage takes when it waits for no other.
+    """One stage by itself, when it waits for no other.
 
     Attributes:
         whole: the blocks of the whole step.
@@ -228,7 +226,7 @@ class _Alone:
         deferred: how many are deferred.
     """
 
-    folded: Compressed
+    compressed: Compressed
     whole: list[Block]
     stable: float
     first: float
@@ -250,21 +248,21 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
     here.read(lower_rank(plan, model, rank, saved, blocks=blocks))
     alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds)
-    folded = compress(index, blocks, here.made, alone)
-    whole = blocks_of(folded, plan)
-    stable = _micro_batch(folded, plan, is_last=False)
-    seconds, last = (sum(b.seconds for b in some) for some in (stable, _micro_batch(folded, plan, is_last=True)))
+    compressed = compress(index, blocks, here.made, alone)
+    whole = blocks_of(compressed, plan)
+    stable = _micro_batch(compressed, plan, is_last=False)
+    seconds, last = (sum(b.seconds for b in some) for some in (stable, _micro_batch(compressed, plan, is_last=True)))
     inside = {kind: float(here.priced.exposed(kind)[here.column]) for kind in KINDS if kind != "expert"}
     inside["expert"] = here.exposed_inside()
     bare = replace(stage, overlap=NO_OVERLAP)
     without = replace(plan, stages=(*plan.stages[:index], bare, *plan.stages[index + 1 :]))
     plain = sample_blocks(without, index)
     return _Alone(
-        folded=folded,
+        compressed=compressed,
         whole=whole,
         stable=seconds,
         first=seconds + float(here.priced.costs.first_extra_seconds[0, here.column]),
-        last=last + folded.before_norm,
+        last=last + compressed.before_norm,
         exposed=seconds - sum(block.busy for block in stable) + sum(inside.values()),
         inside=inside,
         transfer=here.transfer_seconds(),
@@ -277,23 +275,23 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
 
 
 def _as_stage(one: _Alone, plan: Plan, index: int) -> _Alone:
-    """What a stage takes, as another one that is like it."""
-    if index == one.folded.stage:
+    """The same as another stage of the pipeline, which is equivalent to it."""
+    if index == one.compressed.stage:
         return one
-    of_other = renames(plan, one.folded.stage, index)
-    return replace(one, folded=renamed(one.folded, plan, index), early=tuple(map(of_other, one.early)))
+    of_other = renames(plan, one.compressed.stage, index)
+    return replace(one, compressed=renamed(one.compressed, plan, index), early=tuple(map(of_other, one.early)))
 
 
-def _micro_batch(folded: Compressed, plan: Plan, is_last: bool) -> list[Block]:
+def _micro_batch(compressed: Compressed, plan: Plan, is_last: bool) -> list[Block]:
     """The blocks that one micro-batch passes; a pair counts for both of its passes, as there is one for every micro-batch."""
-    pairs = [block for key, block in folded.blocks.items() if len(key) > 1]
-    if pairs and not is_last and any(len(steps) > 1 for steps in pipeline_blocks(plan, folded.stage)):
+    pairs = [block for key, block in compressed.blocks.items() if len(key) > 1]
+    if pairs and not is_last and any(len(steps) > 1 for steps in pipeline_blocks(plan, compressed.stage)):
         return pairs
     found = []
-    for chunk in range(len(plan.stages[folded.stage].chunks)):
-        found.append(folded.blocks[(("forward", chunk, False),)])
-        backward = folded.blocks.get((("backward", chunk, is_last),))
-        found.append(backward or folded.blocks[(("backward", chunk, True),)])
+    for chunk in range(len(plan.stages[compressed.stage].chunks)):
+        found.append(compressed.blocks[(("forward", chunk, False),)])
+        backward = compressed.blocks.get((("backward", chunk, is_last),))
+        found.append(backward or compressed.blocks[(("backward", chunk, True),)])
     return found
 
 
@@ -319,13 +317,13 @@ def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float) -> dict
     Args:
         played, still: the step with transfers between stages, and where they take nothing.
     """
-    count = plan.stages[slowest.folded.stage].gradient_accumulation_steps
+    count = plan.stages[slowest.compressed.stage].gradient_accumulation_steps
     inside = {kind: count * seconds for kind, seconds in slowest.inside.items()}
     busy = sum(block.busy for block in slowest.whole)
     expert = sum(block.seconds for block in slowest.whole) - busy
-    folded = slowest.folded
-    update = folded.optimizer + folded.norm
-    data = folded.before_norm + folded.after_norm - folded.optimizer
+    compressed = slowest.compressed
+    update = compressed.optimizer + compressed.norm
+    data = compressed.before_norm + compressed.after_norm - compressed.optimizer
     found = {
         "compute_seconds": busy - sum(inside.values()),
         "bubble_seconds": 0.0,
