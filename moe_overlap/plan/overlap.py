@@ -129,7 +129,7 @@ RangeWord = Literal["experts", "after", "around"]
     after     L3.moe.gate … L4.attention, or the end of the chunk
     around    L3.attention … L3.moe.merge
 
-Neighbouring ranges of equally many partitions are one pipeline (chunk_order.py): `after` and `around` on every layer leave no
+Neighbouring ranges of equally many partitions are one pipeline (interleave.py): `after` and `around` on every layer leave no
 barrier between mixture-of-experts layers.
 """
 Place = tuple[int, OperatorKind]

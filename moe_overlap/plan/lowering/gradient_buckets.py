@@ -1,21 +1,23 @@
-"""Gradients reduced in pieces, where no token waits for the link.
+"""The end of a step as instructions, and gradients reduced in buckets before it, where no token waits for the link.
 
-Terms. A part of the optimizer (`embedding`, `L3`, `head`) is complete behind the last instruction of the step that writes its
-gradient, deferred weight gradients included. An exchange is pending from its instruction to the first that waits for it, or for
-a later exchange: their channel runs in order. A fused kernel is an exchange that computes, too: it needs the link for itself.
-A gap is what runs from there, with nothing pending, to the next exchange.
+The update (`lower_update`): gradient reduction, norm, optimizer steps, parameter gathering.
 
-1. The pieces of complete parts wait in a queue, in order of completion; that order is the same on every rank of the stage.
-2. Each gap takes one piece at its beginning, so that the piece travels while the gap computes.
-3. The next exchange waits for the piece: the two never share the link. Whether a piece is through by then is decided by
+Buckets. Terms. A parameter group (`embedding`, `L3`, `head`) is complete behind the last instruction of the step that writes its
+gradient, deferred weight gradients included. An all-to-all is pending from its instruction to the first that waits for it, or for
+a later one: their channel runs in order. A fused kernel is an all-to-all that computes, too: it needs the link for itself. A gap
+is the computation from there, with nothing pending, to the next all-to-all.
+
+1. The buckets of complete groups wait in a queue, in order of completion; that order is the same on every rank of the stage.
+2. Each gap takes one bucket at its beginning, so that the bucket travels while the gap computes.
+3. The next all-to-all waits for the bucket: the two never share the link. Whether a bucket is through by then is decided by
    `gradient_chunk_bytes`: at most what the shortest gap carries.
-4. Behind the last exchange, and where no tokens are exchanged at all, pieces go as soon as they can.
+4. Behind the last all-to-all, and where no tokens are sent at all, buckets go as soon as they can.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_overlap.describe.model import ModelDescription
@@ -23,10 +25,72 @@ from moe_overlap.plan import sizes as payload
 from moe_overlap.plan.instructions import COMPUTE, Instruction
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL, EXPERT_CHANNEL
-from moe_overlap.plan.lowering.update import DATA_CHANNEL, is_replicated, optimizer_parts
-from moe_overlap.plan.operators import OperatorKind, state_operator
+from moe_overlap.plan.operators import NORM, OperatorKind, state_operator
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import PartSize
+
+DATA_CHANNEL = "dp"
+NORM_BYTES = 4
+NORM_BUFFER = "norm"
+
+
+def optimizer_parts(plan: Plan, stage_index: int, model: ModelDescription) -> tuple[str, ...]:
+    """The parameter groups that the optimizer of a stage steps, in order: `embedding`, `L0`, …, `mtp0`, …, `head`.
+
+    The stage of the prediction layers has the word embedding or a copy of it.
+    """
+    parts = [f"L{layer}" for layer in plan.stages[stage_index].layers]
+    if stage_index in (plan.embedding_stage, plan.mtp_stage):
+        parts.insert(0, "embedding")
+    if stage_index == plan.mtp_stage:
+        parts += [f"mtp{depth}" for depth in range(model.mtp_layers)]
+    if stage_index == plan.loss_stage:
+        parts.append("head")
+    return tuple(parts)
+
+
+def is_replicated(stage: StagePlan) -> bool:
+    """Whether another rank holds a copy of a parameter."""
+    return stage.data * stage.context > 1 or stage.expert_data > 1
+
+
+def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
+    """Everything after the last backward pass; pieces of gradients stand among the passes already (gradient_buckets.py)."""
+    stage = plan.stages[stage_index]
+    parts = optimizer_parts(plan, stage_index, model)
+    sizes = {part: payload.part_size(part, plan, stage, model) for part in parts}
+    totals = tuple(f"gradient.{part}" for part in parts)
+    replicated = is_replicated(stage)
+    if replicated and stage.overlap.gradient_chunk_bytes == 0:
+        whole = sum(sizes.values(), PartSize(0, 0))
+        sent = whole.reduction_bytes(stage)
+        yield Draft(kind="collective", name="gradients", channel=DATA_CHANNEL, reads=totals, writes=totals, bytes=sent)
+    yield norm_of(plan, totals)
+    for part in parts:
+        reads = (f"gradient.{part}", f"state.{part}", NORM_BUFFER)
+        yield Draft(
+            kind="optimizer",
+            name=state_operator(OperatorKind.OPTIMIZER, part),
+            reads=reads,
+            writes=(f"parameters.{part}", f"state.{part}"),
+        )
+    if replicated and stage.zero_level > 0:
+        shards = tuple(f"parameters.{part}" for part in parts)
+        sent = sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
+        yield Draft(kind="collective", name="parameters", channel=DATA_CHANNEL, reads=shards, writes=shards, bytes=sent)
+
+
+def norm_of(plan: Plan, totals: tuple[str, ...], buffer: str = NORM_BUFFER) -> Draft:
+    """The norm of all gradients, over all ranks."""
+    alone = plan.world_size == 1
+    return Draft(
+        kind="compute" if alone else "collective",
+        name=str(NORM),
+        channel=COMPUTE if alone else DATA_CHANNEL,
+        reads=totals,
+        writes=(buffer,),
+        bytes=0 if alone else NORM_BYTES,
+    )
 
 
 @dataclass(frozen=True, slots=True)

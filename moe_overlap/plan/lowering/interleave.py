@@ -1,22 +1,110 @@
-"""The backward pass of one micro-batch and the forward pass of another, interleaved: each computes while the other communicates.
+"""Orders in which work of one rank computes while other work communicates.
 
-Terms. A turn of a pass is a run of computation with the exchanges that follow it (the stage of chunk_order.py); the weight
-gradients that stand behind an exchange or a transfer are its filling.
-Order. The backward pass takes a turn, then the forward pass, then the filling of the former, and so on: behind a backward
-exchange there is the forward turn and the filling, behind a forward exchange the filling and the next backward turn. Where one
-pass has more turns, they are spread evenly over those of the other. What the forward pass receives from the stage before is
-asked for at once.
+Partitions of one micro-batch (`stage_major`). A pipeline is a run of neighbouring operators that are cut into the same number of
+partitions; it crosses layers without a barrier. A stage of it is a maximal run of computation with the communication that
+follows. Stage after stage; inside a stage partition after partition, each with its computation, then its communication: while
+partition i communicates, partition i+1 computes. Source: Lancet, section 5.3 and figure 9.
 
-Beyond Lancet, whose two tricks know one micro-batch; the two passes do not depend on each other.
+Two micro-batches (`interleave`): the backward pass of one and the forward pass of another, which do not depend on each other. A
+turn of a pass is a run of computation with the all-to-alls that follow it; the weight gradients behind an all-to-all or a
+transfer are its filling. The backward pass takes a turn, then the forward pass, then the filling of the former, and so on: behind
+a backward all-to-all there is the forward turn and the filling, behind a forward one the filling and the next backward turn.
+Where one pass has more turns, they are spread evenly over those of the other. The forward pass asks at once for what it receives
+from the stage before. This goes beyond Lancet, which looks at one micro-batch at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import groupby, takewhile
+from typing import TypeVar
 
+from moe_overlap.plan.instructions import BufferRole, parse_buffer, partition_of
 from moe_overlap.plan.lowering.dependencies import Draft
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The share of a micro-batch that an instruction handles: partition `index` of `count`."""
+
+    index: int = 0
+    count: int = 1
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The partition that stands in an instruction; empty for the whole."""
+        return (self.index,) if self.count > 1 else ()
+
+
+WHOLE = Part()
+
+
+def stage_major(
+    operators: Sequence[T], partitions_of: Callable[[T], int], communicates: Callable[[T], bool], last_first: bool
+) -> Iterator[tuple[T, Part]]:
+    """Every operator once per partition, in the order above; operators that are not cut stay where they are.
+
+    Args:
+        operators: in the order of one partition.
+        partitions_of: 1 where an operator is not cut.
+        last_first: partitions in descending order, as a backward pass runs them.
+    """
+    for count, members in groupby(operators, partitions_of):
+        order = range(count)[:: -1 if last_first else 1]
+        for stage in _stages(members, communicates):
+            yield from ((operator, Part(index, count)) for index in order for operator in stage)
+
+
+def _stages(operators: Iterable[T], communicates: Callable[[T], bool]) -> list[list[T]]:
+    """Cut where computation follows communication."""
+    stages: list[list[T]] = []
+    for operator in operators:
+        if not stages or (communicates(stages[-1][-1]) and not communicates(operator)):
+            stages.append([])
+        stages[-1].append(operator)
+    return stages
+
+
+class CutBuffers:
+    """Which buffers stand in parts, and what an instruction then names.
+
+    What an instruction of a partition writes is the buffer of that partition (`a.L0.m0.p1`). What it reads is its own
+    part where the buffer is cut as it is, all parts where it is cut otherwise, the whole where it is not cut; the
+    reader takes its share of them. A whole instruction reads all parts, in ascending order.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, int] = {}
+
+    def name(
+        self, reads: Sequence[str], writes: Sequence[str], part: Part = WHOLE, into: int = 1
+    ) -> tuple[list[str], list[str]]:
+        """The names of one instruction's buffers; what it writes is recorded.
+
+        Args:
+            into: parts that a whole instruction leaves what it writes in.
+        """
+        read = [name for buffer in reads for name in self._read(buffer, part)]
+        written = []
+        for buffer in writes:
+            if buffer not in reads and parse_buffer(buffer).role is not BufferRole.GRADIENT:
+                self._parts[buffer] = max(part.count, into)
+            written += self._read(buffer, part)
+        return read, written
+
+    def parts(self, buffer: str) -> tuple[str, ...]:
+        """All names of a buffer."""
+        return tuple(self._read(buffer, WHOLE))
+
+    def _read(self, buffer: str, part: Part) -> list[str]:
+        count = self._parts.get(buffer, 1)
+        if count == 1:
+            return [buffer]
+        indices = [part.index] if part.count == count else range(count)
+        return [partition_of(buffer, index) for index in indices]
 
 
 @dataclass(slots=True)

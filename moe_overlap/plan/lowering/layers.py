@@ -2,7 +2,7 @@
 
 Contract. `LayerLowering` writes the forward or the backward pass of a chunk of layers for one micro-batch:
 1. `LayerSequence` puts the operators in program order; backward, each layer has what it recomputes in front.
-2. chunk_order.py runs ranges that are cut into partitions stage-major: one partition communicates while the next computes.
+2. interleave.py runs ranges that are cut into partitions stage-major: one partition communicates while the next computes.
 3. Each operator is given its buffers from the two tables below; what stands in partitions is named by partition.
 4. Deferred weight gradients stand right behind the backward all-to-all that is their slot.
 """
@@ -17,9 +17,9 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators
 from moe_overlap.plan import sizes as payload
 from moe_overlap.plan.instructions import COMPUTE, parse_access, placed, saved_for
-from moe_overlap.plan.lowering.chunk_order import CutBuffers, Part, stage_major
 from moe_overlap.plan.lowering.deferral import behind_send, keeps_gradients, named_part, split_weights
 from moe_overlap.plan.lowering.dependencies import Draft
+from moe_overlap.plan.lowering.interleave import CutBuffers, Part, stage_major
 from moe_overlap.plan.operators import (
     ATTENTION,
     BACKWARD,

@@ -18,16 +18,14 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
 from moe_overlap.plan.instructions import Instruction, parse_access, placed, saved_for
 from moe_overlap.plan.lowering.deferral import receives_first
-from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list, check_races
-from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces
+from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list, check_races, in_issue_order
+from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces, lower_update
 from moe_overlap.plan.lowering.interleave import interleave
-from moe_overlap.plan.lowering.issue_order import in_issue_order
 from moe_overlap.plan.lowering.layers import LayerLowering, recomputes_predictions
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.lowering.resharding import TransferLowering
-from moe_overlap.plan.lowering.update import lower_update
 from moe_overlap.plan.operators import (
     BACKWARD,
     EMBEDDING,

@@ -34,7 +34,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
 from moe_overlap.plan.instructions import OPTIMIZER, TO_DEVICE, TO_HOST, BufferRole, parse_buffer
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder
-from moe_overlap.plan.lowering.update import DATA_CHANNEL, is_replicated, norm_of, optimizer_parts
+from moe_overlap.plan.lowering.gradient_buckets import DATA_CHANNEL, is_replicated, norm_of, optimizer_parts
 from moe_overlap.plan.operators import Copied, GroupKind, OperatorKind, parse_group, state_operator
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
 from moe_overlap.plan.sizes import PartSize

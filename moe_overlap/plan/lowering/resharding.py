@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
 from moe_overlap.plan.instructions import Home, boundary_channel, parse_buffer, placed
-from moe_overlap.plan.lowering.chunk_order import CutBuffers
 from moe_overlap.plan.lowering.dependencies import Draft
+from moe_overlap.plan.lowering.interleave import CutBuffers
 from moe_overlap.plan.operators import OperatorKind, boundary_operator, parse_operator
 from moe_overlap.plan.plan import AllGather, Plan, Transfer
 from moe_overlap.plan.rules.resharding import Piece, pieces_of

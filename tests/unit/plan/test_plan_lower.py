@@ -13,9 +13,9 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription, Share, rank_parameters
 from moe_overlap.plan.instructions import Instruction, format_list
 from moe_overlap.plan.lowering.dependencies import check_races
+from moe_overlap.plan.lowering.gradient_buckets import optimizer_parts
 from moe_overlap.plan.lowering.layers import recompute_groups
 from moe_overlap.plan.lowering.lower import lower
-from moe_overlap.plan.lowering.update import optimizer_parts
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Plan, Recompute

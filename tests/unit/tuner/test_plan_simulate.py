@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_overlap.plan.instructions import Instruction, ScheduleError
-from moe_overlap.plan.lowering.issue_order import issued_one_by_one
+from moe_overlap.plan.lowering.dependencies import issued_one_by_one
 from moe_overlap.plan.lowering.lower import lower, lower_rank
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.trace import write_trace

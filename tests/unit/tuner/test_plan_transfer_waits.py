@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe_overlap.plan.instructions import Instruction
-from moe_overlap.plan.lowering.issue_order import waiting_for_transfers
+from moe_overlap.plan.lowering.dependencies import waiting_for_transfers
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.tuner.cost.interference import slowed_down
 from moe_overlap.tuner.cost.simulate.engine import simulate

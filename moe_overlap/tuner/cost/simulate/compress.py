@@ -26,8 +26,8 @@ from dataclasses import dataclass, fields, replace
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import COMPUTE, PIPELINE, Instruction, boundary_channel
+from moe_overlap.plan.lowering.gradient_buckets import DATA_CHANNEL
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
-from moe_overlap.plan.lowering.update import DATA_CHANNEL
 from moe_overlap.plan.operators import NORM, OperatorKind, parse_operator
 from moe_overlap.plan.overlap import LayerOverlap
 from moe_overlap.plan.plan import Plan

@@ -1,7 +1,7 @@
 """Simulated steps: the instruction lists of a plan at the prices of the cost model.
 
 Which lists. One rank stands for every stage; where stages of unlike shape send tiles to each other, all ranks are simulated. A
-list names the waits of the runner that will follow it (plan/lowering/issue_order.py), so the simulator adds none. Work that
+list names the waits of the runner that will follow it (plan/lowering/dependencies.py), so the simulator adds none. Work that
 runs at the same time is slowed down as the analytic cost says (`analytic.concurrency`); where nothing overlaps, a simulated
 step and the analytic one (stage.py) agree.
 

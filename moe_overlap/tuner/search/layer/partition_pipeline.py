@@ -13,7 +13,7 @@ Steps.
    that enter a pipeline, and joining those that leave it, reads and writes them once and takes a kernel for every partition.
 3. Simulate the two streams (`run`); equal pipelines, those of repeated layers, once:
    a. What is issued in which order is the plan's: stage after stage, in a stage partition after partition
-      (plan/lowering/chunk_order.py), uncut steps between stages. Each stream starts its steps in that order.
+      (plan/lowering/interleave.py), uncut steps between stages. Each stream starts its steps in that order.
    b. A partition starts when its stream is free and what it reads is there: the same partition of an earlier step, or all
       partitions where one of the two steps is not cut.
    c. While both streams work, each goes at a rate of 1 / (1 + slowdown).
@@ -32,9 +32,9 @@ from typing import Protocol
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
-from moe_overlap.plan.lowering.chunk_order import stage_major
 from moe_overlap.plan.lowering.deferral import backward_of
 from moe_overlap.plan.lowering.dependencies import Draft
+from moe_overlap.plan.lowering.interleave import stage_major
 from moe_overlap.plan.lowering.layers import LayerLowering, LayerOperator, LayerSequence
 from moe_overlap.plan.operators import GATE
 from moe_overlap.plan.overlap import LayerOverlap, Place
