@@ -433,7 +433,7 @@ def _require_equal(place: str, planned: Any, flagged: Any) -> None:
 
 
 def _differences(place: str, planned: Any, flagged: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Where two plans, or two values of one field, differ: the place, and both values."""
+    """The first place where two plans, or two values of one field, differ, and both values."""
     both_are_dicts = isinstance(planned, dict) and isinstance(flagged, dict)
     if both_are_dicts and planned.keys() == flagged.keys():
         for name, value in planned.items():

@@ -381,7 +381,7 @@ class Span:
     start: float
     end: float
     partition: tuple[int, ...] = ()
-    """As the instruction's; empty where nothing is cut."""
+    """The partition of the instruction; empty where nothing is cut."""
 
     @property
     def operator(self) -> OperatorId:
