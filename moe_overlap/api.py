@@ -277,6 +277,11 @@ def _listed_run(config: Config, num_gpus: int) -> ListedRun:
         validate(config, num_gpus)
     except ConfigError as error:
         refusal = error.with_traceback(None)
+    for flag, value in (("--fp8-format", config.precision.fp8), ("--fp4-format", config.precision.fp4)):
+        if value is not None and refusal is None:
+            # Predicted it could be, but a plan that the runtime refuses to start must not be the answer.
+            rule = "layers that overlap are not executed in 8 or 4 bits"
+            refusal = ConfigError(flag, value, rule, "train in bf16 to overlap")
     bucket = gradient_chunk_bytes(config, parallel_layout(config, num_gpus))
     return dataclasses.replace(listed_run(config), gradient_bucket_bytes=bucket, refusal=refusal)
 

@@ -91,6 +91,13 @@ def test_one_sample_cannot_be_cut_and_the_reason_is_told() -> None:
     assert "--moe-overlap-partitions 2: does not divide the micro-batch of 1" in refused.refused
 
 
+def test_a_precision_that_lists_do_not_execute_is_not_overlapped() -> None:
+    """What the runtime refuses to start is not chosen, however slow the links: fp8 stays with megatron-core's schedule."""
+    found = tuned(100.0, "--bf16", "--fp8-format", "e4m3")
+    assert found.chosen.name == "plain megatron-core"
+    assert found.others and all(other.refused.startswith("--fp8-format e4m3: ") for other in found.others)
+
+
 def test_what_does_not_fit_is_not_chosen_and_the_plain_run_has_to_fit_too() -> None:
     found = tuned(8.0)
     everything = sorted(
