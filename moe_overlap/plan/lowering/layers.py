@@ -3,19 +3,19 @@
 Contract. `LayerLowering` writes the forward or the backward pass of a chunk of layers for one micro-batch:
 1. `LayerSequence` puts the operators in program order; backward, each layer has what it recomputes in front.
 2. interleave.py runs ranges that are cut into partitions stage-major: one partition communicates while the next computes.
-3. Each operator is given its buffers from two tables (`forward_buffers`, `backward_buffers`); what stands in partitions is named
-   by partition.
+3. Each operator is given its buffers from two tables (`forward_buffers`, `backward_buffers`); what stands in partitions
+   is named by partition.
 4. Deferred weight gradients stand right behind the backward all-to-all that is their slot.
 
-Buffers (layer n, micro-batch m, partition p): `h.Ln.m.p` enters layer n (and crosses a boundary before it; in a prediction layer
-n: `h.mtpn`, behind it `h.mtpn.loss`), `a` follows attention, `rows` are permuted for sending, `counts` and `splits` say how many,
-`capacity` hands a gate's state to the next partition, `received` and `computed` stand at the experts, `returned` is back,
-`shared` is the shared expert's output. Gradients carry a `d` in front. `gradient.Ln` sums weight gradients over micro-batches;
-`saved.Ln.part.weight` is what a deferred one is computed from.
+Buffers (layer n, micro-batch m, partition p): `h.Ln.m.p` enters layer n (and crosses a boundary before it; in a
+prediction layer n: `h.mtpn`, behind it `h.mtpn.loss`), `a` follows attention, `rows` are permuted for sending, `counts`
+and `splits` say how many, `capacity` hands a gate's state to the next partition, `received` and `computed` stand at the
+experts, `returned` is back, `shared` is the shared expert's output. Gradients carry a `d` in front. `gradient.Ln` sums
+weight gradients over micro-batches; `saved.Ln.part.weight` is what a deferred one is computed from.
 
-Fused kernels (COMET, section 3.1) hand over nothing but `inner`, the activated output of the first product, and `dinner`, its
-gradient. The whole matrix between product and all-to-all, which COMET calls the shared tensor, is there while its kernel runs
-(`computed`, `dcomputed`, `dreceived`); `received` is kept with what else a forward pass saves.
+Fused kernels (COMET, section 3.1) hand over nothing but `inner`, the activated output of the first product, and
+`dinner`, its gradient. The whole matrix between product and all-to-all, which COMET calls the shared tensor, is there
+while its kernel runs (`computed`, `dcomputed`, `dreceived`); `received` is kept with what else a forward pass saves.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ def backward_buffers(n: str, after: str, has_shared: bool, sent: bool, total: st
     """
     shared = f"dshared.{n}" if has_shared else ""
     return {
-        # Merge begins the sum `da` with the residual's gradient; shared expert and gate add to it, hence they read it,
-        # too.
+        # Merge begins the sum `da` with the residual's gradient; shared expert and gate add to it, hence read it, too.
         MERGE: f"dh.{after} -> {'dreturned' if sent else 'dcomputed'}.{n} da.{n} {shared}",
         COMBINE: f"dreturned.{n} -> dcomputed.{n}",
         EXPERTS: f"dcomputed.{n} {total} -> {'dreceived' if sent else 'drows'}.{n} {total}",
@@ -196,8 +195,7 @@ class LayerSequence:
 
     def _layer_backward(self, layer: int, modules: tuple[str, ...]) -> Iterator[LayerOperator]:
         for part in self._backward_parts(layer):
-            # Merge is the first backward operator that needs what the mixture of experts saves; all of it runs again
-            # before.
+            # Merge is the first backward operator that needs what the mixture of experts saves.
             if part == MERGE and "moe" in modules:
                 again = (other for other in self.parts(layer) if other != ATTENTION)
                 yield from (LayerOperator(layer, other, RECOMPUTE) for other in again)
@@ -335,9 +333,8 @@ class LayerLowering:
         ends = operator.place, operator.after
         deferred = self.deferred(operator.part, n) if operator.suffix == BACKWARD else []
         if operator.suffix == BACKWARD:
-            # An operator that adds nothing to the sum must not name it: the last writer says when the sum is complete
-            # and may be
-            # reduced.
+            # An operator that adds nothing to the sum must not name it: its last writer says when it is complete and
+            # may be reduced.
             kept = keeps_gradients(operator.part, [gradient.weight for gradient in deferred], self._model)
             table = backward_buffers(*ends, has_shared, sent, f"gradient.{operator.place}" if kept else "")
         else:

@@ -1,10 +1,11 @@
 """A plan, lowered: the static instruction list of one rank. What runs is decided here and nowhere else.
 
-A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a pass,
-ranges of operators run in partitions, and weight gradients stand under all-to-alls or behind the send at its end; a backward
-pass is interleaved with the forward pass of another micro-batch; gradients that are complete are reduced between all-to-alls;
-each where the plan says so. With ZeRO 2 and 3 and with offloading every parameter group steps by itself, and its collectives and
-copies stand around the passes. A plan with a field that is not lowered yet is refused with the field's name.
+A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a
+pass, ranges of operators run in partitions, and weight gradients stand under all-to-alls or behind the send at its end;
+a backward pass is interleaved with the forward pass of another micro-batch; gradients that are complete are reduced
+between all-to-alls; each where the plan says so. With ZeRO 2 and 3 and with offloading every parameter group steps by
+itself, and its collectives and copies stand around the passes. A plan with a field that is not lowered yet is refused
+with the field's name.
 """
 
 from __future__ import annotations

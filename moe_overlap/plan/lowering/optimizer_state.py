@@ -1,10 +1,10 @@
 """A step in which not everything is on the device at once: ZeRO 2 and 3, and offloading.
 
-Terms. A part is a parameter group, which is stored, moved and stepped as one: `embedding`, `L3`, `mtp0`, `head`. A use is one
-pass of one micro-batch through it: from its first computation in the list to its last.
+Terms. A part is a parameter group, which is stored, moved and stepped as one: `embedding`, `L3`, `mtp0`, `head`. A use
+is one pass of one micro-batch through it: from its first computation in the list to its last.
 
-Every part steps by itself, in front of its first forward pass: such a list begins with the update that the gradients of the step
-before ask for, and ends with their norm. A step of everything at the end would need all states at once.
+Every part steps by itself, in front of its first forward pass: such a list begins with the update that the gradients of
+the step before ask for, and ends with their norm. A step of everything at the end would need all states at once.
 
 Around the passes, which stay as they are:
 1. A part's update, in the order of the parts: its states and gradients come from the host, it steps, they go back. States of
@@ -20,9 +20,9 @@ Around the passes, which stay as they are:
 5. A use begins when what left two uses before, activations or gradient sums, has left: slow copies hold computation up and do
    not fill the device.
 
-Buffers: `parameters.L3`, `gradient.L3`, `state.L3` are what stays on the device; `moved.*` is the offloaded share while it is
-there and `host.*` its home; `weights.L3` are gathered weights; `dweights.L3.m0` is the gradient of one micro-batch before it is
-scattered. Channels: `h2d` and `d2h` for copies, `optimizer` for steps, `dp` for collectives.
+Buffers: `parameters.L3`, `gradient.L3`, `state.L3` are what stays on the device; `moved.*` is the offloaded share while
+it is there and `host.*` its home; `weights.L3` are gathered weights; `dweights.L3.m0` is the gradient of one
+micro-batch before it is scattered. Channels: `h2d` and `d2h` for copies, `optimizer` for steps, `dp` for collectives.
 
 Source: Mist, section 5.1. Beyond it: a micro-batch's first gradient sum is not fetched, and steps have a channel of their own.
 """
