@@ -87,6 +87,8 @@ def keeps_gradients(part: OperatorKind, deferred: Sequence[str], model: ModelDes
     if set(deferred) != set(split_weights(part, model)):
         return True
     gated = part == SHARED and model.shared_expert_gate
+    # The norm in front belongs to attention, MLP and gate. Its weight, like biases and the shared expert's gate, is not
+    # split.
     return part in (ATTENTION, MLP, GATE) or gated or model.linear_bias
 
 
@@ -131,10 +133,12 @@ def default_slots(
             elif waiting:
                 slots.setdefault(layer, {})[layer_operator(layer, part, BACKWARD)] = tuple(waiting)
                 waiting = []
+    # What still waits has no later all-to-all in its chunk and stays whole inside its backward pass.
     return slots
 
 
 def _names(part: OperatorKind, layer: int, model: ModelDescription) -> list[str]:
+    # The backward pass meets the products of an operator from the last to the first.
     return [gradient_name(part, weight, layer) for weight in reversed(split_weights(part, model))]
 
 
@@ -142,6 +146,7 @@ def sends_of(plan: Plan, index: int) -> tuple[str, ...]:
     """By chunk of a stage, the transfer of its input's gradient; the empty string where the model begins."""
     stages = len(plan.stages)
     name = boundary_operator(OperatorKind.SEND, (index - 1) % stages, index, backward=True)
+    # Interleaved 1F1B joins the first stage to the last: only chunk 0 of the embedding stage has nothing before it.
     begins = index == plan.embedding_stage
     return tuple("" if begins and chunk == 0 else name for chunk in range(len(plan.stages[index].chunks)))
 
@@ -176,7 +181,9 @@ def receives_first(drafts: Iterable[Draft]) -> Iterator[Draft]:
             waiting.append(draft)
             continue
         if not draft.receives:
-            # Receives alone are issued first, as the next pass needs them; all else keeps its order.
+            # A receive is posted where it stands in the list, and its peer's send waits for that: deferred gradients in
+            # front of it would hold up the other stage. Communications keep their order among themselves, so that every
+            # send still meets the same receive.
             yield from waiting
             waiting = []
         is_behind_send = draft.kind == "point-to-point"

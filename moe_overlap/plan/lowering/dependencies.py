@@ -53,6 +53,7 @@ def issued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction,
     for instruction in instructions:
         before: set[int] = set()
         if instruction.channel == COMPUTE:
+            # While the host waits to start a communication it starts nothing else: the next computation waits as well.
             before, waited_for, last_computation = waited_for, set(), (instruction.id,)
         elif instruction.kind in COMMUNICATION:
             before = set(last_computation)
@@ -69,6 +70,7 @@ def waiting_for_transfers(instructions: Sequence[Instruction]) -> tuple[Instruct
     for instruction in instructions:
         before: tuple[int, ...] = ()
         if instruction.kind == "point-to-point":
+            # The last computation stands for all before it, since a channel runs in order.
             before, transfers = last_computation, (*transfers, instruction.id)
         elif instruction.channel == COMPUTE:
             before, last_computation, transfers = transfers, (instruction.id,), ()
@@ -99,6 +101,7 @@ class _Waits:
         added = []
         # The latest first: it often implies the earlier ones.
         for number in sorted(before, reverse=True):
+            # The clock answers by one comparison whether the wait already holds; a search of paths would be quadratic.
             channel, place = self._position[number]
             if clock.get(channel, -1) < place:
                 added.append(number)
@@ -213,10 +216,14 @@ class ListBuilder:
     ) -> tuple[int, ...]:
         found: set[int] = set(after)
         for buffer in reads:
+            # What is also written is an accumulation: the loop over the writes finds its last writer, too.
             if buffer in self._writer and buffer not in writes:
                 found.add(self._writer[buffer])
         for buffer in writes:
             touched = [*self._readers.get(buffer, ()), *([self._writer[buffer]] if buffer in self._writer else [])]
+            # Accesses on the same channel are ordered by it. Explicit edges would chain a gradient sum's additions of
+            # all
+            # micro-batches.
             found.update(number for number in touched if self._list[number].channel != channel)
         return self._without_implied(self._last_of_each_channel(found, channel))
 
@@ -231,6 +238,8 @@ class ListBuilder:
         """Leave out what a later dependency reaches over its own `after`."""
         if len(found) < 2:
             return tuple(found)
+        # Dependencies point backwards only: below the lowest candidate no path leads to another one, which bounds the
+        # walk.
         lowest = min(found)
         reached: set[int] = set()
         waiting = [number for kept in found for number in self._list[kept].after]
@@ -251,6 +260,7 @@ def last_uses(instructions: Sequence[Instruction]) -> dict[int, tuple[str, ...]]
     needed: set[str] = set()
     for i in reversed(instructions):
         ends[i.id] = tuple(name for name in dict.fromkeys((*i.reads, *i.writes)) if name not in needed)
+        # Writes before reads: an accumulation writes its buffer anew, yet needs what stood there.
         needed.difference_update(i.writes)
         needed.update(i.reads)
     return ends
@@ -292,6 +302,7 @@ def check_races(instructions: Sequence[Instruction], inputs: frozenset[str] = IN
     for here, instruction in enumerate(instructions):
         mine = channel_of[here]
         previous = last_on[mine]
+        # Step 1.
         before = [places[number] for number in instruction.after]
         clock = [0] * len(channels)
         for place in before if previous is None else (previous, *before):
@@ -302,6 +313,7 @@ def check_races(instructions: Sequence[Instruction], inputs: frozenset[str] = IN
         last_on[mine] = here
         for name in instruction.reads:
             buffer = buffers.setdefault(name, _Buffer())
+            # Step 2, the last write.
             if buffer.writer is None:
                 if parse_buffer(name).word not in inputs:
                     raise ScheduleError(f"{name} is read before anything wrote it\n{_marked(instructions, here)}")
@@ -309,11 +321,13 @@ def check_races(instructions: Sequence[Instruction], inputs: frozenset[str] = IN
                 raise _race(instructions, name, buffer.writer, here)
         for name in instruction.writes:
             buffer = buffers.setdefault(name, _Buffer())
+            # Step 2, one reader per channel: a channel runs in order, so its last read implies the earlier ones.
             for earlier in (*buffer.readers.values(), *(() if buffer.writer is None else (buffer.writer,))):
                 if not knows(here, earlier):
                     raise _race(instructions, name, earlier, here)
             buffer.writer, buffer.readers = here, {}
         for name in instruction.reads:
+            # An accumulation counts as the writer alone: who is ordered behind its write is ordered behind its read.
             if name not in instruction.writes:
                 buffers[name].readers[mine] = here
 

@@ -55,7 +55,7 @@ def is_replicated(stage: StagePlan) -> bool:
 
 
 def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Iterator[Draft]:
-    """Everything after the last backward pass; pieces of gradients stand among the passes already (gradient_buckets.py)."""
+    """Everything after the last backward pass; buckets of gradients stand among the passes already (`fill_gaps`)."""
     stage = plan.stages[stage_index]
     parts = optimizer_parts(plan, stage_index, model)
     sizes = {part: payload.part_size(part, plan, stage, model) for part in parts}
@@ -65,6 +65,7 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
         whole = sum(sizes.values(), PartSize(0, 0))
         sent = whole.reduction_bytes(stage)
         yield Draft(kind="collective", name="gradients", channel=DATA_CHANNEL, reads=totals, writes=totals, bytes=sent)
+    # Clipping scales by the norm over all ranks: no parameter group may step before it is known.
     yield norm_of(plan, totals)
     for part in parts:
         reads = (f"gradient.{part}", f"state.{part}", NORM_BUFFER)
@@ -75,6 +76,7 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
             writes=(f"parameters.{part}", f"state.{part}"),
         )
     if replicated and stage.zero_level > 0:
+        # ZeRO: each replica has updated its own shard of the weights only.
         shards = tuple(f"parameters.{part}" for part in parts)
         sent = sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
         yield Draft(kind="collective", name="parameters", channel=DATA_CHANNEL, reads=shards, writes=shards, bytes=sent)
@@ -119,6 +121,7 @@ def pieces_of(part: str, size: PartSize, stage: StagePlan) -> list[Piece]:
     """Equal pieces of a part, none of more than `gradient_chunk_bytes`."""
     count = -(-size.replicated_bytes(stage) // stage.overlap.gradient_chunk_bytes)
     sent = size.reduction_bytes(stage)
+    # Differences of rounded prefixes: the bytes of the buckets add up to exactly those of the group.
     return [Piece(part, n, sent * (n + 1) // count - sent * n // count) for n in range(count)]
 
 
@@ -129,6 +132,7 @@ def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece
         passes: forward and backward of all micro-batches of one rank.
         pieces: part -> its pieces; every part is written by the passes.
     """
+    # Step 1.
     completes = _completions(passes, pieces)
     last_exchange = max((i.id for i in passes if _is_exchange(i)), default=-1)
     waiting: deque[Piece] = deque()
@@ -139,22 +143,30 @@ def fill_gaps(passes: Sequence[Instruction], pieces: Mapping[str, Sequence[Piece
         ended = [places[number] for number in link.ended_by(i)]
         is_exchange = _is_exchange(i)
         if ended and not link.pending and i.channel == COMPUTE and not is_exchange:
+            # Steps 2 and 4: a gap has room for one bucket; behind the last all-to-all nothing is left that a bucket
+            # could delay.
+            # The bucket waits for the all-to-alls that have just ended: its buffers alone would let it start beside
+            # them.
             free = len(waiting) if i.id > last_exchange else 1
             travelling += [_reduce(waiting.popleft(), ended, to) for _ in range(min(free, len(waiting)))]
+        # Step 3. Counts travel over the same link as rows.
         shares_link = is_exchange or i.channel == COUNT_CHANNEL
+        # Buckets shift the ids: a draft drops its waits, and the builder derives them anew from the buffers.
         places[i.id] = to.append(Draft.of(i), travelling if shares_link else ())
         if is_exchange:
             link.pending.append(i.id)
             travelling = []
         waiting.extend(piece for part in completes.get(i.id, ()) for piece in pieces[part])
+        # Step 4.
         while waiting and not link.pending and i.id > last_exchange:
             _reduce(waiting.popleft(), (), to)
     for piece in waiting:
+        # Passes that end in an all-to-all nobody has waited for: it still holds the link.
         _reduce(piece, [places[number] for number in link.pending], to)
 
 
 def gaps(passes: Sequence[Instruction]) -> list[list[Instruction]]:
-    """The computation of each gap, in order; the last one has no exchange behind it."""
+    """The computation of each gap, in order; the last one has no all-to-all behind it."""
     found: list[list[Instruction]] = []
     link = _Link()
     for i in passes:
@@ -169,13 +181,14 @@ def gaps(passes: Sequence[Instruction]) -> list[list[Instruction]]:
 
 
 class _Link:
-    """Exchanges that nobody has waited for so far, in order of their start."""
+    """All-to-alls that nobody has waited for so far, in order of their start."""
 
     def __init__(self) -> None:
         self.pending: list[int] = []
 
     def ended_by(self, i: Instruction) -> list[int]:
         """Those that have finished when `i` starts; they are pending no more."""
+        # Their channel runs in order: who waits for one has waited for all before it.
         waited_for = max((number for number in i.after if number in self.pending), default=-1)
         ended = [number for number in self.pending if number <= waited_for]
         self.pending = [number for number in self.pending if number > waited_for]
@@ -184,6 +197,7 @@ class _Link:
 
 def _is_exchange(i: Instruction) -> bool:
     """Whether tokens travel while it runs."""
+    # Computation that sends bytes is a fused kernel.
     return i.channel == EXPERT_CHANNEL or (i.channel == COMPUTE and i.bytes > 0)
 
 

@@ -69,7 +69,7 @@ def _stages(operators: Iterable[T], communicates: Callable[[T], bool]) -> list[l
 
 
 class CutBuffers:
-    """Which buffers stand in parts, and what an instruction then names.
+    """Records which buffers stand in partitions, and names what an instruction reads and writes accordingly.
 
     What an instruction of a partition writes is the buffer of that partition (`a.L0.m0.p1`). What it reads is its own
     part where the buffer is cut as it is, all parts where it is cut otherwise, the whole where it is not cut; the
@@ -90,6 +90,8 @@ class CutBuffers:
         read = [name for buffer in reads for name in self._read(buffer, part)]
         written = []
         for buffer in writes:
+            # What is also read is added to and stays cut as it is. Weight gradients are never cut: all partitions add
+            # to one sum.
             if buffer not in reads and parse_buffer(buffer).role is not BufferRole.GRADIENT:
                 self._parts[buffer] = max(part.count, into)
             written += self._read(buffer, part)
@@ -109,7 +111,7 @@ class CutBuffers:
 
 @dataclass(slots=True)
 class Turn:
-    """Computation, exchanges, and what fills the time of the last of them."""
+    """Computation, the all-to-alls behind it, and the weight gradients that fill the time of the last of them."""
 
     work: list[Draft] = field(default_factory=list)
     filling: list[Draft] = field(default_factory=list)
@@ -121,12 +123,12 @@ class Turn:
 
     @property
     def communicates(self) -> bool:
-        """Whether it ends in an exchange or a transfer."""
+        """Whether it ends in an all-to-all or a transfer."""
         return self.has_exchanged or (bool(self.work) and self.work[-1].kind == "point-to-point")
 
 
 def turns_of(drafts: Sequence[Draft]) -> list[Turn]:
-    """Cut a pass where computation follows an exchange."""
+    """Cut a pass where computation follows an all-to-all."""
     turns = [Turn()]
     for draft in drafts:
         if draft.kind == "weight-gradient" and turns[-1].communicates:
@@ -140,13 +142,16 @@ def turns_of(drafts: Sequence[Draft]) -> list[Turn]:
 
 def interleave(backward: Sequence[Draft], forward: Sequence[Draft]) -> Iterator[Draft]:
     """Two passes of different micro-batches in the order above; each keeps its own."""
+    # A receive is posted where it stands in the list; behind backward turns it would hold up the stage that sends.
     received = list(takewhile(lambda draft: draft.receives, forward))
     yield from received
     mine = turns_of(backward)
     theirs = turns_of(forward[len(received) :])
     for number, turn in enumerate(mine):
         yield from turn.work
+        # Rounded prefixes: every forward turn is written once, whichever pass has more turns.
         first, last = (len(theirs) * n // len(mine) for n in (number, number + 1))
         for other in theirs[first:last]:
             yield from other.work
+        # Last, so that the forward turn's own all-to-all is hidden even before the next backward turn begins.
         yield from turn.filling

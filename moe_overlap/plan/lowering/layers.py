@@ -3,8 +3,19 @@
 Contract. `LayerLowering` writes the forward or the backward pass of a chunk of layers for one micro-batch:
 1. `LayerSequence` puts the operators in program order; backward, each layer has what it recomputes in front.
 2. interleave.py runs ranges that are cut into partitions stage-major: one partition communicates while the next computes.
-3. Each operator is given its buffers from the two tables below; what stands in partitions is named by partition.
+3. Each operator is given its buffers from two tables (`forward_buffers`, `backward_buffers`); what stands in partitions
+   is named by partition.
 4. Deferred weight gradients stand right behind the backward all-to-all that is their slot.
+
+Buffers (layer n, micro-batch m, partition p): `h.Ln.m.p` enters layer n (and crosses a boundary before it; in a
+prediction layer n: `h.mtpn`, behind it `h.mtpn.loss`), `a` follows attention, `rows` are permuted for sending, `counts`
+and `splits` say how many, `capacity` hands a gate's state to the next partition, `received` and `computed` stand at the
+experts, `returned` is back, `shared` is the shared expert's output. Gradients carry a `d` in front. `gradient.Ln` sums
+weight gradients over micro-batches; `saved.Ln.part.weight` is what a deferred one is computed from.
+
+Fused kernels (COMET, section 3.1) hand over nothing but `inner`, the activated output of the first product, and
+`dinner`, its gradient. The whole matrix between product and all-to-all, which COMET calls the shared tensor, is there
+while its kernel runs (`computed`, `dcomputed`, `dreceived`); `received` is kept with what else a forward pass saves.
 """
 
 from __future__ import annotations
@@ -44,19 +55,6 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.overlap import partitions_of
 from moe_overlap.plan.plan import Plan, Recompute, StagePlan
 
-# What the operators of a layer read and write.
-#
-# Buffers (layer n, micro-batch m, partition p): `h.Ln.m.p` enters layer n (and crosses a boundary before it; in a prediction
-# layer n: `h.mtpn`, behind it `h.mtpn.loss`), `a` follows
-# attention, `rows` are permuted for sending, `counts` and `splits` say how many, `capacity` hands a gate's state to the
-# next partition, `received` and `computed` stand at the experts, `returned` is back, `shared` is the shared expert's
-# output. Gradients carry a `d` in front. `gradient.Ln` sums weight gradients over micro-batches; `saved.Ln.part.weight`
-# is what a deferred one is computed from.
-#
-# Fused kernels (COMET, section 3.1) hand over nothing but `inner`, the activated output of the first product, and `dinner`, its
-# gradient. The whole matrix between product and exchange, which COMET calls the shared tensor, is there while its kernel runs
-# (`computed`, `dcomputed`, `dreceived`); `received` is kept with what else a forward pass saves.
-
 
 def forward_buffers(n: str, after: str, has_shared: bool, sent: bool) -> dict[str, str]:
     """Part -> `reads -> writes`, without micro-batch and partition.
@@ -90,6 +88,7 @@ def backward_buffers(n: str, after: str, has_shared: bool, sent: bool, total: st
     """
     shared = f"dshared.{n}" if has_shared else ""
     return {
+        # Merge begins the sum `da` with the residual's gradient; shared expert and gate add to it, hence read it, too.
         MERGE: f"dh.{after} -> {'dreturned' if sent else 'dcomputed'}.{n} da.{n} {shared}",
         COMBINE: f"dreturned.{n} -> dcomputed.{n}",
         EXPERTS: f"dcomputed.{n} {total} -> {'dreceived' if sent else 'drows'}.{n} {total}",
@@ -101,9 +100,6 @@ def backward_buffers(n: str, after: str, has_shared: bool, sent: bool, total: st
         MLP: f"dh.{after} {total} -> da.{n} {total}",
         ATTENTION: f"da.{n} {total} -> dh.{n} {total}",
     }
-
-
-# The operators of a chunk's layers in program order: forward, and backward with what it recomputes.
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +195,11 @@ class LayerSequence:
 
     def _layer_backward(self, layer: int, modules: tuple[str, ...]) -> Iterator[LayerOperator]:
         for part in self._backward_parts(layer):
+            # Merge is the first backward operator that needs what the mixture of experts saves.
             if part == MERGE and "moe" in modules:
                 again = (other for other in self.parts(layer) if other != ATTENTION)
                 yield from (LayerOperator(layer, other, RECOMPUTE) for other in again)
+            # As late as possible: what is recomputed is kept no longer than its own backward operator.
             if (part == MLP and "mlp" in modules) or (part == SHARED and "shared_experts" in modules):
                 yield LayerOperator(layer, part, RECOMPUTE)
             yield LayerOperator(layer, part, BACKWARD)
@@ -239,6 +237,7 @@ def recompute_groups(recompute: Recompute, layers: Sequence[int]) -> list[Recomp
     groups = []
     for first in range(0, len(layers), size):
         members = tuple(layers[first : first + size])
+        # Granularity full is megatron-core's block method: the first layers of a chunk, each by itself.
         chosen = first < recompute.layers
         if recompute.granularity == "uniform" or (recompute.granularity == "full" and chosen):
             groups.append(RecomputeGroup(members, whole=True))
@@ -293,6 +292,7 @@ class LayerLowering:
 
     def deferred(self, part: OperatorKind, layer: int | None = None) -> list[OperatorId]:
         """Weight gradients of an operator that are instructions of their own."""
+        # The two fused kernels share the name of the experts, and each keeps the weight that is its own.
         mine = self._deferred.get((named_part(part), layer), [])
         return [one for one in mine if one.weight in split_weights(part, self._model)]
 
@@ -333,6 +333,8 @@ class LayerLowering:
         ends = operator.place, operator.after
         deferred = self.deferred(operator.part, n) if operator.suffix == BACKWARD else []
         if operator.suffix == BACKWARD:
+            # An operator that adds nothing to the sum must not name it: its last writer says when it is complete and
+            # may be reduced.
             kept = keeps_gradients(operator.part, [gradient.weight for gradient in deferred], self._model)
             table = backward_buffers(*ends, has_shared, sent, f"gradient.{operator.place}" if kept else "")
         else:
@@ -349,6 +351,7 @@ class LayerLowering:
         return [*reads, *before], [*writes, *behind]
 
     def _weight_gradient(self, gradient: OperatorId, chunk: int, micro_batch: int) -> Draft:
+        # One instruction for all partitions: the queue runs everything it holds under a name.
         saved = self.buffers.parts(saved_for(gradient, micro_batch))
         total = "gradient.head" if gradient.layer is None else f"gradient.L{gradient.layer}"
         return Draft(

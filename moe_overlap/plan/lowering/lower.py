@@ -1,11 +1,11 @@
 """A plan, lowered: the static instruction list of one rank. What runs is decided here and nowhere else.
 
-A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a pass,
-ranges of operators run in partitions, and weight gradients stand under exchanges or behind the send at its end; a backward pass
-is interleaved with the forward pass of another micro-batch; gradients that are complete are reduced between exchanges; each
-where the plan says so.
-With ZeRO 2 and 3 and with offloading every part steps by itself, and collectives and copies stand around its passes.
-What it asks for and is not lowered yet is refused by field.
+A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a
+pass, ranges of operators run in partitions, and weight gradients stand under all-to-alls or behind the send at its end;
+a backward pass is interleaved with the forward pass of another micro-batch; gradients that are complete are reduced
+between all-to-alls; each where the plan says so. With ZeRO 2 and 3 and with offloading every parameter group steps by
+itself, and its collectives and copies stand around the passes. A plan with a field that is not lowered yet is refused
+with the field's name.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
     else:
         # Equal stages: rank i of a stage meets rank i of the next, and the others of a stage do the same.
         together = (stage.devices.ranks[place] for stage in plan.stages)
+    # Every rank computes the lists of all it meets from the plan: agreement needs no communication.
     lists = {other: lower_rank(plan, model, other) for other in together}
     check_rendezvous(lists)
     return lists[rank]
@@ -77,6 +78,7 @@ def lower_rank(
     Raises:
         ConfigError, ScheduleError: as `lower`.
     """
+    # The race check sees the waits of the runner, too: they order what buffers alone leave open.
     instructions = in_issue_order(plan, _written(plan, model, rank, saved_bytes, while_waiting, blocks))
     check_races(instructions)
     return instructions
@@ -93,6 +95,7 @@ def _written(
     """The list with the waits that its buffers ask for."""
     refuse_what_cannot_be_lowered(plan)
     index = plan.stage_of(rank)
+    # One for the whole step: a backward pass must know in which partitions a forward pass has left its buffers.
     layers = LayerLowering(plan, plan.stages[index], model)
     transfers = TransferLowering(plan, model, index, rank, layers.buffers)
     passes = _PassLowering(plan, model, index, layers, transfers)
@@ -100,6 +103,7 @@ def _written(
     for steps in pipeline_blocks(plan, index) if blocks is None else blocks:
         written = [list(passes.write(step)) for step in steps]
         drafts += interleave(*written) if len(written) == 2 else written[0]
+    # On the joined list, because a receive and the slot in front of it belong to different passes.
     drafts = list(receives_first(drafts))
     to = ListBuilder(index)
     if plan.stages[index].is_decoupled:
@@ -107,6 +111,7 @@ def _written(
         return to.finish()
     pieces = gradient_pieces(plan, index, model)
     if pieces:
+        # Gaps are found from who waits for which all-to-all: the passes are built once for their `after` alone.
         fill_gaps(build_list(index, drafts), pieces, to)
     else:
         to.extend(drafts)
@@ -154,6 +159,7 @@ class _PassLowering:
             total = "gradient.head"
             deferred = self.layers.deferred(HEAD_LOSS)
             saved = " ".join(saved_for(gradient) for gradient in deferred)
+            # With the output weight deferred the sum is the queue's alone.
             added = "" if deferred else total
             yield self._compute(f"{HEAD_LOSS}.{BACKWARD}", place, f"loss {added} -> dnormed {added} {saved}")
             for depth in reversed(range(self.model.mtp_layers)):
@@ -167,6 +173,8 @@ class _PassLowering:
             yield self._compute(f"{EMBEDDING}.{BACKWARD}", place, f"dh.L{first} {total} -> {total}")
         else:
             yield from self.transfers.write(OperatorKind.SEND, -1, place, f"dh.L{first}", backward=True)
+            # Behind the send: a stage waits for this gradient, the weight gradients wait for nobody (Zero Bubble,
+            # section 2).
             yield from self.layers.behind_send(range(first, last), chunk, micro_batch)
 
     def _prediction(self, depth: int, place: tuple[int, int]) -> Iterator[Draft]:
@@ -180,6 +188,8 @@ class _PassLowering:
         """The mirror of `_prediction`; what comes back joins the gradient of what came before."""
         mine, head, words = f"gradient.mtp{depth}", "gradient.head", "gradient.embedding"
         output = f"dh.mtp{depth}.loss"
+        # The next prediction layer, backward before this one, has left its share in the output's gradient; the last
+        # finds none.
         added = f"{output} " if depth < self.model.mtp_layers - 1 else ""
         reads, writes = f"loss.mtp{depth} {added}{mine} {head}", f"{output} {mine} {head}"
         yield self._compute(prediction_operator(depth, LOSS, BACKWARD), place, f"{reads} -> {writes}")
@@ -187,6 +197,7 @@ class _PassLowering:
             yield self._compute(prediction_operator(depth, PROJECT, RECOMPUTE), place, f" -> h.mtp{depth}")
         yield from self.layers.prediction_backward(depth, *place)
         before = f"dh.mtp{depth - 1}.loss" if depth else "dnormed"
+        # The head's loss has begun `dnormed`; between prediction layers the projection is the first to write.
         taken = f"{before} " if depth == 0 else ""
         reads, writes = f"dh.mtp{depth} {taken}{mine} {words}", f"{before} {mine} {words}"
         yield self._compute(prediction_operator(depth, PROJECT, BACKWARD), place, f"{reads} -> {writes}")

@@ -1,8 +1,10 @@
 """A step in which not everything is on the device at once: ZeRO 2 and 3, and offloading.
 
-Every part (`embedding`, `L3`, `head`) steps by itself, in front of its first forward pass: such a list begins with the update
-that the gradients of the step before ask for, and ends with their norm. A step of everything at the end would need all states
-at once.
+Terms. A part is a parameter group, which is stored, moved and stepped as one: `embedding`, `L3`, `mtp0`, `head`. A use
+is one pass of one micro-batch through it: from its first computation in the list to its last.
+
+Every part steps by itself, in front of its first forward pass: such a list begins with the update that the gradients of
+the step before ask for, and ends with their norm. A step of everything at the end would need all states at once.
 
 Around the passes, which stay as they are:
 1. A part's update, in the order of the parts: its states and gradients come from the host, it steps, they go back. States of
@@ -18,7 +20,9 @@ Around the passes, which stay as they are:
 5. A use begins when what left two uses before, activations or gradient sums, has left: slow copies hold computation up and do
    not fill the device.
 
-Buffers: as optimizer_state.py names them. Channels: `h2d` and `d2h` for copies, `optimizer` for steps, `dp` for collectives.
+Buffers: `parameters.L3`, `gradient.L3`, `state.L3` are what stays on the device; `moved.*` is the offloaded share while
+it is there and `host.*` its home; `weights.L3` are gathered weights; `dweights.L3.m0` is the gradient of one
+micro-batch before it is scattered. Channels: `h2d` and `d2h` for copies, `optimizer` for steps, `dp` for collectives.
 
 Source: Mist, section 5.1. Beyond it: a micro-batch's first gradient sum is not fetched, and steps have a channel of their own.
 """
@@ -38,11 +42,6 @@ from moe_overlap.plan.lowering.gradient_buckets import DATA_CHANNEL, is_replicat
 from moe_overlap.plan.operators import Copied, GroupKind, OperatorKind, parse_group, state_operator
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
 from moe_overlap.plan.sizes import PartSize
-
-# When a step uses the weights of which part, and when a part's gradient of a micro-batch is complete.
-#
-# A part is what is stored, moved and stepped as one: `embedding`, `L3`, `mtp0`, `head`. A use is one pass of one micro-batch
-# through it: from its first computation in the list to its last.
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +109,6 @@ def gradient_ends(drafts: Sequence[Draft]) -> dict[tuple[str, int], int]:
             assert draft.micro_batch is not None
             ends[part, draft.micro_batch] = place
     return ends
-
-
-# What a stage whose parts step by themselves stores of a part, and the copies and collectives that move it.
-#
-# Buffers: `parameters.L3`, `gradient.L3`, `state.L3` are what stays on the device; `moved.*` is the offloaded share while it is
-# there and `host.*` its home; `weights.L3` are gathered weights; `dweights.L3.m0` is the gradient of one micro-batch before it is
-# scattered.
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +217,7 @@ def _at(draft: Draft, use: Use | None) -> Draft:
     return replace(draft, chunk=use.chunk, micro_batch=use.micro_batch) if use else draft
 
 
+# Under `state`, which is there when a step starts: the first updates clip by the norm of the step before.
 NORM = "state.norm"
 T = TypeVar("T")
 
@@ -265,11 +258,13 @@ class DecoupledLowering:
         places = iter(range(len(drafts)))
         if not self.while_waiting and drafts[0].kind == "point-to-point":
             self._earliest = (self.to.append(drafts[next(places)]),)
+        # Step 1. Offloaded weights would leave again at once: their update waits for the part's first use (`_load`).
         if self._offload.weights == 0:
             for part in names:
                 self._update(part)
         uses, ends = uses_of(drafts), gradient_ends(drafts)
         befores: list[Use | None] = [None, *uses]
+        # A use is loaded where the one before begins, so that the copies have that whole use to hide behind.
         loads = _by_place(
             (before.first if before else 0, (before, use)) for before, use in zip(befores, uses, strict=False)
         )
@@ -277,12 +272,14 @@ class DecoupledLowering:
         leaving = {use.first: Copied.GRADIENTS if use.backward else Copied.ACTIVATIONS for use in uses}
         complete = _by_place((place, key) for key, place in ends.items())
         last = {part: max(place for (other, _), place in ends.items() if other == part) for part, _ in ends}
+        # Before the loop: `while_waiting=False` has already written the instruction of place 0.
         for before, use in loads.pop(0, []):
             self._load(use, before)
         for place in places:
             for before, use in loads.get(place, []):
                 self._load(use, before)
             draft = drafts[place]
+            # Step 5.
             room = self._two_back(leaving[place]) if place in leaving else ()
             number = self.to.append(self._with_weights(self._with_gradients(draft)), room)
             for ended in left.get(place, []):
@@ -330,6 +327,7 @@ class DecoupledLowering:
                 continue
             if part not in self._updated:
                 self._update(part)
+            # Its update has left the weights on the device for the first use; later ones fetch them.
             elif self._offload.weights > 0 and part in self._used:
                 self.to.append(parts.fetch(part, Copied.WEIGHTS, f"weights.{part}", use), limit)
             self._used.add(part)
@@ -353,8 +351,10 @@ class DecoupledLowering:
     def _gradient(self, part: str, chunk: int | None, micro_batch: int, is_last: bool) -> None:
         """Step 4."""
         parts, moved = self.parts, f"moved.gradient.{part}"
+        # Shards take every micro-batch's gradient; whole sums (ZeRO 0, 1) are reduced once, behind the last.
         if parts.scatters or (is_replicated(parts.stage) and is_last):
             own = (f"dweights.{part}.m{micro_batch}",) if parts.scatters else ()
+            # The first micro-batch has no sum to add to: fetching its moved share would read what nobody has written.
             known = [name for name in parts.sums(part) if name != moved or name in self._written]
             self.to.append(parts.reduction(part, (*own, *known), chunk, micro_batch))
             self._written.add(moved)

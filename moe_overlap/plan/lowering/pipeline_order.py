@@ -54,8 +54,11 @@ def interleaved(stages: int, stage: int, chunks: int, micro_batches: int, group:
     for first in range(0, micro_batches, group):
         members = range(first, min(first + group, micro_batches))
         units += [(chunk, m) for chunk in range(chunks) for m in members]
+    # Gradients come back through the chunks from the last to the first.
     forward = [Step("forward", chunk, m) for chunk, m in units]
     backward = [Step("backward", chunks - 1 - chunk, m) for chunk, m in units]
+    # megatron-core's warm-up: the first group fills all chunks but the last, and each stage behind adds a hop either
+    # way.
     return _one_and_one(forward, backward, ahead=2 * (stages - stage - 1) + (chunks - 1) * group)
 
 
@@ -118,6 +121,7 @@ def most_in_flight(blocks: Sequence[Sequence[Step]]) -> int:
     """Most passes of the stage whose activations are held at once: forward begun, backward not ended."""
     held = most = 0
     for block in blocks:
+        # Forward first: interleaved with its backward pass, a pair holds both until that has ended.
         held += sum(step.direction == "forward" for step in block)
         most = max(most, held)
         held -= sum(step.direction == "backward" for step in block)
@@ -167,6 +171,8 @@ def _check_progress(orders: Sequence[Sequence[Step]], chunks: int) -> None:
         for stage, order in enumerate(orders):
             while places[stage] < len(order):
                 needs = _input_of(stage, order[places[stage]], stages, chunks)
+                # Running whatever can run is exact: a step that has run takes nothing from another, so no choice is
+                # ever wrong.
                 if needs is not None and needs not in done:
                     break
                 done.add((stage, order[places[stage]]))

@@ -46,12 +46,15 @@ class TransferLowering:
         transfer = next((t for t in self.plan.transfers if (t.from_stage, t.to_stage) == ends), None)
         stage = self.plan.stages[self.stage_index]
         if transfer is None:
+            # Equal stages: the rank at the same place holds the same samples and the same share of the sequence.
             peer = self.plan.stages[other].devices.ranks[stage.devices.ranks.index(self.rank)]
             sent = payload.boundary_bytes(self.plan, stage, self.model)
             yield self._draft(name, place, buffer, sent, peer)
             return
         gather = transfer.all_gather if action is OperatorKind.RECEIVE and not backward else None
         members = _group(gather, self.rank)
+        # Replicas of a tensor each receive a slice over the slow link and gather the rest inside the stage (Alpa,
+        # section 6).
         arriving = str(replace(parse_buffer(buffer), home=Home.TILES)) if members else buffer
         width = self.model.hidden_size * payload.ACTIVATION_BYTES[self.plan.precision]
         for piece in self._of(transfer):
@@ -86,6 +89,7 @@ class TransferLowering:
             partition=() if index is None else (index,),
             reads=tuple(reads),
             writes=tuple(writes),
+            # Bytes are those that leave a rank: counted on both sides a transfer would count twice.
             bytes=sent if sends else 0,
             peers=(peer,),
         )
@@ -103,6 +107,7 @@ class TransferLowering:
             micro_batch=micro_batch,
             reads=tuple(reads),
             writes=tuple(writes),
+            # A ring all-gather sends every share but one.
             bytes=whole // size * (size - 1),
         )
 

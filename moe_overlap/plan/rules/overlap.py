@@ -68,6 +68,7 @@ def _check_range(layer: LayerOverlap, stage: StagePlan, model: ModelDescription 
     for field in ("first_operator", "last_operator"):
         _check_end(getattr(layer, field), field, layer, chunk, model, stage, subject)
     first, last = range_ends(layer)
+    # Capacity chunks cut the rows of every expert and need not tell samples apart: dispatch to combine is enough.
     outer = (GATE, MERGE) if layer.axis == "batch" else (DISPATCH, COMBINE)
     if order_of(first) > (layer.layer, part_order(outer[0])):
         rule = f"the range must begin at L{layer.layer}.{outer[0]} or earlier"
@@ -137,6 +138,7 @@ def _check_neighbours(stage: StagePlan, subject: str) -> None:
     layers = stage.overlap.layers
     cut = [index for index, layer in enumerate(layers) if layer.mechanism == "partitioned"]
     ends = {index: [order_of(operator) for operator in range_ends(layers[index])] for index in cut}
+    # Sorted by their beginning, ranges are disjoint exactly if neighbours are.
     cut.sort(key=ends.__getitem__)
     for before, behind in zip(cut, cut[1:], strict=False):
         if ends[behind][0] <= ends[before][1]:
@@ -176,6 +178,8 @@ def validate_slots(
         for slot, names in layer.weight_gradient_slots.items():
             place = f'{field}["{slot}"]'
             operator = _slot(slot, layer, sends[chunk], place)
+            # Any layer of the chunk may hold the slot of its send, but only one: what waits behind a transfer has one
+            # order.
             if is_send(operator):
                 if chunk in sent:
                     raise ConfigError(place, "", f"stands already in {sent[chunk]}, for its chunk", "join them")
@@ -190,6 +194,7 @@ def validate_slots(
                 gradient = parse_operator(name, subject_of_name)
                 _check_gradient(gradient, model, subject_of_name)
                 _check_chunk(gradient, layer.layer, stage, head_apart, subject_of_name)
+                # Behind the send the whole backward pass of the chunk has run: every gradient of the chunk is ready.
                 if not is_send(operator):
                     _check_order(gradient, operator, subject_of_name)
                 if name in placed:
@@ -250,8 +255,11 @@ def _check_chunk(gradient: OperatorId, layer: int, stage: StagePlan, head_apart:
 def _check_order(gradient: OperatorId, slot: OperatorId, subject: str) -> None:
     """Check that the backward pass that saves the operands of a weight gradient runs before its slot."""
     assert slot.layer is not None
+    # The head runs backward before every layer of its chunk.
     if gradient.layer is None:
         return
+    # Of its own layer, only experts and shared expert have run backward when dispatch is sent back, and nothing when
+    # combine is.
     same_layer_first = slot.kind == DISPATCH and gradient.kind in (EXPERTS, SHARED)
     if gradient.layer < slot.layer or (gradient.layer == slot.layer and not same_layer_first):
         rule = "its backward pass has not run when the exchange starts"
@@ -304,6 +312,7 @@ def validate_overlap(
             raise ConfigError(f"{place}.layer", layer.layer, "not a mixture-of-experts layer", "remove the entry")
         seen.add(layer.layer)
         _check_layer(layer, stage, place)
+    # Ranges and slots read fields whose presence `_check_layer` has established.
     validate_ranges(stage, model, subject)
     validate_slots(stage, model, head_apart, sends, subject)
     _check_stage_sums(overlap, subject)

@@ -57,6 +57,8 @@ def pieces_of(plan: Plan, transfer: Transfer) -> tuple[Piece, ...]:
     ]
     pieces: list[Piece] = []
     for start in range(0, plan.global_batch_size, round_samples):
+        # By samples, ties by the tile's number: both ends number the pieces alike, since NCCL matches sends and
+        # receives by order.
         for first, _, tile, samples in sorted(cut, key=lambda tile: tile[:2]):
             place = start + first
             piece = Piece(
@@ -78,6 +80,7 @@ def check_owners(plan: Plan, transfer: Transfer, subject: str) -> None:
         for first, _ in _cut(tile, before, behind):
             for field, stage in (("source", before), ("target", behind)):
                 rank = getattr(tile, field)
+                # Tensor and context ranks are numbered fastest: they hold the same samples.
                 has = stage.devices.ranks.index(rank) // (stage.tensor * stage.context)
                 owner = first % samples_of(stage) // stage.micro_batch_size
                 if owner != has:
@@ -96,6 +99,8 @@ def passes_ahead(plan: Plan, stage: int) -> int:
     samples = samples_of(plan.stages[-1])
     for before, behind in zip(plan.stages[-2:None:-1], plan.stages[:stage:-1], strict=False):
         size, size_behind = samples_of(before), samples_of(behind)
+        # Micro-batches of the two stages end out of step by at most size_behind - gcd samples; whole micro-batches of
+        # this stage cover that, and one more is under way.
         samples = -(-(samples + size_behind - gcd(size, size_behind)) // size) * size + size
     return samples // samples_of(plan.stages[stage]) - 1
 
@@ -152,6 +157,7 @@ def _check_tiles(plan: Plan, transfer: Transfer, subject: str) -> None:
     if pair := _overlapping(transfer.tiles):
         rule = f"overlaps tiles[{pair[0]}]; every element crosses once"
         raise ConfigError(f"{subject}.tiles[{pair[1]}]", "", rule, "cut the tiles apart")
+    # Disjoint tiles inside a rectangle cover it exactly if their areas add up to its own.
     covered = sum((t.batch[1] - t.batch[0]) * (t.sequence[1] - t.sequence[0]) for t in transfer.tiles)
     whole = extents["batch"] * extents["sequence"]
     if covered != whole:

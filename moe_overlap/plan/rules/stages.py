@@ -38,6 +38,7 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
     _check_run(plan, source)
     for index, stage in enumerate(plan.stages):
         subject = f"{source} stages[{index}]"
+        # First, because the checks behind it divide by these sizes.
         _check_sizes(plan, stage, subject)
         _check_memory(stage, subject)
         if model is not None:
@@ -110,6 +111,8 @@ def _check_sizes(plan: Plan, stage: StagePlan, subject: str) -> None:
         product = stage.expert * stage.expert_tensor
         rule = f"expert · expert_tensor = {product} does not divide the {ranks} ranks of the stage"
         raise ConfigError(f"{subject}.expert", stage.expert, rule, f"use divisors of {ranks}")
+    # Causal attention costs more at the end of a sequence: each context rank takes one early and one late piece, two in
+    # all.
     pieces = lcm(stage.tensor * stage.context, 2 * stage.context if stage.context > 1 else 1)
     if plan.sequence_length % pieces != 0:
         rule = f"the sequence of {plan.sequence_length} does not divide into tensor and context pieces ({pieces})"
@@ -129,7 +132,7 @@ def _check_memory(stage: StagePlan, subject: str) -> None:
 
 
 def _check_recompute(recompute: Recompute, chunks: tuple[tuple[int, int], ...], subject: str) -> None:
-    # A stage without layers says what the others say.
+    # A stage of only embedding or loss has no layers to bound the number by: it may repeat that of the other stages.
     longest = max(last - first for first, last in chunks) or recompute.layers
     layers = recompute.layers
     if recompute.granularity == "none":

@@ -112,6 +112,7 @@ class CapacityChunks:
 
 def _rows_of_chunk(counts: Counts, index: int, degree: int) -> Tensor:
     """Places of a chunk's rows among the permuted rows: a stretch of every expert's rows."""
+    # The same cut as `Counts.chunk`: the rows sent are those the receiver expects.
     places, start = [], 0
     for rows in counts.to_expert:
         places.append(torch.arange(start + index * rows // degree, start + (index + 1) * rows // degree))
@@ -134,6 +135,7 @@ class _Pipelined(torch.autograd.Function):
             received = dispatch.wait().detach().requires_grad_(keep_graph)
             with torch.set_grad_enabled(keep_graph):
                 output = stages.unsort(pipeline.experts(*stages.sort(received, chunk.handle)), chunk.handle)
+            # Before the next chunk's experts, under which it is hidden.
             combines.append(stages.start_combine(output, chunk.handle))
             if keep_graph:
                 ctx.graphs.append((received, output))

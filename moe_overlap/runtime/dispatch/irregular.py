@@ -81,6 +81,7 @@ class Counts:
         """The counts of one of `degree` chunks of every (source, expert) piece. The chunks add up to the whole."""
 
         def part(rows: int) -> int:
+            # Differences of rounded prefixes: sender and receiver cut a pair's rows alike without asking each other.
             return (index + 1) * rows // degree - index * rows // degree
 
         return Counts(
@@ -132,6 +133,7 @@ class CountAllToAll:
         return _CountsFromStream(self, host, copied, to_expert_E.shape[0])
 
     def _start_wire(self, to_expert_E: Tensor, tag: int, name: str) -> Pending[Tensor]:
+        # The rows are gathered over the expert-tensor ranks later: each of them must know all counts.
         rows = to_expert_E.view(self.expert_ranks, -1).repeat_interleave(self.tensor_ranks, dim=0)
         ones = [1] * self.all_to_all.size
         return self.all_to_all.start(rows, ones, ones, tag=tag, name=name)
@@ -272,9 +274,11 @@ class IrregularDispatcher:
         to_expert_E = chosen.view(experts, tokens).sum(dim=1)
         rows = int(to_expert_E.sum()) if self.rows_per_token is None else tokens * self.rows_per_token
         # Scattering each chosen pair to its running number finds the rows without asking the host how many there are.
+        # Pairs that were not chosen land behind the last row and are cut off.
         places = torch.where(chosen, chosen.cumsum(0) - 1, rows).clamp(max=rows)
         pairs = torch.arange(chosen.numel(), device=chosen.device)
         sources = pairs.new_zeros(rows + 1).scatter_(0, places, pairs)[:rows]
+        # From expert · T + token to token · E + expert. A rank without tokens still takes part in the all-to-alls.
         flat = sources % max(tokens, 1) * experts + sources // max(tokens, 1)
         return Handle(name, map_TE, to_expert_E, flat, probs_dtype, self.take_tags())
 
@@ -368,6 +372,7 @@ class IrregularDispatcher:
         """Packed gradient of the rows that arrived -> packed gradient of the rows `start_dispatch` was given."""
         sent, received = handle.counts.sent, handle.counts.received
         tag, name = handle.tag + _DISPATCH_BACKWARD, f"{handle.name}.dispatch.backward"
+        # Backward no counts are sent: they are those of the forward pass, swapped.
         pending = self.wires.rows.start(gradient_NX, received, sent, tag=tag, name=name)
         return _WithZeroRows(pending, handle.row_sources_N.shape[0])
 

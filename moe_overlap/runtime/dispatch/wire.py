@@ -10,8 +10,18 @@ of the sending rank. Nothing is padded, nothing is sent for zero rows, a rank's 
   collectives by their order: all ranks of a group must start their all-to-alls in the same order, which the instruction list
   guarantees. Not yet run on hardware.
 
-Three sections: the all-to-all; packed rows, which carry a token and its probability at once; expert-tensor parallelism, which
-gathers and sums rows over the same wire.
+Packed rows carry token and probability at once, so that one all-to-all moves both. A packed row is a row of H elements
+followed by its probability: its bits read as elements of the rows' type (an fp32 probability behind bf16 rows takes
+two), or its value where the rows' type is the wider one. Both ways are exact. A packed tensor is only ever moved and
+cut: its last columns are bits, and adding two of them means nothing. The gradient of a packed tensor is packed the same
+way, so the all-to-all of the backward pass carries both gradients.
+
+Expert-tensor parallelism: every rank of the group holds a slice of the same experts and works on everybody's rows.
+Before the experts the rows are gathered; behind them the partial outputs are summed and each rank keeps its own rows.
+Both go over the same wire as the dispatch, so uneven shares need no padding; sums run in order of rank, in fp32 at
+least, so that every layout of the ranks gives the same bits.
+
+N rows, H elements per row, X = `extra_columns`.
 """
 
 from __future__ import annotations
@@ -123,6 +133,7 @@ class AllToAll:
     ) -> Pending[Tensor]:
         outgoing, incoming = rows.split(list(send_counts)), received.split(list(receive_counts))
         incoming[self.rank].copy_(outgoing[self.rank])
+        # Each rank begins with its successor, so that they do not all send to rank 0 first.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         works: list[tuple[int, Any]] = []
         peer = self.rank
@@ -189,6 +200,7 @@ class _OnHost:
         self._rows: Tensor | None = rows
 
     def wait(self) -> Tensor:
+        # One deadline for all peers: a wait per peer could take their number times the timeout.
         deadline = time.monotonic() + self._all_to_all._patience_seconds()
         while self._works:
             peer, work = self._works[0]
@@ -198,6 +210,7 @@ class _OnHost:
             except RuntimeError as error:
                 unfinished = dict.fromkeys(peer for peer, _ in self._works)
                 raise self._all_to_all._failed(self._name, list(unfinished), error) from error
+            # Popped only when it has ended: a failed wait reports the peers that remain.
             self._works.pop(0)
         self._rows = None
         return self._received
@@ -212,16 +225,6 @@ class _OnStream:
     def wait(self) -> Tensor:
         torch.cuda.current_stream().wait_event(self._done)
         return self._received
-
-
-# Packed rows: token and probability as one row, so that one all-to-all carries both.
-#
-# A packed row is a row of H elements followed by its probability: its bits read as elements of the rows' type (an fp32
-# probability behind bf16 rows takes two), or its value where the rows' type is the wider one. Both ways are exact. A packed
-# tensor is only ever moved and cut: its last columns are bits, and adding two of them means nothing. The gradient of a packed
-# tensor is packed the same way, so the all-to-all of the backward pass carries both gradients.
-#
-# N rows, H elements per row, X = `extra_columns`.
 
 
 def extra_columns(rows_dtype: torch.dtype, probs_dtype: torch.dtype) -> int:
@@ -275,13 +278,6 @@ class Unpack(torch.autograd.Function):
         return join(*gradients), None
 
 
-# Expert-tensor parallelism: every rank of the group holds a slice of the same experts and works on everybody's rows.
-#
-# Before the experts the rows are gathered; behind them the partial outputs are summed and each rank keeps its own rows. Both go
-# over the same wire as the dispatch, so uneven shares need no padding; sums run in order of rank, in fp32 at least, so that every
-# layout of the ranks gives the same bits.
-
-
 @dataclass(frozen=True, slots=True)
 class TensorRanks:
     """The all-to-alls of one layer among its expert-tensor ranks.
@@ -315,6 +311,7 @@ class TensorRanks:
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
+    # A loop and not a stacked sum: the order of the additions is fixed, whatever the shapes.
     total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
     for part in parts[1:]:
         total = total + part

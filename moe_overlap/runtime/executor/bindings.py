@@ -130,6 +130,7 @@ class ChunkOperators:
                 run()
             return
         has_backward = torch.is_grad_enabled()
+        # 2. of the contract: what runs again in the backward pass saves nothing now.
         repeated = has_backward and instruction.name in state.recomputed
         with_graph = has_backward and not repeated
         drawing = self._draws.first(place, repeated) if operator.layer is not None else nullcontext()
@@ -137,6 +138,7 @@ class ChunkOperators:
             run()
         if not with_graph:
             del state.segments[place]
+            # The recomputation opens a handle of its own; merge is the last to need that of a pass without graph.
             if operator.kind is MERGE:
                 del state.handles[(layer_of(operator), *place[2:])]
 
@@ -178,6 +180,7 @@ class ChunkOperators:
 
     def _head_loss_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         segment = state.segments.pop(place_of(i, operator))
+        # The scale enters as the loss's gradient: the reported loss stays unscaled.
         scale = torch.full_like(segment.outputs[0], state.loss_scale)
         state.buffers.write(i, R.D_NORMED, segment.backward(scale)[0])
 
@@ -216,10 +219,13 @@ class ChunkOperators:
             routed_TE = self._route(layer.mlp, normed_SBH, i, state, n)
             samples, rows = normed_SBH.shape[BATCH], []
             sent = layer.mlp.fc1_latent_proj(normed_SBH)[0] if layer.config.moe_latent_size else normed_SBH
+            # A gate may decide on the whole micro-batch while its rows travel in partitions: samples are told apart
+            # only up to here, since permuted rows are ordered by expert.
             parts = zip(*(_cut(x, samples, len(keys)) for x in (sent, *routed_TE)), strict=True)
             for key, (x_TH, probs_TE, map_TE) in zip(keys, parts, strict=True):
                 packed, state.handles[key] = self._dispatcher.permute(x_TH, probs_TE, map_TE, f"L{n}.moe")
                 rows.append(packed)
+            # An output, too: the shared expert's gradient returns through it, and the norm runs backward once for both.
             return (*rows, normed_SBH)
 
         segment = Segment(route, [state.buffers.read(i, read_stem(i, R.ATTENDED))])
@@ -252,6 +258,7 @@ class ChunkOperators:
         drows = state.buffers.read_each(i, read_stem(i, R.D_ROWS))
         keys = travelling(i, n, i.reads, R.D_ROWS)
         if (n, m) in state.chunks:
+            # Capacity chunks cut what one permutation has ordered: its gradient is that of the rows joined.
             keys = [(n, m, 0)]
             drows = [join_chunks(state.chunks.pop((n, m)), drows, state.handles[keys[0]].row_sources_N.shape[0])]
         dnormed = [state.normed.pop(key) for key in keys if key in state.normed]
@@ -350,6 +357,8 @@ class ChunkOperators:
             (COMBINE, BACKWARD): self._dispatcher.start_combine_backward,
         }[way]
         span = self._recorder.started(i)
+        # 3. of the contract: under autograd the backward all-to-all would start when autograd gets there, which may be
+        # another order on another rank.
         pending = start(outgoing.detach(), handle)
         return self._recorder.ending(span, lambda: state.buffers.write(i, written_stem(i, target), pending.wait()))
 

@@ -101,6 +101,8 @@ class PlanExecutor:
         self._update = StepUpdate(context)
         self._queue, self._clock, self._pieces = context.weight_gradients, context.clock, context.bucket_reduction
         config, sequence_length = context.chunks[0].config, context.plan.sequence_length
+        # One for all chunks: its tags, and on NCCL the order of its all-to-alls, belong to the expert
+        # group, not to a chunk.
         self.dispatcher = IrregularDispatcher(Wires(context.groups.collection))
         self._per_token = config.calculate_per_token_loss
         # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
@@ -128,6 +130,7 @@ class PlanExecutor:
         device = next(self._chunks[0].parameters()).device
         set_aux_loss_scale(state.loss_scale, device)
         self._follow([i for i in instructions if not is_update(i)], state)
+        # A gradient still in the queue would miss the reduction.
         self._queue.assert_empty()
         self._update.reduce(
             _tokens_of(state.reports, device) if self._per_token else None,
@@ -155,6 +158,7 @@ class PlanExecutor:
         for i in instructions:
             for partition in i.partition:
                 parts[i.name] = max(parts.get(i.name, 0), partition + 1)
+        # All at once: chunks of an interleaved pipeline read the same micro-batch at different times.
         arrived = [next(batches) for _ in range(micro_batches)]
         again = (str(replace(i.operator, phase=FORWARD)) for i in instructions if i.operator.phase is RECOMPUTE)
         return StepState(
@@ -168,6 +172,7 @@ class PlanExecutor:
 
     def _follow(self, instructions: Sequence[Instruction], state: StepState) -> None:
         started: dict[int, _Started] = {}
+        # Buffers go after their last use, not at the step's end: peak memory is that of the list's order.
         ends = last_uses(instructions)
         for i in instructions:
             for number in i.after:
@@ -186,6 +191,7 @@ class PlanExecutor:
             # What a communication under way reads, it holds itself.
             for buffer in ends[i.id]:
                 state.buffers.drop(buffer)
+        # Nothing in the list waits for the last sends: they must have gone before the update's collectives start.
         for number in list(started):
             self._wait(number, started)
         self._recorder.end()

@@ -1,8 +1,13 @@
 """Autograd segments, and the state that lets an operator run twice with the same result.
 
-The first pass keeps no graph: what it was given waits in the buffers. The second stands in the list (`.recompute`), makes the
-segment that the backward pass needs, and draws what the first has drawn. Gates repeat their decision from the routing state of
-the micro-batch (routing/state.py); megatron-core's router counts and logs in passes with gradients only.
+A segment is a stretch of computation whose backward runs when the instruction list says so. It cuts the autograd graph
+at its inputs and outputs: what lies between two communications is one segment, so no collective ever stands inside a
+backward pass that autograd schedules.
+
+Recomputation. The first pass keeps no graph: what it was given waits in the buffers. The second stands in the list
+(`.recompute`), makes the segment that the backward pass needs, and draws what the first has drawn. Gates repeat their
+decision from the routing state of the micro-batch (routing/state.py); megatron-core's router counts and logs in passes
+with gradients only.
 """
 
 from __future__ import annotations
@@ -19,11 +24,6 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
 )
 from torch import Tensor
-
-# A stretch of computation whose backward runs when the instruction list says so.
-#
-# A segment cuts the autograd graph at its inputs and outputs: what lies between two communications is one segment, so no
-# collective ever stands inside a backward pass that autograd schedules.
 
 
 class Segment:

@@ -149,6 +149,7 @@ class MegatronStepRunner:
         config.no_sync_func = None
         if chunks[0].ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in chunks]
+            # Only the last micro-batch may start a reduction: earlier ones would send gradients that still grow.
             config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
             if len(chunks) > 1:
                 config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
@@ -157,6 +158,7 @@ class MegatronStepRunner:
     def run(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """Forward and backward of every micro-batch, gradient reduction, optimizer step."""
         self._recorder.start_step()
+        # Read once: an overflow moves the scale at the step's end, and all micro-batches must share one.
         self._loss_scale = self._optimizer.loss_scale
         self._optimizer.zero_grad()
         for chunk in self.context.chunks:
@@ -202,6 +204,7 @@ class MegatronStepRunner:
         self, step: int, feed: Iterator[tuple[int, Batch]], chunk: ScheduledChunk
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
         micro_batch, batch = next(feed)
+        # The schedule hands over the module, not the number of its chunk.
         chunk_index = next(index for index, scheduled in enumerate(self._scheduled) if scheduled is chunk)
         self._recorder.forward(chunk_index, micro_batch)
         self.context.clock.micro_batch = first_micro_batch(step) + micro_batch

@@ -100,6 +100,7 @@ class GradientBuckets:
 
     def finish(self) -> None:
         """End the step's reductions: every bucket has been waited for; gradients without replicas are scaled."""
+        # A group that was never started counts as outstanding.
         missing = [group for group in self._ddp_buckets if self._outstanding.get(group, {0})]
         assert not missing, f"gradients that were not reduced: {missing}"
         self._outstanding.clear()
@@ -115,6 +116,7 @@ class GradientBuckets:
             self._wires.append(wire)
         for bucket in ddp_group.buckets:
             (group,) = {group_of[id(parameter)] for parameter in bucket.params_list}
+            # The optimizer's shards are equal consecutive stretches, so row r is what rank r steps.
             gradient_Dw = bucket.grad_data.view(wire.size, -1)
             ddp_bucket = _DdpBucket(gradient_Dw, bucket.gradient_scaling_factor, wire)
             self._ddp_buckets.setdefault(group, []).append(ddp_bucket)

@@ -107,6 +107,8 @@ class MegatronLayerwiseOptimizer:
             for inner in self.megatron.chained_optimizers:
                 parameters = inner.get_parameters()
                 if parameters:
+                    # Dense and expert weights have optimizers of their own and are clipped by the one norm of the
+                    # model.
                     clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip_grad, total_norm=norm)
         return PreparedGradients(norm, self._zero_gradients() if self._count_zeros else None)
 
@@ -116,6 +118,7 @@ class MegatronLayerwiseOptimizer:
         One reduction whatever this rank holds: megatron-core makes one for every kind of weights, and stages without experts
         have one kind less.
         """
+        # Shared by all kinds of weights and reduced once: a gradient that overflows anywhere stops the step everywhere.
         not_finite = torch.zeros(1, device=next(self._chunks[0].parameters()).device)
         for inner in self.megatron.chained_optimizers:
             if not inner.is_stub_optimizer:

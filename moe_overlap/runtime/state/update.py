@@ -110,14 +110,18 @@ class StepUpdate:
                 layer; empty off the last stage.
         """
         with self._recorder.span("optimizer.norm", "dp"):
+            # Step 2. Both are collective, hence on every rank in this order, whatever the first one finds.
             gradients = self._optimizer.prepare()
             loss, tokens, predictions = self.mean_losses(reports)
+        # Equal on all ranks, as both numbers are: a rank that updated alone would hold other weights for good.
         updated = math.isfinite(loss) and math.isfinite(gradients.norm)
         if updated:
+            # Step 3.
             for instruction in instructions:
                 if instruction.kind == "optimizer":
                     with self._recorder.span(instruction.name, "compute"):
                         self._optimizer.step(instruction.operator.group)
+            # Step 4.
             with self._replica_span("parameters"):
                 self._optimizer.publish()
         spans = tuple(self._recorder.spans())

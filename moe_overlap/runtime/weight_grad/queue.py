@@ -99,10 +99,12 @@ class WeightGradQueue:
         names = self._numbers.setdefault(name, deque())
         if self._has_room(entry):
             self._hold(self._next_number, entry)
+            # Rule 3. There always is another one to give way: `_has_room` has found that those that communicate fit.
             while self._max_bytes is not None and self._held.bytes > self._max_bytes:
                 oldest = next(number for number, other in self._waiting.items() if not other.communicates)
                 self._compute_early(self._release(oldest))
         else:
+            # Rule 1: sums of floating-point numbers depend on their order.
             for number in names:
                 if number in self._waiting:
                     self._compute_early(self._release(number))
@@ -144,6 +146,7 @@ class WeightGradQueue:
     def _has_room(self, entry: _Entry) -> bool:
         if self._max_bytes is None:
             return True
+        # Rule 3: bytes that differ by rank must not decide when a collective runs.
         held = self._held_by_communicating if entry.communicates else self._held
         return held.bytes + held.new_bytes(entry.held) <= self._max_bytes
 
@@ -172,6 +175,7 @@ class WeightGradQueue:
             self._computing(entry.name)
             _compute(self._release(number))
         with torch.no_grad():
+            # Rule 3: also where the gradient was computed early, since DDP may start a collective.
             entry.announce()
         self._announced[entry.name] += 1
 
@@ -217,6 +221,7 @@ class _Storages:
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
+    # The address identifies a storage while it is held, and an entry holds it until it is computed.
     return storage.data_ptr(), storage.nbytes()
 
 

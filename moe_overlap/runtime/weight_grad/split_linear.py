@@ -95,6 +95,7 @@ class LinearProduct:
         """[…, O] -> […, I]."""
         dx = gradient.matmul(parameters[0])
         if self.gathers_input:
+            # Waited for at once: megatron-core hides it under the weight gradient's product, which now runs elsewhere.
             part = dx.new_empty((dx.shape[0] // self.group.size(), *dx.shape[1:]))
             dist.reduce_scatter_tensor(part, dx, group=self.group)
             return part
@@ -229,6 +230,7 @@ class SplitModule:
         before = [parameter.grad_added_to_main_grad for parameter in wrapped]
         for parameter in wrapped:
             # DDP asks for a gradient before it counts the parameter as ready; added to the sum it has been.
+            # An expanded scalar takes no memory.
             parameter.grad = parameter.new_empty(()).expand_as(parameter)
             parameter.grad_added_to_main_grad = True
         for hook in self._hooks:
@@ -341,6 +343,7 @@ def defer_planned(chunks: Iterable[torch.nn.Module], overlap: StageOverlap, queu
     def naming(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
         return ((name, module) for name, module in products_of(chunk) if name in planned)
 
+    # All or nothing: a planned gradient that stays whole would leave its slot in the list without work.
     split = {name for chunk in chunks for name in defer_weight_gradients(chunk, queue, naming)} if planned else set()
     assert split == planned, f"planned but not in this stage's model: {sorted(planned - split)}"
     return bool(planned)
@@ -399,6 +402,7 @@ def _split_linear(name: str, module: Any, queue: WeightGradQueue) -> SplitModule
         linear = LinearProduct(tp_group, allreduce_dgrad, sequence_parallel, gradient_accumulation_fusion)
         return _Split.apply(linear, [owner], queue, input, *owner.parameters)
 
+    # On the instance: what megatron-core's `forward` does around the product stays as it is.
     module._forward_impl = product
     return owner
 
@@ -426,6 +430,7 @@ def _split_grouped(module: Any, owners: dict[int, SplitModule], queue: WeightGra
 
     def product(rows_TI: Tensor, linears: list[torch.nn.Module], ends_E: Tensor) -> Tensor:
         expert_owners = [owners[id(linear)] for linear in linears]
+        # One closure for all experts of the rank: the grouped product yields their gradients together.
         weights = [owner.parameters[0] for owner in expert_owners]
         return _Split.apply(GroupedProduct(ends_E), expert_owners, queue, rows_TI, *weights)
 
