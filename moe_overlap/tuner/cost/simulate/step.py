@@ -108,7 +108,7 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     """A prediction with the step, the stages and the breakdown of simulated lists.
 
     Args:
-        closed: the closed form's, which knows no overlap inside a stage; states and bytes that overlap leaves alone stay.
+        closed: the analytic one, which knows no overlap inside a stage; states and bytes that overlap leaves alone stay.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
@@ -187,7 +187,7 @@ class _Lists:
         return self.plan.stages[0].gradient_accumulation_steps
 
     def alone(self) -> list[_Alone]:
-        """The stages, each by itself; of those that are alike one."""
+        """The stages, each by itself; of equivalent stages one is simulated."""
         prices = price_stages(self.plan, self.problem)
         known: dict[Hashable, _Alone] = {}
         found = []
@@ -228,7 +228,7 @@ class _Alone:
         inside: of them those of KINDS that instructions of computation hold, for they run inside their operators.
         transfer: seconds of one transfer to a neighbour.
         slowed: how what runs at the same time slows down.
-        early: names of the deferred weight gradients that are computed early for lack of room.
+        early: names of the deferred weight gradients that are computed early because the bound on held bytes is reached.
         deferred: how many are deferred.
     """
 
@@ -350,7 +350,7 @@ def with_refined(closed: Prediction, plan: Plan, problem: Problem) -> Prediction
     """A prediction whose seconds are scaled as refined prices scale its simulated step, all alike.
 
     Args:
-        closed: the closed form's, which knows no refined prices; so do bytes.
+        closed: the analytic one, which knows no refined prices; its bytes stay.
     """
 
     def played(at: Problem, micro_batches: int) -> float:
