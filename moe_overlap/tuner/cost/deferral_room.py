@@ -1,9 +1,9 @@
-"""Which deferred weight gradients are computed early because the bound on held bytes is reached, and bytes that partitions copy.
+"""Weight gradients that are computed early because the bound on held bytes is reached; bytes that partitions copy.
 
-The rule is that of runtime/weight_grad/queue.py. Held bytes never exceed the bound. A gradient that does not fit is computed at
-once, inside the backward operator that made it, behind those of its name that still wait, so that sums keep their order. A
-gradient whose computation communicates is judged by the bytes of its own kind alone, which all ranks know; for it the oldest
-others give way.
+The rule is that of runtime/weight_grad/queue.py. Held bytes never exceed the bound. A gradient that does not fit is
+computed at once, inside the backward operator that made it, behind those of its name that still wait, so that sums keep
+their order. A gradient whose computation communicates is judged by the bytes of its own kind alone, which all ranks
+know; for it the oldest others give way.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from moe_overlap.plan.plan import StagePlan
 
 # Bytes that are copied where a micro-batch is cut into partitions and joined again, by the instruction that copies them.
 #
-# What the runtime does (runtime/executor/buffers.py, bindings.py): partitions of hidden states are joined by whoever reads
-# several of them; a partition of whole hidden states is a view and costs nothing. A gate that leaves its rows in partitions
-# copies the hidden states of each, and joins their gradients. Where rows travel in capacity chunks, an all-to-all picks its
-# rows, and who needs all of them puts them into their places. Partitions that go to another stage are joined behind the
-# computation that made the last of them.
+# What the runtime does (runtime/executor/buffers.py, bindings.py): partitions of hidden states are joined by whoever
+# reads several of them; a partition of whole hidden states is a view and costs nothing. A gate that leaves its rows in
+# partitions copies the hidden states of each, and joins their gradients. Where rows travel in capacity chunks, an
+# all-to-all picks its rows, and who needs all of them puts them into their places. Partitions that go to another stage
+# are joined behind the computation that made the last of them.
 
 HIDDEN = (
     *(BufferRole.HIDDEN, BufferRole.ATTENDED, BufferRole.SHARED),
