@@ -16,7 +16,7 @@ from moe_overlap.plan.instructions import COMPUTE, BufferId, BufferRole, Home, I
 from moe_overlap.plan.operators import ATTENTION, HEAD_LOSS, MLP, SHARED, WEIGHTS, OperatorId, parse_operator
 from moe_overlap.plan.plan import StagePlan
 
-# Bytes that are copied where a micro-batch is cut into partitions and joined again, by the instruction that copies them.
+# Bytes copied where a micro-batch is cut into partitions and joined again, by the instruction that copies them.
 #
 # What the runtime does (runtime/executor/buffers.py, bindings.py): partitions of hidden states are joined by whoever
 # reads several of them; a partition of whole hidden states is a view and costs nothing. A gate that leaves its rows in

@@ -108,7 +108,7 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     """A prediction with the step, the stages and the breakdown of simulated lists.
 
     Args:
-        closed: the analytic one, which knows no overlap inside a stage; states and bytes that overlap leaves alone stay.
+        closed: the analytic one, without overlap inside a stage; states and bytes that overlap leaves alone stay.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
@@ -228,7 +228,7 @@ class _Alone:
         inside: of them those of KINDS that instructions of computation hold, for they run inside their operators.
         transfer: seconds of one transfer to a neighbour.
         slowed: how what runs at the same time slows down.
-        early: names of the deferred weight gradients that are computed early because the bound on held bytes is reached.
+        early: names of deferred weight gradients that are computed early because the bound on held bytes is reached.
         deferred: how many are deferred.
     """
 
