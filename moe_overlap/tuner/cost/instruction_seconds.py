@@ -4,8 +4,8 @@ Operators of a pass take what `layer.py` says. What a list has no instruction fo
 same part: a weight gradient that is not deferred, or what is recomputed inside a backward pass, to that pass. An operator that
 runs in partitions is priced at the size of a partition, and its deferred weight gradient as so many products of that
 size. Cutting and joining partitions counts where it is done, and a weight gradient that the bound on held bytes does
-not let wait counts where it is computed (deferral_room.py). What flags hide beside computation that the list does not show
-(gradients and parameters that travel during passes) takes what remains exposed. What was measured of a job
+not let wait counts where it is computed (deferral_room.py). What flags hide beside computation that the list does not
+show (gradients and parameters that travel during passes) takes what remains exposed. What was measured of a job
 (`hardware.py`) scales all prices but those of transfers and copies.
 """
 
