@@ -179,6 +179,7 @@ def arguments_to_run(words: Sequence[str], plan: Plan, config: Config) -> tuple[
         return arguments, ()
     kept = tuple(word for word in arguments if word not in PLACED_BY_LISTS)
     dropped = tuple(dict.fromkeys(word for word in arguments if word in PLACED_BY_LISTS))
+    # Instruction lists run on the runtime's own gate and dispatcher, never on megatron-core's.
     gate = ("--moe-gate", "topk") if config.overlap.moe_gate is None else ()
     return (*kept, *gate, "--moe-token-dispatcher-type", "irregular"), dropped
 
@@ -221,6 +222,7 @@ def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = 
         decided = load_plan(plan)
         validate_plan(decided, model, plan)
     else:
+        # The training package runs ZeRO-1 only; a prediction may be about Megatron-FSDP, whose level is set below.
         decided = plan_from_flags(config, model, num_gpus)
         level = zero_level(flags)
         stages = (dataclasses.replace(stage, zero_level=level) for stage in decided.stages)
@@ -276,6 +278,7 @@ def _listed_run(config: Config, num_gpus: int) -> ListedRun:
     try:
         validate(config, num_gpus)
     except ConfigError as error:
+        # A traceback would keep the frames of the validation alive as long as the problem.
         refusal = error.with_traceback(None)
     for flag, value in (("--fp8-format", config.precision.fp8), ("--fp4-format", config.precision.fp4)):
         if value is not None and refusal is None:
@@ -298,6 +301,7 @@ def _busiest(path: str, job: Job) -> float:
         if len(shares) != experts:
             rule = f"its layer {layer} has {len(shares)} experts, the model {experts or 'none'}"
             raise ConfigError("--expert-load", path, rule, "give the file that a run of this model wrote")
+        # An expert rank holds neighbouring experts.
         each = len(shares) // groups
         ratios.append(groups * max(sum(shares[rank * each : (rank + 1) * each]) for rank in range(groups)))
     return sum(ratios) / len(ratios)
@@ -365,6 +369,7 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
     low_weights = config.precision.fp8_param_gather or config.precision.fp4_param_gather
     fsdp = zero_level(flags) > 1
     in_fp32 = optimizer.accumulate_allreduce_grads_in_fp32 or precision == "fp32"
+    # Megatron reduces bf16 gradients in fp32 unless told otherwise.
     in_fp32 = in_fp32 or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16)
     return Features(
         precision=precision,

@@ -56,6 +56,8 @@ def sample_points(unit: int, one_sample: bool) -> tuple[Point, ...]:
     """
     if one_sample:
         return tuple((1, unit * k) for k in (1, 2, 3, 4))
+    # Two values of b and three of s determine degrees 1 and 2; the last batch lies outside of both ranges, where a size
+    # that is no such polynomial shows.
     return (*((b, unit * k) for b in (2, 3) for k in (1, 2, 3)), (5, unit * 4))
 
 
@@ -143,10 +145,12 @@ def _polynomial(constants: Sequence[Expression], points: tuple[Point, ...], plac
 @cache
 def _through(numbers: tuple[int, ...], points: tuple[Point, ...]) -> Expression | None:
     """The polynomial through all numbers but the last, if it gives the last one, too."""
+    # Weights and most shapes do not depend on the batch.
     if len(set(numbers)) == 1:
         return Expression.of(numbers[0])
     one_sample = points[0][0] == points[-1][0]
     monomials = [(i, j) for i in ((0,) if one_sample else (0, 1)) for j in (0, 1, 2)]
+    # In fractions: coefficients must be exact, since sizes are compared with `==`.
     inverse = _inverse(points[:-1], tuple(monomials))
     polynomial = Expression()
     for row, (i, j) in zip(inverse, monomials, strict=True):
@@ -220,6 +224,7 @@ def instrumented(request: Request, world: World, without_values: bool = True) ->
     buffer, recorder = GlobalMemoryBuffer(), Recorder(world.axis_of)
     fused = request.implementation == "te"
     with contextlib.ExitStack() as stack:
+        # Undoes the `gc.freeze` of every recording.
         stack.callback(gc.unfreeze)
         if without_values:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -239,6 +244,7 @@ def balance(gpt: Any, recorder: Recorder) -> None:
     """Balanced routing in every MoE layer."""
     layers = [*gpt.decoder.layers, *(layer.transformer_layer for layer in prediction_layers(gpt))]
     balances = [Balance(layer.mlp) for layer in layers if layer.is_moe_layer]
+    # All layers route the same number of tokens to the same number of experts, so one answers for all.
     if balances:
         recorder.rows_of_map = balances[0].rows_of_map
 
@@ -254,6 +260,7 @@ def _capture_part(runner: PartRecorder, runnable: RunnablePart, unit: int) -> li
     many = _checked(fit([_checked(runner.record(runnable, *point)) for point in points], points))
     points = sample_points(unit, one_sample=True)
     graphs = [_checked(runner.record(runnable, *points[0]))]
+    # Where one sample runs the same operators, one recording shows it and saves the other three.
     if gives(many, graphs[0], points[0]):
         return [many]
     graphs += [_checked(runner.record(runnable, *point)) for point in points[1:]]

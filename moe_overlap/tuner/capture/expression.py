@@ -137,6 +137,7 @@ def evaluate(expressions: Sequence[Expression], b: Any, s: Any) -> Values:
     """
     symbols = {"b": np.asarray(b, dtype=np.float64), "s": np.asarray(s, dtype=np.float64)}
     shape = np.broadcast_shapes(symbols["b"].shape, symbols["s"].shape)
+    # Thousands of expressions share few monomials: each is evaluated once, and the rest is one matrix product.
     columns = {monomial: index for index, monomial in enumerate(dict.fromkeys(_monomials(expressions)))}
     basis = np.ones((len(columns), *shape))
     for monomial, index in columns.items():
@@ -172,6 +173,7 @@ def _factor_value(factor: Factor, symbols: Mapping[str, Values]) -> Values:
 
 def _call(function: str, *arguments: Expression | int) -> Expression:
     nodes = tuple(Expression.of(argument) for argument in arguments)
+    # A function of constants is a constant, so that its text is that of the number.
     if all(not monomial for argument in nodes for monomial, _ in argument.terms):
         numbers = [argument.terms[0][1] if argument.terms else Fraction(0) for argument in nodes]
         functions: dict[str, Callable[..., Fraction]] = {"ceil": _ceiling, "floor": _floor, "max": max, "min": min}
@@ -188,6 +190,7 @@ def _floor(number: Fraction) -> Fraction:
 
 
 def _canonical(terms: Mapping[Monomial, Fraction]) -> Expression:
+    # Without zero terms and in one order: equality of values is then equality of tuples, and of text.
     kept = ((monomial, coefficient) for monomial, coefficient in terms.items() if coefficient)
     return Expression(tuple(sorted(kept, key=lambda term: _monomial_text(term[0]))))
 
@@ -196,6 +199,7 @@ def _product(left: Monomial, right: Monomial) -> Monomial:
     powers = dict(left)
     for factor, power in right:
         powers[factor] = powers.get(factor, 0) + power
+    # Sorted, so that equal products are equal however they were multiplied.
     return tuple(sorted(powers.items(), key=lambda item: str(item[0])))
 
 

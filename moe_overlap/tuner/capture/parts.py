@@ -126,6 +126,7 @@ class PartRecorder:
         """The graph of one batch: its numbers are constants."""
         recorder = self._recorder
         self._make_tables(runnable, samples, tokens)
+        # Every recording allocates its own, at the size of its batch.
         self._buffer.buffer.clear()
         gc.collect()
         # What is left need not be walked through again before the next recording.
@@ -137,6 +138,8 @@ class PartRecorder:
             input_ids = tuple(recorder.hold(tensor, "input") for tensor in inputs)
             results: list[torch.Tensor] = []
             given = [HandOver.apply(self._seed, [x.detach()], results) if x.requires_grad else x for x in inputs]
+            # A reference in this frame would keep the inputs alive through both passes: only the part and autograd may
+            # hold them, as in a step.
             del inputs
             with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
                 output = runnable.run(*given)
@@ -145,10 +148,13 @@ class PartRecorder:
             gradient = [torch.empty_like(output)]
             gradient_id = recorder.hold(gradient[0], "input")
             end = TakeOver.apply(output, gradient)
+            # From here on the next part would own the output; the backward pass must find the storages alive that a
+            # step would hold.
             del given, output
             with recorder:
                 torch.autograd.backward([end], [self._seed.detach()])
             gradient_outputs = tuple(recorder.id_of(tensor) for tensor in results)
+            # At the end, because the linears allocate it while they run.
             for tensor in self._buffer.buffer.values():
                 recorder.hold(tensor, "constant", "shared all-gather buffer")
             recording = recorder.recording
@@ -250,6 +256,7 @@ class PartRecorder:
             return hidden  # type: ignore[no-any-return]
 
         def run(x_SBH: torch.Tensor) -> torch.Tensor:
+            # The table is as long as the whole sample, of which a rank holds one share of the hidden states.
             split = self._layout.context * (self._layout.tensor if self._model.config.sequence_parallel else 1)
             rotary = self._rotary(x_SBH.shape[0] * split)
             if self._variant == FULL:
@@ -376,7 +383,9 @@ def finished(ops: Sequence[Op], roles: Sequence[str]) -> tuple[Op, ...]:
     readers: dict[int, list[int]] = {}
     after: list[tuple[int, ...]] = []
     for op in ops:
+        # Read after write and write after write.
         needed = {writer[index] for index in (*op.reads, *op.writes) if index in writer}
+        # Write after read: an operator in place must not overtake those that read the old values.
         needed |= {reader for index in op.writes for reader in readers.get(index, ())}
         after.append(tuple(sorted(needed - {op.id})))
         for index in op.writes:
@@ -399,6 +408,8 @@ def _weight_gradients(ops: Sequence[Op], roles: Sequence[str]) -> set[int]:
     """Products of the backward pass whose results end in gradients of parameters and nowhere else."""
     leads = {index: True for index, role in enumerate(roles) if role == "gradient"}
     gradients = set()
+    # In reverse, so that all readers of a storage are known before its writer: a product counts only if nothing else,
+    # such as the next layer's gradient, depends on it.
     for op in reversed(ops):
         only = all(leads.get(index, False) for index in op.writes)
         if only and op.phase == "backward" and op.cost_class in ("gemm", "grouped_gemm"):

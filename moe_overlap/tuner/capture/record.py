@@ -133,6 +133,7 @@ class Recorder(TorchDispatchMode):
     def recomputing(self) -> Iterator[None]:
         """Mark what runs inside, in the backward pass, as recomputation."""
         self._recomputing += self.phase == "backward"
+        # A checkpoint runs its function in the forward pass, too, which is no recomputation.
         counted = self.phase == "backward"
         try:
             yield
@@ -147,6 +148,7 @@ class Recorder(TorchDispatchMode):
 
         for name, module in root.named_modules(prefix=prefix):
             module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
+            # Also behind an exception: a name that stays would be given to all later operators.
             module.register_forward_hook(leave, always_call=True)
 
     def end_forward(self) -> None:
@@ -192,6 +194,8 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         outputs += self._left_inside(inner, outputs)
+        # What the kernel returns of its arguments is no result; a kernel without results and writes moved nothing, such
+        # as a view.
         results = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in self._ids]
         if results or written:
             self._emit(name, [*tensors, *written], results, [*results, *written], shape, self._exchange(sent))
@@ -234,6 +238,7 @@ class Recorder(TorchDispatchMode):
             result = function(*args, **kwargs)
         if self._inside is not None:
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            # Weak: a reference from here would keep the storage alive and change the lifetimes that are recorded.
             self._inside += [weakref.ref(leaf.untyped_storage()) for leaf in leaves]
             return result
         if library not in _KNOWN_LIBRARIES and name not in KERNELS:
@@ -247,6 +252,7 @@ class Recorder(TorchDispatchMode):
             # A number in the code becomes a tensor: a constant, where it is read.
             return result
         aliases = {tensor.untyped_storage()._cdata for tensor in tensors}
+        # A result on the storage of an argument is a view: it moves no bytes.
         output = [leaf for leaf in outputs if leaf.untyped_storage()._cdata not in aliases]
         written = output + _mutated(function, args, kwargs)
         if written:
@@ -276,6 +282,7 @@ class Recorder(TorchDispatchMode):
             shape = (sum(tensor.numel() for tensor in written),)
         read_bytes = sum(map(_touched_bytes, tensors))
         if name.removesuffix("_") in GATHERS:
+            # A gather reads the rows that it takes, not the whole table.
             read_bytes = sum(map(_touched_bytes, [*tensors[1:], *written]))
         moved = 0 if name in FORWARD_ONLY else read_bytes + sum(map(_touched_bytes, written))
         expressions = tuple(map(Expression.of, shape))
@@ -302,6 +309,7 @@ class Recorder(TorchDispatchMode):
         inputs = outputs if name in _ONE_BUFFER else [t for t in tensors if all(t is not o for o in outputs)]
         sent, received = (sum(map(_touched_bytes, side)) for side in (inputs, outputs))
         kind = COLLECTIVES[name]
+        # The whole tensor, as `links.collective_seconds` counts it, not the shard of a rank.
         payload = sent if kind in ("all_to_all", "reduce_scatter") else max(sent, received)
         reads = [self._watch(tensor, "constant") for tensor in inputs]
         writes = [self._watch(tensor, "activation") for tensor in outputs]
@@ -343,6 +351,8 @@ class Recorder(TorchDispatchMode):
             return (self._modules[-1] if self._modules else "", self._operators[-1] if self._operators else "")
         place = self._place_of_node.get(node._sequence_nr())
         if place is None:
+            # Autograd makes nodes that no forward operator made, such as sums of gradients: they count with what ran
+            # before.
             last = self.recording.ops[-1] if self.recording.ops else None
             place = (last.module, last.operator) if last is not None else ("", "")
         return place
@@ -358,6 +368,7 @@ class Recorder(TorchDispatchMode):
         if key not in self._ids:
             self._ids[key] = len(self.recording.storages)
             self.recording.storages.append(_Watched(storage.nbytes(), role, name, replicas))
+            # The key is an address, which the next storage may get: it is forgotten when this one is freed.
             weakref.finalize(storage, _free, self._ids, key, self.recording)
         return self._ids[key]
 

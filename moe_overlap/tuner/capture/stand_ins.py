@@ -168,6 +168,7 @@ class Balance:
         self._count = self._dispatcher.preprocess if hasattr(self._dispatcher, "preprocess") else None
         if self._count is not None:
             self._dispatcher.preprocess = self._balanced_counts
+            # Orders of chunks: lists can be read where tensors without data cannot.
             for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
                 if hasattr(self._dispatcher, name):
                     setattr(self._dispatcher, name, Counts(range(getattr(self._dispatcher, name).numel())))
@@ -182,6 +183,7 @@ class Balance:
         if factor is None:
             return rows
         capacity = moe_utils.get_capacity(routed, self._experts, factor)
+        # With padding every expert gets its capacity; without, capacity only drops what exceeds it.
         return int(capacity if self._config.moe_pad_expert_input_to_capacity else min(rows, capacity))
 
     def rows_of_map(self, experts: int, tokens: int) -> int:
@@ -192,6 +194,7 @@ class Balance:
         """Run the stock count for what it computes and communicates; answer with balanced counts."""
         assert self._count is not None
         dispatcher = self._dispatcher
+        # Its operators and its collective belong to the graph; only its answer, which would need data, is replaced.
         self._count(routing_map)
         rows = self.rows_per_expert(routing_map.shape[0])
         shares, tensor = dispatcher.ep_size, dispatcher.tp_size

@@ -81,6 +81,7 @@ class Family:
     @property
     def held_once(self) -> list[bool]:
         """[K] parts of which one micro-batch alone is ever held."""
+        # The last chunk runs a backward pass right behind its forward pass, so no second micro-batch waits there.
         return [table.part.kind == "head" or table.part.kind.startswith("mtp.") for table in self.tables]
 
 
@@ -99,6 +100,7 @@ def prepare(
     """
     families: dict[StagePlan, list[int]] = {}
     for index, stage in enumerate(plan.stages):
+        # Without what stages of one family may differ in; the analytic cost knows no overlap inside a stage.
         chunks = tuple((0, 0) for _ in stage.chunks)
         layout = replace(stage, chunks=chunks, devices=plan.stages[0].devices, overlap=NO_OVERLAP)
         families.setdefault(layout, []).append(index)
@@ -115,6 +117,7 @@ def _family(
 ) -> Family:
     stage, length = plan.stages[indices[0]], plan.sequence_length
     counted = [part_counts(plan, index, graphs[index]) for index in indices]
+    # By identity: a capture hands out the same object for the same part, and comparing whole graphs would be slow.
     parts = {id(part): part for of_stage in counted for part, _ in of_stage}
     rows = {key: row for row, key in enumerate(parts)}
     counts = np.zeros((len(parts), len(indices)))
@@ -141,6 +144,7 @@ def _flying(plan: Plan, index: int) -> float:
     """Micro-batches whose activations a stage holds at once."""
     stage = plan.stages[index]
     if plan.transfers or stage.overlap.micro_batches_in_flight > 1:
+        # The closed form holds for the orders of megatron-core only; these are counted in the order that will run.
         return float(most_in_flight(pipeline_blocks(plan, index)))
     return in_flight(len(stage.chunks), len(plan.stages), index, stage.gradient_accumulation_steps)
 
@@ -346,6 +350,7 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
     parts = [cost_of(table, setting) for table in family.tables]
     rates = _state_rates(groups, links, constants, features)
     terms = layer_terms(_kind_terms(parts, family.sizes), _strategy(stage), rates, setting.concurrent)
+    # The only stage of a pipeline sends no hidden states.
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
     summed = stage_costs(terms, family.counts, family.in_flight, boundary, machine.fragmentation, family.held_once)
     return Priced(family, summed, tuple(parts), terms, rates, setting)
@@ -360,6 +365,7 @@ def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interfer
         As a function of alone seconds for analytic costs, and as factors for a simulation.
     """
     if machine.cluster.measured is None:
+        # A measured cluster keeps its own constant: factors of another host with the same GPUs may differ twofold.
         fitted = interference_of(replicas.links.gpu.name, replicas.nodes, min(replicas.per_node, replicas.size))
         if fitted is not None:
             return fitted.seconds, fitted
@@ -376,6 +382,7 @@ def cost_of(table: OpTable, setting: Setting) -> PartCost:
 def _state_rates(
     groups: Mapping[str, Group], links: NodeGroup, constants: GpuConstants, features: Features
 ) -> StateRates:
+    # A rate is taken at so many bytes that the latency, which is added once per collective, is a negligible part of it.
     one, unit, rates = np.ones(1), 1 << 30, constants.link_rates
     return StateRates(
         dense_scatter=one * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
@@ -439,6 +446,7 @@ def _whole(
     first = [float(family.costs.first_extra_seconds[0, m]) for family, m in order]
     last = [float(family.costs.last_extra_seconds[0, m]) for family, m in order]
     step = step_seconds(stable, first, last, count, virtual)
+    # Stages update at the same time, behind the norm that all of them wait for.
     update = max(float(family.costs.optimizer_seconds[0, m]) for family, m in order) + constants.step_seconds
     seconds = step.total + filling + update
     slowest, column = order[int(np.argmax(stable))]

@@ -1,8 +1,9 @@
-"""Which deferred weight gradients are computed early, as there is no room for them: the rule of runtime/weight_grad/queue.py.
+"""Weight gradients that are computed early because the bound on held bytes is reached; bytes that partitions copy.
 
-Held bytes never exceed the bound. What has no room is computed at once, inside the backward operator that made it, behind those
-of its name that still wait, so that sums keep their order. Gradients whose computation communicates have room by the bytes of
-their own kind alone, which all ranks know; for them the oldest others give way.
+The rule is that of runtime/weight_grad/queue.py. Held bytes never exceed the bound. A gradient that does not fit is
+computed at once, inside the backward operator that made it, behind those of its name that still wait, so that sums keep
+their order. A gradient whose computation communicates is judged by the bytes of its own kind alone, which all ranks
+know; for it the oldest others give way.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from moe_overlap.plan.instructions import COMPUTE, BufferId, BufferRole, Home, I
 from moe_overlap.plan.operators import ATTENTION, HEAD_LOSS, MLP, SHARED, WEIGHTS, OperatorId, parse_operator
 from moe_overlap.plan.plan import StagePlan
 
-# Bytes that are copied where a micro-batch is cut into parts and joined again, by the instruction that copies them.
+# Bytes copied where a micro-batch is cut into partitions and joined again, by the instruction that copies them.
 #
-# What the runtime does (runtime/executor/buffers.py, bindings.py): parts of hidden states are joined by whoever reads several
-# of them; a part of whole hidden states is a view and costs nothing. A gate that leaves its rows in parts copies the hidden
-# states of each part, and joins their gradients. Where rows travel in chunks of capacity, an exchange picks its rows, and who
-# needs all of them puts them into their places. Parts that go to another stage are joined behind the computation that made the
-# last of them.
+# What the runtime does (runtime/executor/buffers.py, bindings.py): partitions of hidden states are joined by whoever
+# reads several of them; a partition of whole hidden states is a view and costs nothing. A gate that leaves its rows in
+# partitions copies the hidden states of each, and joins their gradients. Where rows travel in capacity chunks, an
+# all-to-all picks its rows, and who needs all of them puts them into their places. Partitions that go to another stage
+# are joined behind the computation that made the last of them.
 
 HIDDEN = (
     *(BufferRole.HIDDEN, BufferRole.ATTENDED, BufferRole.SHARED),
@@ -107,13 +108,17 @@ class Room:
         """Names of what is computed now, in order."""
         entry = (name, size, communicates)
         bound = float("inf") if self.max_bytes is None else self.max_bytes
+        # A gradient that communicates must be computed at the same place on all ranks of its group, or their
+        # collectives do not meet. Its decision may not depend on bytes that differ by rank, such as routed rows.
         if self._held(communicates_only=communicates) + size > bound:
+            # In the order in which they came: sums of floats in another order would not be bitwise equal.
             early = [other for other in self._waiting if other[0] == name]
             self._waiting = [other for other in self._waiting if other[0] != name]
             return [other[0] for other in (*early, entry)]
         self._waiting.append(entry)
         early = []
         while self._held(communicates_only=False) > bound:
+            # There is one: those that communicate were found to fit by themselves.
             oldest = next(other for other in self._waiting if not other[2])
             self._waiting.remove(oldest)
             early.append(oldest)
@@ -163,6 +168,7 @@ def computed_gradients(
     late: dict[Place, int] = {}
     for i in made:
         saved = [str(buffer.gradient) for buffer in map(parse_buffer, i.writes) if buffer.role is BufferRole.SAVED]
+        # A backward operator runs through its products in reverse; the order of arrival decides which are the oldest.
         for name in sorted(saved, key=_place_in_forward, reverse=True):
             early[place_in_list(i)] += room.put(name, size_of(name), communicates(name))
         if i.kind == "weight-gradient":

@@ -98,8 +98,9 @@ class Joined:
         """Seconds of the kernel, for numbers of communicating blocks."""
         sending = np.asarray(communicating, dtype=np.float64)
         computing = blocks.count - sending
-        product = self.product_seconds * blocks.count / computing
-        exchange = np.maximum(self.exchange_seconds, self.moved_bytes / (sending * blocks.bytes_per_second))
+        product = self.product_seconds * blocks.count / computing  # 1
+        exchange = np.maximum(self.exchange_seconds, self.moved_bytes / (sending * blocks.bytes_per_second))  # 2
+        # 3. Tiles run in waves, one on each block that computes, so there are no more steps than waves.
         steps = np.maximum(1.0, np.minimum(self.steps, self.tiles / computing))
         return np.maximum(product, exchange) + np.minimum(product, exchange) / steps
 
@@ -111,6 +112,7 @@ class Joined:
 
     def best_split(self, blocks: Blocks) -> int:
         """The number of communicating blocks that is fastest; of equals the smallest."""
+        # 4. At least one block communicates, and one computes.
         return 1 + int(np.argmin(self.seconds(np.arange(1, blocks.count), blocks)))
 
 
@@ -138,6 +140,7 @@ def fused_seconds(table: OpTable, setting: Setting, cost: PartCost, split: Kerne
     exposed: dict[Key, float] = {}
     computing = computing_seconds(table, setting, cost)
     for suffix in ("", RECOMPUTE, BACKWARD):
+        # Gradients arrive through the backward of combine, so the backward pass runs the kernels in reverse.
         kernels = FUSED_KERNELS[:: -1 if suffix == BACKWARD else 1]
         products = _products(table, suffix)
         # The activation, and what else stands beside the products.
@@ -153,6 +156,7 @@ def fused_seconds(table: OpTable, setting: Setting, cost: PartCost, split: Kerne
                 sending = split.combine if place else split.dispatch
             exposed[kernel, "", suffix] = joined.exposed(sending, blocks)
             whole[kernel, "", suffix] = joined.product_seconds + exposed[kernel, "", suffix]
+        # The activation between the kernels has no instruction of its own: it counts with the kernel before it.
         whole[kernels[0], "", suffix] += beside
     return FusedSeconds(whole, exposed)
 
@@ -231,6 +235,7 @@ def _joined(
         computing: [ops] seconds.
         is_first: whether it is the first of its pass, whose all-to-all goes before the product.
     """
+    # Columns are cut alike in all products of a kernel, rows are those of all of them: hence the maximum and the sum.
     grids = [_grid(table, index, setting.load) for index in products]
     return Joined(
         product_seconds=sum(float(computing[index]) for index in products),

@@ -143,6 +143,7 @@ class GpuConstants:
         )
 
 
+# Without slots: a dataclass with slots is a new class, in which `super()` without arguments fails.
 @dataclass(frozen=True, kw_only=True)
 class MeasuredConstants(GpuConstants):
     """Constants of a machine that was measured, not fitted; its collectives have a latency of their own."""
@@ -189,6 +190,7 @@ class Constants:
 
         def distance(name: str) -> tuple[bool, float, str]:
             row = known[name]
+            # The name breaks ties, so that the answer does not depend on the order of the file.
             return row["architecture"] != gpu.architecture, abs(row["bf16_tflops"] - gpu.bf16_tflops), name
 
         return self.gpus[min(self.gpus, key=distance)], True
@@ -239,6 +241,7 @@ def measured_constants(measured: Measured, gpu: str) -> Constants:
         ConfigError: a constant is missing or unknown.
     """
     names = {field.name for field in dataclasses.fields(GpuConstants)}
+    # A file of another version is refused: a missing constant must not be taken from a fitted GPU unnoticed.
     for name in names ^ set(measured.constants):
         rule = "is missing" if name in names else "is unknown"
         raise ConfigError(f"measured.constants.{name}", "", rule, "run tools/profile_cluster.py again")

@@ -2,11 +2,11 @@
 
 Operators of a pass take what `layer.py` says. What a list has no instruction for belongs to another operator of the
 same part: a weight gradient that is not deferred, or what is recomputed inside a backward pass, to that pass. An operator that
-runs in pieces is priced at the size of a piece, and its deferred weight gradient as so many products of that size. Cutting and
-joining parts counts where it is done (deferral_room.py), a weight gradient without room to wait where it is computed
-(deferral_room.py). What flags hide beside computation that the list does not show (gradients and
-parameters that travel during passes) takes what remains exposed. What was measured of a job (`hardware.py`) scales all
-prices but those of transfers and copies.
+runs in partitions is priced at the size of a partition, and its deferred weight gradient as so many products of that
+size. Cutting and joining partitions counts where it is done, and a weight gradient that the bound on held bytes does
+not let wait counts where it is computed (deferral_room.py). What flags hide beside computation that the list does not
+show (gradients and parameters that travel during passes) takes what remains exposed. What was measured of a job
+(`hardware.py`) scales all prices but those of transfers and copies.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class StagePrices:
         column: the stage's place in its family.
         made: the stage's list, once `read`.
         computed: when its deferred weight gradients are computed.
-        starts: what computation takes longer that starts exchanges, by its instruction.
+        starts: seconds by which starting all-to-alls makes computation longer, by its instruction.
     """
 
     plan: Plan
@@ -116,6 +116,7 @@ class StagePrices:
     def seconds(self, i: Instruction) -> float:
         """Seconds of one instruction by itself."""
         if i.kind == "point-to-point":
+            # Tiles between unlike stages differ in size; whole hidden states are of one size at every boundary.
             return one_way_seconds(self.plan, i.bytes, self.machine) if i.partition else self.transfer_seconds()
         if i.kind == "copy":
             return float(
@@ -131,14 +132,16 @@ class StagePrices:
             alone = self.machine.constants.step_seconds if operator.kind is NORM else self._state(operator)
             return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         place = place_in_list(i)
+        # Computed inside the backward operator: its own instruction takes longer.
         early = sum(map(self._product_seconds, self.computed.early.get(place, ())))
         beside = self.starts.get(i.id, 0.0) + early + self._copy_seconds(self._copied.get(place, 0.0))
         if i.kind == "weight-gradient":
+            # Those that were computed early are missing here: each is paid for once.
             return beside + self.computed.late[place] * self._product_seconds(i.name)
         return beside + self.piece_seconds(i.name, pieces)
 
     def is_cut(self, i: Instruction) -> bool:
-        """Whether an instruction of the list is one of several pieces."""
+        """Whether an instruction of the list is one of several partitions."""
         return self._pieces[i.name, i.micro_batch] > 1
 
     def piece_seconds(self, name: str, pieces: int) -> float:
@@ -147,7 +150,7 @@ class StagePrices:
         return self._operators(place_of(operator), pieces)[_key(operator)]
 
     def exposed_inside(self) -> float:
-        """Seconds of a micro-batch by which exchanges make its fused kernels longer than their products."""
+        """Seconds of a micro-batch by which all-to-alls make its fused kernels longer than their products."""
         kernels = (parse_operator(i.name) for i in self.made if i.micro_batch == 0 and i.kind == "compute")
         return sum(
             self._fused_seconds(place_of(kernel), 1).exposed[_key(kernel)]
@@ -227,7 +230,7 @@ class StagePrices:
         return next(row for row, one in enumerate(parts) if (one.kind, one.variant) == wanted)
 
     def _products(self, gradient: str) -> int:
-        """How many products of a micro-batch make a deferred weight gradient: one for each part of its operator, one if fused."""
+        """Products that make a deferred weight gradient: one for each partition of its operator, one if fused."""
         return max(1, self._pieces[backward_of(gradient), 0])
 
     def _product_seconds(self, gradient: str) -> float:
@@ -255,6 +258,7 @@ class StagePrices:
         each = rates.gradient_bytes if what is OperatorKind.GRADIENTS else rates.gathered_bytes
         dense, experts = np.array([size.dense_parameters]), np.array([size.expert_parameters])
         once = state_seconds(dense, experts, each, rates)
+        # Without sharding it is an all-reduce: a reduce-scatter and an all-gather.
         twice = 2.0 if what is OperatorKind.GRADIENTS and self.stage.zero_level == 0 else 1.0
         return twice * float(once[0]) / max(1, self._pieces[str(operator), None])
 
@@ -262,13 +266,14 @@ class StagePrices:
         """Ranks that complete what they received of a tensor."""
         (found,) = (t for t in self.plan.transfers if (t.from_stage, t.to_stage) == operator.stages)
         assert found.all_gather is not None
+        # The largest group is the slowest, and the stage goes on when all have ended.
         ranks, links = max(found.all_gather.groups, key=len), self.priced.setting.groups["dp"].links
         group = axis_group(len(ranks), ranks[1] - ranks[0], self.plan.world_size, links)
         whole, rates = self.priced.family.boundary_bytes, self.machine.constants.link_rates
         return float(collective_seconds("all_gather", whole, group, rates))
 
     def _operators(self, place: str, pieces: int) -> Mapping[Key, float]:
-        """Seconds of a part's operators, each in so many pieces, under the names that the list has."""
+        """Seconds of a part's operators, each in so many partitions, under the names that the list has."""
         if (place, pieces) not in self._summed:
             named, summed = self._named[place], dict.fromkeys(self._named[place], 0.0)
             fused = place in self._splits()
@@ -287,8 +292,9 @@ class StagePrices:
         return self._by_size[row, pieces]
 
     def _sized(self, row: int, pieces: int) -> tuple[OpTable, PartCost]:
-        """A part in so many pieces."""
+        """The operators and the cost of a part of the model at the size of one of so many partitions."""
         table, cost = self.priced.family.tables[row], self.priced.parts[row]
+        # Not a share of the whole: smaller products are less efficient, which is what partitioning costs.
         if pieces > 1:
             samples, length = self.stage.micro_batch_size, self.plan.sequence_length
             divided = samples % pieces == 0
@@ -331,5 +337,6 @@ def _listed_key(key: Key, named: Mapping[Key, None]) -> Key:
     for own in (part, kernel_of(key)):
         if suffix in (WEIGHT_GRADIENT, RECOMPUTE) and (own, "", BACKWARD) in named:
             return own, "", BACKWARD
+    # No second of a part may be lost: what nothing above places goes to an operator of the same pass.
     backward = suffix != ""
     return next(other for other in named if (other[2] != "") == backward)

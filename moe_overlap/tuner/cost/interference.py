@@ -47,6 +47,7 @@ SETS = tuple(
 """Sets of busy streams as words, a digit per stream in the order of STREAMS; one stream alone is not slowed down."""
 BLOCK = 1 << 12
 """Rows worked on at a time, few enough to stay in the cache."""
+# Finite, since infinity times False is NaN. An idle stream has factor 1 in every set, so it keeps this value exactly.
 IDLE = 1e300
 """Seconds left to do that stand for a stream that has nothing to do."""
 
@@ -100,6 +101,7 @@ class Interference:
         if len(used) < 2:
             return sum(given[1:], start=np.array(given[0], dtype=np.float64))
         alone = [np.ascontiguousarray(given[stream], dtype=np.float64).reshape(-1) for stream in used]
+        # Two busy streams have a closed form and need no rounds.
         if len(used) == 2:
             return self._pair(used, *alone).reshape(given[0].shape)
         total = np.empty(alone[0].shape)
@@ -119,6 +121,7 @@ class Interference:
         """Seconds of three or four streams that start together, [streams, rows] alone seconds; `left` is used up."""
         table, total = self._table_of(used), np.zeros(left.shape[1])
         left += IDLE * (left <= 0)
+        # Each round ends at least one stream, so after these one at most is left, which nothing slows down.
         for number in range(2, len(used) + 1):
             sets = np.zeros(len(total), dtype=np.uint8)
             for busy in (left < IDLE).view(np.uint8):
@@ -301,6 +304,7 @@ def costs_of(links: Mapping[LinkKey, float]) -> AllToAllCosts | None:
     }
     if not all(of_kind.values()):
         return None
+    # What stays on the rank is not sent.
     sent = [key.held_bytes * (key.ranks - 1) / key.ranks for key in of_kind[STARTS]]
     alone, queued = (max(of_kind[kind].values()) for kind in (COUNTS, QUEUED_COUNTS))
     return AllToAllCosts(fit_line(sent, list(of_kind[STARTS].values())), alone, max(0.0, queued - alone))

@@ -132,10 +132,13 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
         beside = 0.0
         if kind == "tensor":
             if is_backward:
+                # megatron-core starts it asynchronously, ahead of the weight gradient's product; in the forward pass
+                # the next product waits for it at once.
                 beside = _until_read(table, seconds, index)
             if features.overlap_tensor:
                 beside = max(beside, _products_beside(table, seconds, index))
         exposed[kind] += _exposed(alone, beside, concurrent)
+    # A ring passes keys and values on while attention computes those it has; the other kinds precede attention.
     if features.context_exchange == "p2p":
         attention = float(
             seconds[in_pass & (table.operators == ATTENTION) & (table.classes == CostClassCode.ATTENTION)].sum()
@@ -215,6 +218,8 @@ def hide_all_to_alls(cost: PartCost, concurrent: Concurrent) -> PartCost:
     compute = forward.compute_seconds + backward.compute_seconds
     if not exchange:
         return cost
+    # One micro-batch's forward pass runs with another's backward pass, so the all-to-alls of both directions hide under
+    # the computation of both; what is left is shared out by their seconds.
     left = _exposed(exchange, compute, concurrent) / exchange
 
     def hidden(cost: PassCost) -> PassCost:
@@ -260,6 +265,7 @@ def computing_seconds(table: OpTable, setting: Setting, cost: PartCost) -> Float
     for is_backward, of_pass in ((False, cost.forward), (True, cost.backward)):
         in_pass = table.backward == is_backward
         on_device = float(seconds[in_pass].sum())
+        # All operators alike, so that the instructions of a pass add up to its analytic cost.
         seconds = np.where(in_pass, seconds * (of_pass.compute_seconds / on_device if on_device else 0.0), seconds)
     return seconds
 

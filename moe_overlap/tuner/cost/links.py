@@ -127,6 +127,7 @@ def collective_seconds(kind: str, held_bytes: ArrayLike, group: Group, rates: Li
         return np.zeros_like(held)
     if kind == "all_to_all":
         return all_to_all_seconds(held, group, rates)
+    # A ring all-reduce is a reduce-scatter followed by an all-gather.
     factor = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "broadcast": 1.0}[kind]
     links, moved = group.links, factor * held * (group.size - 1) / group.size
     seconds = np.zeros_like(held)

@@ -133,6 +133,7 @@ def part_bytes(
     scores, kept_scores = _scores(table, features)
     return PartBytes(
         saved=kept + grown + kept_scores,
+        # Without what is kept, which the stage multiplies by the micro-batches in flight.
         working=max(0.0, most - kept) + scores,
         dense_parameters=numbers["dp"],
         expert_parameters=numbers["edp"],
@@ -144,6 +145,7 @@ def _scores(table: OpTable, features: Features) -> tuple[float, float]:
     if features.flash:
         return 0.0, 0.0
     scores = float(table.scores[~table.backward].sum())
+    # bf16 probabilities; dropout adds its mask of one byte and its result.
     kept = scores * (5.0 if features.dropped_scores else 2.0)
     again = table.part.variant == "full" or "core_attn" in table.part.variant
     return (4.0 * scores + kept, 0.0) if again else (4.0 * scores, kept)

@@ -150,6 +150,7 @@ def _roofline(
         1.0,
     )
     rate = gpu.bf16_tflops * 1e12 * efficiency
+    # No low-precision efficiency of grouped products is fitted: what they lose against plain ones in bf16 carries over.
     grouped = constants.grouped_gemm / constants.gemm
     rate = np.where(
         low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == GROUPED_GEMM, grouped, 1.0), rate
@@ -163,6 +164,7 @@ def _roofline(
     multiplies = (table.classes == GEMM) | (table.classes == GROUPED_GEMM) | (table.classes == FUSED_ATTENTION)
     scores = np.where(forward, read, back) * table.scores
     product = np.where(multiplies, whole * table.flops / rate, 0.0) * release.products
+    # Weight gradients read what the other products have quantized: they pay for no quantization.
     moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(
         low & ~table.weight_gradient, QUANTIZED_BYTES * table.operand, 0.0
     )

@@ -137,18 +137,24 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     gradients_moved = rates.gradient_bytes * copied * strategy.offload_gradients
     activations = rates.host_copy * kinds.saved_bytes[:, None] * strategy.offload_activations
     optimizer_moved = rates.host_copy * rates.optimizer_bytes * shard * strategy.offload_optimizer
+    # Every micro-batch: ZeRO-3 holds no whole weights between the passes, ZeRO-2 no whole gradients. The streams are
+    # those of Mist, section 5.2.
     each_gather, each_scatter = np.where(level >= 3, gather, 0.0), np.where(level >= 2, scatter, 0.0)
 
     forward_stable = concurrent(forward + zeros, each_gather, weights_in, activations)
     backward_stable = concurrent(
         backward + zeros, each_gather + each_scatter, weights_in + gradients_moved + activations, gradients_moved
     )
+    # Once a step: what is updated in shards is gathered, and gradients are reduced; without sharding by an all-reduce,
+    # which is a reduce-scatter and an all-gather.
     once_gather = np.where(level < 3, gather, 0.0) * (level > 0)
     once_scatter = np.where(level < 2, scatter, 0.0) * np.where(level == 0, 2.0, 1.0)
     # The decoupled optimizer step stands before the first forward pass: it loads and stores what is kept on the host.
     first = concurrent(
         forward + zeros, zeros, weights_in + optimizer_moved, activations + optimizer_moved
     ) - concurrent(forward + zeros, zeros, weights_in, activations)
+    # The stable pass counts as computation beside it. That is exact without offloading: a level that communicates once
+    # a step has no collectives of states in the same pass of every micro-batch.
     if rates.overlap_param_gather:
         first = first + concurrent(forward_stable, once_gather, zeros, zeros) - forward_stable
     else:
@@ -170,7 +176,9 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
         gradients=rates.gradient_bytes * np.where(level >= 2, shard, numbers) * (1.0 - strategy.offload_gradients),
         optimizer=rates.optimizer_bytes * np.where(level >= 1, shard, numbers) * (1.0 - strategy.offload_optimizer),
         saved=kinds.saved_bytes[:, None] * (1.0 - strategy.offload_activations),
+        # The layer at work needs its offloaded activations whole on the device.
         working=kinds.working_bytes[:, None] + kinds.saved_bytes[:, None] * strategy.offload_activations,
+        # Twice: the next layer's are fetched into a second buffer while this one computes (Mist's double buffers).
         gathered=np.where(sharded, 2.0 * rates.weight_bytes * numbers, 0.0)
         + np.where((level >= 2) | (strategy.offload_gradients > 0), 2.0 * rates.gradient_bytes * numbers, 0.0),
     )
@@ -216,6 +224,7 @@ def stage_costs(
         "temporaries": working,
         "communication": _largest(terms.gathered, present) + 2.0 * boundary_bytes * (in_flight > 1) + zeros,
     }
+    # States are allocated once and leave no holes.
     peaks["fragmentation"] = fragmentation * (activations + working)
     return StageCosts(
         stable_seconds=total(terms.stable_seconds),
@@ -261,6 +270,7 @@ def stage_totals(
     strategies, shapes = terms.weights.shape[1], counts.shape[1]
     result = np.empty((3, strategies, shapes))
     rows = max(1, BLOCK // shapes)
+    # Activations alone grow with the micro-batches in flight: one more matrix product covers them.
     held = counts * in_flight
     for first in range(0, strategies, rows):
         block = slice(first, first + rows)
@@ -354,6 +364,7 @@ def step_seconds(
         virtual: chunks per stage.
     """
     slowest = max(stable)
+    # Chunks are 1 / v of a stage, so filling and draining the pipeline takes 1 / v as long.
     bubble = (sum(stable) - slowest) / virtual
     edges, waited = 0.0, 0.0
     for seconds, first, last in zip(stable, first_extra, last_extra, strict=True):

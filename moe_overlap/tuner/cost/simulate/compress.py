@@ -99,9 +99,12 @@ def sample_blocks(plan: Plan, stage: int) -> Blocks:
     """A few passes in which every kind of block of a stage stands, those that complete its gradients at the end."""
     chunks = range(len(plan.stages[stage].chunks))
     if any(len(block) > 1 for block in pipeline_blocks(plan, stage)):
+        # The fewest micro-batches with every kind of block: a lone forward pass, a pair, a lone backward pass, and the
+        # one behind which gradients are complete.
         first, second, third = (Step("forward", 0, m) for m in range(3))
         back = [Step("backward", 0, m) for m in range(3)]
         return ((first,), (second,), (back[0], third), (back[1],), (back[2],))
+    # Two of each: gradients are complete behind the last backward pass only, which is another kind of block.
     numbers = range(min(2, plan.stages[stage].gradient_accumulation_steps))
     forward = [Step("forward", chunk, m) for chunk in chunks for m in numbers]
     backward = [Step("backward", chunk, m) for chunk in reversed(chunks) for m in numbers]
@@ -116,6 +119,7 @@ def run_alone(
     queue_seconds: float = 0.0,
 ) -> Simulation:
     """Simulate one rank's list as if its transfers took nothing; arguments as `simulate` takes them."""
+    # As copies they have no peer to meet, but keep their channel, so that the order and all dependencies stay.
     alone = [replace(i, kind="copy", peers=()) if i.kind == "point-to-point" else i for i in instructions]
     return simulate(
         {rank: alone}, lambda _, i: 0.0 if i.channel_group == PIPELINE else seconds(i), model, queue_seconds
@@ -145,6 +149,8 @@ def compress(stage: int, blocks: Blocks, instructions: Sequence[Instruction], al
     end = 0.0
     for block in blocks:
         start = end
+        # A block begins where the one before ended: idle time before its first computation is communication of its own
+        # that nothing hides.
         computed = [ran[i.id] for step in block for i in of_pass[step] if i.channel == COMPUTE]
         end = max(event.end for event in computed)
         contacts = [
@@ -158,6 +164,7 @@ def compress(stage: int, blocks: Blocks, instructions: Sequence[Instruction], al
             for i in of_pass[step]
             if i.kind == "point-to-point"
         ]
+        # `busy` leaves out the idle time inside the block: on a rank alone that is exposed communication.
         busy = sum(map(_seconds, computed))
         in_bubble_slot = _in_bubble_slot([i for step in block for i in of_pass[step]])
         tail = sum(_seconds(ran[i.id]) for i in in_bubble_slot)
@@ -214,6 +221,7 @@ class _Writer:
         later = sorted((c for c in received if c.posted > 0.0), key=lambda c: c.posted)
         outgoing = sorted((c for c in block.contacts if c.transfer.sends), key=lambda c: c.at)
         opens = block.seconds - block.tail
+        # These are the only places at which other stages, or the next block, see this one: a finer cut changes no time.
         cuts = {c.at for c in block.contacts} | {c.posted for c in later} | {opens}
         ends = sorted({at for at in cuts if 0.0 < at < block.seconds} | {block.seconds})
         begin = 0.0
@@ -231,6 +239,8 @@ class _Writer:
             )
             self._computed = self._append(part, end - begin)
             if begin < opens:
+                # The next block's receives are posted behind this slice: weight gradients in the bubble slot must not
+                # delay them.
                 self._open = self._computed
             while later and (later[0].posted <= end or end == block.seconds):
                 contact = later.pop(0)
@@ -242,11 +252,13 @@ class _Writer:
 
     def _before(self, contact: Contact) -> tuple[int, ...]:
         """Dependencies of a receive at the beginning of a block: the block before but its tail, unless it is posted earlier."""
+        # The tolerance is for rounding: both sides are sums of the same seconds in different orders.
         return (self._open,) if contact.posted >= -self._tail - LEAST_SECONDS and self._open >= 0 else ()
 
     def end(self, compressed: Compressed) -> None:
         """Append the end of the step: reduction of gradients, the norm, where all ranks meet, and the update."""
         after = (self._computed,)
+        # The norm keeps its name, by which the simulator makes the ranks of all stages meet.
         for name, seconds in (
             (str(OperatorKind.GRADIENTS), compressed.before_norm),
             (str(NORM), compressed.norm),
@@ -276,6 +288,7 @@ class _Writer:
 
 
 def _key(block: Sequence[Step], last: int) -> Key:
+    # Gradient buckets leave behind the last backward pass of a chunk, which makes it a kind of its own.
     return tuple((s.direction, s.chunk, s.direction == "backward" and s.micro_batch == last) for s in block)
 
 
@@ -293,9 +306,12 @@ def equivalence_key(plan: Plan, index: int, model: ModelDescription, prices: Sta
     Args:
         prices: of the stage; those of one family share their `priced`.
     """
+    # The first and the last stage have one neighbour only, and embedding or head; unlike stages have transfers of their
+    # own.
     if index in (0, len(plan.stages) - 1) or plan.transfers:
         return index
     stage = plan.stages[index]
+    # Counts of layers are not enough: equal layers in another order give another list.
     kinds = tuple(tuple((model.moe_layers[n], model.windows[n]) for n in range(*span)) for span in stage.chunks)
     overlap = _overlap_key(plan, index)
     return id(prices.priced), prices.priced.family.counts[:, prices.column].tobytes(), kinds, overlap
@@ -337,6 +353,7 @@ def renamed(compressed: Compressed, plan: Plan, index: int) -> Compressed:
 
     def transfer(i: Instruction) -> Instruction:
         operator = i.operator.on(shift=shift)
+        # Peers are representatives, the first rank of each stage: shifting the stage shifts them.
         peers = tuple(plan.stages[plan.stage_of(peer) + shift].devices.ranks[0] for peer in i.peers)
         return replace(i, name=str(operator), channel=boundary_channel(operator), stage=index, peers=peers)
 

@@ -139,6 +139,7 @@ class _Engine:
                 self._waits[rank, i.id] = len(set(i.after))
                 for number in set(i.after):
                     self._wakes[rank, number].append(i)
+        # Heads stand at the end of their lists: taking one is then constant time.
         for queue in self._queues.values():
             queue.reverse()
         self._running: dict[int, dict[str, _Task]] = {rank: {} for rank in lists}
@@ -152,6 +153,8 @@ class _Engine:
             self._try(rank, channel, 0.0)
         while self._events:
             now, _, version, task = heapq.heappop(self._events)
+            # A task whose rate has changed left its old end in the heap; it is skipped here, because removing it there
+            # would cost a search of the heap.
             if version == task.version:
                 self._finish(task, now)
         if any(self._queues.values()):
@@ -166,12 +169,15 @@ class _Engine:
         ends = [(rank, head)]
         for other in self._partners(rank, head):
             theirs = self._head(other, channel)
+            # Whichever end becomes ready last finds the others ready, so nobody needs to poll.
             if theirs is None or not _meets(head, theirs, rank):
                 return
             ends.append((other, theirs))
         if self._half_duplex and any(self._sends_to_sender(place, i) for place, i in ends):
             return
+        # The ends may have different prices (stages of unlike shape): a meeting lasts as long as its slowest end.
         alone = max(self._seconds(place, i) for place, i in ends)
+        # Counts wait only for what the link has queued when they start.
         if channel == COUNT_CHANNEL and any(_stream(other) == BETWEEN_DEVICES for other in self._running[rank]):
             alone += self._queue_seconds
         task = _Task(tuple(ends), alone, now, now)
@@ -217,7 +223,9 @@ class _Engine:
                 channels.append((rank, later.channel))
         self._rates([rank for rank, _ in task.ends], now)
         if self._half_duplex:
+            # A receive that the other direction of its link held back has no dependency that would wake it.
             channels += [place for place in self._queues if place[0] in {rank for rank, _ in task.ends}]
+        # A dict and not a set: what can start at the same time must start in the same order in every run.
         for rank, channel in dict.fromkeys(channels):
             self._try(rank, channel, now)
 
@@ -227,6 +235,7 @@ class _Engine:
             return
         for task in {task: None for rank in ranks for task in self._running[rank].values()}:
             rate = min(1 / self._slowdown(rank, i) for rank, i in task.ends)
+            # Work so far was done at the old rate; only the rest goes on at the new one.
             if rate != task.rate:
                 task.left -= (now - task.since) * task.rate
                 task.since, task.rate, task.version = now, rate, task.version + 1
@@ -243,11 +252,13 @@ class _Engine:
             if channel == COUNT_CHANNEL:
                 continue
             busy.append(_stream(channel))
+            # The instruction counts as a share itself, too.
             shares += busy[-1] == stream and not (i.peers and _is_opposite(i, task, rank))
         return self._interference[rank].factor(stream, busy) * shares
 
     def _push(self, task: _Task, now: float) -> None:
         self._pushed += 1
+        # Rounding may leave slightly less than nothing to do. The number breaks ties in time: tasks have no order.
         end = now + max(0.0, task.left) / task.rate
         heapq.heappush(self._events, (end, self._pushed, task.version, task))
 

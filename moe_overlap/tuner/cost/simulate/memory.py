@@ -71,9 +71,11 @@ def intervals(ran: Sequence[Ran]) -> Iterator[Interval]:
             buffer = parse_buffer(name)
             if buffer.home is Home.HOST:
                 continue
+            # Read before anything has written it: it was there when the step began.
             given = name in i.reads and name not in live
             start, end = live.get(name, (0.0 if given else event.start, event.end))
             live[name] = (start, max(end, event.end))
+            # The whole step, however often it is written: the allocator never gets it back.
             if buffer.word in STAYING:
                 live[name] = (0.0, step)
             elif name in ends[i.id]:
@@ -126,12 +128,14 @@ def listed_bytes(
         alone: the simulation of that list.
         without: the list of the same passes without overlap; in it only the order counts.
     """
+    # Every instruction takes a second: which buffers are live together follows from the order alone.
     baseline = run_alone(without, prices.stage.devices.ranks[0], lambda _: 1.0, slowed).ran
     rows, saved = RowBytes(prices, model, prices.made), SavedBytes(prices, prices.made)
     before = surplus(baseline, prices, RowBytes(prices, model, without).of)
     undeferred = surplus(alone.ran, prices, rows.of) - before
     whole = surplus(alone.ran, prices, lambda name: rows.of(name) + saved.of(name)) - before
     deferred = highest((name, start, end, saved.of(name)) for name, start, end in intervals(alone.ran))
+    # Held operands never exceed the bound, so they raise the peak by at most that much, wherever the peak is.
     return ListedBytes(deferred, max(0.0, min(whole, undeferred + prices.stage.overlap.max_deferred_bytes)))
 
 
@@ -142,6 +146,8 @@ def surplus(ran: Sequence[Ran], prices: StagePrices, size_of: Size) -> float:
         buffer = parse_buffer(name)
         return float(prices.saved_bytes(buffer.subject)) if buffer.word == BufferRole.ACTIVATIONS else 0.0
 
+    # The analytic cost already counts the activations of every micro-batch in flight: subtracted here, they are not
+    # counted twice, while those that live longer than their flight remain.
     live = [(name, start, end, size_of(name) + saved(name)) for name, start, end in intervals(ran)]
     flying = [(name, start, end, -saved(name)) for name, start, end in _flights(ran)]
     return highest([*live, *flying])
@@ -152,6 +158,7 @@ def highest(sized: Sequence[tuple[str, float, float, float]] | Iterator[tuple[st
     changes: dict[float, float] = defaultdict(float)
     for _, start, end, size in sized:
         changes[start] += size
+        # Summed by time before they are accumulated: what is freed at a time makes space for what is allocated then.
         changes[end] -= size
     most = total = 0.0
     for time in sorted(changes):

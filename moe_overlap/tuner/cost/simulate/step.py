@@ -73,6 +73,7 @@ def simulate_step(plan: Plan, problem: Problem) -> SimulatedStep:
     lists: dict[int, Sequence[Instruction]] = {}
     for stage, here in zip(plan.stages, of_stage, strict=True):
         saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
+        # Ranks of one stage run the same list, so one stands for all; tiles between unlike stages differ by rank.
         for rank in stage.devices.ranks if plan.transfers else stage.devices.ranks[:1]:
             lists[rank] = lower_rank(plan, problem.model, rank, saved)
         here.read(lists[stage.devices.ranks[0]])
@@ -107,7 +108,7 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     """A prediction with the step, the stages and the breakdown of simulated lists.
 
     Args:
-        closed: the closed form's, which knows no overlap inside a stage; states and bytes that overlap leaves alone stay.
+        closed: the analytic one, without overlap inside a stage; states and bytes that overlap leaves alone stay.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
@@ -117,7 +118,9 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
         played = still = simulate_step(plan, problem).simulation.step_seconds
     else:
         played = step_of_many(lambda count: listed.seconds(ones, count), listed.micro_batches, len(ones))
+        # Both steps are extrapolated alike, so their difference is what the transfers expose.
         still = step_of_many(lambda count: listed.seconds(ones, count, 0.0), listed.micro_batches, len(ones))
+    # Unlike stages cut the step into different numbers of micro-batches: whole steps are compared.
     slowest = max(ones, key=lambda one: one.stable * plan.stages[one.compressed.stage].gradient_accumulation_steps)
     stages = tuple(_stage(one, before) for one, before in zip(ones, closed.predicted.stages, strict=True))
     scale = closed.predicted.step_seconds / played
@@ -164,6 +167,7 @@ def step_of_many(play: Callable[[int], float], micro_batches: int, stages: int) 
     Args:
         play: seconds of a step of so many; called for few of them, beyond which a group takes as long as the last one.
     """
+    # Whole groups are left out: the remainder decides how an interleaved pipeline fills and drains, so it must stay.
     beyond = max(0, -(-(micro_batches - GROUPS * stages) // stages))
     few = micro_batches - beyond * stages
     seconds = play(few)
@@ -183,7 +187,7 @@ class _Lists:
         return self.plan.stages[0].gradient_accumulation_steps
 
     def alone(self) -> list[_Alone]:
-        """The stages, each by itself; of those that are alike one."""
+        """The stages, each by itself; of equivalent stages one is simulated."""
         prices = price_stages(self.plan, self.problem)
         known: dict[Hashable, _Alone] = {}
         found = []
@@ -202,11 +206,13 @@ class _Lists:
     def seconds(self, ones: Sequence[_Alone], micro_batches: int, transfers: float = 1.0) -> float:
         """Seconds of a step; of each transfer between stages this share."""
         plan = self.of(micro_batches)
+        # Parameter groups that step by themselves move states across the blocks, so these lists are not compressed.
         if any(stage.is_decoupled for stage in plan.stages):
             return simulate_step(plan, self.problem).simulation.step_seconds
         written = {one.compressed.rank: compressed_list(one.compressed, plan) for one in ones}
         sent = {one.compressed.rank: one.transfer * transfers for one in ones}
         slowed = {one.compressed.rank: one.slowed for one in ones}
+        # Slices have seconds of their own below; what has none is a transfer.
         lists = {rank: made for rank, (made, _) in written.items()}
         return simulate(lists, lambda rank, i: written[rank][1].get(i.id, sent[rank]), slowed).step_seconds
 
@@ -222,7 +228,7 @@ class _Alone:
         inside: of them those of KINDS that instructions of computation hold, for they run inside their operators.
         transfer: seconds of one transfer to a neighbour.
         slowed: how what runs at the same time slows down.
-        early: names of the deferred weight gradients that are computed early for lack of room.
+        early: names of deferred weight gradients that are computed early because the bound on held bytes is reached.
         deferred: how many are deferred.
     """
 
@@ -249,11 +255,13 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     here.read(lower_rank(plan, model, rank, saved, blocks=blocks))
     alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds)
     compressed = compress(index, blocks, here.made, alone)
+    # The sample has few micro-batches, the plan all of them; the blocks are of the same kinds.
     whole = blocks_of(compressed, plan)
     stable = _micro_batch(compressed, plan, is_last=False)
     seconds, last = (sum(b.seconds for b in some) for some in (stable, _micro_batch(compressed, plan, is_last=True)))
     inside = {kind: float(here.priced.exposed(kind)[here.column]) for kind in KINDS if kind != "expert"}
     inside["expert"] = here.exposed_inside()
+    # The analytic cost counts the bytes of a stage without overlap: only what this list adds to those may be added.
     bare = replace(stage, overlap=NO_OVERLAP)
     without = replace(plan, stages=(*plan.stages[:index], bare, *plan.stages[index + 1 :]))
     plain = sample_blocks(without, index)
@@ -320,6 +328,7 @@ def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float) -> dict
     count = plan.stages[slowest.compressed.stage].gradient_accumulation_steps
     inside = {kind: count * seconds for kind, seconds in slowest.inside.items()}
     busy = sum(block.busy for block in slowest.whole)
+    # A stage by itself waits for nothing but its own all-to-alls: where a block does not compute, they are exposed.
     expert = sum(block.seconds for block in slowest.whole) - busy
     compressed = slowest.compressed
     update = compressed.optimizer + compressed.norm
@@ -332,6 +341,7 @@ def _breakdown(slowest: _Alone, plan: Plan, played: float, still: float) -> dict
         "exposed_transfer_seconds": played - still,
         "optimizer_seconds": update,
     }
+    # The remainder, so that the breakdown adds up to the step.
     found["bubble_seconds"] = played - sum(found.values())
     return found
 
@@ -340,7 +350,7 @@ def with_refined(closed: Prediction, plan: Plan, problem: Problem) -> Prediction
     """A prediction whose seconds are scaled as refined prices scale its simulated step, all alike.
 
     Args:
-        closed: the closed form's, which knows no refined prices; so do bytes.
+        closed: the analytic one, which knows no refined prices; its bytes stay.
     """
 
     def played(at: Problem, micro_batches: int) -> float:
@@ -352,6 +362,7 @@ def with_refined(closed: Prediction, plan: Plan, problem: Problem) -> Prediction
         count = plan.stages[0].gradient_accumulation_steps
         return step_of_many(lambda micro_batches: played(at, micro_batches), count, len(plan.stages))
 
+    # A ratio of two simulations: what simulated and analytic steps see differently cancels.
     scale = step(problem) / step(problem.refined_by(NOT_REFINED))
     predicted = closed.predicted
     stages = (
