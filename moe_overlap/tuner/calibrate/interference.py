@@ -82,7 +82,7 @@ class Samples:
     is_test_N: Mask
 
     def at(self, chosen: Mask) -> Samples:
-        """Some of them."""
+        """The chosen samples."""
         return Samples(
             self.gpu,
             self.groups_N[chosen],
@@ -94,7 +94,7 @@ class Samples:
 
     @property
     def busy_N(self) -> NDArray[np.int64]:
-        """Busy streams."""
+        """Number of busy streams of every sample."""
         return (self.sizes_SN > 0).sum(axis=0)
 
 
@@ -293,7 +293,7 @@ def _neighbours(values: list[float], step: float) -> Iterator[list[float]]:
 
 
 def fit_host(source: str, samples: Samples) -> Host:
-    """Everything about one host."""
+    """Factors of one host: of all its groups, of the groups of a place, and of each group, with their errors."""
     alone_SN = alone_seconds(samples)
     used = used_samples(samples, alone_SN)
 

@@ -200,7 +200,7 @@ def _partitioned(step: SimulatedStep) -> set[str]:
 
 
 def _played(step: SimulatedStep, plan: Plan) -> dict[Kind, Played]:
-    """The side of a comparison with spans that is simulated: kinds, at the number of micro-batches that the plan has."""
+    """Simulated seconds of every kind, scaled to the micro-batches of the plan: what measured seconds are compared with."""
     simulated = {executed.rank for executed in step.simulation.ran}
     kinds: dict[Kind, Played] = {}
     for executed in step.simulation.ran:

@@ -297,7 +297,7 @@ def _of_period(layers: Sequence[LayerSpan], run: Run, period: int) -> tuple[rang
 
 
 def _look(problem: AssignmentProblem, span: LayerSpan) -> tuple[tuple[tuple[float, int, int], ...], tuple[float, ...]]:
-    """The look of a layer, equal in equal layers: weight gradients with the slots in front of them, and slots."""
+    """Equivalence key of a layer: its weight gradients with the slots in front of them, and its slots."""
     # Places count from the layer on, so that layers anywhere compare equal. `under` is left out: layers near the end
     # have fewer slots behind them, and equal ones would differ by that alone.
     gradients = problem.gradients[slice(*span.gradients)]

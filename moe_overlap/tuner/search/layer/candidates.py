@@ -178,7 +178,7 @@ class Candidates:
         return candidate.seconds - min(idle, own)
 
     def _candidate(self, name: str, make: Callable[[], Plan]) -> Candidate:
-        """A mechanism that no search decides."""
+        """A mechanism whose plan follows from the baseline without a search."""
         return self._try(name, lambda: (make(), None))
 
     def _try(self, name: str, make: Callable[[], tuple[Plan, PartitionedPlan | None]]) -> Candidate:

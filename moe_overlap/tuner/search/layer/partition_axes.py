@@ -75,8 +75,7 @@ TABLES = {
     # tokens, scores, used capacity : weights, places, counts, rows, used capacity
     # Used capacity is whole on both sides: it is handed from partition to partition (capacity passing), not cut.
     PREFIX_GATE: "bb-:bxii-",
-    # Only its outputs are cut: such a gate can be the first operation of a range, never stand inside one (Lancet,
-    # §2.3).
+    # Only its outputs are cut: it may be the first operation of a range, never stand inside one (Lancet, section 5.1).
     WHOLE_GATE: "---:bxii-",
     "exchange of counts": "i:i",
     "exchange with counts": "ii:i C-:C",

@@ -52,9 +52,9 @@ class Step:
     """One operator of a pipeline.
 
     Attributes:
-        exchange: whether it runs on the stream of exchanges.
+        exchange: whether it runs on the stream of all-to-alls.
         after: places of the earlier steps whose results it reads.
-        whole: not cut, whatever the number of parts.
+        whole: not cut, whatever the number of partitions.
     """
 
     exchange: bool
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A part of a step, in time."""
+    """When one partition of a step starts and ends, in seconds from the start of the pipeline."""
 
     step: int
     part: int
@@ -91,7 +91,7 @@ def pipeline_seconds(
 
 
 def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: float = 0.0) -> list[Timed]:
-    """Every part, in order of the ends. Arguments as above."""
+    """Every partition of every step, in order of the ends. Arguments as above."""
     # 3a. The order per stream is fixed beforehand. It respects all dependencies, so that one of the two heads can
     # always start.
     queues: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])

@@ -82,7 +82,7 @@ class RangeProblem:
     """The problem of choosing ranges and their partitions.
 
     Attributes:
-        groups: their number.
+        groups: number of groups.
         range_limit: ι, most groups in a range.
         candidates: numbers of partitions beside 1, ascending.
         may_be_cut: whether a range holds an all-to-all and can be cut.

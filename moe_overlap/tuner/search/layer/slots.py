@@ -50,9 +50,9 @@ def may_run_under(
 
     Args:
         instructions: one rank's list or a part of it; dependencies on what is left out are ignored.
-        exchanges, gradients: places in it.
+        exchanges, gradients: places of all-to-alls and of weight gradients in it.
     Returns:
-        Place of an exchange -> places of the weight gradients, ascending.
+        Place of an all-to-all -> places of the weight gradients, ascending.
     """
     before = ancestors(dependencies(instructions))
     wanted = list(gradients)
@@ -61,8 +61,8 @@ def may_run_under(
         bit = 1 << place
         first_dependent[place] = next((n for n in range(place, len(before)) if before[n] & bit), len(before))
     return {
-        # Bit sets compare as numbers: before[w] < 1 << a says that all that w depends on stands in front of a, and 1 <<
-        # a < 1 << first_dependent[w] that all that depends on w stands behind it.
+        # Bit sets compare as numbers: before[w] < 1 << a says that all that w depends on stands in front of a,
+        # 1 << a < 1 << first_dependent[w] that all that depends on w stands behind it.
         a: tuple(w for w in wanted if not related(before, a, w) and before[w] < 1 << a < 1 << first_dependent[w])
         for a in exchanges
     }

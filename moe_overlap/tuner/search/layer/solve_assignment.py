@@ -62,8 +62,8 @@ def flow_bound(problem: AssignmentProblem) -> float:
     But none hides more than it could in the longest slot it may run in.
     """
     flow = SimpleMaxFlow()
-    # Arcs carry nanoseconds: source -> gradient t_i^W, gradient -> slot where constraint (2) allows it, slot -> sink
-    # t_j^a.
+    # Arcs carry nanoseconds: source -> gradient t_i^W, gradient -> slot where constraint (2) allows it,
+    # slot -> sink t_j^a.
     source, sink = 0, 1
     gradients, slots = 2, 2 + len(problem.gradients)
     for slot, seconds in enumerate(problem.slots):
@@ -168,7 +168,7 @@ class Solution:
         greedy_value: of the best-fit greedy alone.
         value: of the assignment.
         bound: no assignment hides more.
-        method: what found the assignment.
+        method: the step that found the assignment.
         repeated: the run of identical layers that was solved once; None where none was used.
         held_bytes: most that is held at a time.
         solver_seconds: time it took.

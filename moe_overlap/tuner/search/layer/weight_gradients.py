@@ -252,14 +252,14 @@ def schedule_weight_gradients(
     if not any(order):
         nothing = (0.0,) * len(stages)
         return Schedule(bare, "without", {"without": step_of(bare).simulation.step_seconds}, (), nothing)
-    # Step 1. Unbounded, or lowering would run some of them early for lack of memory, and they would miss in the labels.
+    # Step 1. Unbounded, or lowering would run some of them early for lack of memory, and those had no labels.
     deferred = with_slots(without_pieces(plan), order, UNBOUNDED)
     prices = _stage_prices(deferred, problem)
     problems = _problems(deferred, prices, limits.max_deferred_bytes)
     chunks = _solved(problems, limits)
     solutions = {(one.stage, one.chunk): one.solution for one in chunks}
     sends = _sends(deferred, model, prices, problems)
-    # Step 3; see there.
+    # The break-even share of step 3.
     share = (len(stages) - 1) / (count + len(stages) - 1)
     filled = choices(problems, sends, solutions, share)
     # Step 4. `without` comes first: it wins where no choice is faster.
