@@ -133,6 +133,7 @@ def _on_host(factory: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
+        # Pinning asks the CUDA driver for pages, and there is none.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
@@ -149,6 +150,7 @@ def _import_without_compilation() -> None:
         import megatron.core.pipeline_parallel
         import megatron.core.transformer.moe.moe_layer  # noqa: F401
     finally:
+        # Only what megatron-core binds at import is replaced: torch.compile of the caller's own code stays as it is.
         torch.compile = compile_function
 
 
@@ -214,6 +216,8 @@ def _uneven_gather(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         longest = max(output_split_sizes)
         padded = input_.new_zeros((longest, *input_.shape[1:]))
         padded[: input_.shape[0]] = input_
+        # Every rank pads to the longest part, which all know from the split sizes: no further collective has to agree
+        # on it.
         gathered = input_.new_empty((longest * group.size(), *input_.shape[1:]))
         torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
         parts = gathered.split(longest)
@@ -233,6 +237,7 @@ def _uneven_reduce_scatter(stock: Callable[..., torch.Tensor]) -> Callable[..., 
     ) -> torch.Tensor:
         if input_split_sizes is None:
             return stock(input_, group, input_split_sizes, use_global_buffer)
+        # Moves as many bytes as all ranks together keep; a CPU run is for correctness, not for speed.
         total = input_.contiguous().clone()
         torch.distributed.all_reduce(total, group=group)
         return total.split(input_split_sizes)[group.rank()].contiguous()

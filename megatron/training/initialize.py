@@ -48,6 +48,7 @@ def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
             failure, message[1] = error, _portable(error)
     dist.broadcast_object_list(message, src=0, group=group)
     if failure is not None:
+        # After the broadcast, which the other ranks are waiting in.
         raise failure
     if message[1] is not None:
         raise _restored(message[1])
@@ -69,6 +70,7 @@ def on_every_rank(work: Callable[[], T], group: Any = None) -> T:
     dist.all_gather_object(failures, _portable(failure) if failure is not None else None, group=group)
     if failure is not None:
         raise failure
+    # Ranks without an error of their own raise that of the lowest rank that has one.
     for message in failures:
         if message is not None:
             raise _restored(message)
@@ -77,6 +79,8 @@ def on_every_rank(work: Callable[[], T], group: Any = None) -> T:
 
 def _portable(error: Exception) -> tuple[Any, ...]:
     if isinstance(error, ConfigError):
+        # As fields: exceptions of libraries need not survive pickling, and their classes need not import on another
+        # rank.
         return (error.subject, str(error.value), error.rule, error.fix)
     return (f"{type(error).__name__}: {error}",)
 

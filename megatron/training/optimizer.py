@@ -35,6 +35,8 @@ def wrap_chunks(
         weight_gradients_come_later: modules announce their weights' gradients themselves, after their backward pass.
     """
     parallel, optimizer = config.parallel, config.optimizer
+    # With marks the instruction list starts every reduction. DDP's hooks would start them again, in the order of
+    # backward.
     bucket_by_bucket = parallel.overlap_grad_reduce and not bucket_marks
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32
@@ -72,6 +74,8 @@ def _alone_in_their_buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterato
         yield
     finally:
         for parameter in unmarked:
+            # Elsewhere the mark means tied embeddings, whose gradients are summed over stages: only DDP's constructor
+            # may see it.
             del parameter.shared_embedding
 
 
@@ -157,6 +161,7 @@ def _step_by_sgd(optimizer: Any, flags: OptimizerFlags) -> None:
         sgd.param_groups = sharded.optimizer.param_groups
         for group in sgd.param_groups:
             for name, value in sgd.defaults.items():
+                # The groups were made for Adam: momentum, nesterov and the like are missing, rates and decay are there.
                 group.setdefault(name, value)
         sharded.optimizer = sgd
 

@@ -104,6 +104,7 @@ def _stage_ranks(layout: ParallelLayout, index: int, by_replica: bool) -> tuple[
     if not by_replica:
         return tuple(range(index * size, (index + 1) * size))
     per_replica = layout.tensor * layout.context
+    # A replica's stages are neighbours; a stage collects its ranks from all replicas, tensor and context ranks fastest.
     firsts = range(index * per_replica, layout.world_size, per_replica * layout.pipeline)
     return tuple(first + place for first in firsts for place in range(per_replica))
 
@@ -144,6 +145,7 @@ def _recompute(config: Config, chunks: tuple[tuple[int, int], ...]) -> Recompute
     if parallel.recompute_granularity is None:
         return Recompute()
     if parallel.recompute_granularity == "selective":
+        # Selective recomputation is of every layer, which a plan says by the number of layers of the longest chunk.
         longest = max(1, *(last - first for first, last in chunks))
         return Recompute(layers=longest, granularity="selective", modules=parallel.recompute_modules or ("core_attn",))
     assert parallel.recompute_num_layers is not None
@@ -193,6 +195,8 @@ def flags_from_plan(plan: Plan, model: ModelDescription, source: str = "plan.jso
     facts = ModelConfig(num_layers=model.num_layers, mtp_num_layers=model.mtp_layers or None)
     layout = layout_values(plan, model.mtp_layers)
     differences = []
+    # Inverted by trial: what the flags say is computed by `plan_from_flags` and compared, so that the two cannot drift
+    # apart.
     for overlap in _overlap_values(plan):
         values = layout | overlap
         said = plan_from_flags(with_values(Config(model=facts), values), model, plan.world_size)
@@ -259,6 +263,7 @@ def _chunk_values(plan: Plan, predictions: int) -> Values:
     values: Values = dict.fromkeys(CHUNK_FIELDS) | {path: False for path in CHUNK_FIELDS if ".account_" in path}
     sizes = [[last - first for first, last in stage.chunks] for stage in plan.stages]
     virtual, depths = len(sizes[0]), [sum(chunks) for chunks in sizes]
+    # Upstream's flags give the first and the last stage a depth of their own, and all others one depth.
     middle = set(depths[1:-1]) or {depths[-1]}
     if all(len(set(chunks)) == 1 and chunks[0] > 0 for chunks in sizes) and len(middle) == 1:
         (depth,) = middle
@@ -269,6 +274,7 @@ def _chunk_values(plan: Plan, predictions: int) -> Values:
         if depths[-1] != depth:
             values["parallel.decoder_last_pipeline_num_layers"] = depths[-1]
         return values
+    # Chunk by chunk over all stages, as the layout flag lists virtual stages.
     parts = ["t" * chunks[chunk] for chunk in range(virtual) for chunks in sizes]
     parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * predictions + "L"
     return values | {"parallel.pipeline_model_parallel_layout": "|".join(parts)}
@@ -340,6 +346,8 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     from_flags = plan_from_flags(config, model, world_size)
     if overlap_flag(config) is None:
         _require_gate(source, plan, config)
+        # Flags without overlap say nothing against the plan's. All else must agree, overlap included where flags name
+        # one.
         from_flags = _with_overlap_of(plan, from_flags)
     _require_flags_of_overlap(source, plan, config)
     _require_equal(source, dataclasses.asdict(plan), dataclasses.asdict(from_flags))
@@ -359,6 +367,8 @@ def _require_pairs_in_every_step(config: Config, plan: Plan, subject: str) -> No
     evaluated = config.training.eval_global_batch_size
     for stage in plan.stages:
         sizes, in_flight = batch_sizes(config, stage.data).sizes, stage.overlap.micro_batches_in_flight
+        # The smallest of the ramp-up and the evaluation's: fewer micro-batches than are in flight leave a turn without
+        # a partner.
         smallest = min(sizes if evaluated is None else (*sizes, evaluated))
         count = smallest // (stage.micro_batch_size * stage.data)
         rule = f"a step of {smallest} samples has {count} micro-batch on each data-parallel rank"
@@ -422,6 +432,7 @@ def _with_overlap_of(plan: Plan, flagged: Plan) -> Plan:
     def overlapped(stage: StagePlan, planned: StagePlan) -> StagePlan:
         return dataclasses.replace(stage, overlap=planned.overlap)
 
+    # `_require_equal` then names the difference.
     if len(plan.stages) != len(flagged.stages):
         return flagged
     return dataclasses.replace(flagged, stages=tuple(map(overlapped, flagged.stages, plan.stages)))

@@ -63,9 +63,12 @@ class TrainingLoop:
             try:
                 if not training.skip_train:
                     self._train()
+            # A save under way is of an earlier step and sound. All ranks fail in the same step, so all come to wait for
+            # it.
             except TrainingFailed:
                 self._say_what_is_saved(wait=True)
                 raise
+            # The interval may have saved this step already.
             if self._saved_at != self.progress.iteration:
                 self.save_now()
             self._say_what_is_saved(wait=True)
@@ -85,6 +88,7 @@ class TrainingLoop:
                 self._say_what_is_saved(wait=False)
                 if _is_due(self._config.checkpoint.save_interval, iteration):
                     self.save_now()
+                # A step that is kept needs no second copy to be replaced.
                 elif _is_due(self._config.checkpoint.non_persistent_save_interval, iteration):
                     self.save_now(persistent=False)
                 if training.eval_iters and _is_due(training.eval_interval, iteration) and iteration < total_steps:
@@ -104,6 +108,8 @@ class TrainingLoop:
             TrainingFailed: loss or gradient norm is not finite, and no dynamic loss scale takes care of it.
         """
         machinery, schedule = self.job.machinery, self.job.schedule
+        # On a CPU the peak is tracked tensor by tensor, which is slow. Later steps repeat it, once the optimizer has
+        # its state.
         tracker = None if self._peak_is_known else self._memory_tracker()
         size = schedule.batch_sizes.at(self.progress.train_samples)
         instructions = schedule.lowered(size)
@@ -113,6 +119,7 @@ class TrainingLoop:
         seconds = time.perf_counter() - begin
         if tracker is not None:
             self._peak_bytes, self._peak_is_known = tracker.peak_bytes, result.updated
+        # `result` is equal on every rank, so that all stop here and none waits in the next step's collectives.
         if not result.updated and stops_at_nan(self._config):
             raise TrainingFailed(f"step {iteration}: not finite: loss {result.loss}, gradient norm {result.grad_norm}")
         self.first_loss = result.loss if self.first_loss is None else self.first_loss
@@ -184,6 +191,7 @@ class TrainingLoop:
         instructions = job.schedule.lowered(size)
         for _ in range(iterations):
             result = job.machinery.runner.evaluate(instructions, feed, self.progress.iteration)
+            # Weighted by tokens: batches may have unlike numbers of tokens that count.
             loss, tokens = loss + result.loss * result.tokens, tokens + result.tokens
         if split == "valid":
             self.progress = replace(self.progress, valid_samples=consumed + iterations * size)
@@ -197,6 +205,7 @@ class TrainingLoop:
         if self._config.checkpoint.save is None:
             return
         self._say_what_is_saved(wait=True)
+        # One save at a time: the former one was waited for, since the writers of both would share a process group.
         self.job.checkpoints.save(self.progress, persistent)
         if persistent:
             self._saved_at = self.progress.iteration
@@ -218,6 +227,7 @@ class TrainingLoop:
         late = training.exit_duration_in_mins is not None and minutes >= training.exit_duration_in_mins
         if training.exit_signal_handler or training.exit_duration_in_mins is not None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
+            # Signals and clocks differ by rank; one that stopped alone would leave the others in their next collective.
             flags = torch.tensor([self._stopped_by_signal, late], dtype=torch.int, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             signalled, late = bool(flags[0]), bool(flags[1])

@@ -151,6 +151,7 @@ class Checkpointer:
         assert flags.save is not None
         folder, keep = Path(flags.save), Keep(flags.keep_last_checkpoints, flags.save_retain_interval)
         if not persistent:
+            # A folder apart, so that --keep-last-checkpoints never counts these and `prune` never deletes the others.
             folder, keep = non_persistent_folder(flags.save, flags.non_persistent_global_ckpt_dir), Keep(last=1)
         content = {
             "progress": dataclasses.asdict(progress),
@@ -162,6 +163,8 @@ class Checkpointer:
             "random_states": not flags.no_save_rng,
             "versions": _versions(),
         }
+        # Collective and before anything is gathered: a folder that cannot be written fails on all ranks while nothing
+        # has been done.
         temporary = self._saver.open(folder, progress.iteration)
         with self._gathered_weights():
             state = self._state(not flags.no_save_optim, not flags.no_save_rng, loading=False)
@@ -198,6 +201,8 @@ class Checkpointer:
 
     def _load(self, start: Start) -> None:
         flags, stored, load = self._config.checkpoint, start.stored, start.folder
+        # Ranks share the files, so that a checkpoint is read once for its checksums, not once per rank. The order is
+        # the same on all.
         names = sorted(stored.mark["files"])
         on_every_rank(lambda: checkpoint_folder.verify(stored, names[dist.get_rank() :: dist.get_world_size()]))
         with_optimizer = not (start.weights_alone or flags.no_load_optim)
@@ -220,6 +225,7 @@ class Checkpointer:
             restore_scaler(self._optimizer, stored.mark["optimizer"].get("scaler"))
             self._load_schedule(stored, load)
         else:
+            # Master weights are copies: without this the first step would write the old weights back.
             self._optimizer.reload_model_params()
         if with_random and same_layout:
             set_random_states(loaded[RANDOM_STATES])
@@ -234,6 +240,7 @@ class Checkpointer:
             name = self._config.optimizer.optimizer
             state["optimizer"] = optimizer_state(self._optimizer, name, models, loading=loading)
         if with_random:
+            # One object per rank: in another layout there is no rank whose streams these are.
             states = None if loading else random_states()
             state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, states, (dist.get_world_size(),), (dist.get_rank(),))
         return state

@@ -105,6 +105,7 @@ def choose(load: str, step: int | None, exit_on_missing: bool) -> Stored | None:
         return _of_our_format(by_step[step])
     if step is not None and step not in incomplete:
         raise ConfigError("--ckpt-step", step, f"{load} holds no such step", f"it holds {_steps(by_step)}")
+    # A newer step that is not complete stops the run: going on from the one before would silently repeat steps.
     if step is not None or (incomplete and (newest is None or incomplete[-1] > newest.step)):
         raise _incomplete(load, step if step is not None else incomplete[-1], newest)
     if newest is None and exit_on_missing:
@@ -185,6 +186,7 @@ def open_temporary(folder: Path, step: int) -> Path:
     """Sweep the remains of killed saves and make a fresh folder for this save."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        # A run has one save at a time, so whatever is temporary here belongs to a run that is dead.
         for leftover, _ in list(_matches(folder, _TEMPORARY)):
             shutil.rmtree(leftover)
         temporary = folder / f".tmp-{step_name(step)}-{secrets.token_hex(4)}"
@@ -232,7 +234,10 @@ def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]
     """
     final = folder / step_name(step)
     with writing(folder):
+        # Not the step: a run that went back to step 200 saves 300 anew, and an old 400 must not be taken for the
+        # newest.
         order = 1 + max((checkpoint.order for checkpoint in complete_checkpoints(folder)), default=0)
+        # Data before mark, mark before name: whatever a crash leaves under the final name has its data on the device.
         for path in temporary.iterdir():
             _sync(path)
         mark = {"format": FORMAT, "step": step, "order": order, **content}
@@ -244,6 +249,7 @@ def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]
             complete = (final / MARK).is_file()
             final.rename(folder / f".{'replaced' if complete else 'tmp'}-{final.name}-{secrets.token_hex(4)}")
         temporary.rename(final)
+        # The displaced checkpoint goes only when the new name is on the device, too.
         _sync(folder)
         for displaced, _ in list(_matches(folder, _REPLACED)):
             _delete(displaced)
@@ -261,6 +267,7 @@ def prune(folder: Path, written: int, keep_last: int | None, retain_interval: in
     if keep_last is None and retain_interval is None:
         return
     stored = complete_checkpoints(folder)
+    # By order of saving, as in `choose`. The step just saved stays even where its number is no multiple.
     kept = {written, *(checkpoint.step for checkpoint in stored[-(keep_last or 1) :])}
     if retain_interval is not None:
         kept |= {checkpoint.step for checkpoint in stored if checkpoint.step % retain_interval == 0}

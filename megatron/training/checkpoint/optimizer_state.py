@@ -67,6 +67,7 @@ def _shards(optimizer: Any) -> Iterator[_Shard]:
                 if place is None:
                     continue
                 bucket = buffer.buckets[bucket_index]
+                # DDP pads buckets to a multiple of the ranks: rank r owns elements [r · length, (r + 1) · length).
                 length = bucket.grad_data.numel() // ranks.size()
                 first, last = first - bucket.offset, last - bucket.offset
                 holders = tuple(
@@ -108,9 +109,12 @@ def optimizer_state(optimizer: Any, name: str, model_state: Any, *, loading: boo
     for index, shard in enumerate(_shards(optimizer)):
         like = sharded[id(shard.parameter)]
         for kind in shard.kinds(name):
+            # Every holder walks the same shards in the same order: sends meet their receives without tags, and no ranks
+            # wait for each other in a circle.
             whole = _empty(shard) if loading else _joined(shard, shard.tensor(kind))
             if whole is None:
                 continue
+            # A factory has no such field and takes the type from its data; the tensor's own says that of the parameter.
             dtype = {} if isinstance(like, ShardedTensorFactory) else {"dtype": whole.dtype}
             state[f"{index}.{kind}"] = replace(
                 like,
@@ -152,6 +156,7 @@ def restore_optimizer(optimizer: Any, name: str, state: dict[str, Any], steps: i
     for index, shard in enumerate(_shards(optimizer)):
         _, first, last = shard.holders[shard.place]
         stored = {kind: state[f"{index}.{kind}"] for kind in shard.kinds(name) if f"{index}.{kind}" in state}
+        # Cloned: a slice would keep the whole parameter's state alive on each of its holders.
         loaded = {kind: whole.reshape(-1)[first:last].clone() for kind, whole in stored.items()}
         loaded |= {kind: torch.zeros_like(shard.main) for kind in MOMENTS[name] if kind not in loaded}
         if MASTER_WEIGHT in loaded:

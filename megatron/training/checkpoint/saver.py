@@ -75,6 +75,7 @@ class DirectSave(AsyncSaveShardedStrategy):
             if not is_main_replica(shard.replica_id):
                 continue
             if self._copies and isinstance(shard, ShardedTensor):
+                # Main replicas only, and before the loop goes on: the next step changes weights and moments in place.
                 shard.data = shard.data.detach().to("cpu", copy=True)
             by_key.setdefault(shard.unique_key if isinstance(shard, ShardedObject) else shard.key, []).append(shard)
         return AsyncRequest(self._write, (by_key, checkpoint_dir), [])
@@ -192,6 +193,8 @@ class Saver:
         self._group: Any = None
         if flags.async_save and flags.save is not None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            # Every rank makes the group, in the same place. Threads communicate whenever their disk is done: in a group
+            # of training those calls would meet the ones of a step. The data is on the host, hence gloo.
             self._group = dist.new_group(backend="gloo")
         self._strategy: Any = DirectSave(copies=self._thread is not None, group=self._group)
         if flags.ckpt_fully_parallel_save and groups.dp_cp.size() > 1:
@@ -223,6 +226,8 @@ class Saver:
                 str(temporary),
                 sharded_strategy=self._strategy,
                 validate_access_integrity=not (self._has_saved and self._flags.ckpt_assume_constant_structure),
+                # With and without a thread: the request is then executed by `_finish`, the only place that completes a
+                # checkpoint.
                 async_sharded_save=True,
             )
         assert request is not None
@@ -246,8 +251,10 @@ class Saver:
             return None
         final, writing = self._under_way
         if writing is not None:
+            # Threads end at different times. All ranks give one answer, since they save, log and stop by it together.
             if not (wait or _true_on_every_rank(writing.done())):
                 return None
+            # First, so that an error is raised once and does not stand in the way of the next save.
             self._under_way = None
             writing.result()
         self._under_way = None
@@ -269,6 +276,7 @@ class Saver:
             with checkpoint_folder.writing(folder):
                 return checkpoint_folder.checksums(temporary.glob(f"__{rank}_*.distcp"))
 
+        # Every file is read again from disk by its writer; a rank that cannot fails all, and nothing is published.
         own_sums = on_every_rank(read_again, self._group)
         sums: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(sums, own_sums, group=self._group)
@@ -277,6 +285,7 @@ class Saver:
             with checkpoint_folder.writing(folder):
                 save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(temporary))
             files = {name: sizes for of_rank in sums for name, sizes in of_rank.items()}
+            # The files of no rank in particular: metadata and the configuration just written.
             files |= checkpoint_folder.checksums(path for path in temporary.iterdir() if path.name not in files)
             checkpoint_folder.publish(temporary, folder, step, {**content, "files": files})
             checkpoint_folder.prune(folder, step, keep.last, keep.multiples_of)

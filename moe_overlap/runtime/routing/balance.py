@@ -71,6 +71,8 @@ def add_counts(totals: BalanceTotals, scores_TE: Tensor, map_TE: Tensor, samples
     if len(samples) == 0:
         return
     rows = slice(samples.start, samples.stop)
+    # Assigned, not added: every sample is in one partition. Counts are integers, so their sums over ranks are exact in
+    # any order.
     totals.counts_BE[rows] = map_TE.unflatten(0, (-1, len(samples))).sum(0)
     totals.scores_BE[rows] = scores_TE.unflatten(0, (-1, len(samples))).sum(0, dtype=torch.float32)
 
@@ -91,6 +93,7 @@ def z_loss_share(
         squares_T = squares_T * ~padding_T
     if is_new:
         totals.squares += squares_T.detach().sum(dtype=torch.float32)
+    # The first pass of a recomputation logs the share; its gradient comes from the second.
     if not torch.is_grad_enabled():
         return logits_TE
     share = squares_T.sum() / totals.valid_tokens * (router.config.moe_z_loss_coeff / router.tp_cp_group.size())
@@ -108,7 +111,10 @@ def close_balance(router: TopKRouter, totals: BalanceTotals) -> None:
     if not router.is_aux_loss_enabled():
         return
     samples = max(totals.counts_BE.shape[0], 1)
+    # All balancing losses are linear in the scores once the counts are known, so that one factor per sample and expert
+    # is the gradient of their sum.
     totals.factor_BE = torch.zeros_like(totals.scores_BE)
+    # Collective, once per micro-batch: every rank comes here behind its last partition, also where that is empty.
     near_BE = sum_over(totals.counts_BE, router.tp_cp_group)
     for kind, name in LOGGED_NAMES.items():
         coefficient = router.get_aux_loss_coeff(kind)
@@ -160,6 +166,8 @@ class LateBalanceGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Every partition has been routed by now, so the counts are known."""
         factor_BE = ctx.totals.factor_BE
+        # A schedule that starts backward earlier would need counts that nobody has yet: it fails here instead of
+        # training wrongly.
         assert factor_BE is not None, "the backward pass began before the last partition was routed"
         scale = MoEAuxLossAutoScaler.main_loss_backward_scale
         partition_BE = factor_BE[ctx.samples.start : ctx.samples.stop]

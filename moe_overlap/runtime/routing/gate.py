@@ -107,6 +107,7 @@ class Gate(TopKRouter):
         clock: DrawClock | None = None,
         linear: GatingLinear = gating_linear,
     ) -> None:
+        # First, so that the user reads the rule of the flag rather than an error out of megatron-core.
         check_gate(self.name, config)
         super().__init__(config=config, pg_collection=pg_collection)
         self.clock = clock
@@ -145,6 +146,7 @@ class Gate(TopKRouter):
             sequence=sequence,
             samples=samples,
             partitions=partitions,
+            # A new tensor per micro-batch, on the device: reading it would stop the host at every gate.
             used_E=torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device),
             totals=totals,
             counts_bias=recording and self.enable_expert_bias,
@@ -175,6 +177,8 @@ class Gate(TopKRouter):
 
     def route_logits(self, logits_SBE: Tensor, state: RoutingState, partition: int) -> tuple[Tensor, Tensor]:
         """Route one partition from its logits: `route` behind the linear layer."""
+        # A recomputation enters with the capacity that the partition met the first time, whatever has been routed
+        # since.
         entry, is_repeated = state.enter(partition, logits_SBE.shape[1])
         samples = range(entry.first_sample, entry.last_sample)
         padding_T = None if state.padding_SB is None else state.padding_SB[:, samples.start : samples.stop].reshape(-1)
@@ -185,6 +189,7 @@ class Gate(TopKRouter):
 
         probs_TE, wanted_TE = self.choose(logits_TE, state, samples)
         map_TE, used_E = self.keep(wanted_TE, logits_TE, entry.used_E, state, samples)
+        # Weights of the experts that dropped a token are not spread over its others, as in megatron-core.
         probs_TE = probs_TE * map_TE
 
         if totals is not None and self.is_aux_loss_enabled():
@@ -195,6 +200,8 @@ class Gate(TopKRouter):
                 add_counts(totals, scores_TE, balance_map_TE, samples)
             probs_TE = LateBalanceGradient.apply(probs_TE, scores_TE, totals, samples)
         if not is_repeated:
+            # Once per partition: a repetition would count its tokens twice and fill the experts before later partitions
+            # come.
             state.leave(entry, used_E)
             if state.counts_load and self.meter is not None:
                 self.meter.add(logits_TE, map_TE, wanted_TE)
@@ -203,6 +210,8 @@ class Gate(TopKRouter):
                     counted_TE = map_TE if padding_T is None else map_TE & ~padding_T[:, None]
                     self.local_tokens_per_expert += counted_TE.sum(0)
             if state.is_complete and totals is not None:
+                # In the forward pass of the last partition: the first backward pass, whichever partition it is of,
+                # needs the counts of all.
                 close_balance(self, totals)
         return probs_TE, map_TE
 

@@ -112,6 +112,7 @@ class BatchPrioritizedGate(TopKGate):
         is_softmax = self.score_function == "softmax"
         scores_TE = torch.softmax(logits_TE.float(), -1) if is_softmax else normalised(sigmoid_scores(logits_TE))
         priority_T = (scores_TE * wanted_TE).sum(-1)
+        # Reordered first, because the stable sort breaks equal priorities by place, and places count sample by sample.
         count = len(samples)
         kept_TE, used_E = drop_by_priority(
             sample_major(wanted_TE, count), sample_major(priority_T, count), used_E, self.capacity(state)
@@ -150,6 +151,7 @@ class DrawingGate(Gate):
         context_size, context_rank = self.cp_group.size(), self.cp_group.rank()
         if context_size == 1:
             return local_S
+        # A context rank holds two chunks, which sequence parallelism has cut over the tensor ranks.
         chunk = sequence * tensor_size // 2
         chunk_S = torch.where(local_S < chunk, context_rank, 2 * context_size - 1 - context_rank)
         return chunk_S * chunk + local_S % chunk
@@ -168,8 +170,10 @@ class RandomGate(DrawingGate):
         """Experts [S, B, K]."""
         ranks = self.tp_cp_group.size()  # tensor and context are the fast axes of the group of all
         data_size, data_rank = self.tp_dp_cp_group.size() // ranks, self.tp_dp_cp_group.rank() // ranks
+        # Micro-batches are dealt over the data-parallel ranks, so this is the sample's number in the run at any layout.
         first = (state.micro_batch * data_size + data_rank) * state.samples
         samples_B = torch.arange(samples.start, samples.stop, device=self.weight.device) + first
+        # 0 here and 1 in the hash gate keep their draws apart at one seed.
         key = fold(fold(0, state.seed), self.layer_number or 0)
         return draw_experts(key, self.positions(state.sequence), samples_B, self.topk, self.num_experts)
 
@@ -204,6 +208,7 @@ class ExpertChoiceGate(Gate):
         capacity = self.capacity(state)
         assert capacity is not None
         ordered_TE = sample_major(scores_TE.detach(), len(samples))
+        # A stable sort rather than topk, which leaves open which of equal scores it takes.
         taken_CE = ordered_TE.argsort(dim=0, descending=True, stable=True)[:capacity]
         map_TE = torch.zeros_like(ordered_TE, dtype=torch.bool).scatter(0, taken_CE, True)
         return self.scaled(scores_TE).to(logits_TE.dtype), position_major(map_TE, len(samples))

@@ -46,6 +46,7 @@ class RouterMeter:
             map_TE: bool, what is computed, padding to capacity included.
             wanted_TE: bool, what the tokens chose, whatever the capacity.
         """
+        # As exact as the sums: entropies of millions of tokens are added up between two reports.
         logits_TE = logits_TE.detach().double()
         scores_TE = logits_TE.softmax(-1) if self._score_function == "softmax" else logits_TE.sigmoid()
         scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
@@ -79,6 +80,7 @@ class RouterMeters:
             if isinstance(router, Gate):
                 router.meter = meter
             else:
+                # `routing` is the first place behind the linear layer that sees logits and decisions together.
                 router.routing = _metered(router, meter)
 
     def collect(self, first_step: int, last_step: int) -> list[ExpertLoad]:
@@ -108,6 +110,7 @@ def _metered(router: TopKRouter, meter: RouterMeter) -> Callable[..., tuple[Tens
 
     def routed(logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         probs_TE, map_TE = routing(logits, padding_mask=padding_mask)
+        # The first pass of a recomputation has no gradients, so each micro-batch counts once.
         if router.training and torch.is_grad_enabled():
             logits_TE = logits.detach().reshape(map_TE.shape)
             meter.add(logits_TE, map_TE, _wanted(router, logits_TE, map_TE))

@@ -62,6 +62,7 @@ def drop_beyond_capacity(map_TE: Tensor, used_E: Tensor, capacity: int | None) -
         return map_TE, used_E + map_TE.sum(0)
     slots_TE = expert_slots(map_TE, used_E)
     kept_TE = (slots_TE >= 0) & (slots_TE < capacity)
+    # Refused tokens fill no slot: a full expert has used its capacity, however many wanted it.
     return kept_TE, (used_E + map_TE.sum(0)).clamp(max=capacity)
 
 
@@ -73,6 +74,7 @@ def drop_by_priority(map_TE: Tensor, priority_T: Tensor, used_E: Tensor, capacit
     Source: Riquelme et al. 2021 (batch prioritized routing), with a token's choices together as in Lancet; the original fills
     all first choices before all second ones.
     """
+    # Stable, so that equal priorities keep their order on every rank and device.
     order_T = torch.argsort(priority_T, descending=True, stable=True)
     sorted_kept_TE, used_E = drop_beyond_capacity(map_TE[order_T], used_E, capacity)
     kept_TE = torch.empty_like(map_TE)
@@ -127,6 +129,7 @@ def first_micro_batch(step: int) -> int:
 
 def fold(key: int, value: int) -> int:
     """Mix one more index into an unsigned 64-bit key."""
+    # value + 1: index 0 has to move the key, too. An odd factor maps different indices to different sums.
     key = (key + (value + 1) * _GOLDEN) & _BITS
     for shift, factor in _ROUNDS:
         key = ((key ^ (key >> shift)) * factor) & _BITS
@@ -160,6 +163,7 @@ def draw_experts(key: int, positions_S: Tensor, samples_B: Tensor, topk: int, ex
     Returns:
         [S, B or 1, K] int64.
     """
+    # Made on the device from a number: nothing is copied from the host, which would wait for the stream.
     start = torch.full((), _signed(key), dtype=torch.int64, device=positions_S.device)
     key_SB = fold_tensor(fold_tensor(start, samples_B)[None, :], positions_S[:, None])
     numbers_SBE = fold_tensor(key_SB[:, :, None], torch.arange(experts, device=positions_S.device))
@@ -240,6 +244,7 @@ class RoutingState:
         assert first + samples <= self.samples and (not is_last or first + samples == self.samples), (
             f"partition {partition} of {self.partitions} ends at sample {first + samples} of {self.samples}"
         )
+        # The tensor is kept, not copied: `leave` puts another in its place and nothing writes into it.
         return PartitionEntry(first, first + samples, self.used_E), False
 
     def leave(self, entry: PartitionEntry, used_E: Tensor) -> None:

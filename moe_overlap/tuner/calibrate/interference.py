@@ -82,7 +82,7 @@ class Samples:
     is_test_N: Mask
 
     def at(self, chosen: Mask) -> Samples:
-        """Some of them."""
+        """The chosen samples."""
         return Samples(
             self.gpu,
             self.groups_N[chosen],
@@ -94,7 +94,7 @@ class Samples:
 
     @property
     def busy_N(self) -> NDArray[np.int64]:
-        """Busy streams."""
+        """Number of busy streams of every sample."""
         return (self.sizes_SN > 0).sum(axis=0)
 
 
@@ -159,6 +159,8 @@ def alone_seconds(samples: Samples) -> Floats:
 
 def _line(sizes: Floats, seconds: Floats) -> tuple[float, float]:
     """Intercept and slope with the least squared relative error; through 0 where all sizes are the same."""
+    # Weighted by 1/seconds², squared errors are relative ones. fsum rounds once, so that equal rows give equal bytes in
+    # any order.
     weights = 1 / seconds**2
     total, size, second = (math.fsum(weights * column) for column in (np.ones_like(sizes), sizes, seconds))
     square, product = math.fsum(weights * sizes**2), math.fsum(weights * sizes * seconds)
@@ -187,10 +189,13 @@ def used_samples(samples: Samples, alone_SN: Floats) -> Used:
     """Leave out what Mist leaves out."""
     mixed_N = samples.busy_N > 1
     noisy_N = samples.spread_N > HIGHEST_SPREAD
+    # The model's contract: streams together do at least as much as in a row. Such rows would only pull factors to that
+    # edge.
     slower_N = mixed_N & ~noisy_N & (samples.seconds_N > alone_SN.sum(axis=0))
     return Used(mixed_N & ~noisy_N & ~slower_N, int(noisy_N.sum()), int(slower_N.sum()))
 
 
+# 1/2 to 1/256: sums of them are exact in binary, whatever steps lead to a factor.
 STEPS = tuple(2.0**-n for n in range(1, 9))
 GRID = (1.0, 1.5, 2.5, 4.0)
 """Factors of the grid from which fits begin; the error has more than one valley."""
@@ -212,11 +217,14 @@ def fit_factors(alone_SN: Floats, seconds_N: Floats, start: Factors) -> FactorLi
         start: kept for sets that no row begins with or passes through.
     """
     factors = {word: list(start[word]) for word in SETS}
+    # A set as the number that its word in SETS is in binary.
     set_N = np.array([8, 4, 2, 1]) @ (alone_SN > 0)
+    # 1. Pairs first: what begins as a set of three goes on as a pair, whose factors must be known by then.
     for word in reversed(SETS):
         exact_N = set_N == int(word, 2)
         if exact_N.any():
             _search(factors, word, alone_SN[:, exact_N], seconds_N[exact_N])
+    # 2. From where step 1 ended, hence without its coarse steps. It ends: every round but the last lowers the error.
     before, now = math.inf, mean_error(Interference(factors), alone_SN, seconds_N)
     while now < before:
         for word in SETS:
@@ -237,6 +245,7 @@ def mean_error(model: Interference, alone_SN: Floats, seconds_N: Floats) -> floa
 
 def _search(factors: FactorLists, word: str, alone_SN: Floats, seconds_N: Floats) -> None:
     """The factors of one set, from a grid and from where they stand."""
+    # The smaller sets stay as fitted, so that every error is a function of this set's factors alone.
     grid = [list(values) for values in product(GRID, repeat=word.count("1")) if serial_share(values) >= 1]
     errors = [mean_error(Interference({**factors, word: values}), alone_SN, seconds_N) for values in grid]
     starts = [grid[place] for place in sorted(range(len(grid)), key=errors.__getitem__)[:STARTS]]
@@ -274,6 +283,8 @@ def _neighbours(values: list[float], step: float) -> Iterator[list[float]]:
     """One factor more or less by a step, or one more and another less; those that the model allows."""
     places = range(len(values))
     moves = [{place: sign * step} for place in places for sign in (1, -1)]
+    # Often only a combination of a set's factors is known (PREFERENCE): along that valley one must rise as another
+    # falls, and either alone is worse.
     moves += [{more: step, less: -step} for more, less in permutations(places, 2)]
     for move in moves:
         tried = [value + move.get(place, 0.0) for place, value in enumerate(values)]
@@ -282,7 +293,7 @@ def _neighbours(values: list[float], step: float) -> Iterator[list[float]]:
 
 
 def fit_host(source: str, samples: Samples) -> Host:
-    """Everything about one host."""
+    """Factors of one host: of all its groups, of the groups of a place, and of each group, with their errors."""
     alone_SN = alone_seconds(samples)
     used = used_samples(samples, alone_SN)
 
@@ -290,6 +301,7 @@ def fit_host(source: str, samples: Samples) -> Host:
         calibration_N = inside_N & used.mixed_N & ~samples.is_test_N
         factors = fit_factors(alone_SN[:, calibration_N], samples.seconds_N[calibration_N], start)
         kept = {word: tuple(values) for word, values in factors.items()}
+        # Test rows take no part in fits, neither in alone seconds nor in factors: the error is of rows not seen.
         test_N = inside_N & used.mixed_N & samples.is_test_N
         return Fitted(kept, int(calibration_N.sum()), int(test_N.sum()), error_percent(factors, test_N))
 

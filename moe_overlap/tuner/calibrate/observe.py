@@ -68,6 +68,7 @@ def observe(plan: Plan, spans: Spans, cut: Iterable[str]) -> Observed:
     bounds: dict[Kind, list[float]] = defaultdict(list)
     waited = 0.0
     for stage in plan.stages:
+        # 1a. Means, because the simulator has one rank stand for all of a stage.
         ranks = [spans[rank] for rank in stage.devices.ranks if rank in spans]
         for span in (span for of_rank in ranks for span in of_rank if span.channel in COMPUTING):
             computed[kind_of(span.name), span.name in partitioned] += (span.end - span.start) / len(ranks)
@@ -77,11 +78,14 @@ def observe(plan: Plan, spans: Spans, cut: Iterable[str]) -> Observed:
                 tells = bounds if more is None else known
                 tells[kind_of(name), name in partitioned].append(alone / len(groups))
                 waited += (more or 0.0) / len(groups)
+    # 1c. Waiting is spread over all computation: which operator made a rank slow cannot be told from the spans.
     share = waited / sum(computed.values()) if computed else 0.0
     seconds = {kind: taken * (1.0 + share) for kind, taken in computed.items()}
     most = set()
     for kind in known.keys() | bounds.keys():
         exact, count = known[kind], len(known[kind]) + len(bounds[kind])
+        # Where most ends were seen, their mean stands for the hidden ones, too. Else the sum may be too large, and is
+        # kept as a bound.
         if 2 * len(exact) >= count:
             seconds[kind] = sum(exact) / len(exact) * count
         else:
@@ -103,6 +107,7 @@ def _exchanges(group: Sequence[Sequence[Span]]) -> Iterable[tuple[str, float, fl
     by_rank = [_taken(spans) for spans in group]
     for key in by_rank[0]:
         ends = [taken[key] for taken in by_rank if key in taken]
+        # 1b. No all-to-all moves rows before the last rank has come: earlier starts are waiting, not communication.
         together = max(start for start, _, _ in ends)
         exposed = [(end - together, together - start) for start, end, waits in ends if waits and end > together]
         if exposed:
@@ -110,6 +115,7 @@ def _exchanges(group: Sequence[Sequence[Span]]) -> Iterable[tuple[str, float, fl
             waited = sum(more for _, more in exposed) / len(ends) if key[0] != NORM else 0.0
             yield key[0], alone, waited
         else:
+            # Hidden on every rank: it ended somewhere before its spans did, so these seconds are a bound.
             yield key[0], sum(max(0.0, end - together) for _, end, _ in ends) / len(ends), None
 
 
@@ -125,9 +131,11 @@ def _taken(spans: Sequence[Span]) -> dict[tuple[str, int, int, int], tuple[float
     found = {}
     for span in sorted((span for span in spans if span.channel in EXCHANGING), key=lambda span: span.start):
         least = EXPOSED * (span.end - span.start)
+        # The last computation that began before this span ended: after it the rank has only waited.
         place = bisect.bisect_left(computing, (span.end, 0.0)) - 1
         busy_until = computing[place][1] if place >= 0 else span.start
         is_exposed = span.end - max(span.start, busy_until) > least
+        # A channel is a queue: a span that begins while the former collective still runs waits for that one first.
         behind = max(span.start, free.get(span.channel, span.start))
         start = behind if span.end - behind > least else span.start
         if is_exposed:
@@ -187,8 +195,13 @@ def fit(observed: Sequence[Observed], play: Play) -> tuple[Refined, list[KindFit
     bounds: set[Kind] = set()
     for _ in range(ROUNDS):
         real, simulated, bounds = _sums(observed, [play(step.plan, refined) for step in observed])
+        # Measured over simulated. Slowdown by neighbours is in both, so that the ratio is of the price alone once they
+        # agree.
         moved = {kind: real[kind] / seconds for kind, seconds in simulated.items() if seconds and real.get(kind)}
+        # A bound can only shorten: what took at most as long may have taken less than simulated, never shown to take
+        # more.
         moved = {kind: min(1.0, ratio) if kind in bounds else ratio for kind, ratio in moved.items()}
+        # These have no price that a factor could scale; they take what was measured.
         moved = {kind: ratio for kind, ratio in moved.items() if kind[0] not in refined.unpriced}
         factors = {kind: factors.get(kind, 1.0) * ratio for kind, ratio in moved.items()}
         refined = Refined(factors, refined.unpriced)

@@ -74,6 +74,7 @@ def refine(problem: Problem, traces: Sequence[str | Path]) -> tuple[Problem, Ref
     Raises:
         ConfigError: a file is no trace, does not name its plan, or is of another job; or the database cannot be written.
     """
+    # Factors scale prices without factors: fitted on top of earlier ones they would multiply with every call.
     before = problem.refined_by(NOT_REFINED)
     # Step 1.
     runs = [(Path(path), *_read(Path(path), before)) for path in traces]
@@ -86,6 +87,7 @@ def refine(problem: Problem, traces: Sequence[str | Path]) -> tuple[Problem, Ref
     # Steps 3 and 4.
     refined, kinds = fit(observed, played)
     after = before.refined_by(refined)
+    # Under the key of the job: operators of another layout have other sizes, for which these factors say nothing.
     _keep(before, refined)
     steps = tuple(
         MeasuredStep(
@@ -174,6 +176,8 @@ def _plan_of(file: TraceFile, problem: Problem) -> Plan:
             gate = problem.listed.gate
             if layer.gate != gate:
                 raise ConfigError(f"{source} gate", layer.gate, f"plans of these flags have {gate}", "add --moe-gate")
+        # The flags' stage with the measured overlap: what else may differ, such as the sharding, is executed as the
+        # flags say.
         stages.append(dataclasses.replace(asked, overlap=measured.overlap))
     return dataclasses.replace(problem.plan, stages=tuple(stages))
 
@@ -196,7 +200,7 @@ def _partitioned(step: SimulatedStep) -> set[str]:
 
 
 def _played(step: SimulatedStep, plan: Plan) -> dict[Kind, Played]:
-    """The side of a comparison with spans that is simulated: kinds, at the number of micro-batches that the plan has."""
+    """Simulated seconds of every kind, scaled to the micro-batches of the plan: what measured seconds are compared with."""
     simulated = {executed.rank for executed in step.simulation.ran}
     kinds: dict[Kind, Played] = {}
     for executed in step.simulation.ran:

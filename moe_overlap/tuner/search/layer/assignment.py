@@ -60,10 +60,11 @@ class AssignmentProblem:
     cyclic: bool = False
 
     def held_at(self, gradient: int, slot: int) -> tuple[int, ...]:
-        """Slots at whose start a gradient that runs in `slot` holds its bytes; twice where two periods' are held at once."""
+        """Slots at whose start a gradient that runs in `slot` holds its bytes, each once: it waits for a period at most."""
         first = self.gradients[gradient].first
         if self.cyclic and slot < first:
             return (*range(first, len(self.slots)), *range(slot + 1))
+        # The slot stands behind the pass of the same period (or of the one pass, where nothing repeats).
         return tuple(range(first, slot + 1))
 
     def held_bytes(self, assignment: Assignment) -> list[int]:
@@ -110,14 +111,17 @@ def best_fit(problem: AssignmentProblem, start: Assignment | None = None) -> Ass
     held = problem.held_bytes(tuple(chosen))
     filled = problem.filled_seconds(tuple(chosen))
     for slot, seconds in enumerate(problem.slots):
+        # Line 15: t_u, the seconds of the all-to-all that nothing hides yet.
         left = seconds - filled[slot]
         free = [i for i, other in enumerate(chosen) if other is None and slot in problem.gradients[i].under]
         while left > 0 and (pick := _next(problem, slot, left, free, held)) is not None:
+            # Lines 19 to 21, and the bytes that the paper does not count.
             chosen[pick] = slot
             free.remove(pick)
             left -= problem.gradients[pick].seconds
             for other in problem.held_at(pick, slot):
                 held[other] += problem.gradients[pick].bytes
+    # A later pick may overshoot and fill the slot alone: the earlier ones then hide nothing and only hold bytes.
     return without_idlers(problem, tuple(chosen))
 
 
@@ -127,6 +131,7 @@ def _next(problem: AssignmentProblem, slot: int, left: float, free: Sequence[int
     def misfit(index: int) -> tuple[float, int]:
         return abs(left - problem.gradients[index].seconds), index
 
+    # Line 18's argmin. Sorted rather than a minimum, because bytes or step 2 may rule the nearest out.
     for index in sorted(free, key=misfit):
         gradient = problem.gradients[index]
         fits = _fits(problem, index, slot, held)
@@ -155,6 +160,7 @@ def without_idlers(problem: AssignmentProblem, assignment: Assignment) -> Assign
     """The assignment without weight gradients that hide nothing: a slot that is full without it; the largest holders go first."""
     kept = list(assignment)
     filled = problem.filled_seconds(assignment)
+    # Each removal empties the slot a little, so that the next one there may be needed: hence the order.
     for index in sorted(range(len(kept)), key=lambda index: -problem.gradients[index].bytes):
         slot, seconds = kept[index], problem.gradients[index].seconds
         if slot is not None and (seconds == 0 or filled[slot] - seconds >= problem.slots[slot]):
@@ -172,6 +178,7 @@ def held_shortly(problem: AssignmentProblem, assignment: Assignment) -> Assignme
         problem: not cyclic.
     """
     assert not problem.cyclic
+    # Seconds are rounded when the problem is made (slots.py), so that those of equal layers are equal as floats.
     of_equal_seconds: dict[float, list[int]] = {}
     for index, gradient in enumerate(problem.gradients):
         of_equal_seconds.setdefault(gradient.seconds, []).append(index)
@@ -185,9 +192,11 @@ def held_shortly(problem: AssignmentProblem, assignment: Assignment) -> Assignme
             there = [i for i in free if slot in problem.gradients[i].under]
             if not there:
                 return assignment
+            # The latest pass that may run here. Earlier passes wait for a later slot, or for none and hold nothing.
             changed[there[-1]] = slot
             free.remove(there[-1])
     swapped = tuple(changed)
+    # Equal seconds need not mean equal bytes, so the exchange is not a gain by itself.
     is_shorter = sum(problem.held_bytes(swapped)) < sum(problem.held_bytes(assignment))
     return swapped if is_shorter and problem.is_feasible(swapped) else assignment
 
@@ -238,6 +247,7 @@ def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> Run 
             covers = best.length * best.periods if best else 0
             if run.periods >= FEWEST_PERIODS and has_slots and run.length * run.periods > covers:
                 best = run
+            # The repetition breaks at `end` for every start up to end - length: their runs would only be shorter.
             first = max(first + 1, end - length + 1)
     return best
 
@@ -245,6 +255,8 @@ def longest_run(problem: AssignmentProblem, layers: Sequence[LayerSpan]) -> Run 
 def one_period(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run) -> AssignmentProblem:
     """One period of a run as a cyclic problem."""
     gradients, slots = _of_period(layers, run, 0)
+    # A slot in front of a pass is meant in the next period, so that all are allowed. What labels forbid between two
+    # periods is checked on the whole problem, when the answer has been repeated (`_repeated`).
     everywhere = tuple(range(len(slots)))
     return AssignmentProblem(
         gradients=tuple(
@@ -270,6 +282,7 @@ def repeat(problem: AssignmentProblem, layers: Sequence[LayerSpan], run: Run, as
             if slot is None:
                 continue
             start = slots.start if slots.start + slot >= problem.gradients[index].first else slots.stop
+            # The last period has no next one: what would run there stays free, for the greedy to place.
             last = period == run.periods - 1
             if start == slots.start or not last:
                 whole[index] = start + slot
@@ -284,7 +297,9 @@ def _of_period(layers: Sequence[LayerSpan], run: Run, period: int) -> tuple[rang
 
 
 def _look(problem: AssignmentProblem, span: LayerSpan) -> tuple[tuple[tuple[float, int, int], ...], tuple[float, ...]]:
-    """The look of a layer, equal in equal layers: weight gradients with the slots in front of them, and slots."""
+    """Equivalence key of a layer: its weight gradients with the slots in front of them, and its slots."""
+    # Places count from the layer on, so that layers anywhere compare equal. `under` is left out: layers near the end
+    # have fewer slots behind them, and equal ones would differ by that alone.
     gradients = problem.gradients[slice(*span.gradients)]
     return tuple(
         (gradient.seconds, gradient.bytes, gradient.first - span.slots[0]) for gradient in gradients

@@ -91,10 +91,12 @@ def behind(slot: SendSlot, gradients: Sequence[str], assignment: Assignment) -> 
     """
     problem, known = slot.problem, dict(zip(gradients, assignment, strict=True))
     chosen = [known.get(name) for name in slot.gradients]
+    # What all-to-alls take is charged first: it saves time in every micro-batch, the bubble slot once a step.
     held = problem.held_bytes(tuple(chosen))
 
     def worth(index: int) -> tuple[float, int]:
         gradient = problem.gradients[index]
+        # The greedy order of a knapsack: most seconds for a byte. All of these are held up to the same slot.
         return -gradient.seconds / max(1, gradient.bytes), index
 
     for index in sorted((i for i, place in enumerate(chosen) if place is None), key=worth):
@@ -122,6 +124,8 @@ def hiding(problem: AssignmentProblem, assignment: Assignment, share: float) -> 
             for index, slot in enumerate(kept)
             if slot is not None and problem.gradients[index].seconds > 0
         ]
+        # One at a time: what leaves a slot makes room for the others in it, whose shares grow. Without any, the default
+        # ends the loop.
         least, index = min(shares, default=(share, 0))
         if least >= share:
             return tuple(kept)
@@ -149,9 +153,13 @@ def _send_slot(name: str, layer: int, prices: StagePrices, chunk: int, one: Chun
     for i in made:
         if i.name in known:
             before = known[i.name]
+            # Its all-to-alls stay allowed beside the bubble slot, so that assignments of the chunk's problem are
+            # feasible here.
             gradients.append(Gradient(before.seconds, before.bytes, before.first, (*before.under, last)))
         else:
+            # No all-to-all may hide it, so the chunk's problem does not have it; it holds its bytes at this slot alone.
             seconds, size = round(prices.seconds(i), DIGITS), round(prices.deferred_bytes(i.name))
             gradients.append(Gradient(seconds, size, first=last, under=(last,)))
+    # 0 seconds (step 1): an assignment's hidden seconds count what saves time in every micro-batch, and nothing else.
     problem = AssignmentProblem(tuple(gradients), (*one.problem.slots, 0.0), one.problem.max_bytes)
     return SendSlot(name, layer, tuple(i.name for i in made), problem)

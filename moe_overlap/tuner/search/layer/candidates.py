@@ -108,6 +108,7 @@ class Candidates:
         yield from alone
         # Step 3.
         fitting = [candidate for candidate in alone if candidate.fits]
+        # From the fastest on, so that the bound is tight early and spares the solver most of the slow candidates.
         best_seconds = min((candidate.seconds for candidate in fitting), default=0.0)
         for candidate in sorted(fitting, key=lambda candidate: candidate.seconds):
             least_seconds = self._least_seconds(candidate)
@@ -127,6 +128,8 @@ class Candidates:
             yield self._candidate(f"Tutel-style, {degree} chunks", make)
         yield (partitioned := self._try("partitions", self._partitioned))
         yield (pairs := self._candidate("two micro-batches", functools.partial(self._uniform_plan, micro_batches=2)))
+        # Ranges are priced for one micro-batch after the other (`_check` of partition_ranges.py); in pairs the same
+        # ranges are only simulated.
         if partitioned.ranges is not None and not pairs.refused:
             both = _in_pairs(partitioned.ranges.plan), partitioned.ranges
             yield self._try("two micro-batches in partitions", lambda: both)
@@ -164,13 +167,18 @@ class Candidates:
         """Lower bound of a step with weight gradients deferred: they save at most min(their own time, idle time)."""
         assert candidate.prediction is not None
         breakdown, plan = candidate.prediction.breakdown, candidate.decided
+        # All that is not computation or update: no schedule can hide weight gradients in more than that.
         idle = candidate.seconds - breakdown["compute_seconds"] - breakdown["optimizer_seconds"]
+        # With M micro-batches and P stages a step lasts about M + P - 1 passes; what a pass saves is saved in each of
+        # them.
         passes = plan.stages[0].gradient_accumulation_steps + len(plan.stages) - 1
+        # Weight gradients that leave an operator in partitions also save what cutting their products costs, which the
+        # bound must not forget.
         own = PARTITIONED_SLOWDOWN * passes * weight_gradient_seconds(self.problem, plan)
         return candidate.seconds - min(idle, own)
 
     def _candidate(self, name: str, make: Callable[[], Plan]) -> Candidate:
-        """A mechanism that no search decides."""
+        """A mechanism whose plan follows from the baseline without a search."""
         return self._try(name, lambda: (make(), None))
 
     def _try(self, name: str, make: Callable[[], tuple[Plan, PartitionedPlan | None]]) -> Candidate:
@@ -242,6 +250,7 @@ class Candidates:
 
     def _schedule(self, plan: Plan, prediction: Prediction) -> Schedule:
         """Weight gradients may hold what the fullest device leaves free."""
+        # One bound serves all stages, so the fullest decides. At least a byte: 0 in a plan means no bound at all.
         held = max(1, int(min(free_bytes(prediction))))
         limits = DeferralLimits(max_deferred_bytes=held, solver_seconds=self.solver_seconds)
         return schedule_weight_gradients(plan, self.problem, limits)
@@ -249,6 +258,7 @@ class Candidates:
     def _prices(self, plan: Plan) -> dict[int, StagePrices]:
         """First rank of every stage -> prices that have read a list of a few micro-batches."""
         prices = {}
+        # Prices are of operators, not of micro-batches: the list of a few shows all of them.
         few = few_micro_batches(plan)
         for stage, of_stage in zip(few.stages, price_stages(few, self.problem), strict=True):
             of_stage.read(lower_rank(few, self.problem.model, stage.devices.ranks[0]))

@@ -59,6 +59,8 @@ def layer_classes(plan: Plan, model: ModelDescription, kinds: Sequence[str]) -> 
             for layer in experts:
                 before = "" if layer == first else kinds[layer - 1]
                 behind = "" if layer + 1 == last else kinds[layer + 1]
+                # The first and the last mixture of a chunk have less around them to overlap with: a range there ends at
+                # the chunk's border, whatever the neighbours are.
                 ends = ("first" if layer == experts[0] else "", "last" if layer == experts[-1] else "")
                 again = _recomputed(stage, layer - first)
                 layers_of.setdefault((role, kinds[layer], before, behind, *ends, again), []).append(layer)
@@ -103,6 +105,8 @@ def _entries_of(stage: StagePlan) -> dict[int, LayerOverlap]:
             is_last = place == len(held)
             last = owner.last_operator if is_last else layer_operator(layer, MERGE)
             whole = entries[layer]
+            # Split behind every merge: only hidden states cross there, so that lowering joins the two ranges to one
+            # pipeline again.
             entries[layer] = replace(
                 whole,
                 mechanism="partitioned",
@@ -222,10 +226,12 @@ class _Descent:
         while not complete and self._judged < self.most:
             complete = True
             for place in range(len(self.classes)):
+                # Moves of a class differ in its option alone, so they stay valid where one of them becomes `current`.
                 for moved in self._moves(current, place):
                     tried = self._try(moved)
                     if tried is not None and tried.seconds is not None and tried.seconds < best * (1.0 - SHORTER):
                         current, best, complete = moved, tried.seconds, False
+            # Running out of predictions also leaves a round without changes, but is no proof of a local optimum.
             complete = complete and all(m in self._known for p in range(len(current)) for m in self._moves(current, p))
         choices = tuple(self._choice(current, place) for place in range(len(self.classes)))
         plan = self._plan(current) if any(current) else self.start
@@ -236,6 +242,7 @@ class _Descent:
         seen = []
         for option in range(len(self.plans)):
             entries = self._said(option, place)
+            # Plans that decide alike for these layers are one option, and cost one prediction.
             if entries not in seen:
                 seen.append(entries)
                 if option != current[place]:
@@ -246,6 +253,7 @@ class _Descent:
         if moved not in self._known:
             plan = self._plan(moved)
             try:
+                # Rules are cheap: only what has to be simulated counts as a prediction.
                 self.refuse(plan)
                 if self._judged == self.most:
                     return None
@@ -260,6 +268,7 @@ class _Descent:
         entries = dict(self.plans[0])
         for layer_class, option in zip(self.classes, options, strict=True):
             for layer in layer_class.layers:
+                # Removed first: a plan without an entry says that the layer overlaps nothing.
                 entries.pop(layer, None)
                 if layer in self.plans[option]:
                     entries[layer] = self.plans[option][layer]

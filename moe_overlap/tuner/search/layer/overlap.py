@@ -128,6 +128,7 @@ def with_measured(
 
 def same_overlap(plan: Plan, other: Plan) -> bool:
     """Whether two plans of one layout execute the same: limits of a search only describe."""
+    # The layouts agree by `refine`, which accepts traces of this problem only.
     mine, theirs = ([dataclasses.replace(s.overlap, search_limits=None) for s in p.stages] for p in (plan, other))
     return mine == theirs
 
@@ -145,6 +146,8 @@ def mixed(search: Candidates, uniform: Sequence[Candidate]) -> tuple[Mix | None,
     fitting = [candidate for candidate in uniform if candidate.fits]
     if not fitting:
         return None, []
+    # The best may defer weight gradients, but descent starts from its mechanism alone: the slots of one plan do not fit
+    # the entries of another. They are assigned anew for the mix (`_mixes`).
     best = min(fitting, key=lambda candidate: candidate.seconds)
     start = next(candidate for candidate in alone if candidate.mechanism is best.mechanism)
     others = [candidate.decided for candidate in alone if candidate is not start]
@@ -162,6 +165,7 @@ def _mix(search: Candidates, start: Candidate, others: Sequence[Plan]) -> Mix:
     def judge(candidate: Plan) -> float:
         prediction = search.predicted(candidate)
         if not prediction.fits:
+            # As with a plan that a rule refuses, descent notes the reason and goes on.
             raise ConfigError("step", candidate.model.name, f"does not fit: {prediction.overflow[0]}", "cut less")
         return prediction.predicted.step_seconds
 

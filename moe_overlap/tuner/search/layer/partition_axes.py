@@ -73,7 +73,9 @@ TABLES = {
     "join": "bb:b ss:s",
     "gather": "b:b",
     # tokens, scores, used capacity : weights, places, counts, rows, used capacity
+    # Used capacity is whole on both sides: it is handed from partition to partition (capacity passing), not cut.
     PREFIX_GATE: "bb-:bxii-",
+    # Only its outputs are cut: it may be the first operation of a range, never stand inside one (Lancet, section 5.1).
     WHOLE_GATE: "---:bxii-",
     "exchange of counts": "i:i",
     "exchange with counts": "ii:i C-:C",
@@ -94,6 +96,7 @@ over tensor-parallel ranks: gathering, scattering, reducing."""
 def rows_of(operation: str) -> tuple[tuple[Axis, ...], ...]:
     """The table of an operation, the row that leaves everything whole included."""
     rows = [tuple(LETTERS[letter] for letter in row.replace(":", "")) for row in TABLES[operation].split()]
+    # Only `mean` has no row of its own: one tensor in, one out.
     size = len(rows[0]) if rows else 2
     whole = (Axis.WHOLE,) * size
     return tuple(dict.fromkeys([*rows, whole]))
@@ -344,6 +347,7 @@ class CutAxes:
     def axis(self) -> overlap.Axis:
         """The axis that partitions cut: that of the tensors that travel if any do, else that of the computation."""
         travels = {axis for (tensor, _), axis in self.axes.items() if buffer_role(tensor) in TRAVELLING}
+        # The rows of a capacity partition belong to many samples, whatever else of the range is cut by sample.
         if Axis.CAPACITY in travels:
             return "capacity"
         return "batch" if travels or Axis.BATCH in self.axes.values() else "sequence"
@@ -384,6 +388,7 @@ class AxisProblem:
             reader = f"{operation.operator} {operation.kind}"
             read = tuple((tensor, "" if tensor in written else reader) for tensor in operation.reads)
             outside |= {variable for variable in read if variable[1]}
+            # Behind the reads: an operation that reads and writes one name reads what is there before.
             written |= set(operation.writes)
             operations.append((operation, (*read, *((tensor, "") for tensor in operation.writes))))
         return cls(tuple(operations), frozenset(outside))
@@ -422,6 +427,7 @@ def cut_axes(operators: Sequence[OperatorId], form: Form) -> CutAxes | Conflict:
     cut = solve(problem)
     if cut is not None:
         return cut
+    # A deletion filter, a solution per operator: the set is irreducible, though another one may be smaller.
     # Step 3: leave out one operator after the other; those without which the others can be cut stay.
     for operator in reversed(problem.operators):
         fewer = problem.without(operator)
@@ -449,6 +455,7 @@ def solve(problem: AxisProblem, fixed: tuple[Variable, Axis] | None = None) -> C
     for operation, variables in problem.operations:
         model.add_allowed_assignments([axes[variable] for variable in variables], rows_of(operation.kind))
     # Constraint 2: each operation leaves something cut.
+    # WHOLE is the largest axis, so the sum stays below only if at least one of the tensors is cut.
     for written in problem.left():
         model.add(sum(axes[variable] for variable in written) < Axis.WHOLE * len(written))
     if fixed is not None:
@@ -456,6 +463,7 @@ def solve(problem: AxisProblem, fixed: tuple[Variable, Axis] | None = None) -> C
     # Objective: the batch first, whole tensors last.
     model.minimize(sum(axes.values()))
     solver = cp_model.CpSolver()
+    # One worker searches in the same order every time: of several optimal answers all runs find the same.
     solver.parameters.num_workers = 1
     solver.parameters.max_time_in_seconds = SECONDS
     status = solver.solve(model)
@@ -470,6 +478,7 @@ def _words(conflict: AxisProblem) -> str:
     """`L0.attention cuts a.L0 along batch; L0.moe.gate cuts a.L0 along nothing`: over which tensors operators disagree."""
     allowed: dict[Variable, dict[str, set[Axis]]] = {}
     for operator in conflict.operators:
+        # Each operator by itself: the axes it allows for the tensors that it shares with the others.
         alone = AxisProblem(tuple(one for one in conflict.operations if one[0].operator == operator), frozenset())
         for variable in dict.fromkeys(variable for _, variables in alone.operations for variable in variables):
             if ":" not in variable[0]:

@@ -52,9 +52,9 @@ class Step:
     """One operator of a pipeline.
 
     Attributes:
-        exchange: whether it runs on the stream of exchanges.
+        exchange: whether it runs on the stream of all-to-alls.
         after: places of the earlier steps whose results it reads.
-        whole: not cut, whatever the number of parts.
+        whole: not cut, whatever the number of partitions.
     """
 
     exchange: bool
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A part of a step, in time."""
+    """When one partition of a step starts and ends, in seconds from the start of the pipeline."""
 
     step: int
     part: int
@@ -91,7 +91,9 @@ def pipeline_seconds(
 
 
 def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: float = 0.0) -> list[Timed]:
-    """Every part, in order of the ends. Arguments as above."""
+    """Every partition of every step, in order of the ends. Arguments as above."""
+    # 3a. The order per stream is fixed beforehand. It respects all dependencies, so that one of the two heads can
+    # always start.
     queues: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
     counts = [1 if step.whole else parts for step in steps]
     places = range(len(steps))
@@ -105,8 +107,10 @@ def run(steps: Sequence[Step], seconds: Sequence[float], parts: int, slowdown: f
             if stream in running or heads[stream] == len(queues[stream]):
                 continue
             place, part = queues[stream][heads[stream]]
+            # 3b.
             if _is_ready(steps, place, part, left, done):
                 running[stream] = now, seconds[place]
+        # 3c. Both are slowed by the same factor, so the one with less work left ends first. `spent` is work, not time.
         pace = 1.0 + slowdown if len(running) > 1 else 1.0
         first = min(running, key=lambda stream: running[stream][1])
         spent = running[first][1]
@@ -163,6 +167,7 @@ def best_order_seconds(steps: Sequence[Step], seconds: Sequence[float], parts: i
 
     def visit(ends: tuple[tuple[float, ...], ...], free: tuple[float, float], work: tuple[float, float]) -> None:
         nonlocal best
+        # Branch and bound: a stream needs at least the seconds it has left; equal ends leave equal choices.
         if (ends, free) in seen or max(free[0] + work[0], free[1] + work[1]) >= best:
             return
         seen.add((ends, free))
@@ -199,6 +204,7 @@ def _joined(steps: Sequence[Step], seconds: Sequence[float]) -> tuple[list[Step]
         read = {place_of[other] for other in step.after}
         if merged and (merged[-1].exchange, merged[-1].whole) == (step.exchange, step.whole):
             read = {*merged[-1].after, *read} - {len(merged) - 1}
+            # A stage of the plan's order runs such steps right after each other, so that they count as one.
             merged[-1] = Step(step.exchange, tuple(sorted(read)), step.whole)
             sums[-1] += each
         else:
@@ -328,6 +334,7 @@ def _pipeline_of(run: Sequence[PassStep], cut: bool) -> Pipeline:
     writer: dict[str, int] = {}
     steps = []
     for place, step in enumerate(run):
+        # What is written before the pipeline is there when it starts, and holds nothing up.
         after = {writer[buffer] for buffer in step.draft.reads if buffer in writer}
         steps.append(Step(step.draft.kind == "collective", tuple(sorted(after)), cut and step.whole))
         writer |= dict.fromkeys(step.draft.writes, place)
@@ -361,6 +368,7 @@ class RangePrices:
         self.hidden_bytes = payload.boundary_bytes(plan, stage, model)
         self._prices = prices
         together = (COMPUTING, BETWEEN_DEVICES)
+        # Rule 3c knows one rate for both streams: the mean of their two factors.
         self._slowdown = sum(prices.slowed.factor(stream, together) for stream in together) / 2.0 - 1.0
         self._pieces: dict[tuple[str, int], float] = {}
         self._simulated: dict[Priced, float] = {}
@@ -401,6 +409,7 @@ class RangePrices:
         return pipeline.steps, tuple(seconds(name, step.whole) for name, step in named), parts
 
     def _simulate(self, priced: Priced) -> float:
+        # Repeated layers have equal steps at equal prices: the search asks for thousands of P and simulates a few.
         if priced not in self._simulated:
             edge = self._edge_seconds(priced[2])
             self._simulated[priced] = pipeline_seconds(*priced, self._slowdown, edge, edge)
@@ -412,4 +421,6 @@ class RangePrices:
             return 0.0
         machine = self._prices.machine
         rate = machine.cluster.group_of(0).gpu.memory_gb_per_s * 1e9 * machine.constants.memory
+        # A cut copies: the hidden states are read once and written once, by one kernel per partition. Bytes over
+        # bytes/s.
         return 2.0 * self.hidden_bytes / rate + parts * machine.constants.kernel_seconds

@@ -62,6 +62,8 @@ def group(operators: Sequence[LayerOperator], seconds: Callable[[LayerOperator],
     groups: list[Span] = []
     begin, inside, total = 0, False, 0.0
     for place, operator in enumerate(operators):
+        # Never taken apart: the irregular rows between its all-to-alls come from a gate in the same range alone
+        # (partition_axes.py).
         if operator.part == GATE:
             if begin < place:
                 groups.append((begin, place))
@@ -80,7 +82,7 @@ class RangeProblem:
     """The problem of choosing ranges and their partitions.
 
     Attributes:
-        groups: their number.
+        groups: number of groups.
         range_limit: ι, most groups in a range.
         candidates: numbers of partitions beside 1, ascending.
         may_be_cut: whether a range holds an all-to-all and can be cut.
@@ -138,13 +140,18 @@ class Ranges:
 
 def solve(problem: RangeProblem) -> Ranges:
     """Step 3: the dynamic program."""
+    # best[n] is T(n) in seconds, half open: T(0) = 0 is the base case that the paper's recurrence lacks. last[n] is the
+    # range that ends at n in the best answer.
     best = [0.0] + [math.inf] * problem.groups
     last: list[Cut | None] = [None] * (problem.groups + 1)
     evaluations = 0
     for end in range(1, problem.groups + 1):
+        # i descends and k ascends, and only what is shorter by more than rounding replaces the best: so ties go to the
+        # shorter range and the smaller k.
         for begin in range(end - 1, max(0, end - problem.range_limit) - 1, -1):
             span = begin, end
             for parts in (1, *(problem.fitting(span) if problem.may_be_cut(span) else ())):
+                # P(i, n, k). Where a range may not be cut the paper has infinity for k > 1; here these k do not occur.
                 seconds = problem.seconds(span, parts)
                 evaluations += 1
                 total = best[begin] + seconds
@@ -303,6 +310,7 @@ class StageSearch:
 
     def axes(self, operators: Sequence[LayerOperator], form: Form) -> CutAxes | Conflict:
         """How operators can be cut; solved once for equal ones."""
+        # Layers count from the range's first: ranges of repeated layers then share one solution.
         base = operators[0].layer
         key = tuple(
             (operator.layer - base, operator.part, form.takes_samples(operator.layer)) for operator in operators
@@ -319,6 +327,7 @@ class StageSearch:
 
     def refusal(self, chosen: CutRange, layers: Collection[int]) -> str | None:
         """Why the plan's rules or the runtime refuse a range over these layers; None where they do not."""
+        # Alone: whether two ranges collide is no question here, since those of an answer do not overlap.
         entries = tuple(entry for entry in self.stage.overlap.layers if entry.layer in layers)
         around = dataclasses.replace(self.stage, overlap=dataclasses.replace(self.stage.overlap, layers=entries))
         stage = with_ranges(around, [chosen], None)
@@ -370,6 +379,7 @@ class _ChunkSearch:
         return self._stage.prices.seconds(self._passes.pipelines(*self._places(span), parts > 1), parts)
 
     def _held_bytes(self, span: Span, parts: int) -> float:
+        # What enters is there whole beside its parts, and what leaves beside the parts it is joined from.
         if self._stage.held_bytes is None:
             return 2.0 * self._stage.prices.hidden_bytes
         return self._stage.held_bytes(*self._ends(span), parts)
@@ -386,6 +396,7 @@ class _ChunkSearch:
     def chosen(self, cuts: Sequence[Cut]) -> Iterator[ChosenRange]:
         """The ranges that are cut."""
         for cut in cuts:
+            # Ranges with k = 1 need no entry: whole is what a plan says by saying nothing.
             if cut.partitions > 1:
                 axis = self._axis_of(cut.span)
                 assert axis is not None

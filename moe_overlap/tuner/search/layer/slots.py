@@ -50,9 +50,9 @@ def may_run_under(
 
     Args:
         instructions: one rank's list or a part of it; dependencies on what is left out are ignored.
-        exchanges, gradients: places in it.
+        exchanges, gradients: places of all-to-alls and of weight gradients in it.
     Returns:
-        Place of an exchange -> places of the weight gradients, ascending.
+        Place of an all-to-all -> places of the weight gradients, ascending.
     """
     before = ancestors(dependencies(instructions))
     wanted = list(gradients)
@@ -61,6 +61,8 @@ def may_run_under(
         bit = 1 << place
         first_dependent[place] = next((n for n in range(place, len(before)) if before[n] & bit), len(before))
     return {
+        # Bit sets compare as numbers: before[w] < 1 << a says that all that w depends on stands in front of a,
+        # 1 << a < 1 << first_dependent[w] that all that depends on w stands behind it.
         a: tuple(w for w in wanted if not related(before, a, w) and before[w] < 1 << a < 1 << first_dependent[w])
         for a in exchanges
     }
@@ -103,19 +105,23 @@ def dependencies(instructions: Sequence[Instruction]) -> list[set[int]]:
     dependencies_of: list[set[int]] = []
     for place, i in enumerate(instructions):
         needed = {places[number] for number in i.after if number in places}
+        # Collectives start in list order on every rank (NCCL), so each depends on the one before it on its channel.
         if i.channel != COMPUTE:
             if i.channel in last_on:
                 needed.add(last_on[i.channel])
             last_on[i.channel] = place
         for name in dict.fromkeys((*i.reads, *i.writes)):
             accesses = buffers[name]
+            # Additions wait for the last write and its readers, not for each other.
             if name in i.writes and _adds(i, name):
                 needed.update(accesses.writer, accesses.readers)
                 accesses.additions.append(place)
+            # WAW and WAR: a write waits for everything that has touched the buffer since the last one.
             elif name in i.writes:
                 needed.update(accesses.writer, accesses.readers, accesses.additions)
                 buffers[name] = _Accesses((place,))
             else:
+                # RAW; readers do not wait for each other.
                 needed.update(accesses.writer, accesses.additions)
                 accesses.readers.append(place)
         dependencies_of.append(needed)
@@ -166,6 +172,8 @@ def idle_seconds(ran: Sequence[Ran], slot_of: Mapping[str, str]) -> dict[str, fl
             slot = slot_of[i.name]
             continue
         if slot:
+            # The weight gradients of the slot take no time here, so this is all the time between their neighbours on
+            # the device.
             total[slot] += executed.start - free
             times[slot] += 1
             slot = ""
@@ -182,12 +190,14 @@ def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], ma
         prices: of the stage, its list read.
         idle: `idle_seconds`.
     """
+    # One micro-batch stands for all: every pass through a chunk has the same instructions.
     instructions = [i for i in prices.made if (i.chunk, i.micro_batch) == (chunk, 0) and _is_decided(i)]
     last = {i.name: place for place, i in enumerate(instructions) if i.name in idle}
     gradients = {place: i.name for place, i in enumerate(instructions) if i.kind == "weight-gradient"}
     label = may_run_under(instructions, last.values(), gradients)
     slots = sorted(last, key=last.__getitem__)
     under = {place: tuple(j for j, slot in enumerate(slots) if place in label[last[slot]]) for place in gradients}
+    # Without a legal slot there is nothing to decide: it stays in its pass, and solvers never see it.
     names = [(place, name) for place, name in gradients.items() if under[place]]
     return ChunkProblem(
         problem=AssignmentProblem(
@@ -282,6 +292,7 @@ def with_slots(plan: Plan, slots: Sequence[Slots], max_deferred_bytes: int) -> P
 
 def _with_slots(stage: StagePlan, slots: Slots, max_deferred_bytes: int) -> StageOverlap:
     overlap = stage.overlap
+    # A layer that only gets slots keeps the mechanism that its stage runs anyway.
     whole: Mechanism = "cross_micro_batch" if overlap.micro_batches_in_flight > 1 else "none"
     layers = {layer: LayerOverlap(layer=layer, mechanism=whole) for layer in slots}
     layers |= {layer.layer: layer for layer in overlap.layers}

@@ -62,13 +62,18 @@ def flow_bound(problem: AssignmentProblem) -> float:
     But none hides more than it could in the longest slot it may run in.
     """
     flow = SimpleMaxFlow()
+    # Arcs carry nanoseconds: source -> gradient t_i^W, gradient -> slot where constraint (2) allows it,
+    # slot -> sink t_j^a.
     source, sink = 0, 1
     gradients, slots = 2, 2 + len(problem.gradients)
     for slot, seconds in enumerate(problem.slots):
         flow.add_arc_with_capacity(slots + slot, sink, _ticks(seconds))
     for index, gradient in enumerate(problem.gradients):
+        # Alone too large: no assignment has it, so the bound need not either.
         under = gradient.under if gradient.bytes <= problem.max_bytes else ()
         hides = {slot: _ticks(min(gradient.seconds, problem.slots[slot])) for slot in under}
+        # Divided over short slots it would hide more in sum than whole in any one of them: hence its longest slot, not
+        # its seconds.
         flow.add_arc_with_capacity(source, gradients + index, max(hides.values(), default=0))
         for slot, most in hides.items():
             flow.add_arc_with_capacity(gradients + index, slots + slot, most)
@@ -112,15 +117,18 @@ def solve_exactly(problem: AssignmentProblem, hint: Assignment, seconds: float, 
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(0.0, seconds)
     solver.parameters.relative_gap_limit = gap
+    # One worker searches in the same order every time; only the time limit can make two answers differ.
     solver.parameters.num_workers = 1
     status = solver.solve(model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN), solver.status_name(status)
     if status == cp_model.UNKNOWN:
+        # No time for any bound of its own: no assignment hides more than all slots.
         return Exact(None, sum(map(_ticks, problem.slots)) * TICK)
     chosen: list[int | None] = [None] * len(problem.gradients)
     for (i, j), variable in runs.items():
         if solver.boolean_value(variable):
             chosen[i] = j
+    # The objective is indifferent to weight gradients in slots that are full without them.
     return Exact(without_idlers(problem, tuple(chosen)), solver.best_objective_bound * TICK)
 
 
@@ -134,11 +142,13 @@ def _limit_bytes(
             held[slot].append((i, j))
     for pairs in held:
         most = sum(problem.gradients[i].bytes for i, _ in pairs)
+        # Bytes, over all pairs whose weight gradient is waiting at the start of this slot.
         if most > problem.max_bytes:
             model.add(sum(problem.gradients[i].bytes * runs[i, j] for i, j in pairs) <= problem.max_bytes)
 
 
 def _ticks(seconds: float) -> int:
+    # Rounded up on both sides, the bound holds for the seconds; float noise above a whole tick is no tick.
     return ceil(seconds / TICK - ROUNDING)
 
 
@@ -158,7 +168,7 @@ class Solution:
         greedy_value: of the best-fit greedy alone.
         value: of the assignment.
         bound: no assignment hides more.
-        method: what found the assignment.
+        method: the step that found the assignment.
         repeated: the run of identical layers that was solved once; None where none was used.
         held_bytes: most that is held at a time.
         solver_seconds: time it took.
@@ -208,11 +218,13 @@ def solve(problem: AssignmentProblem, layers: Sequence[LayerSpan], seconds: floa
     # Step 3.
     if is_open() and sum(len(gradient.under) for gradient in problem.gradients) <= MOST_PAIRS:
         exact = solve_exactly(problem, best, deadline - time.monotonic(), gap)
+        # Both are valid for the whole problem; that of step 2 is not, since a period knows nothing of the run's ends.
         bound = min(bound, exact.bound)
         assignment = exact.assignment
         if assignment is not None and problem.hidden_seconds(assignment) > problem.hidden_seconds(best) + LEAST_GAIN:
             best, method, used = assignment, "exact", None
     if not problem.cyclic:
+        # Last, because it changes bytes alone: nothing after it would notice.
         best = held_shortly(problem, best)
     assert problem.is_feasible(best)
     value = problem.hidden_seconds(best)
@@ -220,6 +232,7 @@ def solve(problem: AssignmentProblem, layers: Sequence[LayerSpan], seconds: floa
         assignment=best,
         greedy_value=greedy_value,
         value=value,
+        # Seconds that exceed a tick by ROUNDING count as no more, so the bound may be short of the value by that.
         bound=max(bound, value),
         method=method,
         repeated=used,
@@ -233,6 +246,8 @@ def _repeated(
 ) -> Assignment:
     """Step 2; nothing where the repeated assignment breaks a rule of the whole."""
     period = one_period(problem, layers, run)
+    # Without layers the recursion ends here: a period is not searched for periods.
     solution = solve(period, (), seconds, gap)
     whole = repeat(problem, layers, run, solution.assignment)
+    # The period allowed every slot and counted bytes as in an endless run; the whole has labels, ends and other layers.
     return best_fit(problem, whole) if problem.is_feasible(whole) else (None,) * len(problem.gradients)

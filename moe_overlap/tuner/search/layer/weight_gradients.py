@@ -114,11 +114,14 @@ def choices(
             filled = {
                 place: _filled(chunk, sends.get(place), assignments[place], least) for place, chunk in problems.items()
             }
+            # Choices often end in the same slots; each one less saves a simulated step.
             slots = {stage: slots_of(filled, stage) for stage, _ in problems}
             if any(slots.values()) and slots not in named:
                 filled_by[choice] = filled
                 named.append(slots)
 
+    # The last argument is the least share of a weight gradient that its all-to-all must hide to keep it: 0 keeps all,
+    # the break-even share of equal stages (step 3), 1 gives up all that overshoot, infinity gives up all.
     add("solved", solved)
     add("solved, rest in program order", completed)
     add("program order", in_order)
@@ -242,25 +245,30 @@ def schedule_weight_gradients(
 
     model = problem.model
     stages, count = range(len(plan.stages)), plan.stages[0].gradient_accumulation_steps
+    # As many as the pipeline has stages show its ends and its steady state; all of them would only repeat the latter.
     micro_batches = _most_micro_batches(len(plan.stages))
     bare = with_slots(plan, [{} for _ in stages], 0)
     order = [with_rest_behind(program_order(plan, index, model), plan, index, model) for index in stages]
     if not any(order):
         nothing = (0.0,) * len(stages)
         return Schedule(bare, "without", {"without": step_of(bare).simulation.step_seconds}, (), nothing)
+    # Step 1. Unbounded, or lowering would run some of them early for lack of memory, and those had no labels.
     deferred = with_slots(without_pieces(plan), order, UNBOUNDED)
     prices = _stage_prices(deferred, problem)
     problems = _problems(deferred, prices, limits.max_deferred_bytes)
     chunks = _solved(problems, limits)
     solutions = {(one.stage, one.chunk): one.solution for one in chunks}
     sends = _sends(deferred, model, prices, problems)
+    # The break-even share of step 3.
     share = (len(stages) - 1) / (count + len(stages) - 1)
     filled = choices(problems, sends, solutions, share)
+    # Step 4. `without` comes first: it wins where no choice is faster.
     plans: dict[Choice, Plan] = {"without": bare}
     for choice, one in filled.items():
         slots = [slots_of(one, index) for index in stages]
         plans[choice] = with_slots(plan, slots, limits.max_deferred_bytes)
     seconds = {choice: seconds_of(made) for choice, made in plans.items()}
+    # To the nanosecond, so that rounding in sums of floats does not choose among equal plans.
     chosen = min(plans, key=lambda choice: round(seconds[choice], DIGITS))
     in_bubble_slots = tuple(seconds_behind(filled.get(chosen, {}), index) for index in stages)
     return Schedule(plans[chosen], chosen, seconds, tuple(chunks), in_bubble_slots)
@@ -310,6 +318,7 @@ def _problems(deferred: Plan, prices: Sequence[StagePrices], max_bytes: int) -> 
     for index, here in enumerate(prices):
 
         def seconds(i: Instruction, here: StagePrices = here) -> float:
+            # They must not fill the time that is to be measured (`idle_seconds`).
             return 0.0 if i.kind == "weight-gradient" else here.seconds(i)
 
         free = run_alone(here.made, here.stage.devices.ranks[0], seconds, here.slowed, here.machine.queue_seconds)
@@ -330,6 +339,7 @@ def _solved(problems: Mapping[Place, ChunkProblem], limits: DeferralLimits) -> l
     known: dict[AssignmentProblem, tuple[Solution, Place]] = {}
     chunks = []
     for place, chunk in problems.items():
+        # Problems are values: equal layers in equal chunks make equal ones, whatever their names.
         if chunk.problem not in known:
             seconds = max(0.0, deadline - time.monotonic()) / (different - len(known))
             known[chunk.problem] = solve(chunk.problem, chunk.layers, seconds, limits.gap), place
