@@ -200,7 +200,7 @@ def _partitioned(step: SimulatedStep) -> set[str]:
 
 
 def _played(step: SimulatedStep, plan: Plan) -> dict[Kind, Played]:
-    """Simulated seconds of every kind, scaled to the micro-batches of the plan: what measured seconds are compared with."""
+    """Simulated seconds of every kind, scaled to the micro-batches of the plan, for comparison with measured ones."""
     simulated = {executed.rank for executed in step.simulation.ran}
     kinds: dict[Kind, Played] = {}
     for executed in step.simulation.ran:

@@ -60,7 +60,7 @@ class AssignmentProblem:
     cyclic: bool = False
 
     def held_at(self, gradient: int, slot: int) -> tuple[int, ...]:
-        """Slots at whose start a gradient that runs in `slot` holds its bytes, each once: it waits for a period at most."""
+        """Slots at whose start a gradient that runs in `slot` holds its bytes; each once: it waits a period at most."""
         first = self.gradients[gradient].first
         if self.cyclic and slot < first:
             return (*range(first, len(self.slots)), *range(slot + 1))
