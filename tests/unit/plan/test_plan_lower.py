@@ -15,7 +15,7 @@ from moe_overlap.plan.instructions import Instruction, format_list
 from moe_overlap.plan.lowering.dependencies import check_races
 from moe_overlap.plan.lowering.gradient_buckets import optimizer_parts
 from moe_overlap.plan.lowering.layers import recompute_groups
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower, lower_rank
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Plan, Recompute
@@ -92,7 +92,7 @@ def test_every_pass_has_its_mirror() -> None:
     """Each operator but the counts runs once forward and once backward per micro-batch."""
     for plan, model in sweep():
         for rank in range(plan.world_size):
-            made = [i for i in lower(plan, model, rank) if i.micro_batch is not None and "receive" not in i.name]
+            made = [i for i in lower_rank(plan, model, rank) if i.micro_batch is not None and "receive" not in i.name]
             made = [i for i in made if not i.name.startswith("send") and not i.name.endswith(".recompute")]
             forward = {(i.name, i.micro_batch) for i in made if not i.name.endswith(".backward")}
             backward = {(i.name.removesuffix(".backward"), i.micro_batch) for i in made if i.name.endswith(".backward")}
@@ -102,7 +102,7 @@ def test_every_pass_has_its_mirror() -> None:
 
 def test_whole_runs_finish() -> None:
     for plan, model in sweep():
-        assert run_together({rank: list(lower(plan, model, rank)) for rank in range(plan.world_size)})
+        assert run_together({rank: list(lower_rank(plan, model, rank)) for rank in range(plan.world_size)})
 
 
 def test_one_channel_for_all_transfers_would_block() -> None:
