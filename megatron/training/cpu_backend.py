@@ -101,7 +101,7 @@ def _answer_torch_cuda() -> None:
     cuda.current_stream = lambda device=None: HostStream()
     cuda.default_stream = lambda device=None: HostStream()
     cuda.stream = lambda stream: contextlib.nullcontext()
-    # p2p_communication.py, reports.py, dist_checkpointing/strategies/filesystem_async.py
+    # p2p_communication.py, timers.py, dist_checkpointing/strategies/filesystem_async.py
     cuda.synchronize = lambda device=None: None
     # tensor_parallel/random.py seeds and reads the generator of the current device
     cuda.manual_seed = torch.manual_seed
