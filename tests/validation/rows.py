@@ -1,7 +1,8 @@
-"""Measured runs as Megatron flags: what a row of data/measured.csv.gz says, and what its source is known to switch on.
+"""Measured runs as Megatron flags: what a row of the tables in data/ says, and what its source is known to switch on.
 
-The rows are published measurements (column `source`); data/README.md says where they come from. What a row does not say is
-taken from its source's habits, in one place: `SOURCES`.
+The rows are published measurements (column `source`); data/README.md says where they come from. What a row of measured.csv.gz
+does not say is taken from its source's habits, in one place: `SOURCES`. Rows of moe_recipes.csv carry all of their arguments, rows
+of mlperf_v6.csv every setting that matters.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import csv
 import gzip
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,9 +43,17 @@ SOURCES = {
     "NVIDIA-NeMo/Megatron-Bridge": Habits(tensor_overlap=True, words=("--moe-router-force-load-balancing",)),
     "NVIDIA/Megatron-LM": Habits(overlapped=False, sequence_parallel=False),
     "yanring/Megatron-MoE-ModelZoo": Habits(words=("--moe-router-force-load-balancing",)),
+    "Richardyu114/training_results_v6.0": Habits(),
 }
 """By the begin of the column `source`."""
-
+NATURAL = ("NVIDIA/Megatron-LM:tests/",)
+"""Sources in measured.csv.gz whose experts get what the router gives them; the others force equal loads."""
+UNREAD = (
+    "--chunked-optimizer-state-offload",
+    "--optimizer-state-offload-chunk-size-mb",
+    "--moe-mlp-glu-interleave-size",
+)
+"""Arguments of recipes that are newer than the table of upstream's flags."""
 
 PROVIDERS = {
     "gpt_oss_provider.py": "--softmax-type learnable --quick-geglu --activation-func-clamp-value 7.0 --glu-linear-offset 1.0"
@@ -60,9 +70,16 @@ class Row:
     number: int
     """Line of the file, the header being 1."""
     fields: dict[str, str]
+    file: str = ""
+    """`mlperf` or `recipe` where the row stands in a file of its own; empty in measured.csv.gz."""
 
     def __getitem__(self, name: str) -> str:
         return self.fields[name]
+
+    @property
+    def name(self) -> str:
+        """The row in tables: its line, behind the file's name unless that is measured.csv.gz."""
+        return f"{self.file}{self.number}"
 
     @property
     def gpus(self) -> int:
@@ -70,9 +87,31 @@ class Row:
         return int(self["n_gpus"])
 
     @property
+    def is_moe(self) -> bool:
+        """Whether the model has experts."""
+        return bool(_facts(self).get("experts"))
+
+    @property
+    def routing(self) -> str:
+        """`forced` balance of the experts' loads, or `natural`; empty for a dense model."""
+        if not self.is_moe:
+            return ""
+        natural = self.fields.get("routing") == "natural" or self["source"].startswith(NATURAL)
+        return "natural" if natural else "forced"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting of the run, as its source names it; empty in measured.csv.gz."""
+        content: dict[str, Any] = json.loads(self.fields.get("flags_json", "{}"))
+        return content
+
+    @property
     def seconds(self) -> float:
         """Measured seconds of a step; tokens per second are turned into them."""
         value = float(self["value"])
+        if derived := self.settings.get("derived"):
+            # Megatron's own operations per step over the published rate: the source prints the rate alone.
+            return float(derived["megatron_flops_per_step"]) / (value * 1e12 * self.gpus)
         if self["metric"] == "tokens_per_s_per_gpu":
             return int(self["global_batch"]) * int(self["seq_len"]) / (value * self.gpus)
         return value
@@ -105,9 +144,21 @@ def measured_rows() -> tuple[Row, ...]:
         return tuple(Row(number, row) for number, row in enumerate(csv.DictReader(file), 2))
 
 
+@cache
+def published_rows() -> tuple[Row, ...]:
+    """Every row of mlperf_v6.csv and moe_recipes.csv."""
+    return (*_rows_of("mlperf_v6.csv", "mlperf"), *_rows_of("moe_recipes.csv", "recipe"))
+
+
+def _rows_of(file: str, prefix: str) -> Iterator[Row]:
+    with (DATA / file).open(encoding="utf-8", newline="") as lines:
+        yield from (Row(number, row, prefix) for number, row in enumerate(csv.DictReader(lines), 2))
+
+
 def scored_rows() -> list[Row]:
     """Rows that count in a table of errors."""
-    return [row for row in measured_rows() if row["scored"] == "yes" and row["metric"] in SCORED_METRICS]
+    measured = [row for row in measured_rows() if row["scored"] == "yes" and row["metric"] in SCORED_METRICS]
+    return [*measured, *(row for row in published_rows() if row["scored"] == "yes")]
 
 
 @cache
@@ -119,8 +170,42 @@ def models() -> dict[str, dict[str, Any]]:
 
 def flags_of(row: Row) -> list[str]:
     """The Megatron flags of a row."""
+    if row.file == "recipe":
+        return _recipe_flags(row)
     layers = _facts(row)["layers"]
-    return [*_model_flags(row), *_parallel_flags(row, layers), *_speed_flags(row), *row.habits.words]
+    own = _mlperf_flags(row) if row.file == "mlperf" else []
+    return [*_model_flags(row), *_parallel_flags(row, layers), *_speed_flags(row), *row.habits.words, *own]
+
+
+def _recipe_flags(row: Row) -> list[str]:
+    """Arguments that are written out, without those that no reader of flags knows, and a vocabulary."""
+    words = ["--vocab-size", str(_facts(row)["vocab"]), "--train-iters", "10", "--lr", "1e-4"]
+    for name, value in row.settings["args"].items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is False or flag in UNREAD:
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [flag, *map(str, values)]
+    return words
+
+
+def _mlperf_flags(row: Row) -> list[str]:
+    """Settings of a run of MLPerf: Megatron-Bridge's variables, as far as a flag of Megatron says the same."""
+    settings = row.settings
+    words = ["--cuda-graph-impl", "local", "--cuda-graph-scope", str(settings["CUDA_GRAPH_SCOPE"])]
+    if int(row["ep"]) > 1:
+        words += ["--moe-token-dispatcher-type", settings["MOE_TOKEN_DISPATCHER_TYPE"]]
+        words += ["--moe-flex-dispatcher-backend", settings["MOE_FLEX_DISPATCHER_BACKEND"]]
+    words += ["--overlap-moe-expert-parallel-comm"] if settings.get("OVERLAP_MOE_EXPERT_PARALLEL_COMM") else []
+    words += ["--delay-wgrad-compute"] if settings.get("DELAY_WGRAD_COMPUTE") else []
+    words += ["--moe-paged-stash"] if settings.get("MOE_PAGED_STASH") else []
+    words += ["--use-transformer-engine-op-fuser"] if settings.get("USE_TE_OPS") else []
+    words += ["--grad-reduce-in-bf16"] if settings.get("grad_reduce_in_fp32") is False else []
+    if int(row["cp"]) > 1:
+        words += ["--cp-comm-type", settings["cp_comm_type"]]
+    if settings.get("PIPELINE_LAYOUT"):
+        words += ["--pipeline-model-parallel-layout", settings["PIPELINE_LAYOUT"]]
+    return words
 
 
 def _facts(row: Row) -> dict[str, Any]:
