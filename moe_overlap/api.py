@@ -66,7 +66,6 @@ NOT_MODELLED = (
     "--use-nccl-ub",
     "--use-sharp",
     "--symmetric-ar-type",
-    "--use-transformer-engine-op-fuser",
     "--optimizer-cuda-graph",
     "--moe-expert-capacity-factor",
 )
@@ -248,7 +247,13 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
         constants = constants or measured_constants(measured, cluster.group_of(0).gpu.name)
         lookup = lookup_of(cluster, operator_keys(job.plan, job.model, captured, features, load))
     machine, extrapolating = machine_of(
-        cluster, constants or shipped_constants(), options.get("software"), load, lookup
+        cluster,
+        constants or shipped_constants(),
+        options.get("software"),
+        load,
+        lookup,
+        precision=job.plan.precision,
+        is_moe=job.model.num_experts > 0,
     )
     refined = refined_of(cluster, job_key(job.model, job.plan))
     return Problem(
@@ -384,6 +389,9 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         context_exchange=_context_exchange(flags),
         dispatcher=_dispatcher(config),
         graphs=_cuda_graphs(flags),
+        loss_kernels=_loss_kernels(flags),
+        fused_router="--moe-router-fusion" in flags,
+        fused_experts="--use-transformer-engine-op-fuser" in flags,
         gradient_bytes=4 if in_fp32 else 2,
         gathered_bytes=1 if low_weights else 4 if precision == "fp32" else 2,
         weight_bytes=4.0 if precision == "fp32" else 2.0,
@@ -418,6 +426,12 @@ def _cuda_graphs(flags: Flags) -> CudaGraphs:
         return "none"
     scope = flags.get("--cuda-graph-scope", ("full",))
     return "full" if implementation == "full_iteration" or {"full", "full_iteration"} & set(scope) else "partial"
+
+
+def _loss_kernels(flags: Flags) -> Literal["none", "native", "te"]:
+    if "--cross-entropy-loss-fusion" not in flags:
+        return "none"
+    return "te" if flags.get("--cross-entropy-fusion-impl", ("native",))[0] == "te" else "native"
 
 
 def _optimizer_bytes(config: Config, precision: Precision) -> float:

@@ -1,8 +1,8 @@
 """Measured runs as Megatron flags: what a row of the tables in data/ says, and what its source is known to switch on.
 
 The rows are published measurements (column `source`); data/README.md says where they come from. What a row of measured.csv.gz
-does not say is taken from its source's habits, in one place: `SOURCES`. Rows of moe_recipes.csv carry all of their arguments, rows
-of mlperf_v6.csv every setting that matters.
+does not say is taken from its source's habits, in one place: `SOURCES`. Rows of moe_recipes.csv carry all of their arguments,
+rows of mlperf_v6.csv every setting that matters.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ class Habits:
 
 
 _OVERLAP = "overlap-grad-reduce"
+_LOSS_KERNEL = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
+"""NeMo's and Megatron-Bridge's performance recipes set it for every model."""
 SOURCES = {
     "MooreThreads/SimuMax": Habits(overlapped=False),
     "VIA-Research/vTrain": Habits(overlapped=False, sequence_parallel=False, flash=False),
     "arXiv": Habits(overlapped=False, sequence_parallel=False, flash=False),
-    "NVIDIA/dgxc-benchmarking": Habits(tensor_overlap=True),
-    "NVIDIA-NeMo/Megatron-Bridge": Habits(tensor_overlap=True, words=("--moe-router-force-load-balancing",)),
+    "NVIDIA/dgxc-benchmarking": Habits(tensor_overlap=True, words=_LOSS_KERNEL),
+    "NVIDIA-NeMo/Megatron-Bridge": Habits(
+        tensor_overlap=True, words=(*_LOSS_KERNEL, "--moe-router-fusion", "--moe-router-force-load-balancing")
+    ),
     "NVIDIA/Megatron-LM": Habits(overlapped=False, sequence_parallel=False),
     "yanring/Megatron-MoE-ModelZoo": Habits(words=("--moe-router-force-load-balancing",)),
-    "Richardyu114/training_results_v6.0": Habits(),
+    "Richardyu114/training_results_v6.0": Habits(words=_LOSS_KERNEL),
 }
 """By the begin of the column `source`."""
 NATURAL = ("NVIDIA/Megatron-LM:tests/",)
@@ -200,6 +204,7 @@ def _mlperf_flags(row: Row) -> list[str]:
     words += ["--delay-wgrad-compute"] if settings.get("DELAY_WGRAD_COMPUTE") else []
     words += ["--moe-paged-stash"] if settings.get("MOE_PAGED_STASH") else []
     words += ["--use-transformer-engine-op-fuser"] if settings.get("USE_TE_OPS") else []
+    words += ["--moe-router-fusion"] if settings.get("MOE_ROUTER_FUSION") else []
     words += ["--grad-reduce-in-bf16"] if settings.get("grad_reduce_in_fp32") is False else []
     if int(row["cp"]) > 1:
         words += ["--cp-comm-type", settings["cp_comm_type"]]
@@ -343,7 +348,10 @@ def _speed_flags(row: Row) -> list[str]:
     words += ["--use-flash-attn"] if habits.flash and "unfused" not in flags else ["--transformer-impl", "local"]
     words += ["--overlap-moe-expert-parallel-comm"] if "a2a_overlap=True" in flags else []
     words += ["--delay-wgrad-compute"] if "delay_wgrad=True" in flags else []
-    words += ["--moe-paged-stash"] if "paged_stash=True" in flags else []
+    if "paged_stash=True" in flags:
+        # megatron-core's recipe of the paged stash (moe_recipes.csv) switches both on; it is of a model with plain SwiGLU.
+        fused = _facts(row).get("attention_bias") is None
+        words += ["--moe-paged-stash", *(["--use-transformer-engine-op-fuser"] if fused else [])]
     words += ["--cp-comm-type", "a2a"] if "cp a2a" in flags else []
     words += _graph_flags(flags) + _recompute_flags(row)
     if "fsdp" in row["zero/fsdp"]:

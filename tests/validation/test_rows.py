@@ -13,7 +13,7 @@ import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.api import read_job
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json, shipped_constants
 from tests.validation.errors import spearman
-from tests.validation.fit import START, constants_at, fit
+from tests.validation.fit import START, fit
 from tests.validation.ranking import SETS, best_found, wrong_pairs
 from tests.validation.rows import Row, flags_of, measured_rows, scored_rows
 
@@ -29,7 +29,8 @@ def test_the_file_holds_few_constants_and_reads_back() -> None:
         row.gpu_type for row in scored_rows() if row["split"] == "calibration" and row["metric"] != "peak_mem_gib"
     }
     assert set(constants.gpus) == fitted | {"L4"}
-    assert set(json.loads(FILE.read_text(encoding="utf-8"))) == {"fragmentation", "gpus", "releases"}
+    assert set(json.loads(FILE.read_text(encoding="utf-8"))) == {"common", "fragmentation", "gpus", "releases"}
+    assert all(row.loss > 0 for rows in constants.releases.values() for row in rows.values())
 
 
 @pytest.mark.parametrize("row", scored_rows()[::12], ids=lambda row: str(row.number))
@@ -96,6 +97,12 @@ class Made:
     truth: float
     gpu_type: str = "H100"
     release: str = "26.04"
+    scope: str = "bf16 MoE"
+    seconds: float = 1.0
+
+    @property
+    def configuration(self) -> str:
+        return str(self.truth)
 
     def relative_error(self, constants: Constants) -> float:
         return self.truth / constants.gpus["H100"].gemm - 1.0
@@ -103,8 +110,8 @@ class Made:
 
 def test_the_fit_finds_a_constant_and_leaves_the_rest_alone() -> None:
     cases = [Made(0.6), Made(0.61), Made(0.6)]
-    found = fit(cases)
+    found, steps = fit(cases)
     assert found.gpus["H100"].gemm == pytest.approx(0.6, rel=0.03)
     assert dataclasses.replace(found.gpus["H100"], gemm=START.gemm) == START
-    assert found == fit(cases)
-    assert constants_at({}, ["H100"], ["26.04"]).releases == {"26.04": ReleaseConstants()}
+    assert (found, steps) == fit(cases)
+    assert found.releases == {"26.04": {"Hopper": ReleaseConstants(measured=("bf16 MoE",))}}

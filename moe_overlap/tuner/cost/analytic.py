@@ -23,7 +23,17 @@ from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
-from moe_overlap.tuner.cost.hardware import NOT_REFINED, Constants, Features, GpuConstants, Refined, ReleaseConstants
+from moe_overlap.tuner.cost.expected_error import ExpectedError, expected_error, shipped_errors
+from moe_overlap.tuner.cost.hardware import (
+    NOT_REFINED,
+    REFERENCE,
+    CommonConstants,
+    Constants,
+    Features,
+    GpuConstants,
+    Refined,
+    Software,
+)
 from moe_overlap.tuner.cost.interference import (
     AllToAllCosts,
     Concurrent,
@@ -214,6 +224,10 @@ class Prediction:
     """Why the figures reach beyond what was measured; empty where they do not."""
     not_modelled: tuple[str, ...]
     """Flags that change seconds or bytes and are not counted."""
+    software: Software = REFERENCE
+    """The software release whose losses count."""
+    expected_error: ExpectedError | None = None
+    """How far such predictions are off; None where the machine was measured, or too few runs like it are known."""
     computed_early: tuple[str, ...] = ()
     """By stage, deferred weight gradients whose operands exceed the bound; they are counted where they are computed."""
 
@@ -265,6 +279,10 @@ class Machine:
     """The machine and its rates that a prediction is made for.
 
     Attributes:
+        constants: of the GPU, under the release.
+        common: constants that are the same for all GPUs.
+        software: the release that `constants` are of.
+        expected_error: of predictions for this machine, precision and kind of model.
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
         exchanges: costs of all-to-alls beside their rows; None where they were not measured.
@@ -273,7 +291,9 @@ class Machine:
 
     cluster: Cluster
     constants: GpuConstants
-    release: ReleaseConstants
+    common: CommonConstants = CommonConstants()
+    software: Software = REFERENCE
+    expected_error: ExpectedError | None = None
     fragmentation: float = 0.0
     load: float = 1.0
     lookup: Lookup | None = None
@@ -292,25 +312,34 @@ def machine_of(
     release: str | None = None,
     load: float = 1.0,
     lookup: Lookup | None = None,
+    precision: str = "bf16",
+    is_moe: bool = False,
 ) -> tuple[Machine, tuple[str, ...]]:
     """The machine that a prediction is made for, and why the prediction reaches beyond measured steps.
 
     Args:
-        release: software release whose efficiencies count; the newest where None.
+        release: software release whose losses count; the GPU's median release where None.
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
+        precision: of the products.
+        is_moe: whether the model has experts.
     Raises:
         ConfigError: not a release's name.
     """
     gpu = cluster.group_of(0).gpu
     of_gpu, other_gpu = constants.of_gpu(gpu)
-    of_release, other_release = constants.of_release(release)
+    software = constants.of_release(release, gpu.architecture, precision, is_moe)
     reasons = [f"no measured steps of {gpu.name}"] if other_gpu else []
-    reasons += [f"no measured steps of release {release}"] if other_release else []
+    reasons += [*constants.uncalibrated(gpu, precision, is_moe), *software.extrapolating]
+    error = None
+    if cluster.measured is None:
+        error = expected_error(shipped_errors(), gpu, precision, is_moe)
     machine = Machine(
         cluster=cluster,
-        constants=of_gpu,
-        release=of_release,
+        constants=software.constants.apply(of_gpu),
+        common=constants.common,
+        software=software,
+        expected_error=error,
         fragmentation=constants.fragmentation,
         load=load,
         lookup=lookup,
@@ -328,7 +357,8 @@ def price(
 ) -> Prediction:
     """Seconds and bytes from prepared numbers."""
     priced = [price_family(plan, model, family, machine, features) for family in families]
-    return _whole(plan, model, machine, priced, features, extrapolating)
+    whole = _whole(plan, model, machine, priced, features, extrapolating)
+    return replace(whole, software=machine.software, expected_error=machine.expected_error)
 
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
@@ -341,7 +371,7 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
         groups=groups,
         features=features,
         constants=constants,
-        release=machine.release,
+        common=machine.common,
         concurrent=concurrency(machine, groups["dp_cp"])[0],
         topk=max(1, model.router_topk),
         load=machine.load,

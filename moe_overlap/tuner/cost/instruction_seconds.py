@@ -241,7 +241,7 @@ class StagePrices:
         if not size:
             return 0.0
         setting = self.priced.setting
-        rate = setting.gpu.memory_gb_per_s * 1e9 * setting.constants.memory / setting.release.memory
+        rate = setting.gpu.memory_gb_per_s * 1e9 * setting.constants.memory
         return 2.0 * size / rate + setting.constants.kernel_seconds
 
     def _state(self, operator: OperatorId) -> float:
