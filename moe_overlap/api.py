@@ -81,7 +81,7 @@ class Options(TypedDict, total=False):
     plan: str | None
     """File of a plan that decides in place of the flags."""
     software: str | None
-    """Release whose efficiencies count; default the newest that was measured."""
+    """Release whose losses count; default the GPU's median release."""
     expert_load: str | None
     """File of --log-expert-load: the busiest ranks set the pace. Default: balanced routing."""
     graphs: Graphs | None

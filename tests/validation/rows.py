@@ -165,6 +165,16 @@ def scored_rows() -> list[Row]:
     return [*measured, *(row for row in published_rows() if row["scored"] == "yes")]
 
 
+def launched_rows() -> list[Row]:
+    """Calibration rows of small models, whose steps are bound by the host: too small to be scored, but what tells of launching.
+
+    Left out are a run whose activations are offloaded, and one that takes five times as long as its twin on twice the GPUs.
+    """
+    small = [row for row in measured_rows() if (row["scored"], row["metric"]) == ("toy size", "step_time_s")]
+    known = [row for row in small if row["split"] == "calibration" and row["n_gpus"]]
+    return [row for row in known if not row["model"].endswith(("_fine_grained_offloading", "_1node"))]
+
+
 @cache
 def models() -> dict[str, dict[str, Any]]:
     """Architectures by name."""

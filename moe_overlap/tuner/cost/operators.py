@@ -62,8 +62,8 @@ Efficiencies of attention are those of heads of the usual width."""
 WAVE_OUTPUTS = 132 * 128 * 256.0
 """Outputs of one wave: multiprocessors of an H100 times the largest tile of its products; other GPUs are within a fifth of it."""
 LOSS_BYTES = {"native": 28.0, "te": 6.0}
-"""Per logit, forward and backward. megatron-core's compiled steps write fp32 logits, exponentials and probabilities, and read each
-(fusions/fused_cross_entropy.py); Transformer Engine reads bf16 logits twice and writes their gradient over them."""
+"""Per logit, forward and backward. megatron-core's compiled steps write fp32 logits, exponentials and probabilities, and read
+each (fusions/fused_cross_entropy.py); Transformer Engine reads bf16 logits twice and writes their gradient over them."""
 ROUTER_KERNELS = 4.0
 """Kernels of a pass of the fused router: scores and choice, losses, and the map of tokens."""
 QUANTIZED_BYTES = 4.0
