@@ -68,7 +68,7 @@ def sweep() -> tuple[tuple[Plan, ModelDescription], ...]:
     for partitions, word, _ in itertools.product(range(1, 9), words, range(4)):
         (letters, stages, chunks), shared, defer = next(kinds)
         chosen = OverlapWords(
-            partitions=partitions, range_word=word, gate="topk", defer=defer, max_deferred_bytes=1 << 20
+            partitions=partitions, range_word=word, gate="topk", defer=defer, max_deferred_bytes=1 << 40
         )
         stage = {**EP2, "micro_batch_size": partitions, "recompute": next(recomputes)}
         made.append(with_words(chosen, letters, shared, stages=stages, chunks=chunks, stage=stage))
@@ -236,7 +236,7 @@ def test_neighbours_of_unlike_partitions_meet_at_a_barrier() -> None:
 def test_needed_dependencies_are_missed() -> None:
     kinds: tuple[tuple[RangeWord, int, bool], ...] = (("around", 64, True), ("after", 0, False), ("experts", 64, True))
     for word, shared, defer in kinds:
-        words = OverlapWords(partitions=2, range_word=word, gate="topk", defer=defer, max_deferred_bytes=1)
+        words = OverlapWords(partitions=2, range_word=word, gate="topk", defer=defer, max_deferred_bytes=1 << 40)
         plan, model = with_words(words, "mm", shared, stages=1, micro_batches=1, stage=EP2)
         made = lower(plan, model, 0)
         assert not has_race(made)
@@ -248,7 +248,7 @@ def test_needed_dependencies_are_missed() -> None:
 
 
 def test_weight_gradients_stand_behind_the_last_issue_of_their_slot() -> None:
-    words = OverlapWords(partitions=2, range_word="around", gate="topk", defer=True, max_deferred_bytes=1)
+    words = OverlapWords(partitions=2, range_word="around", gate="topk", defer=True, max_deferred_bytes=1 << 40)
     plan, model = with_words(words, "mm", micro_batches=1, stage=EP2)
     made = [line(i) for i in lower(plan, model, 0)]
     place = made.index("L0.moe.combine.backward 0")

@@ -43,7 +43,7 @@ head.loss.output.dW m1      L1.moe.experts.fc1.dW m1    L1.attention.qkv.dW m1
 
 def with_slots(plan: Plan, index: int, slots: dict[str, tuple[str, ...]], layer: int) -> Plan:
     """Slots in the entry of one layer, the only one of its stage."""
-    overlap = StageOverlap(max_deferred_bytes=1, layers=(LayerOverlap(layer=layer, weight_gradient_slots=slots),))
+    overlap = StageOverlap(max_deferred_bytes=1 << 40, layers=(LayerOverlap(layer=layer, weight_gradient_slots=slots),))
     stages = list(plan.stages)
     stages[index] = dataclasses.replace(stages[index], overlap=overlap)
     return dataclasses.replace(plan, stages=tuple(stages))
@@ -62,7 +62,7 @@ def filled(plan: Plan, model: ModelDescription) -> Plan:
                 layers[first] = dataclasses.replace(
                     entry, weight_gradient_slots={**entry.weight_gradient_slots, send: names}
                 )
-        bound = int(any(one.weight_gradient_slots for one in layers.values()))
+        bound = int(any(one.weight_gradient_slots for one in layers.values())) << 40
         overlap = dataclasses.replace(
             stage.overlap, max_deferred_bytes=bound, layers=tuple(layers[n] for n in sorted(layers))
         )
@@ -108,10 +108,15 @@ SHAPES = (("mm", 2, 1), ("mdmm", 2, 1), ("mdmmdmmm", 2, 2), ("mmmm", 4, 1))
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (shape, OverlapWords(partitions=parts, range_word="around", gate="topk", defer=defer, max_deferred_bytes=defer))
+        (
+            shape,
+            OverlapWords(
+                partitions=parts, range_word="around", gate="topk", defer=defer, max_deferred_bytes=defer << 40
+            ),
+        )
         for shape, parts, defer in itertools.product(SHAPES, (1, 2), (0, 1))
     ]
-    + [(SHAPES[1], OverlapWords(gate="topk", micro_batches=2, defer=True, max_deferred_bytes=1))],
+    + [(SHAPES[1], OverlapWords(gate="topk", micro_batches=2, defer=True, max_deferred_bytes=1 << 40))],
 )
 def test_lists_are_sound_and_compute_the_same(shape: tuple[str, int, int], words: OverlapWords) -> None:
     letters, stages, chunks = shape
@@ -195,7 +200,7 @@ def test_a_chunk_has_one_slot_behind_its_send_and_other_chunks_their_own() -> No
     stage = plan.stages[1]
     entries = {n: LayerOverlap(layer=n, weight_gradient_slots={SEND: (f"L{n}.attention.qkv.dW",)}) for n in (2, 3, 6)}
     for layers, is_valid in (((2, 6), True), ((2, 3), False)):
-        overlap = StageOverlap(max_deferred_bytes=1, layers=tuple(entries[n] for n in layers))
+        overlap = StageOverlap(max_deferred_bytes=1 << 40, layers=tuple(entries[n] for n in layers))
         made = dataclasses.replace(plan, stages=(plan.stages[0], dataclasses.replace(stage, overlap=overlap)))
         if is_valid:
             validate_plan(made, model)
