@@ -13,7 +13,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.deferral import gradient_name, sends_of, split_weights
 from moe_overlap.plan.lowering.dependencies import check_races
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower, lower_rank
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.rules.stages import validate_plan
@@ -126,16 +126,19 @@ def test_lists_are_sound_and_compute_the_same(shape: tuple[str, int, int], words
     )
     plan = filled(before, model)
     validate_plan(plan, model)
-    lists = {rank: lower(plan, model, rank) for rank in range(plan.world_size)}
+    lists = {rank: lower_rank(plan, model, rank) for rank in range(plan.world_size)}
     for rank in range(2, plan.world_size, 2):
         made = lists[rank]
         check_races(made)
-        assert Interpreter(made, 2, model).outcome == Interpreter(lower(uncut(plan), model, rank), 2, model).outcome
-        assert has_gradient_behind_a_send(made) and not has_gradient_behind_a_send(lower(before, model, rank))
+        assert (
+            Interpreter(made, 2, model).outcome == Interpreter(lower_rank(uncut(plan), model, rank), 2, model).outcome
+        )
+        assert has_gradient_behind_a_send(made) and not has_gradient_behind_a_send(lower_rank(before, model, rank))
         for name in {i.name for i in made if i.kind == "weight-gradient"}:
             order = [i.micro_batch for i in made if i.name == name]
             assert order == sorted(order, key=lambda number: number or 0), "sums over micro-batches keep their order"
     assert run_together({rank: list(made) for rank, made in lists.items()})
+    assert lower(plan, model, 0) == lists[0]
 
 
 def has_gradient_behind_a_send(made: Sequence[Instruction]) -> bool:
