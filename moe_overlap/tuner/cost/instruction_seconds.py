@@ -115,7 +115,7 @@ class StagePrices:
         if operator.kind is OperatorKind.GATHER:
             return self._gather(operator)
         if operator.kind in STATE_KINDS or operator.kind is NORM:
-            alone = self.machine.constants.step_seconds if operator.kind is NORM else self._state(operator)
+            alone = self.machine.constants.step_seconds if operator.kind is NORM else self._state(i)
             return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         place = place_in_list(i)
         beside = self.starts.get(i.id, 0.0) + self._copy_seconds(self._copied.get(place, 0.0))
@@ -230,9 +230,13 @@ class StagePrices:
         rate = setting.gpu.memory_gb_per_s * 1e9 * setting.constants.memory / setting.release.memory
         return 2.0 * size / rate + setting.constants.kernel_seconds
 
-    def _state(self, operator: OperatorId) -> float:
+    def _state(self, i: Instruction) -> float:
         """Gradients, parameters and the optimizer: of the whole stage, of a parameter group, or of a bucket of it."""
+        operator = i.operator
         what, part = operator.kind, operator.group
+        # Such an instruction completes what has travelled in buckets, or what no replica shares.
+        if not part and not i.bytes:
+            return 0.0
         costs, terms, rates = self.priced.costs, self.priced.terms, self.priced.rates
         if not part:
             whole = costs.last_extra_seconds if what is OperatorKind.GRADIENTS else costs.first_extra_seconds
