@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ IRREGULAR = "--moe-token-dispatcher-type irregular --moe-gate topk --micro-batch
 
 
 def check_rows(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """One step of every row, as it is and with the executor broken in two ways.
+    """One step of every row, as it is and with the executor broken in several ways.
 
     Returns:
         name -> what was found: `order` and `waits` of the executor itself, how many waits were looked at, loss and gradient norm,
@@ -55,6 +56,11 @@ def _check(flags: str) -> dict[str, Any]:
 
     waiting = PlanExecutor(runner.context, waits=True).run(instructions, feed, 1).spans
     found["a wait behind every all-to-all is noticed"] = bool(waited_too_early(waiting, instructions)[0])
+
+    for name, broken in broken_updates().items():
+        executor = PlanExecutor(runner.context)
+        executor._update = broken(runner.context)
+        found[f"{name} is noticed"] = bool(different_order(executor.run(instructions, feed, 1).spans, instructions))
 
     queue = runner.context.weight_gradients
     if any(i.kind == "weight-gradient" for i in instructions) and not found["early"]:
@@ -95,6 +101,74 @@ def _unexpected_bytes(
     return found
 
 
+def broken_updates() -> dict[str, type]:
+    """Name -> an update with that fault, which the checks inside the runtime do not see."""
+    from moe_overlap.runtime.state.update import StepUpdate, UpdateState
+
+    class Forgetful(StepUpdate):
+        def _publish(self, instruction: Instruction, state: UpdateState) -> None:
+            state.is_published = True
+
+    class Late(StepUpdate):
+        """The weights of the first group move before the gradients are complete."""
+
+        completing: Instruction | None = None
+
+        def _complete_gradients(self, instruction: Instruction, state: UpdateState) -> None:
+            self.completing, state.is_reduced = instruction, True
+
+        def _step_group(self, instruction: Instruction, state: UpdateState) -> None:
+            super()._step_group(instruction, state)
+            if self.completing is not None:
+                super()._complete_gradients(self.completing, state)
+                self.completing = None
+
+    class Swapping(StepUpdate):
+        """Two groups step in the other order."""
+
+        first: Instruction | None = None
+        swapped = False
+
+        def _step_group(self, instruction: Instruction, state: UpdateState) -> None:
+            if self.first is None:
+                self.first = instruction
+                return
+            super()._step_group(instruction, state)
+            if not self.swapped:
+                super()._step_group(self.first, state)
+                self.swapped = True
+
+    return {"a gather left out": Forgetful, "a step before the reduction": Late, "a swap of two steps": Swapping}
+
+
+def check_refusals(flags: str) -> dict[str, str]:
+    """Lists whose update is not whole -> what the executor says to them; empty where it runs them."""
+    from moe_overlap.plan.operators import OperatorKind
+
+    job = _assembled(f"{MODEL} {IRREGULAR} {flags}")
+    feed = job.batches("train", 0)
+    instructions = list(job.schedule.instructions)
+    places: dict[OperatorKind, int] = {}
+    for place, instruction in enumerate(instructions):
+        if instruction.operator.is_update:
+            places.setdefault(instruction.operator.kind, place)
+    lists = {f"without {kind}": [i for n, i in enumerate(instructions) if n != place] for kind, place in places.items()}
+    norm, step = places[OperatorKind.NORM], places[OperatorKind.OPTIMIZER]
+    early = instructions.copy()
+    early.insert(norm, early.pop(step))
+    lists["a step before the norm"] = early
+    copied = dataclasses.replace(instructions[step], kind="copy", name="offload.head.weights")
+    lists["a copy"] = [*instructions, copied]
+    found = {}
+    for name, broken in lists.items():
+        try:
+            job.machinery.runner.run(broken, feed, 0)
+            found[name] = ""
+        except (AssertionError, ValueError) as error:
+            found[name] = str(error)
+    return found
+
+
 def _assembled(flags: str) -> Any:
     import torch.distributed as dist
 
@@ -121,6 +195,9 @@ def different_order(spans: Sequence[Span], instructions: Sequence[Instruction]) 
         steps["compute"] = [
             (n, 0, 0, p) if n.startswith("optimizer.") else (n, c, m, p) for n, c, m, p in steps["compute"]
         ]
+    # Across channels, too: a step of the optimizer is ordered behind collectives.
+    recorded["update"] = [(span.name, 0, 0, ()) for span in spans if span.operator.is_update]
+    listed["update"] = [(i.name, 0, 0, ()) for i in instructions if i.operator.is_update]
     found = {}
     for channel in sorted(recorded.keys() | listed.keys()):
         ours, theirs = recorded[channel], listed[channel]

@@ -1,8 +1,8 @@
-"""The executor does what its list says, partition by partition; one that overlaps nothing, or defers nothing, is noticed."""
+"""The executor does what its list says, partition by partition and to the end of the update; a broken one is noticed."""
 
 from __future__ import annotations
 
-from tests.multiprocess.executor_order import check_rows
+from tests.multiprocess.executor_order import check_refusals, check_rows
 from tests.spawn import run
 
 EP2 = "--expert-model-parallel-size 2"
@@ -45,6 +45,19 @@ def test_two_ranks() -> None:
         assert rows["in partitions, bounded"]["numbers"] == rows["in partitions, deferred"]["numbers"]
 
 
+def test_a_list_whose_update_is_not_whole_is_refused() -> None:
+    for found in run(2, check_refusals, f"{EP2} {EXPERTS['deferred']}"):
+        assert found == {
+            "without gradients": "the norm is taken of reduced gradients",
+            "without optimizer.norm": "the optimizer steps only behind the norm of all gradients",
+            "without optimizer": "parts without a step: ['embedding']",
+            "without parameters": "the list has ended before the replicas have the updated weights",
+            "a step before the norm": "the optimizer steps only behind the norm of all gradients",
+            "a copy": found["a copy"],
+        }
+        assert "no binding for" in found["a copy"]
+
+
 def test_pipelines_on_four_ranks() -> None:
     _check(run(4, check_rows, PIPELINES))
 
@@ -57,4 +70,6 @@ def _check(ranks: list[dict]) -> None:
             assert found["waits"] == [] and found["looked at"] > 4, (rank, name, found["looked at"])
             assert found["a wait behind every all-to-all is noticed"], (rank, name)
             assert found.get(HASTY, True), (rank, name)
+            for broken in ("a gather left out", "a step before the reduction", "a swap of two steps"):
+                assert found[f"{broken} is noticed"], (rank, name, broken)
     assert any(HASTY in found for rows in ranks for found in rows.values())
