@@ -21,11 +21,20 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.rules.moe import listed_run
 from megatron.training.cli.sizes import describe_model, known_vocab_size, parallel_layout
 from megatron.training.cli.validation import validate
-from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags
+from megatron.training.plan_argument import with_plan
+from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import read_expert_loads, shares_by_layer
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.readers.predicted_flags import (
+    assumed_vocabulary,
+    is_sharded_by_fsdp,
+    not_modelled,
+    read,
+    require_context_heads,
+    zero_level,
+)
 from moe_overlap.plan.capabilities import ListedRun
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
@@ -47,30 +56,6 @@ from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 
 PLACED_BY_LISTS = ("--overlap-param-gather",)
 """Flags that only place communication, which an instruction list places itself."""
-NEWER = (
-    "--use-megatron-fsdp",
-    "--data-parallel-sharding-strategy",
-    "--moe-expert-rank-capacity-factor",
-    "--moe-paged-stash",
-)
-"""Speed and memory flags that this fork's parser does not take; a prediction is about any release of Megatron-LM."""
-NOT_MODELLED = (
-    "--moe-expert-rank-capacity-factor",
-    "--moe-paged-stash",
-    "--moe-deepep-num-sms",
-    "--moe-hybridep-num-sms",
-    "--delay-wgrad-compute",
-    "--fine-grained-activation-offloading",
-    "--cpu-offloading-num-layers",
-    "--optimizer-cpu-offload",
-    "--use-nccl-ub",
-    "--use-sharp",
-    "--symmetric-ar-type",
-    "--use-transformer-engine-op-fuser",
-    "--optimizer-cuda-graph",
-    "--moe-expert-capacity-factor",
-)
-SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 
 
@@ -100,8 +85,9 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     Raises:
         ConfigError: the flags or the files of the options are wrong, or the model cannot be captured.
     """
-    problem = problem_of(words, cluster, options)
-    return predict_plan(problem.plan, problem)
+    job = _job_on(words, cluster, options)
+    problem = _problem(job, cluster, options)
+    return dataclasses.replace(predict_plan(problem.plan, problem), assumed=job.assumed)
 
 
 def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:
@@ -136,7 +122,7 @@ def tune(
     check_limits(limits)
     if not solver_seconds > 0:
         raise ConfigError("--time-limit", solver_seconds, "must be greater than 0 seconds", "use 5")
-    job = read_job(words, cluster.gpus, options.get("precision"), options.get("plan"))
+    job = _executed_here(read_job(words, cluster.gpus, options.get("precision"), options.get("plan")))
     problem = _problem(job, cluster, options)
     _require_open(problem.plan)
     refinement: Refinement | None = None
@@ -192,47 +178,91 @@ class Job:
     model: ModelDescription
     plan: Plan
     flags: Flags
+    assumed: tuple[str, ...] = ()
+    """Sentences on what was taken for what the flags do not say."""
 
 
 def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = None, plan: str | None = None) -> Job:
     """Understand a command line for a number of GPUs.
 
     Args:
-        words: Megatron flags; `@FILE` stands for the words in a file.
+        words: Megatron flags; `@FILE` stands for the words in a file. A `--plan` among them completes them, as in training.
         precision: in place of what the flags say.
         plan: file of a plan that decides in place of the flags.
     Raises:
         ConfigError: the flags are wrong, or do not describe the vocabulary.
     """
-    arguments = list(expand_files(words))
-    flags = grouped(arguments)
+    reading = read(list(expand_files(words)))
     files = [word for word in words if word.startswith("@")][:1]
-    parsed = parse(without_newer(arguments))
+    parsed = parse(reading.arguments)
+    if plan is None:
+        parsed = with_plan(parsed, num_gpus)
     config = parsed.config
     if precision is not None:
         optimizer = dataclasses.replace(config.optimizer, bf16=precision != "fp16")
         config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])
     validate(config, num_gpus)
-    vocabulary = known_vocab_size(config)
-    if vocabulary is None:
-        raise ConfigError("--vocab-size", "", "the flags alone do not tell the vocabulary", "add --vocab-size")
+    vocabulary, assumed = _vocabulary(config)
     name = files[0][1:].rpartition("/")[2].partition(".")[0] if files else parsed.name
     model = describe_model(config, vocabulary, name)
-    if plan is not None:
-        decided = load_plan(plan)
-        validate_plan(decided, model, plan)
-    else:
-        # The training package runs ZeRO-1 only; a prediction may be about Megatron-FSDP, whose level is set below.
-        decided = plan_from_flags(config, model, num_gpus)
-        level = zero_level(flags)
-        stages = (dataclasses.replace(stage, zero_level=level) for stage in decided.stages)
-        decided = dataclasses.replace(decided, stages=tuple(stages))
-    return Job(config, model, decided, flags)
+    decided = _decided(config, model, num_gpus, reading.flags, plan)
+    for stage in decided.stages:
+        groups = model.num_attention_heads if model.latent_attention is not None else model.num_query_groups
+        require_context_heads(reading.flags, stage.context, max(1, groups // stage.tensor))
+    return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed))
+
+
+def _vocabulary(config: Config) -> tuple[int, tuple[str, ...]]:
+    """Tokens of the vocabulary, and the sentence that says where they are not the flags'."""
+    data, known = config.data, known_vocab_size(config)
+    if known is None:
+        guess = assumed_vocabulary(data.tokenizer_type, data.tokenizer_model)
+        if guess is None:
+            raise ConfigError("--vocab-size", "", "the flags alone do not tell the vocabulary", "add --vocab-size")
+        return guess[0], (guess[1],)
+    if data.tokenizer_type is None and data.vocab_size is None and data.vocab_file is None:
+        return known, (f"a vocabulary of {known} bytes, as no tokenizer is named; --vocab-size says another",)
+    return known, ()
+
+
+def _decided(config: Config, model: ModelDescription, num_gpus: int, flags: Flags, file: str | None) -> Plan:
+    """The plan of a file, of --plan among the flags, or of the flags."""
+    if file is not None:
+        decided = load_plan(file)
+        validate_plan(decided, model, file)
+        return decided
+    if config.overlap.plan is not None:
+        return plan_of_run(config, model, num_gpus)
+    decided = plan_from_flags(config, model, num_gpus)
+    # Overlap by instruction lists is this fork's own, whose optimizer is always distributed: what `plan_from_flags` says.
+    if any(stage.overlap.is_listed for stage in decided.stages) and not is_sharded_by_fsdp(flags):
+        return decided
+    return _with_zero_level(decided, zero_level(flags))
+
+
+def _with_zero_level(plan: Plan, level: int) -> Plan:
+    return dataclasses.replace(
+        plan, stages=tuple(dataclasses.replace(stage, zero_level=level) for stage in plan.stages)
+    )
+
+
+def _executed_here(job: Job) -> Job:
+    """The job as this fork runs it: its optimizer is always distributed, whether or not a flag says so."""
+    if all(stage.zero_level > 0 for stage in job.plan.stages):
+        return job
+    said = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
+    return dataclasses.replace(job, plan=_with_zero_level(job.plan, 1), assumed=(*job.assumed, said))
 
 
 def problem_of(words: Sequence[str], cluster: Cluster, options: Options) -> Problem:
     """The tuner's problem of a command line: read, captured and looked up. Arguments and errors as `predict` has them."""
-    return _problem(read_job(words, cluster.gpus, options.get("precision"), options.get("plan")), cluster, options)
+    return _problem(_job_on(words, cluster, options), cluster, options)
+
+
+def _job_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
+    job = read_job(words, cluster.gpus, options.get("precision"), options.get("plan"))
+    # A machine is measured for runs of this fork on it.
+    return job if cluster.measured is None else _executed_here(job)
 
 
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
@@ -293,11 +323,17 @@ def _busiest(path: str, job: Job) -> float:
     """Rows of the busiest rank of an expert group over the mean, averaged over the layers.
 
     Raises:
-        ConfigError: the file is of a model with another number of experts.
+        ConfigError: the file holds no load, or is of a model with another number of experts.
     """
     groups, experts = job.plan.stages[0].expert, job.model.num_experts
     ratios = []
-    for layer, shares in shares_by_layer(read_expert_loads(path)).items():
+    layers = shares_by_layer(read_expert_loads(path))
+    if not layers:
+        raise ConfigError("--expert-load", path, "holds no record", "give the file that a run wrote")
+    for layer, shares in layers.items():
+        if not any(shares):
+            rule = f"no token of its layer {layer} met an expert"
+            raise ConfigError("--expert-load", path, rule, "give the file of a run that trained")
         if len(shares) != experts:
             rule = f"its layer {layer} has {len(shares)} experts, the model {experts or 'none'}"
             raise ConfigError("--expert-load", path, rule, "give the file that a run of this model wrote")
@@ -322,40 +358,7 @@ def job_operators(words: Sequence[str], ranks: int, device: str) -> list[Operato
 
 
 # Flags that change the speed or memory of a run beside its plan. Training executes some of them only on newer releases of
-# Megatron-LM, or refuses them; a prediction is about any release, so they are read from the command line itself, and taken out of
-# it where `megatron.training` refuses them.
-
-
-def grouped(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Flags and their values; the last mention counts."""
-    flags: dict[str, tuple[str, ...]] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            flags[name] = (value,) if equals else ()
-        elif name:
-            flags[name] = (*flags[name], word)
-    return flags
-
-
-def without_newer(words: Sequence[str]) -> list[str]:
-    """The words that `megatron.training` reads."""
-    kept, dropping = [], False
-    for word in words:
-        if word.startswith("--"):
-            dropping = word.partition("=")[0] in NEWER
-        if not dropping:
-            kept.append(word)
-    return kept
-
-
-def zero_level(flags: Flags) -> int:
-    """Sharding of the states over the data ranks that the flags ask for: 1, or what Megatron-FSDP's strategy says."""
-    if "--use-megatron-fsdp" not in flags and "--use-torch-fsdp2" not in flags:
-        return 1
-    strategy = flags.get("--data-parallel-sharding-strategy", ("optim_grads_params",))
-    return SHARDING[strategy[0]]
+# Megatron-LM, or refuses them; a prediction is about any release, so they are read from the command line itself.
 
 
 def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
@@ -367,7 +370,7 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
     """
     parallel, optimizer = config.parallel, config.optimizer
     low_weights = config.precision.fp8_param_gather or config.precision.fp4_param_gather
-    fsdp = zero_level(flags) > 1
+    fsdp = is_sharded_by_fsdp(flags) and zero_level(flags) > 1
     in_fp32 = optimizer.accumulate_allreduce_grads_in_fp32 or precision == "fp32"
     # Megatron reduces bf16 gradients in fp32 unless told otherwise.
     in_fp32 = in_fp32 or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16)
@@ -388,7 +391,7 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         gathered_bytes=1 if low_weights else 4 if precision == "fp32" else 2,
         weight_bytes=4.0 if precision == "fp32" else 2.0,
         optimizer_bytes=_optimizer_bytes(config, precision),
-        not_modelled=tuple(flag for flag in NOT_MODELLED if flag in flags),
+        not_modelled=not_modelled(flags),
     )
 
 
@@ -400,7 +403,7 @@ def _is_fused_attention(flags: Flags) -> bool:
 
 def _context_exchange(flags: Flags) -> Literal["p2p", "a2a", "all_gather"]:
     kind = flags.get("--cp-comm-type", ("p2p",))[0]
-    return "a2a" if kind == "a2a" else "all_gather" if kind == "allgather" else "p2p"
+    return "a2a" if kind == "a2a" else "all_gather" if kind in ("allgather", "all_gather") else "p2p"
 
 
 def _dispatcher(config: Config) -> Dispatcher:

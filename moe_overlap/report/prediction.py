@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.describe.readers.predicted_flags import effect_of
 from moe_overlap.tuner.cost.analytic import Prediction
 
 
@@ -23,6 +24,8 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "extrapolating": bool(prediction.extrapolating),
         "extrapolating_because": list(prediction.extrapolating),
         "not_modelled": list(prediction.not_modelled),
+        "not_modelled_effects": {flag: effect_of(flag) for flag in prediction.not_modelled},
+        "assumed": list(prediction.assumed),
         "computed_early": list(prediction.computed_early),
         "breakdown": prediction.breakdown,
         "provenance": dataclasses.asdict(predicted.provenance),
@@ -49,6 +52,7 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     lines.append("")
     lines += [f"does not fit: {text}" for text in prediction.overflow]
     lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
-    lines += [f"not modelled: {flag}" for flag in prediction.not_modelled]
+    lines += [f"assumed: {text}" for text in prediction.assumed]
+    lines += [f"not modelled: {flag}: {effect_of(flag)}" for flag in prediction.not_modelled]
     lines += [f"computed early for lack of room: {text}" for text in prediction.computed_early]
     return "\n".join(lines).rstrip()

@@ -216,6 +216,8 @@ class Prediction:
     """Flags that change seconds or bytes and are not counted."""
     computed_early: tuple[str, ...] = ()
     """By stage, deferred weight gradients whose operands exceed the bound; they are counted where they are computed."""
+    assumed: tuple[str, ...] = ()
+    """Sentences on what was taken for what the flags do not say, or say of another release."""
 
     @property
     def fits(self) -> bool:
