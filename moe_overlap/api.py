@@ -38,10 +38,12 @@ from moe_overlap.tuner.cost.analytic import Prediction, machine_of
 from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
 from moe_overlap.tuner.cost.interference import all_to_all_costs
+from moe_overlap.tuner.cost.memory import QUANTIZED_ELEMENT
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.database import OperatorKey
 from moe_overlap.tuner.profile.lookup import lookup_of, operator_keys, refined_of
+from moe_overlap.tuner.search.fitting import cheapest_change
 from moe_overlap.tuner.search.layer.overlap import decide_overlap
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 
@@ -61,7 +63,6 @@ NOT_MODELLED = (
     "--moe-hybridep-num-sms",
     "--delay-wgrad-compute",
     "--fine-grained-activation-offloading",
-    "--cpu-offloading-num-layers",
     "--optimizer-cpu-offload",
     "--use-nccl-ub",
     "--use-sharp",
@@ -100,8 +101,14 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     Raises:
         ConfigError: the flags or the files of the options are wrong, or the model cannot be captured.
     """
-    problem = problem_of(words, cluster, options)
-    return predict_plan(problem.plan, problem)
+    job = read_job(words, cluster.gpus, options.get("precision"), options.get("plan"))
+    problem = _problem(job, cluster, options)
+    prediction = predict_plan(problem.plan, problem)
+    if prediction.fits:
+        return prediction
+    capture = _graphs_of(cluster, options)
+    remedy, tried = cheapest_change(prediction, problem, lambda plan: capture(job.config, job.model, plan, job.flags))
+    return dataclasses.replace(prediction, remedy=remedy, tried=tried)
 
 
 def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:
@@ -224,8 +231,11 @@ def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = 
     else:
         # The training package runs ZeRO-1 only; a prediction may be about Megatron-FSDP, whose level is set below.
         decided = plan_from_flags(config, model, num_gpus)
-        level = zero_level(flags)
-        stages = (dataclasses.replace(stage, zero_level=level) for stage in decided.stages)
+        level, moved = zero_level(flags), offloaded_layers(flags) / model.num_layers
+        stages = (
+            dataclasses.replace(stage, zero_level=level, offload=dataclasses.replace(stage.offload, activations=moved))
+            for stage in decided.stages
+        )
         decided = dataclasses.replace(decided, stages=tuple(stages))
     return Job(config, model, decided, flags)
 
@@ -237,11 +247,8 @@ def problem_of(words: Sequence[str], cluster: Cluster, options: Options) -> Prob
 
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     features = features_of(job.config, job.plan.precision, job.flags)
-    graphs, constants, expert_load = options.get("graphs"), options.get("constants"), options.get("expert_load")
-    measured = cluster.measured
-    if graphs is None and measured is not None and measured.device == "cpu":
-        graphs = cpu_graphs
-    captured = (graphs or cached_graphs)(job.config, job.model, job.plan, job.flags)
+    constants, expert_load, measured = options.get("constants"), options.get("expert_load"), cluster.measured
+    captured = _graphs_of(cluster, options)(job.config, job.model, job.plan, job.flags)
     load = _busiest(expert_load, job) if expert_load is not None else 1.0
     lookup = None
     if measured is not None:
@@ -260,6 +267,14 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
         extrapolating=extrapolating,
         listed=_listed_run(job.config, cluster.gpus),
     )
+
+
+def _graphs_of(cluster: Cluster, options: Options) -> Graphs:
+    """What captures the stages of a plan on these machines."""
+    if (graphs := options.get("graphs")) is not None:
+        return graphs
+    on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
+    return cpu_graphs if on_cpu else cached_graphs
 
 
 def _listed_run(config: Config, num_gpus: int) -> ListedRun:
@@ -358,6 +373,19 @@ def zero_level(flags: Flags) -> int:
     return SHARDING[strategy[0]]
 
 
+def offloaded_layers(flags: Flags) -> int:
+    """Layers whose activations wait in host memory for the backward pass.
+
+    Raises:
+        ConfigError: not a number of layers.
+    """
+    (layers,) = flags.get("--cpu-offloading-num-layers", ("0",)) or ("",)
+    if not layers.isdigit():
+        rule = "is no number of layers"
+        raise ConfigError("--cpu-offloading-num-layers", layers, rule, "use a number below the layers of the model")
+    return int(layers)
+
+
 def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
     """The features of a run that its flags ask for.
 
@@ -386,16 +414,22 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         graphs=_cuda_graphs(flags),
         gradient_bytes=4 if in_fp32 else 2,
         gathered_bytes=1 if low_weights else 4 if precision == "fp32" else 2,
-        weight_bytes=4.0 if precision == "fp32" else 2.0,
+        weight_bytes=_weight_bytes(precision, low_weights),
         optimizer_bytes=_optimizer_bytes(config, precision),
+        fused_gradients="--no-gradient-accumulation-fusion" not in flags and not _is_local(flags),
+        fused_loss="--cross-entropy-loss-fusion" in flags and flags.get("--cross-entropy-fusion-impl") == ("te",),
         not_modelled=tuple(flag for flag in NOT_MODELLED if flag in flags),
     )
 
 
 def _is_fused_attention(flags: Flags) -> bool:
     backend = flags.get("--attention-backend", ("auto",))[0]
-    is_local = flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
-    return backend not in ("unfused", "local") and ("--use-flash-attn" in flags or not is_local)
+    return backend not in ("unfused", "local") and ("--use-flash-attn" in flags or not _is_local(flags))
+
+
+def _is_local(flags: Flags) -> bool:
+    """Whether megatron-core's own modules run in place of Transformer Engine's."""
+    return flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
 
 
 def _context_exchange(flags: Flags) -> Literal["p2p", "a2a", "all_gather"]:
@@ -420,12 +454,26 @@ def _cuda_graphs(flags: Flags) -> CudaGraphs:
     return "full" if implementation == "full_iteration" or {"full", "full_iteration"} & set(scope) else "partial"
 
 
+def _weight_bytes(precision: Precision, low_weights: bool) -> float:
+    """Bytes per parameter of what products read: by rows in the forward pass, by columns in the backward pass.
+
+    Transformer Engine keeps quantized weights for all micro-batches of a step, beside those in bf16 unless the weights
+    themselves are quantized (--fp8-param-gather).
+    """
+    quantized = 2.0 * QUANTIZED_ELEMENT.get(precision, 0.0)
+    if quantized and low_weights:
+        return quantized
+    return quantized + (4.0 if precision == "fp32" else 2.0)
+
+
 def _optimizer_bytes(config: Config, precision: Precision) -> float:
     """Bytes per parameter of the master weight, if the weight itself is none, and of two moments."""
     chosen = config.precision
     if not chosen.use_precision_aware_optimizer:
         master = 0.0 if precision == "fp32" else 4.0
         return master + (8.0 if config.optimizer.optimizer == "adam" else 4.0)
-    return (
-        STATE_BYTES[chosen.main_params_dtype] + STATE_BYTES[chosen.exp_avg_dtype] + STATE_BYTES[chosen.exp_avg_sq_dtype]
-    )
+    master = STATE_BYTES[chosen.main_params_dtype]
+    if precision == "bf16" and chosen.main_params_dtype == "fp32":
+        # Transformer Engine's Adam keeps the half of the master weight that the bf16 weight lacks (store_param_remainders).
+        master = 2.0
+    return master + STATE_BYTES[chosen.exp_avg_dtype] + STATE_BYTES[chosen.exp_avg_sq_dtype]
