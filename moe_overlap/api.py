@@ -21,11 +21,20 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.rules.moe import listed_run
 from megatron.training.cli.sizes import describe_model, known_vocab_size, parallel_layout
 from megatron.training.cli.validation import validate
-from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags
+from megatron.training.plan_argument import with_plan
+from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import read_expert_loads, shares_by_layer
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.readers.predicted_flags import (
+    assumed_vocabulary,
+    is_sharded_by_fsdp,
+    not_modelled,
+    read,
+    require_context_heads,
+    zero_level,
+)
 from moe_overlap.plan.capabilities import ListedRun
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
@@ -38,38 +47,17 @@ from moe_overlap.tuner.cost.analytic import Prediction, machine_of
 from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
 from moe_overlap.tuner.cost.interference import all_to_all_costs
+from moe_overlap.tuner.cost.memory import QUANTIZED_ELEMENT
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.database import OperatorKey
 from moe_overlap.tuner.profile.lookup import lookup_of, operator_keys, refined_of
+from moe_overlap.tuner.search.fitting import cheapest_change
 from moe_overlap.tuner.search.layer.overlap import decide_overlap
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 
 PLACED_BY_LISTS = ("--overlap-param-gather",)
 """Flags that only place communication, which an instruction list places itself."""
-NEWER = (
-    "--use-megatron-fsdp",
-    "--data-parallel-sharding-strategy",
-    "--moe-expert-rank-capacity-factor",
-    "--moe-paged-stash",
-)
-"""Speed and memory flags that this fork's parser does not take; a prediction is about any release of Megatron-LM."""
-NOT_MODELLED = (
-    "--moe-expert-rank-capacity-factor",
-    "--moe-paged-stash",
-    "--moe-deepep-num-sms",
-    "--moe-hybridep-num-sms",
-    "--delay-wgrad-compute",
-    "--fine-grained-activation-offloading",
-    "--cpu-offloading-num-layers",
-    "--optimizer-cpu-offload",
-    "--use-nccl-ub",
-    "--use-sharp",
-    "--symmetric-ar-type",
-    "--optimizer-cuda-graph",
-    "--moe-expert-capacity-factor",
-)
-SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 
 
@@ -99,8 +87,14 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     Raises:
         ConfigError: the flags or the files of the options are wrong, or the model cannot be captured.
     """
-    problem = problem_of(words, cluster, options)
-    return predict_plan(problem.plan, problem)
+    job = _job_on(words, cluster, options)
+    problem = _problem(job, cluster, options)
+    prediction = dataclasses.replace(predict_plan(problem.plan, problem), assumed=job.assumed)
+    if prediction.fits:
+        return prediction
+    capture = _graphs_of(cluster, options)
+    remedy, tried = cheapest_change(prediction, problem, lambda plan: capture(job.config, job.model, plan, job.flags))
+    return dataclasses.replace(prediction, remedy=remedy, tried=tried)
 
 
 def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:
@@ -135,7 +129,7 @@ def tune(
     check_limits(limits)
     if not solver_seconds > 0:
         raise ConfigError("--time-limit", solver_seconds, "must be greater than 0 seconds", "use 5")
-    job = read_job(words, cluster.gpus, options.get("precision"), options.get("plan"))
+    job = _executed_here(read_job(words, cluster.gpus, options.get("precision"), options.get("plan")))
     problem = _problem(job, cluster, options)
     _require_open(problem.plan)
     refinement: Refinement | None = None
@@ -191,56 +185,110 @@ class Job:
     model: ModelDescription
     plan: Plan
     flags: Flags
+    assumed: tuple[str, ...] = ()
+    """Sentences on what was taken for what the flags do not say."""
 
 
 def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = None, plan: str | None = None) -> Job:
     """Understand a command line for a number of GPUs.
 
     Args:
-        words: Megatron flags; `@FILE` stands for the words in a file.
+        words: Megatron flags; `@FILE` stands for the words in a file. A `--plan` among them completes them, as in training.
         precision: in place of what the flags say.
         plan: file of a plan that decides in place of the flags.
     Raises:
         ConfigError: the flags are wrong, or do not describe the vocabulary.
     """
-    arguments = list(expand_files(words))
-    flags = grouped(arguments)
+    reading = read(list(expand_files(words)))
     files = [word for word in words if word.startswith("@")][:1]
-    parsed = parse(without_newer(arguments))
+    parsed = parse(reading.arguments)
+    if plan is None:
+        parsed = with_plan(parsed, num_gpus)
     config = parsed.config
     if precision is not None:
         optimizer = dataclasses.replace(config.optimizer, bf16=precision != "fp16")
         config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])
     validate(config, num_gpus)
-    vocabulary = known_vocab_size(config)
-    if vocabulary is None:
-        raise ConfigError("--vocab-size", "", "the flags alone do not tell the vocabulary", "add --vocab-size")
+    vocabulary, assumed = _vocabulary(config)
     name = files[0][1:].rpartition("/")[2].partition(".")[0] if files else parsed.name
     model = describe_model(config, vocabulary, name)
-    if plan is not None:
-        decided = load_plan(plan)
-        validate_plan(decided, model, plan)
-    else:
-        # The training package runs ZeRO-1 only; a prediction may be about Megatron-FSDP, whose level is set below.
-        decided = plan_from_flags(config, model, num_gpus)
-        level = zero_level(flags)
-        stages = (dataclasses.replace(stage, zero_level=level) for stage in decided.stages)
-        decided = dataclasses.replace(decided, stages=tuple(stages))
-    return Job(config, model, decided, flags)
+    decided = _decided(config, model, num_gpus, reading.flags, plan)
+    for stage in decided.stages:
+        groups = model.num_attention_heads if model.latent_attention is not None else model.num_query_groups
+        require_context_heads(reading.flags, stage.context, max(1, groups // stage.tensor))
+    return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed))
+
+
+def _vocabulary(config: Config) -> tuple[int, tuple[str, ...]]:
+    """Tokens of the vocabulary, and the sentence that says where they are not the flags'."""
+    data, known = config.data, known_vocab_size(config)
+    if known is None:
+        guess = assumed_vocabulary(data.tokenizer_type, data.tokenizer_model)
+        if guess is None:
+            raise ConfigError("--vocab-size", "", "the flags alone do not tell the vocabulary", "add --vocab-size")
+        return guess[0], (guess[1],)
+    if data.tokenizer_type is None and data.vocab_size is None and data.vocab_file is None:
+        return known, (f"a vocabulary of {known} bytes, as no tokenizer is named; --vocab-size says another",)
+    return known, ()
+
+
+def _decided(config: Config, model: ModelDescription, num_gpus: int, flags: Flags, file: str | None) -> Plan:
+    """The plan of a file, of --plan among the flags, or of the flags."""
+    if file is not None:
+        decided = load_plan(file)
+        validate_plan(decided, model, file)
+        return decided
+    if config.overlap.plan is not None:
+        return plan_of_run(config, model, num_gpus)
+    decided = plan_from_flags(config, model, num_gpus)
+    # Overlap by instruction lists is this fork's own, whose optimizer is always distributed: what `plan_from_flags` says.
+    if any(stage.overlap.is_listed for stage in decided.stages) and not is_sharded_by_fsdp(flags):
+        return decided
+    return _with_offloaded(
+        _with_zero_level(decided, zero_level(flags)), offloaded_layers(flags, model.num_layers) / model.num_layers
+    )
+
+
+def _with_offloaded(plan: Plan, share: float) -> Plan:
+    """A plan whose stages move this share of their saved activations to the host."""
+    return dataclasses.replace(
+        plan,
+        stages=tuple(
+            dataclasses.replace(stage, offload=dataclasses.replace(stage.offload, activations=share))
+            for stage in plan.stages
+        ),
+    )
+
+
+def _with_zero_level(plan: Plan, level: int) -> Plan:
+    return dataclasses.replace(
+        plan, stages=tuple(dataclasses.replace(stage, zero_level=level) for stage in plan.stages)
+    )
+
+
+def _executed_here(job: Job) -> Job:
+    """The job as this fork runs it: its optimizer is always distributed, whether or not a flag says so."""
+    if all(stage.zero_level > 0 for stage in job.plan.stages):
+        return job
+    said = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
+    return dataclasses.replace(job, plan=_with_zero_level(job.plan, 1), assumed=(*job.assumed, said))
 
 
 def problem_of(words: Sequence[str], cluster: Cluster, options: Options) -> Problem:
     """The tuner's problem of a command line: read, captured and looked up. Arguments and errors as `predict` has them."""
-    return _problem(read_job(words, cluster.gpus, options.get("precision"), options.get("plan")), cluster, options)
+    return _problem(_job_on(words, cluster, options), cluster, options)
+
+
+def _job_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
+    job = read_job(words, cluster.gpus, options.get("precision"), options.get("plan"))
+    # A machine is measured for runs of this fork on it.
+    return job if cluster.measured is None else _executed_here(job)
 
 
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     features = features_of(job.config, job.plan.precision, job.flags)
-    graphs, constants, expert_load = options.get("graphs"), options.get("constants"), options.get("expert_load")
-    measured = cluster.measured
-    if graphs is None and measured is not None and measured.device == "cpu":
-        graphs = cpu_graphs
-    captured = (graphs or cached_graphs)(job.config, job.model, job.plan, job.flags)
+    constants, expert_load, measured = options.get("constants"), options.get("expert_load"), cluster.measured
+    captured = _graphs_of(cluster, options)(job.config, job.model, job.plan, job.flags)
     load = _busiest(expert_load, job) if expert_load is not None else 1.0
     lookup = None
     if measured is not None:
@@ -265,6 +313,14 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
         extrapolating=extrapolating,
         listed=_listed_run(job.config, cluster.gpus),
     )
+
+
+def _graphs_of(cluster: Cluster, options: Options) -> Graphs:
+    """What captures the stages of a plan on these machines."""
+    if (graphs := options.get("graphs")) is not None:
+        return graphs
+    on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
+    return cpu_graphs if on_cpu else cached_graphs
 
 
 def _listed_run(config: Config, num_gpus: int) -> ListedRun:
@@ -298,11 +354,17 @@ def _busiest(path: str, job: Job) -> float:
     """Rows of the busiest rank of an expert group over the mean, averaged over the layers.
 
     Raises:
-        ConfigError: the file is of a model with another number of experts.
+        ConfigError: the file holds no load, or is of a model with another number of experts.
     """
     groups, experts = job.plan.stages[0].expert, job.model.num_experts
     ratios = []
-    for layer, shares in shares_by_layer(read_expert_loads(path)).items():
+    layers = shares_by_layer(read_expert_loads(path))
+    if not layers:
+        raise ConfigError("--expert-load", path, "holds no record", "give the file that a run wrote")
+    for layer, shares in layers.items():
+        if not any(shares):
+            rule = f"no token of its layer {layer} met an expert"
+            raise ConfigError("--expert-load", path, rule, "give the file of a run that trained")
         if len(shares) != experts:
             rule = f"its layer {layer} has {len(shares)} experts, the model {experts or 'none'}"
             raise ConfigError("--expert-load", path, rule, "give the file that a run of this model wrote")
@@ -327,40 +389,20 @@ def job_operators(words: Sequence[str], ranks: int, device: str) -> list[Operato
 
 
 # Flags that change the speed or memory of a run beside its plan. Training executes some of them only on newer releases of
-# Megatron-LM, or refuses them; a prediction is about any release, so they are read from the command line itself, and taken out of
-# it where `megatron.training` refuses them.
+# Megatron-LM, or refuses them; a prediction is about any release, so they are read from the command line itself.
 
 
-def grouped(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Flags and their values; the last mention counts."""
-    flags: dict[str, tuple[str, ...]] = {}
-    name = ""
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            flags[name] = (value,) if equals else ()
-        elif name:
-            flags[name] = (*flags[name], word)
-    return flags
+def offloaded_layers(flags: Flags, num_layers: int) -> int:
+    """Layers whose activations wait in host memory for the backward pass.
 
-
-def without_newer(words: Sequence[str]) -> list[str]:
-    """The words that `megatron.training` reads."""
-    kept, dropping = [], False
-    for word in words:
-        if word.startswith("--"):
-            dropping = word.partition("=")[0] in NEWER
-        if not dropping:
-            kept.append(word)
-    return kept
-
-
-def zero_level(flags: Flags) -> int:
-    """Sharding of the states over the data ranks that the flags ask for: 1, or what Megatron-FSDP's strategy says."""
-    if "--use-megatron-fsdp" not in flags and "--use-torch-fsdp2" not in flags:
-        return 1
-    strategy = flags.get("--data-parallel-sharding-strategy", ("optim_grads_params",))
-    return SHARDING[strategy[0]]
+    Raises:
+        ConfigError: not a number of layers below that of the model.
+    """
+    (layers,) = flags.get("--cpu-offloading-num-layers", ("0",)) or ("",)
+    if not layers.isdecimal() or len(layers) > 9 or int(layers) >= num_layers:
+        rule = f"is no number of layers below the model's {num_layers}"
+        raise ConfigError("--cpu-offloading-num-layers", layers, rule, f"use 0 to {num_layers - 1}")
+    return int(layers)
 
 
 def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
@@ -372,7 +414,7 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
     """
     parallel, optimizer = config.parallel, config.optimizer
     low_weights = config.precision.fp8_param_gather or config.precision.fp4_param_gather
-    fsdp = zero_level(flags) > 1
+    fsdp = is_sharded_by_fsdp(flags) and zero_level(flags) > 1
     in_fp32 = optimizer.accumulate_allreduce_grads_in_fp32 or precision == "fp32"
     # Megatron reduces bf16 gradients in fp32 unless told otherwise.
     in_fp32 = in_fp32 or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16)
@@ -389,26 +431,31 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         context_exchange=_context_exchange(flags),
         dispatcher=_dispatcher(config),
         graphs=_cuda_graphs(flags),
-        loss_kernels=_loss_kernels(flags),
         fused_router="--moe-router-fusion" in flags,
         fused_experts="--use-transformer-engine-op-fuser" in flags,
         gradient_bytes=4 if in_fp32 else 2,
         gathered_bytes=1 if low_weights else 4 if precision == "fp32" else 2,
-        weight_bytes=4.0 if precision == "fp32" else 2.0,
+        weight_bytes=_weight_bytes(precision, low_weights),
         optimizer_bytes=_optimizer_bytes(config, precision),
-        not_modelled=tuple(flag for flag in NOT_MODELLED if flag in flags),
+        fused_gradients="--no-gradient-accumulation-fusion" not in flags and not _is_local(flags),
+        fused_loss="--cross-entropy-loss-fusion" in flags and flags.get("--cross-entropy-fusion-impl") == ("te",),
+        not_modelled=not_modelled(flags),
     )
 
 
 def _is_fused_attention(flags: Flags) -> bool:
     backend = flags.get("--attention-backend", ("auto",))[0]
-    is_local = flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
-    return backend not in ("unfused", "local") and ("--use-flash-attn" in flags or not is_local)
+    return backend not in ("unfused", "local") and ("--use-flash-attn" in flags or not _is_local(flags))
+
+
+def _is_local(flags: Flags) -> bool:
+    """Whether megatron-core's own modules run in place of Transformer Engine's."""
+    return flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
 
 
 def _context_exchange(flags: Flags) -> Literal["p2p", "a2a", "all_gather"]:
     kind = flags.get("--cp-comm-type", ("p2p",))[0]
-    return "a2a" if kind == "a2a" else "all_gather" if kind == "allgather" else "p2p"
+    return "a2a" if kind == "a2a" else "all_gather" if kind in ("allgather", "all_gather") else "p2p"
 
 
 def _dispatcher(config: Config) -> Dispatcher:
@@ -428,10 +475,16 @@ def _cuda_graphs(flags: Flags) -> CudaGraphs:
     return "full" if implementation == "full_iteration" or {"full", "full_iteration"} & set(scope) else "partial"
 
 
-def _loss_kernels(flags: Flags) -> Literal["none", "native", "te"]:
-    if "--cross-entropy-loss-fusion" not in flags:
-        return "none"
-    return "te" if flags.get("--cross-entropy-fusion-impl", ("native",))[0] == "te" else "native"
+def _weight_bytes(precision: Precision, low_weights: bool) -> float:
+    """Bytes per parameter of what products read: by rows in the forward pass, by columns in the backward pass.
+
+    Transformer Engine keeps quantized weights for all micro-batches of a step, beside those in bf16 unless the weights
+    themselves are quantized (--fp8-param-gather).
+    """
+    quantized = 2.0 * QUANTIZED_ELEMENT.get(precision, 0.0)
+    if quantized and low_weights:
+        return quantized
+    return quantized + (4.0 if precision == "fp32" else 2.0)
 
 
 def _optimizer_bytes(config: Config, precision: Precision) -> float:
@@ -440,6 +493,8 @@ def _optimizer_bytes(config: Config, precision: Precision) -> float:
     if not chosen.use_precision_aware_optimizer:
         master = 0.0 if precision == "fp32" else 4.0
         return master + (8.0 if config.optimizer.optimizer == "adam" else 4.0)
-    return (
-        STATE_BYTES[chosen.main_params_dtype] + STATE_BYTES[chosen.exp_avg_dtype] + STATE_BYTES[chosen.exp_avg_sq_dtype]
-    )
+    master = STATE_BYTES[chosen.main_params_dtype]
+    if precision == "bf16" and chosen.main_params_dtype == "fp32":
+        # Transformer Engine's Adam keeps the half of the master weight that the bf16 weight lacks (store_param_remainders).
+        master = 2.0
+    return master + STATE_BYTES[chosen.exp_avg_dtype] + STATE_BYTES[chosen.exp_avg_sq_dtype]

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.describe.readers.predicted_flags import effect_of
 from moe_overlap.tuner.cost.analytic import Prediction
 
 
@@ -19,12 +20,18 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "mfu": prediction.mfu,
         "fits": prediction.fits,
         "does_not_fit": prediction.overflow,
+        "memory_verdict": prediction.memory_verdict,
+        "fullest_stage": dataclasses.asdict(prediction.fullest),
+        "cheapest_change_that_fits": None if prediction.remedy is None else dataclasses.asdict(prediction.remedy),
+        "changes_tried": list(prediction.tried),
         "capacity_bytes": prediction.capacity_bytes,
         "extrapolating": bool(prediction.extrapolating),
         "extrapolating_because": list(prediction.extrapolating),
         "not_modelled": list(prediction.not_modelled),
         "software": software_json(prediction),
         "expected_error": dataclasses.asdict(prediction.expected_error) if prediction.expected_error else None,
+        "not_modelled_effects": {flag: effect_of(flag) for flag in prediction.not_modelled},
+        "assumed": list(prediction.assumed),
         "computed_early": list(prediction.computed_early),
         "breakdown": prediction.breakdown,
         "provenance": dataclasses.asdict(predicted.provenance),
@@ -70,8 +77,19 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
         shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in peaks.items() if size > GIB / 20)
         lines.append(f"  {index:<7}{stage.stable_seconds:>14.4f}{stage.peak_bytes / GIB:>10.1f}  {shares}")
     lines.append("")
-    lines += [f"does not fit: {text}" for text in prediction.overflow]
+    lines += [f"{prediction.memory_verdict}: {text}" for text in prediction.overflow]
+    lines += _remedy_lines(prediction)
     lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
-    lines += [f"not modelled: {flag}" for flag in prediction.not_modelled]
+    lines += [f"assumed: {text}" for text in prediction.assumed]
+    lines += [f"not modelled: {flag}: {effect_of(flag)}" for flag in prediction.not_modelled]
     lines += [f"computed early for lack of room: {text}" for text in prediction.computed_early]
     return "\n".join(lines).rstrip()
+
+
+def _remedy_lines(prediction: Prediction) -> list[str]:
+    """The change that makes a plan fit; nothing where none was looked for."""
+    remedy = prediction.remedy
+    if remedy is not None:
+        cost = f"{remedy.step_seconds:.3f} s a step ({remedy.slower_by:+.1%})"
+        return [f"would fit: {remedy.change}: {cost}, up to {remedy.high_bytes / GIB:.1f} GiB; {remedy.flags}"]
+    return [f"no single change makes it fit: {'; '.join(prediction.tried)}"] if prediction.tried else []

@@ -20,10 +20,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.describe.cluster import GIB, known_gpus
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.expected_error import ExpectedError, errors_json, group_errors, group_names
+from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import CommonConstants, Constants, GpuConstants, ReleaseConstants, constants_json
 from tests.validation.evaluate import Case
 
@@ -36,7 +39,7 @@ PULLS = {"common": 0.0001, "architecture": 0.0001, "gpu": 0.0002, "release": 0.0
 """Loss per step, times the number of rows: GPUs of one architecture share what their rows do not tell apart."""
 START = GpuConstants(
     gemm=0.75,
-    grouped_gemm=0.6,
+    grouped_gemm=0.7,
     attention_forward=0.6,
     attention_backward=0.5,
     fp8=0.6,
@@ -51,7 +54,7 @@ START = GpuConstants(
     overlap_slowdown=0.15,
     step_seconds=0.02,
 )
-START_COMMON = CommonConstants(transformer_engine=4.0, fused=1.0, low_precision=1.5, tail=0.25)
+START_COMMON = CommonConstants(transformer_engine=6.0, fused=1.0, low_precision=1.5, tail=0.5)
 DEVIATING = ("gemm", "grouped_gemm", "attention_backward", "fp8", "fp4", "memory", "network", "host_seconds")
 """Constants in which a GPU type may differ from its architecture."""
 COMMON = ("kernel_seconds", "host_seconds", "overlap_slowdown", "step_seconds")
@@ -91,6 +94,8 @@ Key = tuple[str, str, str]
 """Level, name of what it is about, constant; the name of a release is `release architecture`."""
 Steps = dict[Key, int]
 """Steps away from the start."""
+Known = dict[tuple[object, ...], float]
+"""A configuration and the constants it sees -> predicted seconds."""
 
 
 def architecture_of(gpu: str) -> str:
@@ -167,10 +172,10 @@ def _rounded(value: float) -> float:
 class Loss:
     """Weighted errors of runs; remembers seconds by the constants that a configuration sees."""
 
-    def __init__(self, cases: Sequence[Fitted]) -> None:
+    def __init__(self, cases: Sequence[Fitted], known: Known | None = None) -> None:
         repeats = Counter(case.configuration for case in cases)
         self.weights = {id(case): repeats[case.configuration] ** -0.5 for case in cases}
-        self._known: dict[tuple[object, ...], float] = {}
+        self._known: Known = {} if known is None else known
 
     def __call__(self, cases: Sequence[Fitted], constants: Constants) -> float:
         """The loss of these runs under these constants."""
@@ -192,6 +197,7 @@ def fit(
     start: GpuConstants = START,
     common: CommonConstants | None = None,
     steps: Steps | None = None,
+    known: Known | None = None,
 ) -> tuple[Constants, Steps]:
     """The constants that fit the cases, and their steps.
 
@@ -199,10 +205,11 @@ def fit(
         start: the constants of a GPU at no step.
         common: the common constants, which then do not move, nor do those of GPUs that no architecture explains.
         steps: where the search starts; what nothing in the cases holds there walks back to no step.
+        known: seconds that fits of the same cases share.
     Raises:
         RuntimeError: constants still move after the last round.
     """
-    grid, total = Grid.of(cases, start, common or START_COMMON), Loss(cases)
+    grid, total = Grid.of(cases, start, common or START_COMMON), Loss(cases, known)
     concerned = {key: _concerned(key, cases, grid, total) for key in grid.names()}
     moves = [key for key in concerned if concerned[key] and (common is None or key[0] != "common")]
     steps = {key: count for key, count in (steps or {}).items() if key in concerned}
@@ -211,8 +218,9 @@ def fit(
         constants = grid.constants({**steps, key: count})
         return total(concerned[key], constants) + PULLS[key[0]] * len(cases) * abs(count)
 
+    strides = STRIDES if not steps else STRIDES[-2:]
     for number in range(MOST_ROUNDS):
-        stride = STRIDES[min(number, len(STRIDES) - 1)]
+        stride = strides[min(number, len(strides) - 1)]
         changed = 0
         for key in moves:
             before = steps.get(key, 0)
@@ -258,7 +266,9 @@ def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
     return _rounded(statistics.median(shares)) if shares else 0.0
 
 
-def left_out_errors(cases: Sequence[Case], steps: Steps, report: Callable[[str], None]) -> list[tuple[Case, float]]:
+def left_out_errors(
+    cases: Sequence[Case], steps: Steps, known: Known, report: Callable[[str], None]
+) -> list[tuple[Case, float]]:
     """The relative error of every run under constants fitted without its fold.
 
     A fold has all runs of a model on a GPU type in a precision, whatever their layout and release: none of them has a twin among
@@ -270,7 +280,7 @@ def left_out_errors(cases: Sequence[Case], steps: Steps, report: Callable[[str],
     for fold in range(FOLDS):
         out = set(families[fold::FOLDS])
         report(f"without {', '.join(' '.join(family) for family in sorted(out))}")
-        constants, _ = fit([case for case in cases if family_of(case) not in out], report, steps=steps)
+        constants, _ = fit([case for case in cases if family_of(case) not in out], report, steps=steps, known=known)
         errors += [(case, case.relative_error(constants)) for case in cases if family_of(case) in out]
     return errors
 
@@ -296,9 +306,15 @@ def error_groups(errors: Sequence[tuple[Case, float]]) -> dict[str, ExpectedErro
     return group_errors(runs)
 
 
+def memory_quantiles(ratios: Sequence[float]) -> MemoryQuantiles:
+    """The 5 % and the 95 % quantile of measured over predicted peaks."""
+    low, high = np.quantile(np.array(ratios), [0.05, 0.95])
+    return MemoryQuantiles(_rounded(float(low)), _rounded(float(high)))
+
+
 def main() -> None:
     """Fit and write: GPU types of the table of steps, and apart from them L4, of which recorded runs alone tell."""
-    from tests.validation.recorded_cases import calibration_steps
+    from tests.validation.recorded_cases import calibration_peaks, calibration_steps
     from tests.validation.recorded_runs import measured_links
     from tests.validation.table import calibration_cases
 
@@ -306,16 +322,21 @@ def main() -> None:
         print(line, file=sys.stderr, flush=True)
 
     cases = calibration_cases(times=True)
-    of_steps, steps = fit(cases, report)
+    known: Known = {}
+    of_steps, steps = fit(cases, report, known=known)
     # Constants that no architecture explains come from the steps of the table: two steps cannot tell them apart.
-    known = next(iter(of_steps.gpus.values()))
-    shared = {name: getattr(known, name) for name in COMMON}
+    any_gpu = next(iter(of_steps.gpus.values()))
+    shared = {name: getattr(any_gpu, name) for name in COMMON}
     l4 = dataclasses.replace(START, **measured_links() | shared)
     of_runs, _ = fit(calibration_steps(cache_folder()), report, l4, of_steps.common)
     constants = dataclasses.replace(of_steps, gpus=of_steps.gpus | of_runs.gpus)
-    constants = dataclasses.replace(constants, fragmentation=fragmentation(calibration_cases(times=False), constants))
+    peaks = calibration_cases(times=False)
+    constants = dataclasses.replace(constants, fragmentation=fragmentation(peaks, constants))
+    ratios = [1.0 / (1.0 + case.memory_error(constants)) for case in peaks if not case.row.is_reserved]
+    ratios += calibration_peaks(cache_folder(), constants)
+    constants = dataclasses.replace(constants, memory=memory_quantiles(ratios))
     TARGET.write_text(constants_json(constants), encoding="utf-8")
-    groups = error_groups(left_out_errors(cases, steps, report))
+    groups = error_groups(left_out_errors(cases, steps, known, report))
     TARGET.with_name("errors.json").write_text(errors_json(groups), encoding="utf-8")
 
 

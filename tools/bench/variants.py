@@ -57,7 +57,7 @@ MODEL = """
     --num-layers 2 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 256 --seq-length 256
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --moe-ffn-hidden-size 1024
-    --moe-router-load-balancing-type none --moe-router-dtype fp32
+    --moe-router-load-balancing-type none --moe-router-dtype fp32 --use-distributed-optimizer
     --micro-batch-size 8 --mock-data --train-iters 100000 --lr 1e-4 --eval-iters 0 --num-workers 0 --log-interval 1000000
 """.split()
 """The default job: 2048 tokens per rank and micro-batch. On two ranks 4 MiB leave a rank per all-to-all, with top-2."""

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from moe_overlap.describe.cluster import Gpu, Measured, known_gpus
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.operators import in_backward_operator
+from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.links import LinkRates
 
 Dispatcher = Literal["allgather", "alltoall", "deepep", "hybridep"]
@@ -54,8 +55,6 @@ class Features:
     dispatcher: Dispatcher = "alltoall"
     graphs: Graphs = "none"
     """CUDA graphs: of all but the experts (partial), or of a whole step."""
-    loss_kernels: Literal["none", "native", "te"] = "none"
-    """Kernels of the cross entropy: torch's operators, those megatron-core compiles, or Transformer Engine's one kernel."""
     fused_router: bool = False
     """Scores, choice and map of the router in few kernels (--moe-router-fusion)."""
     fused_experts: bool = False
@@ -68,6 +67,10 @@ class Features:
     """Bytes of one parameter, as the products read it."""
     optimizer_bytes: float = 12.0
     """Bytes of one parameter: master weight and moments."""
+    fused_gradients: bool = True
+    """Products add weights' gradients to the buffer themselves (gradient accumulation fusion)."""
+    fused_loss: bool = False
+    """Transformer Engine's cross entropy, which works in the logits' place."""
     not_modelled: tuple[str, ...] = ()
     """Flags that change seconds or bytes and that no formula here knows."""
 
@@ -259,12 +262,14 @@ class Constants:
         releases: by software release (`26.04`) and architecture (`Hopper`).
         fragmentation: what the allocator reserves in vain, as a share of activations and temporaries.
         common: the same for all GPUs.
+        memory: measured over predicted peaks of what is allocated.
     """
 
     gpus: dict[str, GpuConstants]
     releases: Releases = field(default_factory=dict)
     fragmentation: float = 0.0
     common: CommonConstants = CommonConstants()
+    memory: MemoryQuantiles = MemoryQuantiles()
 
     def of_gpu(self, gpu: Gpu) -> tuple[GpuConstants, bool]:
         """Constants of a GPU type, and whether they are another type's."""
@@ -351,7 +356,13 @@ def constants_of(content: dict[str, Any]) -> Constants:
         name: {architecture: _release_of(**row) for architecture, row in rows.items()}
         for name, rows in content["releases"].items()
     }
-    return Constants(gpus, releases, content["fragmentation"], CommonConstants(**content["common"]))
+    return Constants(
+        gpus,
+        releases,
+        content["fragmentation"],
+        common=CommonConstants(**content["common"]),
+        memory=MemoryQuantiles(**content["memory"]),
+    )
 
 
 def _release_of(loss: float, measured: Sequence[str]) -> ReleaseConstants:
@@ -378,6 +389,7 @@ def constants_json(constants: Constants) -> str:
     content = {
         "common": dataclasses.asdict(constants.common),
         "fragmentation": constants.fragmentation,
+        "memory": dataclasses.asdict(constants.memory),
         "gpus": {name: dataclasses.asdict(row) for name, row in sorted(constants.gpus.items())},
         "releases": {
             name: {architecture: dataclasses.asdict(row) for architecture, row in sorted(rows.items())}

@@ -61,9 +61,8 @@ SOFTMAX_OPERATIONS, USUAL_WIDTH = 256.0, 128.0
 Efficiencies of attention are those of heads of the usual width."""
 WAVE_OUTPUTS = 132 * 128 * 256.0
 """Outputs of one wave: multiprocessors of an H100 times the largest tile of its products; other GPUs are within a fifth of it."""
-LOSS_BYTES = {"native": 28.0, "te": 6.0}
-"""Per logit, forward and backward. megatron-core's compiled steps write fp32 logits, exponentials and probabilities, and read
-each (fusions/fused_cross_entropy.py); Transformer Engine reads bf16 logits twice and writes their gradient over them."""
+LOSS_BYTES = 6.0
+"""Per logit: Transformer Engine's cross entropy reads bf16 logits twice and writes their gradient over them."""
 ROUTER_KERNELS = 4.0
 """Kernels of a pass of the fused router: scores and choice, losses, and the map of tokens."""
 QUANTIZED_BYTES = 4.0
@@ -208,10 +207,10 @@ def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConsta
 def fused_share(table: OpTable, features: Features) -> Floats:
     """[ops] What fused kernels leave of the captured operators' bytes and launches: the capture has torch's operators."""
     share, moves = np.ones(len(table.ops)), table.classes == CostClassCode.MEMORY
-    if features.loss_kernels != "none" and table.logits:
+    if features.fused_loss and table.logits:
         loss = moves & np.isin(table.operators, (HEAD_LOSS, LOSS))
         total = float(table.bytes[loss].sum())
-        share[loss] = min(1.0, LOSS_BYTES[features.loss_kernels] * table.logits / total) if total else 1.0
+        share[loss] = min(1.0, LOSS_BYTES * table.logits / total) if total else 1.0
     if features.fused_router:
         gate = moves & (table.operators == GATE)
         for in_pass in (gate & table.backward, gate & ~table.backward):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def group(**changes: Any) -> dict[str, Any]:
         (group(nodes=True), "f groups[0].nodes true: must be a positive number"),
         (group(network_gb_per_s="fast"), 'f groups[0].network_gb_per_s "fast": must be a positive number'),
         (group(domain_gb_per_s=None), "8 GPUs share a domain"),
+        (group(gpus_per_node=-8), "f groups[0].gpus_per_node -8: must be a positive number"),
+        (group(host_gb_per_s=float("inf")), "f groups[0].host_gb_per_s Infinity: must be a positive number"),
         (group(gpu={"name": "mine"}), "f groups[0].gpu.architecture: is missing"),
     ],
 )
@@ -63,6 +66,47 @@ def test_mistakes_in_a_file_are_one_line(content: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         cluster_of(content, "f")
     assert message in str(caught.value)
+
+
+OWN_GPU = {
+    "name": "mine",
+    "architecture": "Hopper",
+    "bf16_tflops": 900.0,
+    "fp8_tflops": 1800.0,
+    "fp4_tflops": 3600.0,
+    "memory_gib": 80.0,
+    "memory_gb_per_s": 3000.0,
+    "multiprocessors": 132,
+}
+MEASURED = {"database": "db", "device": "cuda", "latency_seconds": 1e-5, "constants": {"gemm": 0.7}}
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Paths of all numbers of a JSON value."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(inner, (*path, key))
+    elif isinstance(value, int | float):
+        yield path
+
+
+def test_every_number_of_a_file_must_be_finite_and_not_negative(tmp_path: Path) -> None:
+    """JSON readers take NaN and Infinity, and every comparison with NaN is false."""
+    content = {**group(gpu=OWN_GPU), "measured": MEASURED}
+    cluster_of(content, "f")
+    found = list(places(content))
+    assert len(found) == 7 + 6 + 2
+    for path in found:
+        for wrong in ("NaN", "Infinity", "-Infinity", "-1"):
+            broken = json.loads(json.dumps(content))
+            inside = broken
+            for key in path[:-1]:
+                inside = inside[key]
+            inside[path[-1]] = json.loads(wrong)
+            (tmp_path / "broken.json").write_text(json.dumps(broken))
+            with pytest.raises(ConfigError) as caught:
+                load_cluster(tmp_path / "broken.json")
+            assert str(path[-1]) in caught.value.subject and "number" in caught.value.rule
 
 
 def test_mistakes_on_the_command_line_are_one_line(tmp_path: Path) -> None:

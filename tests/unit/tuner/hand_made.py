@@ -111,6 +111,8 @@ class Pass:
 class Maker:
     """Parts of one model under one layout."""
 
+    passes: type[Pass] = Pass
+
     def __init__(self, model: ModelDescription, layout: Layout, fused: bool = True) -> None:
         self.model, self.layout, self.fused = model, layout, fused
         self.tokens = B * S / layout.context
@@ -250,7 +252,7 @@ class Maker:
 
     def layer(self, kind: str, variant: str) -> Part:
         """A layer of a kind."""
-        run, moe = Pass(self.layout), kind.startswith("moe")
+        run, moe = self.passes(self.layout), kind.startswith("moe")
         window = int(kind.partition("window")[2] or 0)
         for phase in ("forward", "backward"):
             run.phase = phase
@@ -293,7 +295,7 @@ class Maker:
     def ends(self) -> tuple[Part, Part]:
         """Embedding and head."""
         model, words = self.model, self.model.vocab_size // self.layout.tensor
-        first, last = Pass(self.layout), Pass(self.layout)
+        first, last = self.passes(self.layout), self.passes(self.layout)
         first.stream("embedding", "embedding", self.tokens * self.hidden * 2)
         first.communicate("reduce_scatter", "tp", self.tokens * self.hidden, "embedding")
         first.hold(E.of(words * self.hidden), "parameter", "dp")

@@ -54,7 +54,8 @@ JOB = """--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attenti
     --max-position-embeddings 4096 --vocab-size 32000 --micro-batch-size 1 --global-batch-size 128 --bf16 --swiglu
     --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
     --untie-embeddings-and-output-weights --train-iters 10 --lr 1e-4 --pipeline-model-parallel-size 2
-    --overlap-grad-reduce --overlap-param-gather --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 4096
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 4096
     --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall""".split()
 
 
@@ -146,6 +147,16 @@ def test_recorded_loads_slow_the_experts_down(tmp_path: Path) -> None:
     held, before = (one.predicted.stages[0].peak_bytes for one in (skewed, BASE))
     assert held >= before
     assert json.loads((tmp_path / "load.jsonl").read_text())["load"][0] == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [("", "holds no record"), (ExpertLoad(1, 1, 0, 0, (0,) * 16, (0,) * 16, 0.0).to_line(), "no token of its layer 0")],
+)
+def test_a_file_of_loads_without_loads_is_one_line(tmp_path: Path, text: str, rule: str) -> None:
+    (tmp_path / "load.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=rf"--expert-load .*load.jsonl: {rule}"):
+        predicted(expert_load=str(tmp_path / "load.jsonl"))
 
 
 def test_a_job_without_vocabulary_is_one_line() -> None:

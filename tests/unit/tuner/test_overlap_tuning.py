@@ -24,7 +24,8 @@ from moe_overlap.tuner.search.layer.candidates import DEFERRED, PLAIN, Candidate
 from moe_overlap.tuner.search.layer.overlap import WORTH, choose
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
 
-JOB = """--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
+JOB = """--use-distributed-optimizer
+    --num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
     --vocab-size 32000 --micro-batch-size 4 --global-batch-size 128 --bf16 --swiglu --disable-bias-linear
     --normalization RMSNorm --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0
     --untie-embeddings-and-output-weights --train-iters 10 --lr 1e-4 --pipeline-model-parallel-size 2 --num-experts 16
