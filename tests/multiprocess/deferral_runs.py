@@ -33,7 +33,6 @@ class Outcome:
     """Name -> digest of its bytes."""
     names: tuple[str, ...] = ()
     peak_bytes: int = 0
-    inline: int = 0
 
 
 def train(flags: str) -> Outcome:
@@ -129,4 +128,4 @@ def _outcome(loop: Any, queue: Any, names: tuple[str, ...]) -> Outcome:
     job.reporting.log.close()
     if queue is None:
         return Outcome(tuple(steps), digests)
-    return Outcome(tuple(steps), digests, names, queue.peak_bytes, queue.inline.count)
+    return Outcome(tuple(steps), digests, names, queue.peak_bytes)

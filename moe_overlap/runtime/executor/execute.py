@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction, stem_of
+from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.lowering.dependencies import last_uses
 from moe_overlap.plan.operators import FORWARD, RECOMPUTE
 from moe_overlap.runtime.context import RunContext
@@ -169,9 +170,14 @@ class PlanExecutor:
         started: dict[int, _Started] = {}
         # Buffers go after their last use, not at the step's end: peak memory is that of the list's order.
         ends = last_uses(instructions)
+        # Of one name and micro-batch only the last tells DDP that the gradient is there.
+        announcing = {(i.name, i.micro_batch): i.id for i in instructions if i.kind == "weight-gradient"}
+        early = {i.id for i in early_gradients(instructions)}
         for i in instructions:
             for number in i.after:
                 self._wait(number, started)
+            if i.kind != "weight-gradient":
+                self._queue.begin_operator()
             if is_update(i):
                 # Their channel runs in order, and they work on the host: what it carries must have arrived.
                 self._wait_for_channel(i.channel, started)
@@ -184,7 +190,8 @@ class PlanExecutor:
                     self._wait(i.id, started)
             elif i.kind == "weight-gradient":
                 self._recorder.place_at(i)
-                self._queue.run(i.name)
+                is_last = announcing[i.name, i.micro_batch] == i.id
+                self._queue.run(i.name, len(i.partition) or 1, announce=is_last, is_early=i.id in early)
             else:
                 raise ValueError(f"no binding for {i}")
             # What a communication under way reads, it holds itself.

@@ -78,7 +78,7 @@ def test_every_list_is_sound() -> None:
     for plan, model in sweep():
         validate_plan(plan, model)
         for rank in range(plan.world_size):
-            made = lower(plan, model, rank)
+            made = lower_rank(plan, model, rank)
             check_races(made)
             assert [i.id for i in made] == list(range(len(made)))
             for instruction in made:
