@@ -116,12 +116,16 @@ def tune(
         solver_seconds: for each weight-gradient schedule.
         traces: of runs of this job, which refine its prices.
     Raises:
-        ConfigError: as `predict` and `refine`; or the flags decide an overlap themselves, or the run has one expert rank.
+        ConfigError: as `predict` and `refine`; or training refuses a flag, or the flags decide an overlap themselves, or the run
+            has one expert rank.
     """
     begun = time.perf_counter()
     check_limits(limits)
     if not solver_seconds > 0:
         raise ConfigError("--time-limit", solver_seconds, "must be greater than 0 seconds", "use 5")
+    parse(
+        list(expand_files(words))
+    )  # What is tuned is executed here: the flags of other releases are refused, as in training.
     job = _executed_here(read_job(words, cluster.gpus, options.get("precision"), options.get("plan")))
     problem = _problem(job, cluster, options)
     _require_open(problem.plan)
@@ -140,6 +144,7 @@ def tune(
         arguments=arguments,
         dropped=dropped,
         refinement=refinement,
+        assumed=job.assumed,
     )
 
 
@@ -209,6 +214,8 @@ def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = 
     for stage in decided.stages:
         groups = model.num_attention_heads if model.latent_attention is not None else model.num_query_groups
         require_context_heads(reading.flags, stage.context, max(1, groups // stage.tensor))
+    if model.num_experts and SINKHORN in config.moe.moe_router_load_balancing_type:
+        assumed = (*assumed, "a router without the iterations of sinkhorn, whose number depends on the data")
     return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed))
 
 
@@ -265,13 +272,22 @@ def _job_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
     return job if cluster.measured is None else _executed_here(job)
 
 
+SINKHORN = "sinkhorn"
+
+
+def _capturable(config: Config) -> Config:
+    """A configuration whose router ends after steps that do not depend on the data: without sinkhorn's iterations."""
+    kinds = tuple("none" if kind == SINKHORN else kind for kind in config.moe.moe_router_load_balancing_type)
+    return dataclasses.replace(config, moe=dataclasses.replace(config.moe, moe_router_load_balancing_type=kinds))
+
+
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     features = features_of(job.config, job.plan.precision, job.flags)
     graphs, constants, expert_load = options.get("graphs"), options.get("constants"), options.get("expert_load")
     measured = cluster.measured
     if graphs is None and measured is not None and measured.device == "cpu":
         graphs = cpu_graphs
-    captured = (graphs or cached_graphs)(job.config, job.model, job.plan, job.flags)
+    captured = (graphs or cached_graphs)(_capturable(job.config), job.model, job.plan, job.flags)
     load = _busiest(expert_load, job) if expert_load is not None else 1.0
     lookup = None
     if measured is not None:
@@ -353,7 +369,7 @@ def job_operators(words: Sequence[str], ranks: int, device: str) -> list[Operato
         ConfigError: the flags are wrong, or do not describe the vocabulary.
     """
     job = read_job(words, ranks)
-    graphs = (cpu_graphs if device == "cpu" else cached_graphs)(job.config, job.model, job.plan, job.flags)
+    graphs = (cpu_graphs if device == "cpu" else cached_graphs)(_capturable(job.config), job.model, job.plan, job.flags)
     return operator_keys(job.plan, job.model, graphs, features_of(job.config, job.plan.precision, job.flags))
 
 
