@@ -277,8 +277,14 @@ SINKHORN = "sinkhorn"
 
 def _capturable(config: Config) -> Config:
     """A configuration whose router ends after steps that do not depend on the data: without sinkhorn's iterations."""
-    kinds = tuple("none" if kind == SINKHORN else kind for kind in config.moe.moe_router_load_balancing_type)
-    return dataclasses.replace(config, moe=dataclasses.replace(config.moe, moe_router_load_balancing_type=kinds))
+    moe = config.moe
+    if SINKHORN not in moe.moe_router_load_balancing_type:
+        return config
+    kinds = tuple("none" if kind == SINKHORN else kind for kind in moe.moe_router_load_balancing_type)
+    # Behind top-1, megatron-core's other routers want the softmax in front of the choice.
+    before = moe.moe_router_pre_softmax or moe.moe_router_topk == 1
+    moe = dataclasses.replace(moe, moe_router_load_balancing_type=kinds, moe_router_pre_softmax=before)
+    return dataclasses.replace(config, moe=moe)
 
 
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
