@@ -39,9 +39,8 @@ MOE = f"""{RUN} --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --gro
     --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 1024 --moe-token-dispatcher-type alltoall"""
 GROUPS = "--group-query-attention --num-query-groups 4"
 LATENT = f"""{MOE.replace(GROUPS, "")} --moe-layer-freq ([0]*1+[1]*7) --ffn-hidden-size 8192
-    --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128
-    --mtp-num-layers 1
-    --moe-shared-expert-intermediate-size 2048"""
+    --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128
+    --qk-pos-emb-head-dim 64 --v-head-dim 128 --mtp-num-layers 1 --moe-shared-expert-intermediate-size 2048"""
 SHARDED, BESIDE = "--use-distributed-optimizer", "--overlap-grad-reduce --overlap-param-gather"
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 EIGHT = "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
