@@ -25,7 +25,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.operators import ATTENTION, COMBINE, COUNT, DISPATCH, EXPERTS, GATE, MERGE, MLP, SHARED
 from moe_overlap.tuner.capture.dependencies import finished
 from moe_overlap.tuner.capture.expression import Expression
-from moe_overlap.tuner.capture.graph import Collective, Layout, Op, Part, Storage
+from moe_overlap.tuner.capture.graph import Layout, Op, Part, Storage
 from moe_overlap.tuner.capture.kernels import flops
 
 OpName = tuple[str, str, str, str, int]
@@ -35,7 +35,7 @@ StorageName = tuple[Any, ...]
 Field = Literal["bytes", "payload", "shape"]
 Size = tuple[OpName | StorageName, Field, int]
 """Operator or storage, which of its sizes, and the axis of a shape."""
-ROUTER, ROUTED, OUTSIDE = "router", "routed experts", ""
+ROUTER, ROUTED, CORE, OUTSIDE = "router", "routed experts", "core attention", ""
 """Blocks of several operators, and what belongs to no operator; the others have the name of their operator."""
 _OF_EXPERT = re.compile(r"(.*\bexperts\..*\.)(weight|bias)(\d+)")
 """Name of a weight of one expert: module, weight or bias, expert."""
@@ -56,7 +56,7 @@ def block_of(op: Op) -> str:
     if op.operator in (GATE, MERGE):
         # Permutations run in the MoE layer itself and depend on its dispatcher; the router's operators do not.
         return ROUTED if op.module.rpartition(".")[2] == "mlp" else ROUTER
-    return op.operator
+    return CORE if op.operator == ATTENTION and op.module.rpartition(".")[2] == "core_attention" else op.operator
 
 
 def block_class(block: str, layout: Layout, model: ModelDescription) -> tuple[Any, ...]:
@@ -70,10 +70,10 @@ def block_class(block: str, layout: Layout, model: ModelDescription) -> tuple[An
         # Biases of experts are added, and their gradients, in an order of their own for every number of experts.
         return (layout.expert > 1, layout.expert_tensor > 1, local if model.linear_bias else local == 1)
     dense: tuple[Any, ...] = (layout.tensor > 1, layout.context > 1, layout.sequence_parallel)
-    if block == ATTENTION and model.attention_sinks:
+    if block == CORE and model.attention_sinks:
         # Without a kernel of their own, sinks are masked by the places of tokens, which are cut for every rank.
-        dense += (layout.context,)
-    if block == ATTENTION and model.latent_attention is None:
+        dense = (layout.context,)
+    if block in (ATTENTION, CORE) and model.latent_attention is None:
         heads = model.num_query_groups / layout.tensor
         dense += (heads > 1, heads < 1, layout.tensor == model.num_attention_heads)
     return dense
@@ -81,14 +81,14 @@ def block_class(block: str, layout: Layout, model: ModelDescription) -> tuple[An
 
 def shares_sizes(block: str, layout: Layout, other: Layout, model: ModelDescription) -> bool:
     """Whether sizes of a block under two layouts may follow one sum: key/value heads are not split further than to one."""
-    if block not in (ATTENTION, OUTSIDE) or model.latent_attention is not None:
+    if block not in (ATTENTION, CORE, OUTSIDE) or model.latent_attention is not None:
         return True
     return (layout.tensor > model.num_query_groups) == (other.tensor > model.num_query_groups)
 
 
 def has_vocabulary(block: str) -> bool:
     """Whether sizes of a block may depend on the rows of the embedding."""
-    return block not in (ROUTED, ROUTER, ATTENTION, MLP, SHARED)
+    return block not in (ROUTED, ROUTER, ATTENTION, CORE, MLP, SHARED)
 
 
 def group_size(layout: Layout, axis: str) -> int:
@@ -191,10 +191,12 @@ class NamedPart:
         for name, storage in self.storages.items():
             yield (name, "bytes", 0), storage.storage.bytes
         for named_op in self.ops:
-            op = named_op.op
-            yield (named_op.name, "bytes", 0), op.bytes
+            op, moved = named_op.op, named_op.op.bytes
             if op.collective is not None:
+                # The bytes of a collective are those of two buffers, of which one is the payload: each alone is one product.
                 yield (named_op.name, "payload", 0), op.collective.payload_bytes
+                moved = moved - op.collective.payload_bytes
+            yield (named_op.name, "bytes", 0), moved
             for axis, size in enumerate(op.shape):
                 yield (named_op.name, "shape", axis), size
 
@@ -469,9 +471,10 @@ def _operator(
         return tuple(found)
 
     op = member.op
-    collective: Collective | None = None
+    collective, moved = None, sizes[(member.name, "bytes", 0)]
     if op.collective is not None:
         payload = sizes[(member.name, "payload", 0)]
+        moved = moved + payload
         size = group_size(layout, op.collective.axis)
         collective = dataclasses.replace(op.collective, size=size, payload_bytes=payload)
     shape = tuple(sizes[(member.name, "shape", axis)] for axis in range(len(op.shape)))
@@ -483,7 +486,7 @@ def _operator(
         writes=ids(member.writes),
         shape=shape,
         flops=work,
-        bytes=sizes[(member.name, "bytes", 0)],
+        bytes=moved,
         collective=collective,
         after=(),
         is_weight_gradient=False,

@@ -10,13 +10,14 @@ suffice.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron.training.cli.config import Config
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.operators import ATTENTION, MLP
 from moe_overlap.plan.plan import Plan
-from moe_overlap.tuner.capture.blocks import ROUTED, NotComposableError, block_class
+from moe_overlap.tuner.capture.blocks import CORE, ROUTED, NotComposableError, block_class
 from moe_overlap.tuner.capture.cache import CaptureFiles, Flags, joined, stage_requests
 from moe_overlap.tuner.capture.composition import Composer, Sample
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
@@ -84,18 +85,29 @@ class BlockLibrary:
         left = {(request.layout, request.model.vocab_size): request for request in requests}
         ranks = {pair for request in left.values() for pair in _ranks(request.layout)}
         ends = {pick(pair for pair in ranks if pair[0] == axis) for axis, _ in ranks for pick in (min, max)}
-        shown = set[object]()
+        sights = {key: _sights(request, ends) for key, request in left.items()}
+        shown: Counter[object] = Counter()
+
+        def worth(key: tuple[Layout, int]) -> tuple[int, int, int, int]:
+            """New sights, those seen once, numbers of ranks that are not shown yet, and many ranks: sizes differ most there."""
+            times = [shown[sight] for sight in sights[key]]
+            unseen = sum(not shown[pair] for pair in _ranks(key[0]))
+            return times.count(0), times.count(1), unseen, sum(number for _, number in _ranks(key[0]))
+
         while left:
-            request = max(left.values(), key=lambda candidate: _worth(candidate, ends, shown))
-            if not _shows(request, ends) - shown:
-                break
-            shown |= _shows(request, ends) | set(_ranks(request.layout))
-            del left[request.layout, request.model.vocab_size]
-            if (request.layout, request.model.vocab_size) not in self._captured:
-                self._learn(request)
-        order = sorted(left.values(), key=lambda candidate: _worth(candidate, ends, shown), reverse=True)
-        for request in order:
-            self.model(request)
+            key = max(left, key=worth)
+            request, is_new = left.pop(key), not all(shown[sight] for sight in sights[key])
+            if key in self._captured or not (is_new or self._must_capture(request)):
+                continue
+            self._learn(request)
+            shown.update({*sights[key], *_ranks(key[0])})
+
+    def _must_capture(self, request: Request) -> bool:
+        try:
+            self.composed(request)
+        except (NotComposableError, UndeterminedError):
+            return True
+        return False
 
     def composed(self, request: Request) -> tuple[Part, ...]:
         """The parts of a request, put together.
@@ -130,17 +142,11 @@ class BlockLibrary:
         return captured
 
 
-def _shows(request: Request, ends: set[tuple[str, int]]) -> set[object]:
-    """Everything that `BlockLibrary.prepare` wants to see captured once, and that a capture of this request shows."""
-    blocks = (ATTENTION, ROUTED, MLP)
+def _sights(request: Request, ends: set[tuple[str, int]]) -> set[object]:
+    """Everything that `BlockLibrary.prepare` wants to see captured, and that a capture of this request shows."""
+    blocks = (ATTENTION, CORE, ROUTED, MLP)
     classes = {(block, block_class(block, request.layout, request.model)) for block in blocks}
     return {*classes, *(ends & set(_ranks(request.layout)))}
-
-
-def _worth(request: Request, ends: set[tuple[str, int]], shown: set[object]) -> tuple[int, int, int]:
-    """New sights first, then numbers of ranks that are not shown yet, then many ranks: sizes differ most there."""
-    ranks = _ranks(request.layout)
-    return len(_shows(request, ends) - shown), len(set(ranks) - shown), sum(number for _, number in ranks)
 
 
 def _ranks(layout: Layout) -> tuple[tuple[str, int], ...]:

@@ -243,6 +243,10 @@ class _System:
         ]
 
     def _passes(self, columns: tuple[int, ...], factors: tuple[Fraction, ...], numbers: Sequence[Fraction]) -> bool:
+        rows = {tuple(row[column] for column in columns) for row in self._exact}
+        # Sizes are added up, never taken away; and layouts that the products do not tell apart check nothing.
+        if len(columns) > 1 and (min(factors) <= 0 or len(rows) <= len(columns)):
+            return False
         return all(
             sum((row[column] * factor for column, factor in zip(columns, factors, strict=True)), Fraction(0)) == number
             for row, number in zip(self._exact, numbers, strict=True)
