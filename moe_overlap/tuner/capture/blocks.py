@@ -402,6 +402,11 @@ def numbered(source: NamedPart, layout: Layout, experts: int, sizes: Mapping[Siz
     )
 
 
+def storage_order(source: NamedPart, experts: int) -> list[Place]:
+    """The storages of `numbered`, in order."""
+    return _places(source, experts)[1]
+
+
 Place = tuple[StorageName, int | None]
 """A storage, and of storages for each expert, which one."""
 

@@ -121,8 +121,9 @@ class Composer:
     def __init__(self, model: ModelDescription, samples: Sequence[Sample], of_copies: bool = False) -> None:
         self._of_copies = of_copies
         kinds = dict.fromkeys(kind for sample in samples for kind in sample.kinds)
-        self._single = tuple(kind for kind in kinds if any((kind, True) in sample.parts for sample in samples))
-        for kind in self._single:
+        self.single = tuple(kind for kind in kinds if any((kind, True) in sample.parts for sample in samples))
+        """Kinds with another graph of one sample, under some layouts at least."""
+        for kind in self.single:
             samples = [sample.with_single(kind) for sample in samples]
         self._model, self._samples = model, tuple(samples)
         self._scalings = Samples([sample.degrees for sample in samples])
@@ -143,7 +144,7 @@ class Composer:
         sizes = many.sizes(degrees)
         experts = self._experts(layout)
         parts = [numbered(many.whole, layout, experts, sizes)]
-        if kind in self._single:
+        if kind in self.single:
             single = self.composite((kind, True), layout)
             of_single = single.sizes(degrees)
             same = [op.structure for op in single.whole.ops] == [op.structure for op in many.whole.ops]

@@ -19,7 +19,7 @@ from moe_overlap.plan.operators import ATTENTION, MLP
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.blocks import CORE, ROUTED, NotComposableError, block_class
 from moe_overlap.tuner.capture.cache import CaptureFiles, Flags, joined, stage_requests
-from moe_overlap.tuner.capture.composition import Composer, Sample
+from moe_overlap.tuner.capture.composition import Composer, Composite, Sample
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
 from moe_overlap.tuner.capture.request import Request, layer_kinds, prediction_kinds, versions
 from moe_overlap.tuner.capture.scaling import Degrees, UndeterminedError
@@ -74,6 +74,19 @@ class BlockLibrary:
             versions=versions(),
             sha256=request.sha256(),
         )
+
+    def graph_of(self, kind: str, request: Request, samples: int) -> Composite | None:
+        """The graph of a part under all layouts whose blocks have the classes of a request's; None if it must be captured.
+
+        Args:
+            samples: of a micro-batch; 1 gives the graph of one sample where there is one.
+        """
+        if self._composer is None or kind in self._unlike or kind in self._composer.mixed:
+            return None
+        try:
+            return self._composer.composite((kind, samples == 1 and kind in self._composer.single), request.layout)
+        except (NotComposableError, UndeterminedError):
+            return None
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Capture what all of these requests need.

@@ -291,3 +291,46 @@ class _System:
                 )
             )
         return solutions
+
+
+class ScalingMatrix:
+    """Many scalings at many layouts at once, in double precision.
+
+    Args:
+        scalings: of M sizes.
+    """
+
+    def __init__(self, scalings: Sequence[Scaling]) -> None:
+        rows = [(row, monomial, sums) for row, scaling in enumerate(scalings) for monomial, sums in scaling.terms]
+        terms = dict.fromkeys((m, powers) for _, m, sums in rows for terms in sums for powers, _ in terms)
+        self._columns = {term: column for column, term in enumerate(terms)}
+        self._coefficients: Floats = np.zeros((len(scalings), len(terms)))
+        for row, monomial, sums in rows:
+            self._coefficients[row] += self._row(monomial, sums[0])
+        others = [self._row(m, sums[0]) - self._row(m, other) for _, m, sums in rows for other in sums[1:]]
+        self._differences: Floats = np.array(others).reshape(len(others), len(terms))
+
+    def _row(self, monomial: Monomial, terms: Sum) -> Floats:
+        row: Floats = np.zeros(len(self._columns))
+        for powers, factor in terms:
+            row[self._columns[monomial, powers]] += float(factor)
+        return row
+
+    def values(self, degrees: Sequence[Degrees], b: float, s: float) -> Floats:
+        """[M, layouts] sizes at a batch.
+
+        Raises:
+            UndeterminedError: sums that captured values do not tell apart differ at one of the layouts.
+        """
+        of_layouts: Floats = np.array([of_layout.values for of_layout in degrees], dtype=np.float64)
+        products: Floats = np.ones((len(self._columns), len(degrees)))
+        symbols = {"b": b, "s": s}
+        for column, (monomial, powers) in enumerate(self._columns):
+            batch = math.prod(symbols[str(symbol)] ** power for symbol, power in monomial)
+            products[column] = batch * np.prod(of_layouts ** np.array(powers, dtype=np.float64), axis=1)
+        if len(self._differences):
+            apart = np.abs(self._differences @ products) > 1e-9 * (np.abs(self._differences) @ products)
+            if apart.any():
+                raise UndeterminedError("several values are possible")
+        values: Floats = self._coefficients @ products
+        return values
