@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
@@ -43,14 +43,17 @@ from moe_overlap.plan.serialize import load_plan
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import PRECISIONS, Flags, Graphs, cached_graphs, cpu_graphs
+from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction, machine_of
 from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
 from moe_overlap.tuner.cost.interference import all_to_all_costs
+from moe_overlap.tuner.cost.memory import QUANTIZED_ELEMENT
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.database import OperatorKey
 from moe_overlap.tuner.profile.lookup import lookup_of, operator_keys, refined_of
+from moe_overlap.tuner.search.fitting import cheapest_change
 from moe_overlap.tuner.search.layer.overlap import decide_overlap
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 
@@ -87,7 +90,11 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     """
     job = _job_on(words, cluster, options)
     problem = _problem(job, cluster, options)
-    return dataclasses.replace(predict_plan(problem.plan, problem), assumed=job.assumed)
+    prediction = dataclasses.replace(predict_plan(problem.plan, problem), assumed=job.assumed)
+    if prediction.fits:
+        return prediction
+    remedy, tried = cheapest_change(prediction, problem, lambda plan: _captured(job, plan, cluster, options))
+    return dataclasses.replace(prediction, remedy=remedy, tried=tried)
 
 
 def simulated(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) -> SimulatedStep:
@@ -244,7 +251,20 @@ def _decided(config: Config, model: ModelDescription, num_gpus: int, flags: Flag
     # Overlap by instruction lists is this fork's own, whose optimizer is always distributed: what `plan_from_flags` says.
     if any(stage.overlap.is_listed for stage in decided.stages) and not is_sharded_by_fsdp(flags):
         return decided
-    return _with_zero_level(decided, zero_level(flags))
+    return _with_offloaded(
+        _with_zero_level(decided, zero_level(flags)), offloaded_layers(flags, model.num_layers) / model.num_layers
+    )
+
+
+def _with_offloaded(plan: Plan, share: float) -> Plan:
+    """A plan whose stages move this share of their saved activations to the host."""
+    return dataclasses.replace(
+        plan,
+        stages=tuple(
+            dataclasses.replace(stage, offload=dataclasses.replace(stage.offload, activations=share))
+            for stage in plan.stages
+        ),
+    )
 
 
 def _with_zero_level(plan: Plan, level: int) -> Plan:
@@ -289,11 +309,8 @@ def _capturable(config: Config) -> Config:
 
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     features = features_of(job.config, job.plan.precision, job.flags)
-    graphs, constants, expert_load = options.get("graphs"), options.get("constants"), options.get("expert_load")
-    measured = cluster.measured
-    if graphs is None and measured is not None and measured.device == "cpu":
-        graphs = cpu_graphs
-    captured = (graphs or cached_graphs)(_capturable(job.config), job.model, job.plan, job.flags)
+    constants, expert_load, measured = options.get("constants"), options.get("expert_load"), cluster.measured
+    captured = _captured(job, job.plan, cluster, options)
     load = _busiest(expert_load, job) if expert_load is not None else 1.0
     lookup = None
     if measured is not None:
@@ -312,6 +329,13 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
         extrapolating=extrapolating,
         listed=_listed_run(job.config, cluster.gpus),
     )
+
+
+def _captured(job: Job, plan: Plan, cluster: Cluster, options: Options) -> Mapping[int, CapturedModel]:
+    """The graphs of the stages of a plan on these machines."""
+    on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
+    graphs = options.get("graphs") or (cpu_graphs if on_cpu else cached_graphs)
+    return graphs(_capturable(job.config), job.model, plan, job.flags)
 
 
 def _listed_run(config: Config, num_gpus: int) -> ListedRun:
@@ -383,6 +407,19 @@ def job_operators(words: Sequence[str], ranks: int, device: str) -> list[Operato
 # Megatron-LM, or refuses them; a prediction is about any release, so they are read from the command line itself.
 
 
+def offloaded_layers(flags: Flags, num_layers: int) -> int:
+    """Layers whose activations wait in host memory for the backward pass.
+
+    Raises:
+        ConfigError: not a number of layers below that of the model.
+    """
+    (layers,) = flags.get("--cpu-offloading-num-layers", ("0",)) or ("",)
+    if not layers.isdecimal() or len(layers) > 9 or int(layers) >= num_layers:
+        rule = f"is no number of layers below the model's {num_layers}"
+        raise ConfigError("--cpu-offloading-num-layers", layers, rule, f"use 0 to {num_layers - 1}")
+    return int(layers)
+
+
 def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
     """The features of a run that its flags ask for.
 
@@ -411,16 +448,22 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         graphs=_cuda_graphs(flags),
         gradient_bytes=4 if in_fp32 else 2,
         gathered_bytes=1 if low_weights else 4 if precision == "fp32" else 2,
-        weight_bytes=4.0 if precision == "fp32" else 2.0,
+        weight_bytes=_weight_bytes(precision, low_weights),
         optimizer_bytes=_optimizer_bytes(config, precision),
+        fused_gradients="--no-gradient-accumulation-fusion" not in flags and not _is_local(flags),
+        fused_loss="--cross-entropy-loss-fusion" in flags and flags.get("--cross-entropy-fusion-impl") == ("te",),
         not_modelled=not_modelled(flags),
     )
 
 
 def _is_fused_attention(flags: Flags) -> bool:
     backend = flags.get("--attention-backend", ("auto",))[0]
-    is_local = flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
-    return backend not in ("unfused", "local") and ("--use-flash-attn" in flags or not is_local)
+    return backend not in ("unfused", "local") and ("--use-flash-attn" in flags or not _is_local(flags))
+
+
+def _is_local(flags: Flags) -> bool:
+    """Whether megatron-core's own modules run in place of Transformer Engine's."""
+    return flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
 
 
 def _context_exchange(flags: Flags) -> Literal["p2p", "a2a", "all_gather"]:
@@ -445,12 +488,26 @@ def _cuda_graphs(flags: Flags) -> CudaGraphs:
     return "full" if implementation == "full_iteration" or {"full", "full_iteration"} & set(scope) else "partial"
 
 
+def _weight_bytes(precision: Precision, low_weights: bool) -> float:
+    """Bytes per parameter of what products read: by rows in the forward pass, by columns in the backward pass.
+
+    Transformer Engine keeps quantized weights for all micro-batches of a step, beside those in bf16 unless the weights
+    themselves are quantized (--fp8-param-gather).
+    """
+    quantized = 2.0 * QUANTIZED_ELEMENT.get(precision, 0.0)
+    if quantized and low_weights:
+        return quantized
+    return quantized + (4.0 if precision == "fp32" else 2.0)
+
+
 def _optimizer_bytes(config: Config, precision: Precision) -> float:
     """Bytes per parameter of the master weight, if the weight itself is none, and of two moments."""
     chosen = config.precision
     if not chosen.use_precision_aware_optimizer:
         master = 0.0 if precision == "fp32" else 4.0
         return master + (8.0 if config.optimizer.optimizer == "adam" else 4.0)
-    return (
-        STATE_BYTES[chosen.main_params_dtype] + STATE_BYTES[chosen.exp_avg_dtype] + STATE_BYTES[chosen.exp_avg_sq_dtype]
-    )
+    master = STATE_BYTES[chosen.main_params_dtype]
+    if precision == "bf16" and chosen.main_params_dtype == "fp32":
+        # Transformer Engine's Adam keeps the half of the master weight that the bf16 weight lacks (store_param_remainders).
+        master = 2.0
+    return master + STATE_BYTES[chosen.exp_avg_dtype] + STATE_BYTES[chosen.exp_avg_sq_dtype]

@@ -84,6 +84,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     from megatron.training.report.reports import announce_end
     from megatron.training.training import TrainingFailed
     from moe_overlap.runtime.step import CommunicationFailed
+    from moe_overlap.runtime.weight_grad.queue import DeferredBytesExceeded
 
     process = start_process(parsed.config)
     try:
@@ -92,8 +93,9 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
         announce_end(loop.job.reporting.log, argv, parsed.config, process.world_size, loop.reason)
     except TrainingFailed as error:
         return leave(process.rank, f"error: {error}", 1)
-    except CommunicationFailed as error:
+    except (CommunicationFailed, DeferredBytesExceeded) as error:
         # Each rank speaks for itself: rank 0 may be the one that is gone, and they do not all miss the same peer.
+        # Bytes held differ by rank, too.
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     finally:

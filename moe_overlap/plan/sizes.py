@@ -6,6 +6,8 @@ k experts per token, E experts, P expert ranks, Q expert-tensor ranks, D replica
 
 from __future__ import annotations
 
+import enum
+import math
 from dataclasses import dataclass, replace
 
 from moe_overlap.describe.model import (
@@ -17,7 +19,16 @@ from moe_overlap.describe.model import (
     norm_parameters,
     prediction_parameters,
 )
-from moe_overlap.plan.operators import GroupKind, parse_group
+from moe_overlap.plan.operators import (
+    ATTENTION,
+    EXPERTS,
+    GATE,
+    HEAD_LOSS,
+    SHARED,
+    GroupKind,
+    OperatorId,
+    parse_group,
+)
 from moe_overlap.plan.plan import Plan, Precision, StagePlan
 
 ACTIVATION_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}
@@ -28,6 +39,8 @@ COUNT_BYTES = 8
 STATE_BYTES = 8
 """Adam's two moments; below fp32 the fp32 weights, MASTER_BYTES, are states, too."""
 MASTER_BYTES = 4
+ROUTER_BYTES = 4
+"""An element of the router's logits, at most."""
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}
 """ZeRO level from which each of them is kept in shards."""
 
@@ -116,3 +129,91 @@ def part_size(part: str, plan: Plan, stage: StagePlan, model: ModelDescription) 
         experts = model.num_experts // stage.expert * expert_parameters(model, stage.expert_tensor)
     whole = prediction_parameters(model, share) if predicts else layer_parameters(model, layer, share)
     return PartSize(whole - experts, experts)
+
+
+ROUTED_LOAD_BOUND = 2.0
+"""Rows that a list allows for on the busiest rank of an expert group, over the balanced share, where a bound on deferred bytes
+decides which weight gradients are computed early: the decision stands in the list, so it must hold for every rank."""
+
+
+def deferred_bytes(gradient: OperatorId, plan: Plan, stage: StagePlan, model: ModelDescription) -> int:
+    """Bytes that one deferred weight gradient of a whole micro-batch holds on one rank: its product's input and output gradient.
+
+    Args:
+        gradient: a name of `deferral.split_weights`, such as `L3.moe.experts.fc1.dW`.
+    Returns:
+        A bound for every rank as long as none receives more than ROUTED_LOAD_BOUND times its balanced share of rows.
+    """
+    product = _products(gradient, model)[gradient.weight]
+    part = tokens_of_rank(plan, stage)
+    whole = part * stage.tensor
+    rows = {Rows.WHOLE: whole, Rows.PART: part, Rows.ROUTED: 0}
+    split = stage.tensor
+    if gradient.kind == EXPERTS:
+        split = stage.expert_tensor
+        rows[Rows.ROUTED] = math.ceil(part * model.router_topk * stage.expert_tensor * ROUTED_LOAD_BOUND)
+    width = ACTIVATION_BYTES[plan.precision]
+    read = rows[product.input_rows] * (product.input // (split if product.input_is_split else 1)) * width
+    written = rows[product.output_rows] * (product.output // (split if product.output_is_split else 1))
+    return read + written * (ROUTER_BYTES if gradient.kind == GATE else width)
+
+
+class Rows(enum.Enum):
+    """Rows of a product on one rank: all tokens of the tensor ranks' sequence, this rank's part of it, or routed rows."""
+
+    WHOLE = enum.auto()
+    PART = enum.auto()
+    ROUTED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """One matrix product: widths before they are split over tensor ranks, and the rows of its input and its output."""
+
+    input: int
+    output: int
+    input_rows: Rows = Rows.WHOLE
+    output_rows: Rows = Rows.WHOLE
+    input_is_split: bool = False
+    output_is_split: bool = False
+
+
+def _products(gradient: OperatorId, model: ModelDescription) -> dict[str, _Product]:
+    """The products of an operator by the name of their weight."""
+    hidden = model.hidden_size
+    gate = 2 if model.gated else 1
+    if gradient.kind == ATTENTION:
+        return _attention_products(model)
+    if gradient.kind == GATE:
+        return {"router": _Product(hidden, model.num_experts, Rows.PART, Rows.PART)}
+    if gradient.kind == HEAD_LOSS:
+        return {"output": _Product(hidden, model.vocab_size, Rows.PART, output_is_split=True)}
+    if gradient.kind == EXPERTS:
+        width, hidden, rows = model.moe_ffn_hidden_size, model.moe_latent_size or hidden, Rows.ROUTED
+        first = _Product(hidden, gate * width, rows, rows, output_is_split=True)
+        return {"fc1": first, "fc2": _Product(width, hidden, rows, rows, input_is_split=True)}
+    width = model.shared_expert_hidden_size if gradient.kind == SHARED else model.ffn_hidden_size
+    first = _Product(hidden, gate * width, Rows.PART, output_is_split=True)
+    return {"fc1": first, "fc2": _Product(width, hidden, input_is_split=True)}
+
+
+def _attention_products(model: ModelDescription) -> dict[str, _Product]:
+    """Column-parallel linears read this rank's part of the sequence; what they write is split over heads."""
+    hidden, latent = model.hidden_size, model.latent_attention
+    if latent is None:
+        heads = model.num_attention_heads * model.kv_channels
+        both = heads + 2 * model.num_query_groups * model.kv_channels
+        qkv = _Product(hidden, both, Rows.PART, output_is_split=True)
+        return {"qkv": qkv, "proj": _Product(heads, hidden, input_is_split=True)}
+    query = model.num_attention_heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
+    keys = model.num_attention_heads * (latent.qk_head_dim + latent.v_head_dim)
+    rank = latent.q_lora_rank or hidden
+    return {
+        "q": _Product(hidden, query, output_is_split=True),
+        "q_down": _Product(hidden, rank),
+        "q_up": _Product(rank, query, output_is_split=True),
+        "kv_down": _Product(hidden, latent.kv_lora_rank + latent.qk_pos_emb_head_dim),
+        # Without a norm between, the input is a view of all that kv_down has written, and keeps all of it alive.
+        "kv_up": _Product(latent.kv_lora_rank + latent.qk_pos_emb_head_dim, keys, output_is_split=True),
+        "proj": _Product(model.num_attention_heads * latent.v_head_dim, hidden, input_is_split=True),
+    }

@@ -20,6 +20,10 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "mfu": prediction.mfu,
         "fits": prediction.fits,
         "does_not_fit": prediction.overflow,
+        "memory_verdict": prediction.memory_verdict,
+        "fullest_stage": dataclasses.asdict(prediction.fullest),
+        "cheapest_change_that_fits": None if prediction.remedy is None else dataclasses.asdict(prediction.remedy),
+        "changes_tried": list(prediction.tried),
         "capacity_bytes": prediction.capacity_bytes,
         "extrapolating": bool(prediction.extrapolating),
         "extrapolating_because": list(prediction.extrapolating),
@@ -50,9 +54,19 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
         shares = ", ".join(f"{name} {size / GIB:.1f}" for name, size in peaks.items() if size > GIB / 20)
         lines.append(f"  {index:<7}{stage.stable_seconds:>14.4f}{stage.peak_bytes / GIB:>10.1f}  {shares}")
     lines.append("")
-    lines += [f"does not fit: {text}" for text in prediction.overflow]
+    lines += [f"{prediction.memory_verdict}: {text}" for text in prediction.overflow]
+    lines += _remedy_lines(prediction)
     lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
     lines += [f"assumed: {text}" for text in prediction.assumed]
     lines += [f"not modelled: {flag}: {effect_of(flag)}" for flag in prediction.not_modelled]
     lines += [f"computed early for lack of room: {text}" for text in prediction.computed_early]
     return "\n".join(lines).rstrip()
+
+
+def _remedy_lines(prediction: Prediction) -> list[str]:
+    """The change that makes a plan fit; nothing where none was looked for."""
+    remedy = prediction.remedy
+    if remedy is not None:
+        cost = f"{remedy.step_seconds:.3f} s a step ({remedy.slower_by:+.1%})"
+        return [f"would fit: {remedy.change}: {cost}, up to {remedy.high_bytes / GIB:.1f} GiB; {remedy.flags}"]
+    return [f"no single change makes it fit: {'; '.join(prediction.tried)}"] if prediction.tried else []

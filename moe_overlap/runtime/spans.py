@@ -253,15 +253,19 @@ def phase_seconds(spans: Iterable[Span], level: int) -> dict[str, float]:
     """
     seconds: dict[str, float] = {}
     first, last = float("inf"), 0.0
-    for span in spans if level else ():
+    spans = list(spans) if level else []
+    # Sends are waited for by the norm only: their spans reach into the update, and their phase does not.
+    update = min((span.start for span in spans if span.operator.is_update), default=float("inf"))
+    for span in spans:
         if span.operator.kind in TIMER_OF:
-            names = [TIMER_OF[span.operator.kind]]
+            names, end = [TIMER_OF[span.operator.kind]], span.end
         else:
-            first, last = min(first, span.start), max(last, span.end)
+            end = min(span.end, update)
+            first, last = min(first, span.start), max(last, end)
             seconds["forward-backward"] = last - first
             names = [_phase_of(span)] if level > 1 else []
         for name in names:
-            seconds[name] = seconds.get(name, 0.0) + span.end - span.start
+            seconds[name] = seconds.get(name, 0.0) + end - span.start
     return seconds
 
 

@@ -33,7 +33,6 @@ class Outcome:
     """Name -> digest of its bytes."""
     names: tuple[str, ...] = ()
     peak_bytes: int = 0
-    inline: int = 0
 
 
 def train(flags: str) -> Outcome:
@@ -55,13 +54,13 @@ def train_deferred(flags: str, max_bytes: int | None = None, break_queue: Any = 
     for chunk in loop.job.machinery.chunks:
         drain_after_backward(chunk, queue)
     update = loop.job.machinery.runner._update
-    reduce = update.reduce
+    run_instruction = update.run
 
-    def checked(*arguments: Any, **options: Any) -> None:
+    def checked(*arguments: Any) -> None:
         queue.assert_empty()
-        reduce(*arguments, **options)
+        run_instruction(*arguments)
 
-    update.reduce = checked
+    update.run = checked
     if break_queue is not None:
         break_queue(queue)
     return _outcome(loop, queue, tuple(names))
@@ -129,4 +128,4 @@ def _outcome(loop: Any, queue: Any, names: tuple[str, ...]) -> Outcome:
     job.reporting.log.close()
     if queue is None:
         return Outcome(tuple(steps), digests)
-    return Outcome(tuple(steps), digests, names, queue.peak_bytes, queue.inline.count)
+    return Outcome(tuple(steps), digests, names, queue.peak_bytes)

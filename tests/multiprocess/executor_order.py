@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from moe_overlap.plan.instructions import Instruction, Span, channel_group
+from moe_overlap.plan.lowering.deferral import early_gradients
+from moe_overlap.plan.operators import parse_operator
+from moe_overlap.plan.sizes import deferred_bytes
 from tests.multiprocess.recorded_order import MODEL
 
 Done = tuple[str, int | None, int | None, tuple[int, ...]]
 """Name, chunk, micro-batch and partition."""
+QUERY_GROUPS = "--group-query-attention --num-query-groups 2"
 IRREGULAR = "--moe-token-dispatcher-type irregular --moe-gate topk --micro-batch-size 4 --global-batch-size 16"
 
 
 def check_rows(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """One step of every row, as it is and with the executor broken in two ways.
+    """One step of every row, as it is and with the executor broken in several ways.
 
     Returns:
-        name -> what was found: `order` and `waits` of the executor itself, how many waits were looked at, and whether each
+        name -> what was found: `order` and `waits` of the executor itself, how many waits were looked at, loss and gradient norm,
+        how many weight gradients the list computes `early`, which held other bytes than the list was made for, and whether each
         broken executor was noticed.
     """
     return {name: _check(flags) for name, flags in rows.items()}
@@ -29,22 +35,137 @@ def check_rows(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
 def _check(flags: str) -> dict[str, Any]:
     from moe_overlap.runtime.executor.execute import PlanExecutor
 
-    job = _assembled(f"{MODEL} {IRREGULAR} {flags}")
+    # Latent attention has no query groups.
+    model = MODEL.replace(QUERY_GROUPS, "") if "--multi-latent-attention" in flags else MODEL
+    job = _assembled(f"{model} {IRREGULAR} {flags}")
     feed = job.batches("train", 0)
     runner, instructions = job.machinery.runner, job.schedule.instructions
     assert isinstance(runner, PlanExecutor)
-    spans = runner.run(instructions, feed, 0).spans
-    early, looked_at = waited_too_early(spans, instructions)
-    found: dict[str, Any] = {"order": different_order(spans, instructions), "waits": early, "looked at": looked_at}
+    held = _held_bytes(runner.context.weight_gradients)
+    result = runner.run(instructions, feed, 0)
+    spans = result.spans
+    hasty_waits, looked_at = waited_too_early(spans, instructions)
+    found: dict[str, Any] = {
+        "order": different_order(spans, instructions),
+        "waits": hasty_waits,
+        "looked at": looked_at,
+    }
+    found["numbers"] = (result.loss, result.grad_norm)
+    found["early"] = len(early_gradients(instructions))
+    found["bytes"] = _unexpected_bytes(held, runner.context, instructions)
 
     waiting = PlanExecutor(runner.context, waits=True).run(instructions, feed, 1).spans
     found["a wait behind every all-to-all is noticed"] = bool(waited_too_early(waiting, instructions)[0])
 
+    for name, broken in broken_updates().items():
+        executor = PlanExecutor(runner.context)
+        executor._update = broken(runner.context)
+        found[f"{name} is noticed"] = bool(different_order(executor.run(instructions, feed, 1).spans, instructions))
+
     queue = runner.context.weight_gradients
-    if any(i.kind == "weight-gradient" for i in instructions):
-        queue.run = lambda name: queue.run_all()  # type: ignore[method-assign,assignment]
+    if any(i.kind == "weight-gradient" for i in instructions) and not found["early"]:
+        queue.run = lambda *_, **__: queue.run_all()  # type: ignore[method-assign,assignment]
         hasty = runner.run(instructions, feed, 2).spans
         found["a first slot that runs everything is noticed"] = bool(different_order(hasty, instructions))
+    return found
+
+
+def _held_bytes(queue: Any) -> dict[tuple[str, int], dict[int, int]]:
+    """Weight gradients that are put into a queue from now on: name and operator -> address and bytes of each storage it holds."""
+    held: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    put = queue.put
+
+    def put_and_note(name: str, compute: Any, tensors: Any, **options: Any) -> None:
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            held[name, queue._operator][storage.data_ptr()] = storage.nbytes()
+        put(name, compute, tensors, **options)
+
+    queue.put = put_and_note
+    return held
+
+
+def _unexpected_bytes(
+    held: dict[tuple[str, int], dict[int, int]], context: Any, instructions: Sequence[Instruction]
+) -> list[str]:
+    """Weight gradients that held more than the list allows for, or less than a quarter: it allows for twice the routed rows."""
+    partitions = Counter()
+    for i in instructions:
+        if i.kind == "weight-gradient" and i.micro_batch == 0:
+            partitions[i.name] += len(i.partition) or 1
+    found = []
+    for (name, _), storages in held.items():
+        size = sum(storages.values())
+        whole = deferred_bytes(parse_operator(name), context.plan, context.stage, context.model)
+        if not whole / partitions[name] / 4 <= size <= whole / partitions[name]:
+            found.append(f"{name} {size} of {whole / partitions[name]}")
+    return found
+
+
+def broken_updates() -> dict[str, type]:
+    """Name -> an update with that fault, which the checks inside the runtime do not see."""
+    from moe_overlap.runtime.state.update import StepUpdate, UpdateState
+
+    class Forgetful(StepUpdate):
+        def _publish(self, instruction: Instruction, state: UpdateState) -> None:
+            state.is_published = True
+
+    class Late(StepUpdate):
+        """The weights of the first group move before the gradients are complete."""
+
+        completing: Instruction | None = None
+
+        def _complete_gradients(self, instruction: Instruction, state: UpdateState) -> None:
+            self.completing, state.is_reduced = instruction, True
+
+        def _step_group(self, instruction: Instruction, state: UpdateState) -> None:
+            super()._step_group(instruction, state)
+            if self.completing is not None:
+                super()._complete_gradients(self.completing, state)
+                self.completing = None
+
+    class Swapping(StepUpdate):
+        """Two groups step in the other order."""
+
+        first: Instruction | None = None
+        swapped = False
+
+        def _step_group(self, instruction: Instruction, state: UpdateState) -> None:
+            if self.first is None:
+                self.first = instruction
+                return
+            super()._step_group(instruction, state)
+            if not self.swapped:
+                super()._step_group(self.first, state)
+                self.swapped = True
+
+    return {"a gather left out": Forgetful, "a step before the reduction": Late, "a swap of two steps": Swapping}
+
+
+def check_refusals(flags: str) -> dict[str, str]:
+    """Lists whose update is not whole -> what the executor says to them; empty where it runs them."""
+    from moe_overlap.plan.operators import OperatorKind
+
+    job = _assembled(f"{MODEL} {IRREGULAR} {flags}")
+    feed = job.batches("train", 0)
+    instructions = list(job.schedule.instructions)
+    places: dict[OperatorKind, int] = {}
+    for place, instruction in enumerate(instructions):
+        if instruction.operator.is_update:
+            places.setdefault(instruction.operator.kind, place)
+    lists = {f"without {kind}": [i for n, i in enumerate(instructions) if n != place] for kind, place in places.items()}
+    norm, step = places[OperatorKind.NORM], places[OperatorKind.OPTIMIZER]
+    early = instructions.copy()
+    early.insert(norm, early.pop(step))
+    lists["a step before the norm"] = early
+    copied = dataclasses.replace(instructions[step], kind="copy", name="offload.head.weights")
+    lists["a copy"] = [*instructions, copied]
+    found = {}
+    for name, broken in lists.items():
+        try:
+            job.machinery.runner.run(broken, feed, 0)
+            found[name] = ""
+        except (AssertionError, ValueError) as error:
+            found[name] = str(error)
     return found
 
 
@@ -74,6 +195,9 @@ def different_order(spans: Sequence[Span], instructions: Sequence[Instruction]) 
         steps["compute"] = [
             (n, 0, 0, p) if n.startswith("optimizer.") else (n, c, m, p) for n, c, m, p in steps["compute"]
         ]
+    # Across channels, too: a step of the optimizer is ordered behind collectives.
+    recorded["update"] = [(span.name, 0, 0, ()) for span in spans if span.operator.is_update]
+    listed["update"] = [(i.name, 0, 0, ()) for i in instructions if i.operator.is_update]
     found = {}
     for channel in sorted(recorded.keys() | listed.keys()):
         ours, theirs = recorded[channel], listed[channel]

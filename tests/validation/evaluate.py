@@ -42,7 +42,11 @@ class Case:
         of_release, other_release = constants.of_release(self.row["release"] or None)
         reasons = ["GPU"] * other_gpu + ["release"] * other_release + list(self.features.not_modelled)
         machine = Machine(
-            cluster=self.cluster, constants=of_gpu, release=of_release, fragmentation=constants.fragmentation
+            cluster=self.cluster,
+            constants=of_gpu,
+            release=of_release,
+            fragmentation=constants.fragmentation,
+            memory=constants.memory,
         )
         return price(self.job.plan, self.job.model, self.families, machine, self.features, tuple(reasons))
 

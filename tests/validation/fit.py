@@ -15,9 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.describe.cluster import GIB, known_gpus
 from moe_overlap.tuner.capture.cache import cache_folder
+from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json
 from tests.validation.evaluate import Case
 
@@ -159,9 +162,15 @@ def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
     return _rounded(statistics.median(shares)) if shares else 0.0
 
 
+def memory_quantiles(ratios: Sequence[float]) -> MemoryQuantiles:
+    """The 5 % and the 95 % quantile of measured over predicted peaks."""
+    low, high = np.quantile(np.array(ratios), [0.05, 0.95])
+    return MemoryQuantiles(_rounded(float(low)), _rounded(float(high)))
+
+
 def main() -> None:
     """Fit and write: GPU types of the table of steps, and apart from them L4, of which recorded runs alone tell."""
-    from tests.validation.recorded_cases import calibration_steps
+    from tests.validation.recorded_cases import calibration_peaks, calibration_steps
     from tests.validation.recorded_runs import measured_links
     from tests.validation.table import calibration_cases
 
@@ -171,7 +180,11 @@ def main() -> None:
     of_steps = fit(calibration_cases(times=True), report)
     of_runs = fit(calibration_steps(cache_folder()), report, dataclasses.replace(START, **measured_links()))
     constants = dataclasses.replace(of_steps, gpus=of_steps.gpus | of_runs.gpus)
-    constants = dataclasses.replace(constants, fragmentation=fragmentation(calibration_cases(times=False), constants))
+    peaks = calibration_cases(times=False)
+    constants = dataclasses.replace(constants, fragmentation=fragmentation(peaks, constants))
+    ratios = [1.0 / (1.0 + case.memory_error(constants)) for case in peaks if not case.row.is_reserved]
+    ratios += calibration_peaks(cache_folder(), constants)
+    constants = dataclasses.replace(constants, memory=memory_quantiles(ratios))
     TARGET.write_text(constants_json(constants), encoding="utf-8")
 
 

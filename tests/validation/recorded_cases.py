@@ -90,9 +90,9 @@ def _split(values: Iterable[Value | None]) -> str:
     return "test" if any(value is not None and value.split == "test" for value in values) else "calibration"
 
 
-def recorded_cases(cache_dir: Path) -> list[RunCase]:
-    """Every recorded run, prepared; what is not in the cache is captured by one process."""
-    runs = recorded_runs()
+def recorded_cases(cache_dir: Path, harness: str = "") -> list[RunCase]:
+    """Every recorded run, or those of one harness, prepared; what is not in the cache is captured by one process."""
+    runs = [run for run in recorded_runs() if harness in ("", run.harness)]
     jobs = [job_of(run) for run in runs]
     asked = [stage_requests(job.config, job.model, job.plan) for job in jobs]
     wanted = {request.sha256(): request for stages in asked for several in stages.values() for request in several}
@@ -158,3 +158,13 @@ def calibration_steps(cache_dir: Path) -> list[Step]:
     """Mist's own steps on L4, of which the table of steps has none. What Aceso recomputes is not known well enough to fit to."""
     cases = [case for case in recorded_cases(cache_dir) if (case.run.harness, case.run.gpu_type) == ("Mist", "L4")]
     return [Step(case) for case in cases if case.run.is_calibration]
+
+
+def calibration_peaks(cache_dir: Path, constants: Constants) -> list[float]:
+    """Measured over predicted allocated peaks of Mist's own calibration runs; what Aceso recomputes is not known well enough."""
+    return [
+        1.0 / (1.0 + compared.error)
+        for case in recorded_cases(cache_dir, "Mist")
+        for compared in case.compared(constants)
+        if compared.what == "allocated" and compared.split == "calibration"
+    ]

@@ -540,7 +540,7 @@ class OverlapConfig:
     defer_weight_gradients: bool = False
     """Compute weight gradients while a backward all-to-all is under way."""
     max_deferred_bytes: int = 1 << 30
-    """Most bytes that deferred weight gradients may hold; beyond it they are computed at once."""
+    """Most bytes that deferred weight gradients may hold; the instruction list computes early what does not fit."""
     trace: str | None = None
     """Write the measured spans of the last step as a Perfetto trace, one file per rank."""
 

@@ -56,10 +56,6 @@ EFFECTS = (
         "overlap-dispatch-backward-with-experts-wgrad",
     ),
     _effect("activations on the host: less memory, copies beside the passes", "fine-grained-activation-offloading"),
-    _effect(
-        "activations of so many layers on the host: less memory, copies beside the passes",
-        "cpu-offloading-num-layers",
-    ),
     _effect("optimizer states on the host: less memory, a slower update", "optimizer-cpu-offload"),
     _effect(
         "optimizer states on the host between updates: less memory, copies around the update",
@@ -133,7 +129,7 @@ EFFECTS = (
     ),
 )
 """The first pattern that fits a flag counts."""
-MODELLED = ("--use-megatron-fsdp",)
+MODELLED = ("--use-megatron-fsdp", "--cpu-offloading-num-layers")
 """Flags that training refuses and a prediction prices."""
 AFTER_THE_TABLE = ("--chunked-optimizer-state-offload", "--optimizer-state-offload-chunk-size-mb")
 """Flags of published recipes whose release of Megatron-LM is newer than the table of upstream's flags."""

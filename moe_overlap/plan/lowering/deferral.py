@@ -10,16 +10,22 @@ Behind the last micro-batches of a step every stage but the first hands on that 
 (`send.S0>S1.backward`) and stands in the entry of any one layer of the chunk; it ends with the pass: the next micro-batch adds to
 the same sums behind it.
 
+Bound. What waits keeps the input and the output gradient of its product alive. `within_bound` computes early what the plan's
+`max_deferred_bytes` does not let wait, from bytes in closed form (sizes.py): every rank of a stage has the same list, so that
+collectives inside a weight gradient and those that its announcement starts meet. The runtime only checks the bytes.
+
 Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2 (whose schedules also let weight gradients wait for longer).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import operators
+from moe_overlap.plan.instructions import BufferId, BufferRole, Instruction, parse_buffer
 from moe_overlap.plan.lowering.dependencies import Draft
 from moe_overlap.plan.operators import (
     ATTENTION,
@@ -35,6 +41,7 @@ from moe_overlap.plan.operators import (
     MLP,
     SHARED,
     WEIGHT_GRADIENT,
+    WEIGHTS,
     OperatorId,
     OperatorKind,
     boundary_operator,
@@ -43,7 +50,8 @@ from moe_overlap.plan.operators import (
     weight_gradient,
 )
 from moe_overlap.plan.overlap import StageOverlap
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.sizes import deferred_bytes
 
 SLOT_PARTS = (COMBINE, DISPATCH)
 """Exchanges whose backward is a slot."""
@@ -189,3 +197,66 @@ def receives_first(drafts: Iterable[Draft]) -> Iterator[Draft]:
         is_behind_send = draft.kind == "point-to-point"
         yield draft
     yield from waiting
+
+
+def within_bound(drafts: Sequence[Draft], plan: Plan, stage: StagePlan, model: ModelDescription) -> Iterator[Draft]:
+    """A list in which the weight gradients that wait never hold more than the plan's `max_deferred_bytes`.
+
+    1. A backward operator leaves the operands of its products; the product that its backward pass meets first comes first.
+    2. A gradient waits for its slot if all that wait then stay within the bound.
+    3. Otherwise it is computed right behind the operator, behind those of its name that wait: sums over partitions keep their
+       order, and stay bitwise equal.
+    4. Its slot computes the partitions that are left; where none is left, the instruction is gone.
+    """
+    bound = stage.overlap.max_deferred_bytes
+    saved = {buffer: parse_buffer(buffer) for draft in drafts for buffer in draft.writes}
+    saved = {buffer: named for buffer, named in saved.items() if named.role is BufferRole.SAVED}
+    partitions = Counter((named.gradient, named.micro_batch) for named in saved.values())
+    waiting: dict[str, int] = {}
+    held = 0
+    for draft in drafts:
+        if draft.kind == "weight-gradient":  # 4
+            left = [buffer for buffer in draft.reads if buffer in waiting]
+            if left:
+                yield _computing(draft, left)
+            held -= sum(waiting.pop(buffer) for buffer in left)
+            continue
+        yield draft
+        operands = [buffer for buffer in draft.writes if buffer in saved]
+        for buffer in sorted(operands, key=lambda buffer: _place_in_forward(saved[buffer]), reverse=True):  # 1
+            gradient = saved[buffer].gradient
+            whole = deferred_bytes(gradient, plan, stage, model)
+            waiting[buffer] = -(-whole // partitions[gradient, saved[buffer].micro_batch])
+            held += waiting[buffer]
+            if held <= bound:  # 2
+                continue
+            for early in [other for other in waiting if saved[other].gradient == gradient]:  # 3
+                held -= waiting.pop(early)
+                yield _computing(replace(draft, kind="weight-gradient", name=str(gradient), bytes=0), [early])
+
+
+def _computing(draft: Draft, saved: Sequence[str]) -> Draft:
+    """A draft that computes one weight gradient from these operands."""
+    layer = draft.operator.layer
+    total = "gradient.head" if layer is None else f"gradient.L{layer}"
+    partitions = (parse_buffer(buffer).partition for buffer in saved)
+    partition = tuple(number for number in partitions if number is not None)
+    return replace(draft, partition=partition, reads=(*saved, total), writes=(total,))
+
+
+def _place_in_forward(saved: BufferId) -> int:
+    return WEIGHTS[saved.gradient.kind].index(saved.gradient.weight)
+
+
+def early_gradients(instructions: Iterable[Instruction]) -> list[Instruction]:
+    """Weight gradients that a list computes right behind the operator that left their operands, and not in their slot.
+
+    A slot stands behind a communication: an all-to-all or a send. Reductions of gradients among the passes are no slots.
+    """
+    early, is_in_slot = [], False
+    for instruction in instructions:
+        if instruction.kind == "weight-gradient":
+            early += [] if is_in_slot else [instruction]
+        elif not instruction.operator.is_bucket:
+            is_in_slot = instruction.kind != "compute"
+    return early

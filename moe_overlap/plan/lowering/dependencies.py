@@ -9,6 +9,7 @@ the waits of its runner, so that whoever simulates or checks the list sees what 
 - The executor (stages that overlap by their own lists) goes through its list from top to bottom. A communication starts behind
   the computation that stands before it: a receive is not posted earlier, and nothing is sent to a stage that has not posted it.
   Where starting a communication waits for another one, as a dispatch waits for its counts, later computation waits, too.
+  The norm waits for what was sent: all ranks meet there, behind all that they receive, so that this wait costs nothing.
 - megatron-core's 1F1B schedule waits for its transfers: a transfer starts behind all computation before it, and computation
   behind all transfers before it.
 - megatron-core's interleaved schedule and the resharding of unlike stages run transfers beside computation: nothing is added.
@@ -50,6 +51,7 @@ def issued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction,
     communications = {i.id for i in instructions if i.kind in COMMUNICATION}
     last_computation: tuple[int, ...] = ()
     waited_for: set[int] = set()
+    last_sends: dict[str, int] = {}
     for instruction in instructions:
         before: set[int] = set()
         if instruction.channel == COMPUTE:
@@ -57,6 +59,10 @@ def issued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction,
             before, waited_for, last_computation = waited_for, set(), (instruction.id,)
         elif instruction.kind in COMMUNICATION:
             before = set(last_computation)
+            if instruction.operator.kind is OperatorKind.NORM:
+                before |= set(last_sends.values())
+            elif instruction.sends:
+                last_sends[instruction.channel] = instruction.id
             waited_for |= communications.intersection(instruction.after)
         waits.append(instruction, before)
     return tuple(waits.ordered)

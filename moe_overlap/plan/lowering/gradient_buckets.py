@@ -1,6 +1,7 @@
 """The end of a step as instructions, and gradients reduced in buckets before it, where no token waits for the link.
 
-The update (`lower_update`): gradient reduction, norm, optimizer steps, parameter gathering.
+The update (`lower_update`): gradient reduction, norm, optimizer steps, parameter gathering. It stands in every list, with 0 bytes
+where the replicas have nothing to send: gradients that other groups share are completed, and master weights copied, all the same.
 
 Buckets. Terms. A parameter group (`embedding`, `L3`, `head`) is complete behind the last instruction of the step that writes its
 gradient, deferred weight gradients included. An all-to-all is pending from its instruction to the first that waits for it, or for
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan import sizes as payload
-from moe_overlap.plan.instructions import COMPUTE, Instruction
+from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL, EXPERT_CHANNEL
 from moe_overlap.plan.operators import NORM, OperatorKind, state_operator
@@ -60,11 +61,10 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
     parts = optimizer_parts(plan, stage_index, model)
     sizes = {part: payload.part_size(part, plan, stage, model) for part in parts}
     totals = tuple(f"gradient.{part}" for part in parts)
-    replicated = is_replicated(stage)
-    if replicated and stage.overlap.gradient_chunk_bytes == 0:
-        whole = sum(sizes.values(), PartSize(0, 0))
-        sent = whole.reduction_bytes(stage)
-        yield Draft(kind="collective", name="gradients", channel=DATA_CHANNEL, reads=totals, writes=totals, bytes=sent)
+    kind, channel = _meeting(plan)
+    in_buckets = stage.overlap.gradient_chunk_bytes > 0
+    sent = 0 if in_buckets else sum(sizes.values(), PartSize(0, 0)).reduction_bytes(stage)
+    yield Draft(kind=kind, name=str(OperatorKind.GRADIENTS), channel=channel, reads=totals, writes=totals, bytes=sent)
     # Clipping scales by the norm over all ranks: no parameter group may step before it is known.
     yield norm_of(plan, totals)
     for part in parts:
@@ -75,24 +75,24 @@ def lower_update(plan: Plan, stage_index: int, model: ModelDescription) -> Itera
             reads=reads,
             writes=(f"parameters.{part}", f"state.{part}"),
         )
-    if replicated and stage.zero_level > 0:
+    if stage.zero_level > 0:
         # ZeRO: each replica has updated its own shard of the weights only.
         shards = tuple(f"parameters.{part}" for part in parts)
         sent = sum(size.gather_bytes(stage, plan.precision) for size in sizes.values())
-        yield Draft(kind="collective", name="parameters", channel=DATA_CHANNEL, reads=shards, writes=shards, bytes=sent)
+        name = str(OperatorKind.PARAMETERS)
+        yield Draft(kind=kind, name=name, channel=channel, reads=shards, writes=shards, bytes=sent)
+
+
+def _meeting(plan: Plan) -> tuple[Kind, str]:
+    """Kind and channel of an instruction in which ranks meet; a rank alone computes it."""
+    return ("compute", COMPUTE) if plan.world_size == 1 else ("collective", DATA_CHANNEL)
 
 
 def norm_of(plan: Plan, totals: tuple[str, ...], buffer: str = NORM_BUFFER) -> Draft:
     """The norm of all gradients, over all ranks."""
-    alone = plan.world_size == 1
-    return Draft(
-        kind="compute" if alone else "collective",
-        name=str(NORM),
-        channel=COMPUTE if alone else DATA_CHANNEL,
-        reads=totals,
-        writes=(buffer,),
-        bytes=0 if alone else NORM_BYTES,
-    )
+    kind, channel = _meeting(plan)
+    sent = 0 if plan.world_size == 1 else NORM_BYTES
+    return Draft(kind=kind, name=str(NORM), channel=channel, reads=totals, writes=(buffer,), bytes=sent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """A plan, lowered: the static instruction list of one rank. What runs is decided here and nowhere else.
 
-A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Inside a
-pass, ranges of operators run in partitions, and weight gradients stand under all-to-alls or behind the send at its end;
-a backward pass is interleaved with the forward pass of another micro-batch; gradients that are complete are reduced
-between all-to-alls; each where the plan says so. With ZeRO 2 and 3 and with offloading every parameter group steps by
-itself, and its collectives and copies stand around the passes. A plan with a field that is not lowered yet is refused
-with the field's name.
+A list is: the passes of the stage's pipeline order, each between the transfers it needs, then the update. Each where the
+plan says so: inside a pass, ranges of operators run in partitions; weight gradients stand under all-to-alls or behind the
+send at its end, and behind their own operator where the bound on held bytes does not let them wait; a backward pass is
+interleaved with the forward pass of another micro-batch; gradients that are complete are reduced between all-to-alls. With
+ZeRO 2 and 3 and with offloading every parameter group steps by itself, and its collectives and copies stand around the
+passes. A plan with a field that is not lowered yet is refused with the field's name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import refuse_what_cannot_be_lowered
 from moe_overlap.plan.instructions import Instruction, parse_access, placed, saved_for
-from moe_overlap.plan.lowering.deferral import receives_first
+from moe_overlap.plan.lowering.deferral import receives_first, within_bound
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list, check_races, in_issue_order
 from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces, lower_update
 from moe_overlap.plan.lowering.interleave import interleave
@@ -105,6 +105,7 @@ def _written(
         drafts += interleave(*written) if len(written) == 2 else written[0]
     # On the joined list, because a receive and the slot in front of it belong to different passes.
     drafts = list(receives_first(drafts))
+    drafts = list(within_bound(drafts, plan, plan.stages[index], model))
     to = ListBuilder(index)
     if plan.stages[index].is_decoupled:
         DecoupledLowering(PartDrafts(plan, index, model, saved_bytes), to, while_waiting).write(drafts)

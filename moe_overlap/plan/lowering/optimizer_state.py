@@ -24,6 +24,9 @@ Buffers: `parameters.L3`, `gradient.L3`, `state.L3` are what stays on the device
 it is there and `host.*` its home; `weights.L3` are gathered weights; `dweights.L3.m0` is the gradient of one
 micro-batch before it is scattered. Channels: `h2d` and `d2h` for copies, `optimizer` for steps, `dp` for collectives.
 
+No runner executes such a list (capabilities.py). It has no instruction that completes what other groups share (`gradients` of
+gradient_buckets.py): where tied embeddings and the division by tokens belong is for the runner to decide that will follow it.
+
 Source: Mist, section 5.1. Beyond it: a micro-batch's first gradient sum is not fetched, and steps have a channel of their own.
 """
 

@@ -173,7 +173,7 @@ class ChunkOperators:
                 rotary_pos_sin=None,
             )
             loss, report = self._loss(losses_BS, batch)
-            state.reports.append(report)
+            state.update.reports.append(report)
             return loss
 
         state.segments[place_of(i, operator)] = Segment(head, [state.buffers.read(i, R.NORMED)])

@@ -3,7 +3,8 @@
 For each instruction in turn: wait for what its `after` names, then run it. Compute runs at once; a communication is started and
 waited for by whoever names it or a later one of its channel, so any number may be under way on a channel. What meets what is
 decided by the list alone: transfers by their order on the communicator of their boundary and direction, which
-plan/lowering/rendezvous.py has checked, all-to-alls by their order in the expert group.
+plan/lowering/rendezvous.py has checked, all-to-alls by their order in the expert group. The update is part of the list: its
+instructions run to their end where they stand (state/update.py), behind what is under way on their channel.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction, stem_of
+from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.lowering.dependencies import last_uses
 from moe_overlap.plan.operators import FORWARD, RECOMPUTE
 from moe_overlap.runtime.context import RunContext
@@ -129,15 +131,9 @@ class PlanExecutor:
         state = self._state(instructions, batches, step)
         device = next(self._chunks[0].parameters()).device
         set_aux_loss_scale(state.loss_scale, device)
-        self._follow([i for i in instructions if not is_update(i)], state)
-        # A gradient still in the queue would miss the reduction.
-        self._queue.assert_empty()
-        self._update.reduce(
-            _tokens_of(state.reports, device) if self._per_token else None,
-            over_replicas=self._pieces.finish if self._pieces is not None else None,
-        )
+        self._follow(instructions, state)
         get_moe_layer_wise_logging_tracker().clear()
-        return self._update.finish(instructions, state.reports)
+        return self._update.result(state.update)
 
     @torch.no_grad()
     def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
@@ -148,7 +144,7 @@ class PlanExecutor:
         state = self._state(instructions, batches, step)
         forward = [i for i in instructions if not is_update(i) and not _is_backward(i)]
         self._follow(forward, state)
-        loss, tokens, _ = self._update.mean_losses(state.reports)
+        loss, tokens, _ = self._update.mean_losses(state.update.reports)
         get_moe_layer_wise_logging_tracker().clear()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
 
@@ -174,10 +170,19 @@ class PlanExecutor:
         started: dict[int, _Started] = {}
         # Buffers go after their last use, not at the step's end: peak memory is that of the list's order.
         ends = last_uses(instructions)
+        # Of one name and micro-batch only the last tells DDP that the gradient is there.
+        announcing = {(i.name, i.micro_batch): i.id for i in instructions if i.kind == "weight-gradient"}
+        early = {i.id for i in early_gradients(instructions)}
         for i in instructions:
             for number in i.after:
                 self._wait(number, started)
-            if i.kind == "compute":
+            if i.kind != "weight-gradient":
+                self._queue.begin_operator()
+            if is_update(i):
+                # Their channel runs in order, and they work on the host: what it carries must have arrived.
+                self._wait_for_channel(i.channel, started)
+                self._update.run(i, state.update)
+            elif i.kind == "compute":
                 self._operators[i.chunk or 0].compute(i, state)
             elif i.kind in ("collective", "point-to-point"):
                 started[i.id] = _Started(i.channel, self._start(i, state))
@@ -185,17 +190,17 @@ class PlanExecutor:
                     self._wait(i.id, started)
             elif i.kind == "weight-gradient":
                 self._recorder.place_at(i)
-                self._queue.run(i.name)
+                is_last = announcing[i.name, i.micro_batch] == i.id
+                self._queue.run(i.name, len(i.partition) or 1, announce=is_last, is_early=i.id in early)
             else:
                 raise ValueError(f"no binding for {i}")
             # What a communication under way reads, it holds itself.
             for buffer in ends[i.id]:
                 state.buffers.drop(buffer)
-        # Nothing in the list waits for the last sends: they must have gone before the update's collectives start.
+        # The forward part of a list, which an evaluation runs, ends with sends that nothing in it waits for.
         for number in list(started):
             self._wait(number, started)
         self._recorder.end()
-        self._recorder.place(0, 0)  # what follows, the update, belongs to no partition
         assert not state.segments or not torch.is_grad_enabled(), f"left without backward: {list(state.segments)[:3]}"
 
     def _start(self, i: Instruction, state: StepState) -> Callable[[], None]:
@@ -228,9 +233,14 @@ class PlanExecutor:
             self._recorder.end()
             started.pop(earlier).finish()
 
+    def _wait_for_channel(self, channel: str, started: dict[int, _Started]) -> None:
+        """Wait for everything that is under way on a channel."""
+        for number in [n for n, under_way in started.items() if under_way.channel == channel]:
+            self._wait(number, started)
+
 
 def is_update(i: Instruction) -> bool:
-    """Whether an instruction stands behind the passes."""
+    """Whether an instruction belongs to the update, which an evaluation leaves out."""
     return i.operator.is_update
 
 
@@ -245,11 +255,6 @@ class _Started:
 def _is_backward(i: Instruction) -> bool:
     """Whether an evaluation leaves it out: what runs in a backward pass, and the reductions of gradients among the passes."""
     return i.in_backward_pass or i.operator.is_bucket
-
-
-def _tokens_of(reports: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Tokens that count in this rank's micro-batches, int64; 0 off the last stage."""
-    return sum((report[1].long() for report in reports), torch.zeros((), dtype=torch.int64, device=device))
 
 
 def _summed_loss(losses_BS: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from moe_overlap.runtime.dispatch.capacity_chunks import CapacityChunk, capacity
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.executor.buffers import Buffers, is_part
 from moe_overlap.runtime.executor.segments import Segment
+from moe_overlap.runtime.state.update import UpdateState
 from moe_overlap.runtime.step import Batch
 
 Place = tuple[OperatorKind, int | None, int, int]
@@ -49,8 +50,7 @@ class StepState:
     """Capacity used so far, by layer and micro-batch."""
     normed: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
     """Input of a shared expert on the way forward, its gradient on the way back."""
-    reports: list[Tensor] = field(default_factory=list)
-    """Loss sum and token count of every micro-batch."""
+    update: UpdateState = field(default_factory=UpdateState)
 
 
 def place_of(i: Instruction, operator: OperatorId) -> Place:

@@ -1,7 +1,7 @@
 """The step runner over megatron-core's pipeline schedules (1F1B and interleaved), for uniform plans without overlap.
 
 megatron-core's schedule executes the passes; the instruction list states what must come out, and a test compares the recorded
-order with it. The number of micro-batches and the order of the optimizer are read from the list.
+order with it. The number of micro-batches and the update are read from the list.
 
 Three sections: transfers between stages with spans; the runner; spans of the operators outside the layers.
 """
@@ -29,7 +29,7 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
-from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
+from moe_overlap.runtime.state.update import StepUpdate, UpdateState, micro_batch_loss, micro_batches_of
 from moe_overlap.runtime.step import Batch, StepResult
 
 
@@ -129,6 +129,7 @@ class MegatronStepRunner:
         self.context, self._recorder, self._optimizer = context, context.recorder, context.optimizer
         self._update = StepUpdate(context)
         self._loss_scale = 1.0
+        self._ending: tuple[Instruction, UpdateState] | None = None
         pipeline, chunks = context.groups.collection.pp, context.chunks
         config = self._schedule_config()
         self._scheduled = [ScheduledChunk(chunk, config) for chunk in chunks]
@@ -163,9 +164,15 @@ class MegatronStepRunner:
         self._optimizer.zero_grad()
         for chunk in self.context.chunks:
             chunk.train()
-        reports = self._pass(instructions, batches, step, forward_only=False)
+        # megatron-core's schedule ends with the reduction of gradients: it runs the first update instruction (`_finalize`).
+        completing, *update = (i for i in instructions if i.operator.is_update)
+        state = UpdateState()
+        self._ending = completing, state
+        state.reports = self._pass(instructions, batches, step, forward_only=False)
         get_moe_layer_wise_logging_tracker().clear()
-        return self._update.finish(instructions, reports)
+        for instruction in update:
+            self._update.run(instruction, state)
+        return self._update.result(state)
 
     @torch.no_grad()
     def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
@@ -234,7 +241,10 @@ class MegatronStepRunner:
 
     def _finalize(self, chunks: Sequence[ScheduledChunk], token_count: Tensor | None = None, **_: Any) -> None:
         """Reduce the gradients; the schedule's own arguments beside the token count name what the context holds."""
-        self._update.reduce(token_count)
+        assert self._ending is not None
+        completing, state = self._ending
+        state.token_count = token_count
+        self._update.run(completing, state)
 
 
 def _record_ends(model: GPTModel, recorder: SpanRecorder) -> None:

@@ -87,6 +87,8 @@ class MegatronLayerwiseOptimizer:
         part_of = {id(parameter): part for part, parameter in named_parts(chunks)}
         self._shards = [_shards_by_part(inner, part_of) for inner in optimizer.chained_optimizers]
         self.parts = tuple(sorted({part for shards in self._shards for part in shards}, key=part_order))
+        # Of the whole stage: a check of this rank's shards alone would stop some ranks and leave the others in a collective.
+        self._parts_of_stage = frozenset(part_of.values())
         self._stepped: set[str] = set()
 
     @property
@@ -175,7 +177,7 @@ class MegatronLayerwiseOptimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Copy master weights to the model and gather them (at the next forward pass where that is overlapped)."""
-        missing = set(self.parts) - self._stepped
+        missing = self._parts_of_stage - self._stepped
         assert not missing, f"parts without a step: {sorted(missing)}"
         for inner in self.megatron.chained_optimizers:
             inner._copy_main_params_to_model_params()

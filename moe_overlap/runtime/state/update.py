@@ -1,9 +1,16 @@
-"""The end of a step, shared by the runners.
+"""The update of a step: every update instruction of a list bound to what does it, for both runners.
 
-1. Gradients are reduced over every group that shares a parameter (`finalize_gradients`).
-2. Norm and loss become known to all ranks; the gradients are clipped.
-3. The optimizer steps one parameter group after the other, in the order of the instruction list.
-4. The updated weights are made visible to every replica.
+1. `gradients` completes the reduction over every group that shares a parameter (`finalize_gradients`). It stands in every list,
+   also where no replica takes part or the replicas' share has travelled in buckets: tied embeddings, gradients that tensor ranks
+   share, expert biases and the division by tokens belong to it.
+2. `optimizer.norm`: norm and loss become known to all ranks; the loss scale is undone and the gradients are clipped.
+3. `optimizer.<group>`: this rank's shard of one parameter group steps.
+4. `parameters`: the updated weights are made visible to every replica.
+
+Contract. A runner hands over the update instructions of its list one by one, in list order, and nothing of the update runs
+otherwise. What must have come before is asserted, not made good. Steps 3 and 4 leave the weights alone where loss or norm is not
+finite. Copies, and reductions or gathers of one parameter group (ZeRO 2 and 3, offloading), have no binding: capabilities.py
+refuses plans with them.
 
 Steps 1, 2 and 4 are collective, in this order on every rank. `finalize_gradients` is the sequence of megatron-core's
 `finalize_model_grads` with the groups handed over: megatron-core's own reads `parallel_state` for the routers' expert bias.
@@ -14,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -28,8 +36,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.operators import OperatorKind
 from moe_overlap.runtime.context import RunContext
+from moe_overlap.runtime.state.optimizer import PreparedGradients
 from moe_overlap.runtime.step import StepResult, naming
+
+WHOLE_STAGE, ONE_GROUP = False, True
+"""Whether an instruction is of one parameter group."""
 
 
 def finalize_gradients(
@@ -81,8 +94,44 @@ def update_expert_bias(chunks: Sequence[DistributedDataParallel], group: dist.Pr
         router.expert_bias += torch.sign(counts_E.mean() - counts_E) * rate
 
 
+@dataclass(slots=True)
+class UpdateState:
+    """Progress of one step's update.
+
+    Attributes:
+        reports: [sum of the losses, tokens] of this rank's micro-batches, followed by the same of every prediction layer; empty
+            off the last stage. Complete when the norm begins.
+        token_count: with a per-token loss, the tokens of this rank's micro-batches (right on the last stage only) where the
+            schedule counts them; None: the reports tell.
+        is_reduced: whether `gradients` has run.
+        gradients: known behind `optimizer.norm`, as the losses are.
+        loss, tokens, predictions: as in `StepResult`.
+        is_published: whether `parameters` has run.
+    """
+
+    reports: list[Tensor] = field(default_factory=list)
+    token_count: Tensor | None = None
+    is_reduced: bool = False
+    gradients: PreparedGradients | None = None
+    loss: float = math.nan
+    tokens: int = 0
+    predictions: tuple[float, ...] = ()
+    is_published: bool = False
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether the weights move: loss and norm are finite. Both are equal on all ranks, and so is the answer."""
+        # A rank that updated alone would hold other weights for good.
+        assert self.gradients is not None, "the optimizer steps only behind the norm of all gradients"
+        return math.isfinite(self.loss) and math.isfinite(self.gradients.norm)
+
+
+Binding = Callable[[Instruction, UpdateState], None]
+"""Runs one update instruction to its end."""
+
+
 class StepUpdate:
-    """The operations that follow the last backward pass.
+    """The update instructions of one rank's list.
 
     Args:
         context: chunks, optimizer, groups and recorder of this rank.
@@ -91,41 +140,79 @@ class StepUpdate:
     def __init__(self, context: RunContext) -> None:
         self._chunks, self._optimizer = context.chunks, context.optimizer
         self._groups, self._recorder = context.groups, context.recorder
+        self._queue, self._buckets = context.weight_gradients, context.bucket_reduction
         self._device = context.device
+        self._bound: dict[tuple[OperatorKind, bool], Binding] = {
+            (OperatorKind.GRADIENTS, WHOLE_STAGE): self._complete_gradients,
+            (OperatorKind.NORM, WHOLE_STAGE): self._take_norm,
+            (OperatorKind.OPTIMIZER, ONE_GROUP): self._step_group,
+            (OperatorKind.PARAMETERS, WHOLE_STAGE): self._publish,
+        }
 
-    def reduce(self, token_count: Tensor | None = None, over_replicas: Callable[[], None] | None = None) -> None:
-        """Reduce the gradients over every group that shares a parameter; arguments as `finalize_gradients`."""
-        # Buckets have spans of their own among the passes: what is left is completed here and sends nothing over replicas.
-        in_buckets = over_replicas is not None
-        span = nullcontext() if in_buckets else self._replica_span("gradients")
-        with naming("gradients"), span:
-            config = self._chunks[0].config
-            finalize_gradients(self._chunks, token_count, self._groups.collection, config, over_replicas)
+    def run(self, instruction: Instruction, state: UpdateState) -> None:
+        """Run one update instruction.
 
-    def finish(self, instructions: Sequence[Instruction], reports: Sequence[Tensor]) -> StepResult:
-        """Norm, clipping and the list's optimizer instructions; the weights stay when loss or norm is not finite.
-
-        Args:
-            reports: [sum of the losses, tokens] of this rank's micro-batches, followed by the same of every prediction
-                layer; empty off the last stage.
+        Raises:
+            ValueError: nothing executes it.
+            CommunicationFailed: a peer is gone.
         """
-        with self._recorder.span("optimizer.norm", "dp"):
-            # Step 2. Both are collective, hence on every rank in this order, whatever the first one finds.
-            gradients = self._optimizer.prepare()
-            loss, tokens, predictions = self.mean_losses(reports)
-        # Equal on all ranks, as both numbers are: a rank that updated alone would hold other weights for good.
-        updated = math.isfinite(loss) and math.isfinite(gradients.norm)
-        if updated:
-            # Step 3.
-            for instruction in instructions:
-                if instruction.kind == "optimizer":
-                    with self._recorder.span(instruction.name, "compute"):
-                        self._optimizer.step(instruction.operator.group)
-            # Step 4.
-            with self._replica_span("parameters"):
-                self._optimizer.publish()
+        operator = instruction.operator
+        binding = self._bound.get((operator.kind, bool(operator.group)))
+        if binding is None:
+            raise ValueError(f"no binding for {instruction}")
+        with naming(instruction.name) if instruction.kind == "collective" else nullcontext():
+            binding(instruction, state)
+
+    def result(self, state: UpdateState) -> StepResult:
+        """The outcome of a step whose list has been followed to its end."""
+        assert state.gradients is not None, "the list has ended without the norm of the gradients"
+        updated = state.moves_weights
+        assert state.is_published or not updated, "the list has ended before the replicas have the updated weights"
         spans = tuple(self._recorder.spans())
-        return StepResult(loss, tokens, gradients.norm, updated, gradients.zeros, spans, predictions)
+        norm, zeros = state.gradients.norm, state.gradients.zeros
+        return StepResult(state.loss, state.tokens, norm, updated, zeros, spans, state.predictions)
+
+    def _complete_gradients(self, instruction: Instruction, state: UpdateState) -> None:
+        """Step 1."""
+        # A gradient still in the queue would miss the reduction.
+        self._queue.assert_empty()
+        config = self._chunks[0].config
+        tokens = state.token_count
+        if tokens is None and config.calculate_per_token_loss:
+            tokens = _tokens_of(state.reports, self._device)
+        # Buckets have been reduced where the list placed them: the replicas have nothing left to send.
+        over_replicas = self._buckets.finish if self._buckets is not None else None
+        with self._recorded(instruction):
+            finalize_gradients(self._chunks, tokens, self._groups.collection, config, over_replicas)
+        state.is_reduced = True
+
+    def _take_norm(self, instruction: Instruction, state: UpdateState) -> None:
+        """Step 2. Norm and loss are collective, hence on every rank in this order, whatever the first one finds."""
+        assert state.is_reduced, "the norm is taken of reduced gradients"
+        with self._recorded(instruction):
+            state.gradients = self._optimizer.prepare()
+            state.loss, state.tokens, state.predictions = self.mean_losses(state.reports)
+
+    def _step_group(self, instruction: Instruction, state: UpdateState) -> None:
+        """Step 3."""
+        if state.moves_weights:
+            with self._recorded(instruction):
+                self._optimizer.step(instruction.operator.group)
+
+    def _publish(self, instruction: Instruction, state: UpdateState) -> None:
+        """Step 4. megatron-core copies the master weights of all groups in one call, so that this is no work of their steps.
+
+        With --overlap-param-gather DDP gathers in the next forward pass: only the copies are left here.
+        """
+        if state.moves_weights:
+            with self._recorded(instruction):
+                self._optimizer.publish()
+        state.is_published = True
+
+    def _recorded(self, instruction: Instruction) -> AbstractContextManager[None]:
+        """A span from where the work of an instruction starts to its end."""
+        self._recorder.place_at(instruction)
+        return self._recorder.span(instruction.name, instruction.channel_group)
 
     def mean_losses(self, reports: Sequence[Tensor]) -> tuple[float, int, tuple[float, ...]]:
         """Compute the mean loss over the tokens of the global batch, their number, and the means of the prediction layers.
@@ -141,14 +228,6 @@ class StepUpdate:
         loss, *predictions = (total[0::2] / total[1::2].clamp(min=1)).tolist()
         return loss, int(total[1]), tuple(predictions)
 
-    def _replica_span(self, name: str) -> AbstractContextManager[None]:
-        """Open a span on the replicas' channel; without replicas nothing is sent and nothing recorded."""
-        collection = self._groups.collection
-        if collection.dp_cp.size() == collection.expt_dp.size() == 1:
-            self._recorder.end()
-            return nullcontext()
-        return self._recorder.span(name, "dp")
-
 
 def micro_batch_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the losses of one micro-batch that count; returns the sum and their number."""
@@ -159,3 +238,8 @@ def micro_batch_loss(losses_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor
 def micro_batches_of(instructions: Sequence[Instruction]) -> int:
     """Number of micro-batches of an instruction list."""
     return 1 + max(i.micro_batch for i in instructions if i.micro_batch is not None)
+
+
+def _tokens_of(reports: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Tokens that count in this rank's micro-batches, int64; 0 off the last stage."""
+    return sum((report[1].long() for report in reports), torch.zeros((), dtype=torch.int64, device=device))

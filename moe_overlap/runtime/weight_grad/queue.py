@@ -1,19 +1,19 @@
-"""Weight gradients put aside: closures by operator name, held within a bound of bytes, run where the instruction list says so.
+"""Weight gradients put aside: closures by operator name, run where the instruction list says so.
 
 One queue belongs to one stage of one rank and is passed to the modules that fill it. A gradient is computed (which frees what
 it was computed from) and then announced (DDP may start to reduce its bucket). What holds:
 
-1. Gradients of one name are computed in the order they were put: sums over micro-batches keep their order and stay bitwise.
-2. The tensors the queue keeps alive never exceed `max_bytes`, each storage counted once. What has no room is computed at once.
-3. Ranks may hold unequal bytes (their routed tokens differ), yet collectives must start in one order on all of them. So
-   gradients are announced only by `run` and `run_all`, whenever they were computed; and whether a gradient whose computation
-   itself communicates finds room depends only on the bytes of its kind, which are equal on every rank: where the sum is too
-   large, the others give way.
+1. The queue decides nothing. The list says which gradients wait, and for how long (plan/lowering/deferral.py); ranks hold unequal
+   bytes (their routed tokens differ), and a rank that decided for itself would start collectives in an order of its own.
+2. Gradients of one name are computed in the order they were put: sums over micro-batches keep their order and stay bitwise.
+3. Gradients of one name are announced together, behind the last of them that a micro-batch computes: DDP may reduce at once.
+4. `begin_operator` raises where the tensors that the queue keeps alive, each storage counted once, exceed `max_bytes`: the list
+   was made for a stated bound of routed rows (sizes.ROUTED_LOAD_BOUND), and this rank received more.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,51 +21,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_overlap.plan.sizes import ROUTED_LOAD_BOUND
+
 SHOWN = 8
 
 
 class DeferralError(Exception):
-    """A weight gradient was put aside and never computed: our own mistake, never a user's."""
+    """A weight gradient was put aside and never computed, or computed before it was put: our own mistake, never a user's."""
 
 
-@dataclass(slots=True)
-class InlineRuns:
-    """Gradients the bound left no room for and that were computed early, and the bytes of the tensors they came from."""
-
-    count: int = 0
-    bytes: int = 0
+class DeferredBytesExceeded(RuntimeError):
+    """Weight gradients that wait hold more bytes on this rank than the plan allows; the message is one line for the user."""
 
 
 @dataclass(slots=True)
 class _Entry:
     name: str
+    operator: int
+    """Number of the operator that put it; an operator of experts one by one puts a gradient for each of them."""
     compute: Callable[[], None]
     announce: Callable[[], None]
     held: tuple[Tensor, ...]
-    communicates: bool
 
 
 class WeightGradQueue:
     """Computations of weight gradients by operator name (`L0.attention.qkv.dW`).
 
     Args:
-        max_bytes: most bytes that may be held; None is no bound, 0 computes every gradient at once. A gradient it has no room
-            for is computed at once and counted in `inline`.
+        max_bytes: most bytes that `begin_operator` accepts; None is no bound.
         computing: is told the name of every gradient that `run` and `run_all` begin to compute.
     Attributes:
-        peak_bytes: most bytes held so far.
-        inline: gradients that were computed early so far.
+        peak_bytes: most bytes that `begin_operator` has found held so far.
+        early: gradients that the list had computed before their slot so far, because the bound did not let them wait.
     """
 
     def __init__(self, max_bytes: int | None = None, computing: Callable[[str], None] = lambda name: None) -> None:
-        self.peak_bytes = 0
-        self.inline = InlineRuns()
+        self.peak_bytes = self.early = 0
         self._max_bytes, self._computing = max_bytes, computing
-        self._next_number = 0
-        self._entries: dict[int, _Entry] = {}  # not announced
-        self._waiting: dict[int, _Entry] = {}  # of these, not computed
-        self._numbers: dict[str, deque[int]] = {}  # of the entries of a name
-        self._held, self._held_by_communicating = _Storages(), _Storages()
+        self._next_number = self._operator = 0
+        self._entries: dict[int, _Entry] = {}
+        self._numbers: dict[str, deque[int]] = defaultdict(deque)  # of the entries of a name
+        self._computed: dict[str, list[Callable[[], None]]] = defaultdict(list)  # and not announced
+        self._held = _Storages()
         self._put: Counter[str] = Counter()
         self._announced: Counter[str] = Counter()
 
@@ -74,7 +71,7 @@ class WeightGradQueue:
 
     def figures(self) -> dict[str, int]:
         """For the log: most bytes held so far, and how many gradients were computed early."""
-        return {"deferred_peak_bytes": self.peak_bytes, "deferred_early": self.inline.count}
+        return {"deferred_peak_bytes": self.peak_bytes, "deferred_early": self.early}
 
     def put(
         self,
@@ -83,54 +80,73 @@ class WeightGradQueue:
         held: Sequence[Tensor] = (),
         *,
         announce: Callable[[], None] = lambda: None,
-        communicates: bool = False,
     ) -> None:
         """Put a weight gradient aside.
 
         Args:
             compute: adds the gradient to what earlier micro-batches have left.
             held: tensors that `compute` keeps alive, parameters left out.
-            announce: is called after `compute`, in `run` or `run_all`; may start collectives.
-            communicates: whether `compute` contains a collective; all ranks of its group then put it at the same place.
+            announce: is called after `compute`; may start collectives.
         """
-        entry = _Entry(name, compute, announce, tuple(held), communicates)
         self._put[name] += 1
-        self._entries[self._next_number] = entry
-        names = self._numbers.setdefault(name, deque())
-        if self._has_room(entry):
-            self._hold(self._next_number, entry)
-            # Rule 3. There always is another one to give way: `_has_room` has found that those that communicate fit.
-            while self._max_bytes is not None and self._held.bytes > self._max_bytes:
-                oldest = next(number for number, other in self._waiting.items() if not other.communicates)
-                self._compute_early(self._release(oldest))
-        else:
-            # Rule 1: sums of floating-point numbers depend on their order.
-            for number in names:
-                if number in self._waiting:
-                    self._compute_early(self._release(number))
-            self._compute_early(entry)
-        names.append(self._next_number)
+        self._entries[self._next_number] = _Entry(name, self._operator, compute, announce, tuple(held))
+        self._numbers[name].append(self._next_number)
         self._next_number += 1
-        self.peak_bytes = max(self.peak_bytes, self._held.bytes)
+        self._held.add(held)
 
-    def run(self, name: str) -> int:
-        """Compute and announce all gradients of one name, the oldest first.
+    def begin_operator(self) -> None:
+        """Check the bytes of all that waits. What is put until the next call belongs to one operator of the list.
 
-        Returns:
-            Their number.
+        Raises:
+            DeferredBytesExceeded: they exceed `max_bytes`.
         """
-        numbers = list(self._numbers.get(name, ()))
+        self._operator += 1
+        self.peak_bytes = max(self.peak_bytes, self._held.bytes)
+        if self._max_bytes is not None and self._held.bytes > self._max_bytes:
+            raise DeferredBytesExceeded(
+                f"--max-deferred-bytes {self._max_bytes}: weight gradients that wait hold {self._held.bytes} bytes on this "
+                f"rank, which received more than {ROUTED_LOAD_BOUND:g} times its share of tokens; give {2 * self._held.bytes}"
+            )
+
+    def run(self, name: str, count: int | None = None, *, announce: bool = True, is_early: bool = False) -> int:
+        """Compute gradients of one name, the oldest first.
+
+        Args:
+            count: those of how many operators, such as the partitions of one; None is all that wait.
+            announce: whether they are the last of their name in a micro-batch: all that were computed are announced.
+            is_early: whether they do not wait for their slot; for the figures alone.
+        Returns:
+            How many gradients were computed.
+        Raises:
+            DeferralError: those of fewer operators wait.
+        """
+        operators = list(dict.fromkeys(self._entries[number].operator for number in self._numbers[name]))
+        chosen = set(operators[:count])
+        if count is not None and count > len(operators):
+            raise DeferralError(f"{name}: the list computes what {count} operators left, and {len(operators)} did")
+        numbers = [number for number in self._numbers[name] if self._entries[number].operator in chosen]
         for number in numbers:
-            self._finish(number)
+            self._compute(number)
+        self.early += len(chosen) if is_early else 0
+        if announce:
+            self._announce(name)
         return len(numbers)
 
     def run_all(self) -> None:
-        """Compute and announce every gradient, the oldest first."""
+        """Compute and announce every gradient, the oldest first.
+
+        Raises:
+            DeferredBytesExceeded: as `begin_operator`.
+        """
+        self.begin_operator()
         while self._entries:
-            self._finish(next(iter(self._entries)))
+            number = next(iter(self._entries))
+            name = self._entries[number].name
+            self._compute(number)
+            self._announce(name)
 
     def assert_empty(self) -> None:
-        """Check at the end of a step that every gradient put aside in it was computed.
+        """Check at the end of a step that every gradient put aside in it was computed and announced.
 
         Raises:
             DeferralError: some were not; names them with their number.
@@ -143,52 +159,21 @@ class WeightGradQueue:
         self._put.clear()
         self._announced.clear()
 
-    def _has_room(self, entry: _Entry) -> bool:
-        if self._max_bytes is None:
-            return True
-        # Rule 3: bytes that differ by rank must not decide when a collective runs.
-        held = self._held_by_communicating if entry.communicates else self._held
-        return held.bytes + held.new_bytes(entry.held) <= self._max_bytes
-
-    def _hold(self, number: int, entry: _Entry) -> None:
-        self._waiting[number] = entry
-        self._held.add(entry.held)
-        if entry.communicates:
-            self._held_by_communicating.add(entry.held)
-
-    def _release(self, number: int) -> _Entry:
-        entry = self._waiting.pop(number)
-        self._held.remove(entry.held)
-        if entry.communicates:
-            self._held_by_communicating.remove(entry.held)
-        return entry
-
-    def _compute_early(self, entry: _Entry) -> None:
-        self.inline.count += 1
-        self.inline.bytes += sum(tensor.nbytes for tensor in entry.held)
-        _compute(entry)
-
-    def _finish(self, number: int) -> None:
+    def _compute(self, number: int) -> None:
         entry = self._entries.pop(number)
         self._numbers[entry.name].remove(number)
-        if number in self._waiting:
-            self._computing(entry.name)
-            _compute(self._release(number))
+        self._computing(entry.name)
         with torch.no_grad():
-            # Rule 3: also where the gradient was computed early, since DDP may start a collective.
-            entry.announce()
-        self._announced[entry.name] += 1
+            entry.compute()
+        # Behind the computation: until then its operands are there, whatever the queue says.
+        self._held.remove(entry.held)
+        self._computed[entry.name].append(entry.announce)
 
-
-def _compute(entry: _Entry) -> None:
-    with torch.no_grad():
-        entry.compute()
-    # An announcement may still wait: it must not keep alive what the gradient was computed from.
-    entry.compute, entry.held = _computed, ()
-
-
-def _computed() -> None:
-    raise AssertionError("a weight gradient is computed once")
+    def _announce(self, name: str) -> None:
+        with torch.no_grad():
+            for announce in self._computed.pop(name, []):
+                announce()
+                self._announced[name] += 1
 
 
 class _Storages:
@@ -198,11 +183,6 @@ class _Storages:
         self.bytes = 0
         self._users: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-
-    def new_bytes(self, tensors: Sequence[Tensor]) -> int:
-        """Bytes that these tensors would add."""
-        sizes = {key: size for key, size in map(_storage, tensors) if key not in self._users}
-        return sum(sizes.values())
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         for key, size in map(_storage, tensors):

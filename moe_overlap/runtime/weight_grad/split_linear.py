@@ -51,10 +51,6 @@ from moe_overlap.runtime.weight_grad.queue import DeferralError, WeightGradQueue
 class Product(Protocol):
     """A product of an input with the parameters of one or several modules; its two gradients are separate functions."""
 
-    @property
-    def communicates(self) -> bool:
-        """Whether `weight_gradients` contains a collective."""
-
     def output(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """The product."""
 
@@ -72,7 +68,8 @@ class LinearProduct:
     Attributes:
         group: tensor-parallel group; used by the other two only.
         reduces_input_gradient: the input is the same on all ranks of the group, its gradient is a sum over them.
-        gathers_input: the input is a part of the sequence (x[X, B, I]).
+        gathers_input: the input is a part of the sequence (x[X, B, I]). Only this rank's part is kept for the weight gradient:
+            the rest is gathered a second time.
         into_main_gradient: W's gradient is added to its main gradient by the product itself (APEX's kernel).
     """
 
@@ -80,11 +77,6 @@ class LinearProduct:
     reduces_input_gradient: bool = False
     gathers_input: bool = False
     into_main_gradient: bool = False
-
-    @property
-    def communicates(self) -> bool:
-        """Only this rank's part of the sequence is kept for the weight gradient: the rest is gathered a second time."""
-        return self.gathers_input
 
     def output(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """[…, I] -> […, O]; the sequence is whole in the result."""
@@ -133,7 +125,6 @@ class GatingProduct:
 
     router_dtype: torch.dtype
     input_dtype: torch.dtype
-    communicates = False
 
     def output(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """[…, I] -> […, E]."""
@@ -164,7 +155,6 @@ class GroupedProduct:
     """
 
     ends_E: Tensor
-    communicates = False
 
     def output(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """[T, I] -> [T, O]."""
@@ -290,7 +280,7 @@ def _defer(
         for owner in owners:
             owner.announce()
 
-    queue.put(name, compute, (x, gradient), announce=announce, communicates=product.communicates)
+    queue.put(name, compute, (x, gradient), announce=announce)
 
 
 def defer_weight_gradients(

@@ -251,6 +251,8 @@ def _unpriced(observed: Sequence[Observed], played: Sequence[Mapping[Kind, Playe
     found = {}
     for kind, seconds in real.items():
         count = sum(simulation[kind].instructions for simulation in played if kind in simulation)
-        if is_state_key(kind[0]) and seconds and count and not simulated.get(kind):
+        # Buckets of gradients and the instruction that completes them share a name: the price of the ones is that of the kind.
+        has_price = any(simulated.get((kind[0], is_cut)) for is_cut in (False, True))
+        if is_state_key(kind[0]) and seconds and count and not has_price:
             found[kind[0]] = seconds / count
     return found

@@ -369,6 +369,9 @@ class GroupedLinear(torch.autograd.Function):
 class Attention(torch.autograd.Function):
     """Causal flash attention: keeps queries, keys, values, output and the log-sum of every row.
 
+    Keys and values that are slices of one product are copied, and the product is not kept: Transformer Engine
+    (`get_qkv_layout`) takes slices only where queries, keys and values have one shape and stand in one tensor.
+
     Under context parallelism keys and values of all ranks pass by; they are gathered, which has the bytes of a ring.
     """
 
@@ -376,6 +379,8 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, recorder: Recorder, core: Any, q_SBHD: Tensor, k_SBGD: Tensor, v_SBGD: Tensor) -> Tensor:
         """Return the attention output [S, B, H · D of the values]."""
         shape = _attention_shape(core, q_SBHD, k_SBGD, v_SBGD)
+        if len({x.untyped_storage()._cdata for x in (q_SBHD, k_SBGD, v_SBGD)}) > 1:
+            q_SBHD, k_SBGD, v_SBGD = q_SBHD.contiguous(), k_SBGD.contiguous(), v_SBGD.contiguous()
         keys, values = (_all_parts(x, core.context_group) for x in (k_SBGD, v_SBGD))
 
         def attend(q: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,6 +97,7 @@ class Recorder(TorchDispatchMode):
         self.recording = Recording()
         self.phase: Phase = "forward"
         self._ids: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._modules: list[str] = []
         self._operators: list[str] = []
         self._place_of_node: dict[int, tuple[str, str]] = {}
@@ -153,8 +154,31 @@ class Recorder(TorchDispatchMode):
 
     def end_forward(self) -> None:
         """Note that the forward pass has ended and its frames are gone."""
-        self.recording.alive = set(self._ids.values())
+        refilled = self._split_discarded()
+        self.recording.alive = set(self._ids.values()) - refilled
         self.phase = "backward"
+
+    def _split_discarded(self) -> set[int]:
+        """Give every discarded storage a second id, under which the backward pass fills it again.
+
+        megatron-core's checkpoints without output empty the storage of what they recompute and keep the tensor: it is alive, but
+        holds nothing between the passes.
+
+        Returns:
+            The second ids.
+        """
+        storages, second = self.recording.storages, set()
+        for key, reference in self._references.items():
+            storage = reference()
+            if storage is None or storage.nbytes() or not storages[self._ids[key]].bytes:
+                continue
+            first = self._ids[key]
+            users = [op.id for op in self.recording.ops if first in op.reads or first in op.writes]
+            storages[first].freed_after = max(users)
+            self._ids[key] = len(storages)
+            second.add(len(storages))
+            storages.append(_Watched(storages[first].bytes, "activation"))
+        return second
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note what autograd keeps; for saved_tensors_hooks."""
@@ -248,8 +272,8 @@ class Recorder(TorchDispatchMode):
         if library == "c10d":
             self._emit_collective(name, args, tensors)
             return result
-        if name == "lift_fresh":
-            # A number in the code becomes a tensor: a constant, where it is read.
+        if name in ("lift_fresh", "set_"):
+            # A number in the code becomes a tensor: a constant, where it is read. A tensor put on a storage moves no bytes.
             return result
         aliases = {tensor.untyped_storage()._cdata for tensor in tensors}
         # A result on the storage of an argument is a view: it moves no bytes.
@@ -269,6 +293,9 @@ class Recorder(TorchDispatchMode):
         collective: Collective | None = None,
     ) -> None:
         """Record one kernel."""
+        if name == "copy_":
+            # A copy overwrites its first argument; it does not read it.
+            tensors = tensors[1:]
         reads = [self._watch(tensor, "constant") for tensor in tensors]
         writes = [self._watch(tensor, "activation") for tensor in written]
         entry = KERNELS.get(name)
@@ -367,15 +394,17 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         if key not in self._ids:
             self._ids[key] = len(self.recording.storages)
+            self._references[key] = weakref.ref(storage)
             self.recording.storages.append(_Watched(storage.nbytes(), role, name, replicas))
             # The key is an address, which the next storage may get: it is forgotten when this one is freed.
-            weakref.finalize(storage, _free, self._ids, key, self.recording)
+            weakref.finalize(storage, _free, self._ids, self._references, key, self.recording)
         return self._ids[key]
 
 
-def _free(ids: dict[int, int], key: int, recording: Recording) -> None:
+def _free(ids: dict[int, int], references: dict[int, Any], key: int, recording: Recording) -> None:
     """Tell the recording that watches a storage that it is gone."""
     index = ids.pop(key, None)
+    references.pop(key, None)
     if index is not None:
         recording.storages[index].freed_after = len(recording.ops) - 1
 

@@ -9,7 +9,6 @@ that differ in their layers and ranks only; a plan of equal stages has one.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,15 @@ from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.cost.feasibility import (
+    FullestStage,
+    MemoryQuantiles,
+    Remedy,
+    Verdict,
+    fullest_stage,
+    overflow_lines,
+    verdict_of,
+)
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Constants, Features, GpuConstants, Refined, ReleaseConstants
 from moe_overlap.tuner.cost.interference import (
     AllToAllCosts,
@@ -41,7 +49,7 @@ from moe_overlap.tuner.cost.links import (
     point_to_point_seconds,
     stage_groups,
 )
-from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
+from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable, tabulate
 from moe_overlap.tuner.cost.stage import (
     KindTerms,
@@ -218,23 +226,32 @@ class Prediction:
     """By stage, deferred weight gradients whose operands exceed the bound; they are counted where they are computed."""
     assumed: tuple[str, ...] = ()
     """Sentences on what was taken for what the flags do not say, or say of another release."""
+    memory: MemoryQuantiles = MemoryQuantiles()
+    """How far measured peaks lie from predicted ones."""
+    remedy: Remedy | None = None
+    """The cheapest single change under which a plan that does not fit does, where one was looked for."""
+    tried: tuple[str, ...] = ()
+    """The changes that were looked at."""
 
     @property
     def fits(self) -> bool:
-        """Whether every stage stays below the capacity of its GPU."""
-        return not self.overflow
+        """Whether what every stage needs stays within the capacity of its GPU, at the 95 % quantile."""
+        return self.memory_verdict == "fits"
+
+    @property
+    def memory_verdict(self) -> Verdict:
+        """Whether the plan fits, may not, or does not (feasibility.py)."""
+        return verdict_of(self.predicted.stages, self.capacity_bytes, self.memory)
+
+    @property
+    def fullest(self) -> FullestStage:
+        """The stage that needs the most memory."""
+        return fullest_stage(self.predicted.stages, self.memory)
 
     @property
     def overflow(self) -> list[str]:
-        """The stages that exceed the capacity, each with its largest category."""
-        lines = []
-        for index, stage in enumerate(self.predicted.stages):
-            if stage.peak_bytes > self.capacity_bytes:
-                peaks = dataclasses.asdict(stage.peak_bytes_by_category)
-                most = max(peaks, key=lambda name: peaks[name])
-                sizes = f"{stage.peak_bytes / GIB:.1f} GiB of {self.capacity_bytes / GIB:.1f}"
-                lines.append(f"stage {index} needs {sizes}, most of it {most} ({peaks[most] / GIB:.1f})")
-        return lines
+        """The stages that do not fit with certainty, each with its largest category."""
+        return overflow_lines(self.predicted.stages, self.capacity_bytes, self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +294,7 @@ class Machine:
     constants: GpuConstants
     release: ReleaseConstants
     fragmentation: float = 0.0
+    memory: MemoryQuantiles = MemoryQuantiles()
     load: float = 1.0
     lookup: Lookup | None = None
     exchanges: AllToAllCosts | None = None
@@ -314,6 +332,7 @@ def machine_of(
         constants=of_gpu,
         release=of_release,
         fragmentation=constants.fragmentation,
+        memory=constants.memory,
         load=load,
         lookup=lookup,
     )
@@ -351,7 +370,7 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
     )
     parts = [cost_of(table, setting) for table in family.tables]
     rates = _state_rates(groups, links, constants, features)
-    terms = layer_terms(_kind_terms(parts, family.sizes), _strategy(stage), rates, setting.concurrent)
+    terms = layer_terms(_kind_terms(parts, family, features), _strategy(stage), rates, setting.concurrent)
     # The only stage of a pipeline sends no hidden states.
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
     summed = stage_costs(terms, family.counts, family.in_flight, boundary, machine.fragmentation, family.held_once)
@@ -401,12 +420,15 @@ def _state_rates(
     )
 
 
-def _kind_terms(costs: Sequence[PartCost], sizes: Sequence[PartBytes]) -> KindTerms:
+def _kind_terms(costs: Sequence[PartCost], family: Family, features: Features) -> KindTerms:
+    sizes = family.sizes
+    heads = [table.part.kind == "head" for table in family.tables]
+    saved, working = stage_sizes(sizes, heads, features.overlap_experts)
     return KindTerms(
         forward_seconds=np.array([cost.forward.seconds for cost in costs]),
         backward_seconds=np.array([cost.backward.seconds for cost in costs]),
-        saved_bytes=np.array([size.saved for size in sizes]),
-        working_bytes=np.array([size.working for size in sizes]),
+        saved_bytes=saved,
+        working_bytes=working,
         dense_parameters=np.array([size.dense_parameters for size in sizes]),
         expert_parameters=np.array([size.expert_parameters for size in sizes]),
     )
@@ -484,6 +506,7 @@ def _whole(
         capacity_bytes=int(gpu.memory_gib * GIB),
         extrapolating=extrapolating,
         not_modelled=features.not_modelled,
+        memory=machine.memory,
     )
 
 

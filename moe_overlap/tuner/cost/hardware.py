@@ -23,6 +23,7 @@ from typing import Any, Literal
 from moe_overlap.describe.cluster import Gpu, Measured, known_gpus
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.operators import in_backward_operator
+from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.links import LinkRates
 
 Dispatcher = Literal["allgather", "alltoall", "deepep", "hybridep"]
@@ -60,6 +61,10 @@ class Features:
     """Bytes of one parameter, as the products read it."""
     optimizer_bytes: float = 12.0
     """Bytes of one parameter: master weight and moments."""
+    fused_gradients: bool = True
+    """Products add weights' gradients to the buffer themselves (gradient accumulation fusion)."""
+    fused_loss: bool = False
+    """Transformer Engine's cross entropy, which works in the logits' place."""
     not_modelled: tuple[str, ...] = ()
     """Flags that change seconds or bytes and that no formula here knows."""
 
@@ -176,11 +181,13 @@ class Constants:
         gpus: by GPU type.
         releases: by software release (`26.04`).
         fragmentation: what the allocator reserves in vain, as a share of activations and temporaries.
+        memory: measured over predicted peaks of what is allocated.
     """
 
     gpus: dict[str, GpuConstants]
     releases: dict[str, ReleaseConstants]
     fragmentation: float = 0.0
+    memory: MemoryQuantiles = MemoryQuantiles()
 
     def of_gpu(self, gpu: Gpu) -> tuple[GpuConstants, bool]:
         """Constants of a GPU type, and whether they are another type's."""
@@ -231,7 +238,7 @@ def constants_of(content: dict[str, Any]) -> Constants:
     """Constants from their JSON."""
     gpus = {name: GpuConstants(**row) for name, row in content["gpus"].items()}
     releases = {name: ReleaseConstants(**row) for name, row in content["releases"].items()}
-    return Constants(gpus, releases, content["fragmentation"])
+    return Constants(gpus, releases, content["fragmentation"], MemoryQuantiles(**content["memory"]))
 
 
 def measured_constants(measured: Measured, gpu: str) -> Constants:
@@ -253,6 +260,7 @@ def constants_json(constants: Constants) -> str:
     """The text of constants.json."""
     content = {
         "fragmentation": constants.fragmentation,
+        "memory": dataclasses.asdict(constants.memory),
         "gpus": {name: dataclasses.asdict(row) for name, row in sorted(constants.gpus.items())},
         "releases": {name: dataclasses.asdict(row) for name, row in sorted(constants.releases.items())},
     }

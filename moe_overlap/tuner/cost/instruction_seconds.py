@@ -3,10 +3,9 @@
 Operators of a pass take what `layer.py` says. What a list has no instruction for belongs to another operator of the
 same part: a weight gradient that is not deferred, or what is recomputed inside a backward pass, to that pass. An operator that
 runs in partitions is priced at the size of a partition, and its deferred weight gradient as so many products of that
-size. Cutting and joining partitions counts where it is done, and a weight gradient that the bound on held bytes does
-not let wait counts where it is computed (deferral_room.py). What flags hide beside computation that the list does not
-show (gradients and parameters that travel during passes) takes what remains exposed. What was measured of a job
-(`hardware.py`) scales all prices but those of transfers and copies.
+size. Cutting and joining partitions counts where it is done (copied_bytes.py). What flags hide beside computation that
+the list does not show (gradients and parameters that travel during passes) takes what remains exposed. What was measured
+of a job (`hardware.py`) scales all prices but those of transfers and copies.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer
 from moe_overlap.plan.lowering.deferral import backward_of
 from moe_overlap.plan.operators import (
@@ -36,17 +36,10 @@ from moe_overlap.plan.operators import (
 )
 from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.plan.sizes import ACTIVATION_BYTES
+from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Machine, Priced, concurrency, cost_of, layer_variant, one_way_seconds
-from moe_overlap.tuner.cost.deferral_room import (
-    Computed,
-    Place,
-    computed_gradients,
-    copied_bytes,
-    is_gathered,
-    place_in_list,
-)
+from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
 from moe_overlap.tuner.cost.layer import Key, PartCost, held_bytes, operator_seconds
@@ -68,18 +61,17 @@ class StagePrices:
     Attributes:
         column: the stage's place in its family.
         made: the stage's list, once `read`.
-        computed: when its deferred weight gradients are computed.
         starts: seconds by which starting all-to-alls makes computation longer, by its instruction.
     """
 
     plan: Plan
+    model: ModelDescription
     stage: StagePlan
     graph: CapturedModel
     priced: Priced
     column: int
     machine: Machine
     made: Sequence[Instruction] = ()
-    computed: Computed = field(default_factory=lambda: Computed({}, {}))
     starts: Mapping[int, float] = field(default_factory=dict)
     _copied: dict[Place, float] = field(default_factory=dict)
     _pieces: Counter[tuple[str, int | None]] = field(default_factory=Counter)
@@ -106,12 +98,6 @@ class StagePrices:
                 self._named[place][_key(operator)] = None
         hidden = self.priced.family.boundary_bytes
         self._copied = copied_bytes(made, hidden, hidden * self.priced.setting.topk)
-        self.computed = computed_gradients(
-            made,
-            lambda name: self.deferred_bytes(name) / self._products(name),
-            lambda name: is_gathered(parse_operator(name), self.stage),
-            self.stage.overlap.max_deferred_bytes or None,
-        )
 
     def seconds(self, i: Instruction) -> float:
         """Seconds of one instruction by itself."""
@@ -129,15 +115,14 @@ class StagePrices:
         if operator.kind is OperatorKind.GATHER:
             return self._gather(operator)
         if operator.kind in STATE_KINDS or operator.kind is NORM:
-            alone = self.machine.constants.step_seconds if operator.kind is NORM else self._state(operator)
+            alone = self.machine.constants.step_seconds if operator.kind is NORM else self._state(i)
             return self.machine.refined.seconds(kind_of(i.name), self.is_cut(i), alone)
         place = place_in_list(i)
-        # Computed inside the backward operator: its own instruction takes longer.
-        early = sum(map(self._product_seconds, self.computed.early.get(place, ())))
-        beside = self.starts.get(i.id, 0.0) + early + self._copy_seconds(self._copied.get(place, 0.0))
+        beside = self.starts.get(i.id, 0.0) + self._copy_seconds(self._copied.get(place, 0.0))
         if i.kind == "weight-gradient":
-            # Those that were computed early are missing here: each is paid for once.
-            return beside + self.computed.late[place] * self._product_seconds(i.name)
+            # A gradient in partitions may stand in the list several times, and each computes its own partitions.
+            products = self._products(i.name)
+            return beside + (len(i.partition) or 1) * self.piece_seconds(i.name, products)
         return beside + self.piece_seconds(i.name, pieces)
 
     def is_cut(self, i: Instruction) -> bool:
@@ -211,6 +196,10 @@ class StagePrices:
             self._held[place] = summed
         return self._held[place][_key(operator)]
 
+    def bounded_bytes(self, name: str) -> int:
+        """Bytes that lowering counts for a deferred weight gradient against the plan's bound: those of the busiest rank."""
+        return deferred_bytes(parse_operator(name), self.plan, self.stage, self.model)
+
     def saved_bytes(self, part: str) -> int:
         """Bytes that the forward pass of a micro-batch through a part of the model saves."""
         return round(self.priced.family.sizes[self.row(part)].saved)
@@ -233,9 +222,6 @@ class StagePrices:
         """Products that make a deferred weight gradient: one for each partition of its operator, one if fused."""
         return max(1, self._pieces[backward_of(gradient), 0])
 
-    def _product_seconds(self, gradient: str) -> float:
-        return self.piece_seconds(gradient, self._products(gradient))
-
     def _copy_seconds(self, size: float) -> float:
         """Seconds of bytes that are read and written once."""
         if not size:
@@ -244,9 +230,13 @@ class StagePrices:
         rate = setting.gpu.memory_gb_per_s * 1e9 * setting.constants.memory / setting.release.memory
         return 2.0 * size / rate + setting.constants.kernel_seconds
 
-    def _state(self, operator: OperatorId) -> float:
+    def _state(self, i: Instruction) -> float:
         """Gradients, parameters and the optimizer: of the whole stage, of a parameter group, or of a bucket of it."""
+        operator = i.operator
         what, part = operator.kind, operator.group
+        # Such an instruction completes what has travelled in buckets, or what no replica shares.
+        if not part and not i.bytes:
+            return 0.0
         costs, terms, rates = self.priced.costs, self.priced.terms, self.priced.rates
         if not part:
             whole = costs.last_extra_seconds if what is OperatorKind.GRADIENTS else costs.first_extra_seconds

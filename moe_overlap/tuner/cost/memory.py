@@ -1,21 +1,23 @@
 """Bytes of one part of a model on one rank: those it keeps for its backward pass, and the peak inside a pass. Numpy only.
 
 Counted: inputs (hidden states, and the gradient of the output), activations, temporaries, results. Parameters, gradient buffers
-and tables are the caller's: a stage adds them once. Without a fused kernel attention adds its scores, and rows grow with the
-load.
+and tables are the caller's: a stage adds them once. Graphs are captured in bf16, without a fused loss; `part_bytes` adds what a
+run does otherwise: attention's scores without a fused kernel, rows that grow with the load, inputs that products keep in fp8 or
+fp4, the loss in its logits' place, and the output that an all-to-all of attention's heads copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_overlap.plan.operators import HEAD_LOSS, LOSS
 from moe_overlap.tuner.capture.expression import Values, evaluate
-from moe_overlap.tuner.capture.graph import Part, Phase
+from moe_overlap.tuner.capture.graph import PHASES, Op, Part, Phase
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.operators import OpTable
 
@@ -58,14 +60,18 @@ def live_bytes(part: Part, phase: Phase, b: Any, s: Any) -> Values:
         [operators of the pass, *shape]. In the backward pass what the forward pass left is alive at the start.
     """
     spans = lifetimes(part)
+    return _alive(part, phase, spans, evaluate([storage.bytes for storage in part.storages], b, s))
+
+
+def _alive(part: Part, phase: Phase, spans: Mapping[int, tuple[int, int]], sizes: Values) -> Values:
+    """Bytes alive at each operator of a pass, from the sizes of all storages; as `live_bytes`."""
     ids = [op.id for op in part.ops if op.phase == phase]
     # Ordered by operator, memory taken and given back adds up to what is alive.
     change = np.zeros((len(part.ops) + 1, len(spans)))
     for column, (first, last) in enumerate(spans.values()):
         change[first, column] += 1
         change[last + 1, column] -= 1
-    sizes = evaluate([part.storages[index].bytes for index in spans], b, s)
-    alive: Values = np.tensordot(np.cumsum(change, axis=0)[ids], sizes, axes=1)
+    alive: Values = np.tensordot(np.cumsum(change, axis=0)[ids], sizes[list(spans)], axes=1)
     return alive
 
 
@@ -110,6 +116,8 @@ class PartBytes:
     """Peak bytes inside a pass beyond the kept ones."""
     dense_parameters: float
     expert_parameters: float
+    placeholders: Mapping[tuple[float, float], float] = field(default_factory=dict)
+    """Shape -> bytes of the tensors that stand for weights' gradients."""
 
 
 def part_bytes(
@@ -127,16 +135,19 @@ def part_bytes(
     for storage in part.storages:
         if storage.role == "parameter":
             numbers[storage.replicas or "dp"] += float(sizes[storage.id]) / parameter_bytes
-    kept = float(kept_bytes(part, b, s))
-    most = max(float(peak_bytes(part, "forward", b, s)), float(peak_bytes(part, "backward", b, s)))
+    if features.fused_loss:
+        sizes = _loss_in_place(part, sizes)
+    kept = float(sizes[list(part.saved)].sum())
+    most = max(float(_alive(part, phase, lifetimes(part), sizes).max()) for phase in PHASES)
     grown = _grows(part, sizes) * (load - 1.0)
     scores, kept_scores = _scores(table, features)
     return PartBytes(
-        saved=kept + grown + kept_scores,
+        saved=kept + grown + kept_scores + _quantized(table, sizes, features) + _copied_outputs(table, sizes, features),
         # Without what is kept, which the stage multiplies by the micro-batches in flight.
         working=max(0.0, most - kept) + scores,
         dense_parameters=numbers["dp"],
         expert_parameters=numbers["edp"],
+        placeholders=_placeholders(table, parameter_bytes) if features.fused_gradients else {},
     )
 
 
@@ -156,3 +167,117 @@ def _grows(part: Part, sizes: Floats) -> float:
     loaded = {index for op in part.ops if op.scales_with_load for index in op.writes}
     kept = [index for index in part.saved if index in loaded and part.storages[index].role == "activation"]
     return float(sizes[kept].sum())
+
+
+CAPTURED_ELEMENT = 2.0
+"""Bytes of an element that is quantized, as captured."""
+QUANTIZED_ELEMENT = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+"""Bytes of an element of a product's kept input, scales of its blocks included. Transformer Engine keeps the columnwise copy
+alone (`update_usage(rowwise_usage=False)` in Linear, LayerNormLinear and GroupedLinear): the weight's gradient reads it."""
+
+
+def _quantized(table: OpTable, sizes: Floats, features: Features) -> float:
+    """Bytes by which what a part keeps changes where products run below bf16; mostly negative.
+
+    Every product quantizes its own input and keeps that. The input in bf16 goes, unless an operator that is no such product reads
+    it in the backward pass, too: attention reads its output, the router its tokens.
+    """
+    element = QUANTIZED_ELEMENT.get(features.precision)
+    if element is None:
+        return 0.0
+    part = table.part
+    gradients = {op.id for op, low in zip(part.ops, table.quantizable, strict=True) if low and op.is_weight_gradient}
+    readers: dict[int, list[Op]] = {}
+    for op in part.ops:
+        if op.phase == "backward":
+            for index in op.reads:
+                readers.setdefault(index, []).append(op)
+
+    def products(index: int) -> list[bool]:
+        """One entry per backward reader of a storage: whether it is a quantized product, or gathers the storage for one."""
+        return [
+            op.id in gradients or (op.collective is not None and all(all(products(made)) for made in op.writes))
+            for op in readers.get(index, ())
+        ]
+
+    change = 0.0
+    for index in part.saved:
+        reads = products(index)
+        copies = sum(reads) * float(sizes[index]) * element / CAPTURED_ELEMENT
+        change += copies - (float(sizes[index]) if reads and all(reads) else 0.0)
+    return change
+
+
+def _copied_outputs(table: OpTable, sizes: Floats, features: Features) -> float:
+    """Bytes of attention's outputs that are kept twice.
+
+    Where heads are exchanged by an all-to-all over the context-parallel ranks, attention keeps its output as it made it, and the
+    projection behind it keeps it as it was sent.
+    """
+    part = table.part
+    attention = [op for op in part.ops if op.cost_class == "attention" and op.phase == "forward"]
+    if features.context_exchange != "a2a" or not any(
+        op.collective is not None and op.collective.axis == "cp" for op in part.ops
+    ):
+        return 0.0
+    return sum(float(max(sizes[index] for index in op.writes if index in part.saved)) for op in attention)
+
+
+def _loss_in_place(part: Part, sizes: Floats) -> Floats:
+    """The sizes with a fused loss: Transformer Engine's cross entropy writes the logits' gradient over the logits.
+
+    Of the storages as large as the logits one remains, in the logits' format: the one that the unfused loss keeps.
+    """
+    result, kept = sizes.copy(), set(part.saved)
+    for product in part.ops:
+        if product.cost_class != "gemm" or product.phase != "forward" or product.operator not in (HEAD_LOSS, LOSS):
+            continue
+        logits = product.writes[0]
+        for op in part.ops:
+            for index in op.writes:
+                if op.operator == product.operator and op.cost_class == "memory" and sizes[index] >= sizes[logits]:
+                    result[index] = sizes[logits] if index in kept else 0.0
+        if any(index in kept and result[index] == sizes[logits] for index in range(len(sizes))):
+            result[logits] = 0.0
+    return result
+
+
+def _placeholders(table: OpTable, parameter_bytes: float) -> dict[tuple[float, float], float]:
+    """Shape -> bytes of the tensors that Transformer Engine returns in place of weights' gradients.
+
+    A product adds its weight's gradient to the gradient buffer itself, yet autograd needs a tensor for its hooks to run on.
+    `get_dummy_wgrad` keeps one for every shape of weight for the whole run; megatron-core's output layer takes the same.
+    """
+    shapes = set()
+    for op, shape in zip(table.ops, table.shapes, strict=True):
+        if op.is_weight_gradient and op.name in FUSED_WEIGHT_GRADIENTS:
+            shapes.add((shape[0], shape[1]) if op.cost_class == "gemm" else (shape[2], shape[3]))
+    return {shape: shape[0] * shape[1] * parameter_bytes for shape in shapes}
+
+
+FUSED_WEIGHT_GRADIENTS = ("te.weight_gradient", "te.grouped_weight_gradient")
+
+
+def stage_sizes(sizes: Sequence[PartBytes], is_head: Sequence[bool], two_at_work: bool) -> tuple[Floats, Floats]:
+    """Bytes of the kinds of layer of a stage: [K] those of each micro-batch in flight, and [K] those of the one at work.
+
+    Args:
+        two_at_work: the forward pass of one micro-batch runs beside the backward pass of another, layer by layer
+            (--overlap-moe-expert-parallel-comm): both work, and the layer that is done forward keeps its activations while
+            the layer beside it has not given back its own.
+
+    The head works while every layer holds its activations, and what it keeps is gone when a layer works: all of it counts as work
+    of the head, except its placeholder, which stays. Placeholders of the layers are there whatever works.
+    """
+    of_layers: dict[tuple[float, float], float] = {}
+    for size, head in zip(sizes, is_head, strict=True):
+        if not head:
+            of_layers |= size.placeholders
+    standing = sum(of_layers.values())
+    saved, working = [], []
+    for size, head in zip(sizes, is_head, strict=True):
+        own = sum(bytes_ for shape, bytes_ in size.placeholders.items() if shape not in of_layers)
+        saved.append(own if head else size.saved)
+        beside = size.saved if head else (size.working + size.saved) * two_at_work
+        working.append(size.working + standing + beside)
+    return np.array(saved), np.array(working)

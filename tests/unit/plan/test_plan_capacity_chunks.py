@@ -20,7 +20,7 @@ from tests.unit.plan.test_plan_partitions import EP2, line, uncut, with_words
 @pytest.mark.parametrize("shared", [0, 64])
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_lists_are_sound_and_compute_the_same(degree: int, shared: int) -> None:
-    words = OverlapWords(capacity_chunks=degree, defer=True, max_deferred_bytes=1)
+    words = OverlapWords(capacity_chunks=degree, defer=True, max_deferred_bytes=1 << 40)
     plan, model = with_words(words, "mdmm", shared, stages=2, stage={**EP2, "micro_batch_size": 8})
     validate_plan(plan, model)
     for rank in range(0, plan.world_size, 2):

@@ -57,7 +57,7 @@ def samples() -> list[tuple[Plan, ModelDescription]]:
         plan = plan_samples.plan(2, stages, 1, 3, stage, mtp_stage=stages - 1)
         made.append((plan, plan_samples.model("dm", mtp_layers=2, tied_embeddings=level != 2)))
     words = OverlapWords(
-        gate="topk", partitions=2, range_word="around", defer=True, max_deferred_bytes=1 << 20, micro_batches=2
+        gate="topk", partitions=2, range_word="around", defer=True, max_deferred_bytes=1 << 40, micro_batches=2
     )
     for stages, level in ((1, 3), (2, 2)):
         stage = {"data": 2, "expert": 2, "micro_batch_size": 2, "zero_level": level, "offload": ALL}

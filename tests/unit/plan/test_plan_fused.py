@@ -104,7 +104,7 @@ def test_recomputation_runs_the_kernels_again(recompute: Recompute) -> None:
 def test_weight_gradients_may_wait_for_an_exchange_of_another_layer(deferred: tuple[str, ...]) -> None:
     """What waits is saved by its kernel's backward, which then leaves the layer's gradients alone."""
     slots = {"L0.moe.combine.backward": tuple(f"L1.moe.experts.{weight}.dW" for weight in deferred)}
-    made = made_of(plan_of(LayerOverlap(layer=0, weight_gradient_slots=slots), FUSED, max_deferred_bytes=1))
+    made = made_of(plan_of(LayerOverlap(layer=0, weight_gradient_slots=slots), FUSED, max_deferred_bytes=1 << 40))
     by_name = {i.name: i for i in made}
     for kernel, weight in (("fc2_combine", "fc2"), ("dispatch_fc1", "fc1")):
         backward = by_name[f"L1.moe.{kernel}.backward"]
@@ -156,7 +156,7 @@ def test_gradient_pieces_leave_the_link_to_the_kernels() -> None:
 )
 def test_wrong_combinations(changes: dict[str, Any], message: str) -> None:
     plan = plan_of(
-        dataclasses.replace(FUSED, **changes), max_deferred_bytes=1 if "weight_gradient_slots" in changes else 0
+        dataclasses.replace(FUSED, **changes), max_deferred_bytes=1 << 40 if "weight_gradient_slots" in changes else 0
     )
     with pytest.raises(ConfigError) as caught:
         validate_plan(plan, plan_samples.model())

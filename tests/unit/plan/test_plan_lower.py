@@ -78,7 +78,7 @@ def test_every_list_is_sound() -> None:
     for plan, model in sweep():
         validate_plan(plan, model)
         for rank in range(plan.world_size):
-            made = lower(plan, model, rank)
+            made = lower_rank(plan, model, rank)
             check_races(made)
             assert [i.id for i in made] == list(range(len(made)))
             for instruction in made:
@@ -121,8 +121,8 @@ def test_single_process() -> None:
         "embedding", "L0.attention", "L0.mlp", "L1.attention", "L1.moe.gate", "L1.moe.experts", "L1.moe.merge",
         "head.norm", "head.loss", "head.loss.backward", "head.norm.backward", "L1.moe.merge.backward",
         "L1.moe.experts.backward", "L1.moe.gate.backward", "L1.attention.backward", "L0.mlp.backward",
-        "L0.attention.backward", "embedding.backward", "optimizer.norm", "optimizer.embedding", "optimizer.L0",
-        "optimizer.L1", "optimizer.head",
+        "L0.attention.backward", "embedding.backward", "gradients", "optimizer.norm", "optimizer.embedding",
+        "optimizer.L0", "optimizer.L1", "optimizer.head", "parameters",
     ]  # fmt: skip
     assert {i.channel for i in made} == {"compute"}
     assert sum(i.bytes for i in made) == 0
@@ -196,7 +196,9 @@ def test_gradient_reduction_in_pieces() -> None:
     pieces = plan_samples.plan(stage={"data": 2, "overlap": StageOverlap(gradient_chunk_bytes=100_000)})
     model = plan_samples.model()
     (one,) = [i for i in lower(whole, model, 0) if i.name == "gradients"]
-    many = [i for i in lower(pieces, model, 0) if i.name.startswith("gradients")]
+    many = [i for i in lower(pieces, model, 0) if i.name.startswith("gradients.")]
+    (completing,) = [i for i in lower(pieces, model, 0) if i.name == "gradients"]
+    assert completing.bytes == 0 and completing.id > many[-1].id, "the replicas have nothing left to send"
     assert sum(i.bytes for i in many) == one.bytes
     assert max(i.bytes for i in many) <= 50_000
     assert list(dict.fromkeys(i.name for i in many)) == [
@@ -214,9 +216,11 @@ def test_state_collectives_follow_zero_level() -> None:
     for level, expected in ((0, ["gradients", "optimizer.norm"]), (1, ["gradients", "optimizer.norm", "parameters"])):
         plan = plan_samples.plan(stage={"data": 2, "zero_level": level})
         assert names(lower(plan, plan_samples.model(), 0), "dp") == expected
-    assert names(lower(plan_samples.plan(stages=2), plan_samples.model(), 0), "dp") == ["optimizer.norm"]
+    alone = [i for i in lower(plan_samples.plan(stages=2), plan_samples.model(), 0) if i.channel == "dp"]
+    # Tied embeddings and norms that tensor ranks share are completed, and master weights copied, without replicas too.
+    assert [(i.name, i.bytes) for i in alone] == [("gradients", 0), ("optimizer.norm", 4), ("parameters", 0)]
     expert_copies = plan_samples.plan(stage={"tensor": 2})
-    assert "gradients" in names(lower(expert_copies, plan_samples.model(), 0))
+    assert next(i.bytes for i in lower(expert_copies, plan_samples.model(), 0) if i.name == "gradients") > 0
 
 
 def test_optimizer_steps_in_layer_order() -> None:

@@ -41,7 +41,7 @@ def samples() -> list[tuple[Plan, ModelDescription]]:
         (1, False, 4, 2),
     ):
         words = dataclasses.replace(
-            TWO, partitions=partitions, range_word="around", defer=defer, max_deferred_bytes=1 << 20 if defer else 0
+            TWO, partitions=partitions, range_word="around", defer=defer, max_deferred_bytes=1 << 40 if defer else 0
         )
         stage = {**EP2, "micro_batch_size": 2, "recompute": RECOMPUTES[len(made) % len(RECOMPUTES)]}
         made.append(with_words(words, "mmdm", 64, stages=stages, micro_batches=micro_batches, stage=stage))
@@ -89,7 +89,7 @@ def test_a_missing_dependency_shows() -> None:
 
 
 def test_order_of_a_pair() -> None:
-    plan, model = with_words(dataclasses.replace(TWO, defer=True, max_deferred_bytes=1 << 20), "m", stage=EP2)
+    plan, model = with_words(dataclasses.replace(TWO, defer=True, max_deferred_bytes=1 << 40), "m", stage=EP2)
     lines = [f"{i.name} m{i.micro_batch}" for i in lower(plan, model, 0) if i.micro_batch is not None]
     pair = lines[lines.index("head.loss m0") + 1 : lines.index("head.loss m1") + 1]
     assert pair == [

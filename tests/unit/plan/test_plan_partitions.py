@@ -14,7 +14,7 @@ import pytest
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Instruction, format_list
 from moe_overlap.plan.lowering.dependencies import check_races
-from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.lowering.lower import lower, lower_rank
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import NO_OVERLAP, LayerOverlap, RangeWord, StageOverlap, partitions_of
 from moe_overlap.plan.plan import Plan, Recompute
@@ -68,7 +68,7 @@ def sweep() -> tuple[tuple[Plan, ModelDescription], ...]:
     for partitions, word, _ in itertools.product(range(1, 9), words, range(4)):
         (letters, stages, chunks), shared, defer = next(kinds)
         chosen = OverlapWords(
-            partitions=partitions, range_word=word, gate="topk", defer=defer, max_deferred_bytes=1 << 20
+            partitions=partitions, range_word=word, gate="topk", defer=defer, max_deferred_bytes=1 << 40
         )
         stage = {**EP2, "micro_batch_size": partitions, "recompute": next(recomputes)}
         made.append(with_words(chosen, letters, shared, stages=stages, chunks=chunks, stage=stage))
@@ -95,7 +95,7 @@ def test_every_list_is_sound() -> None:
         validate_plan(plan, model)
         plain = uncut(plan)
         for rank in range(0, plan.world_size, 2):
-            made, reference = lower(plan, model, rank), lower(plain, model, rank)
+            made, reference = lower_rank(plan, model, rank), lower_rank(plain, model, rank)
             check_races(made)
             assert [i.id for i in made] == list(range(len(made)))
             stage = plan.stages[plan.stage_of(rank)]
@@ -114,7 +114,9 @@ def test_every_list_is_sound() -> None:
             for i in reference:
                 sent[i.name] -= i.bytes if not i.name.endswith(("count", "count.recompute")) else 0
             assert not any(sent.values())
-        assert run_together({rank: list(lower(plan, model, rank)) for rank in range(plan.world_size)})
+        assert run_together({rank: list(lower_rank(plan, model, rank)) for rank in range(plan.world_size)})
+        # What `lower` adds: the lists of the stages that meet, checked together.
+        assert lower(plan, model, 0) == lower_rank(plan, model, 0)
 
 
 def check_partition_numbers(made: list[Instruction]) -> None:
@@ -133,7 +135,7 @@ def test_same_expressions_as_without_partitions() -> None:
     for plan, model in sweep():
         size = plan.stages[0].micro_batch_size
         for rank in range(0, plan.world_size, 2):
-            made, reference = lower(plan, model, rank), lower(uncut(plan), model, rank)
+            made, reference = lower_rank(plan, model, rank), lower_rank(uncut(plan), model, rank)
             assert Interpreter(made, size, model).outcome == Interpreter(reference, size, model).outcome
 
 
@@ -236,7 +238,7 @@ def test_neighbours_of_unlike_partitions_meet_at_a_barrier() -> None:
 def test_needed_dependencies_are_missed() -> None:
     kinds: tuple[tuple[RangeWord, int, bool], ...] = (("around", 64, True), ("after", 0, False), ("experts", 64, True))
     for word, shared, defer in kinds:
-        words = OverlapWords(partitions=2, range_word=word, gate="topk", defer=defer, max_deferred_bytes=1)
+        words = OverlapWords(partitions=2, range_word=word, gate="topk", defer=defer, max_deferred_bytes=1 << 40)
         plan, model = with_words(words, "mm", shared, stages=1, micro_batches=1, stage=EP2)
         made = lower(plan, model, 0)
         assert not has_race(made)
@@ -248,7 +250,7 @@ def test_needed_dependencies_are_missed() -> None:
 
 
 def test_weight_gradients_stand_behind_the_last_issue_of_their_slot() -> None:
-    words = OverlapWords(partitions=2, range_word="around", gate="topk", defer=True, max_deferred_bytes=1)
+    words = OverlapWords(partitions=2, range_word="around", gate="topk", defer=True, max_deferred_bytes=1 << 40)
     plan, model = with_words(words, "mm", micro_batches=1, stage=EP2)
     made = [line(i) for i in lower(plan, model, 0)]
     place = made.index("L0.moe.combine.backward 0")

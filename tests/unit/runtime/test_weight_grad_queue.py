@@ -10,15 +10,20 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from moe_overlap.runtime.weight_grad.queue import DeferralError, WeightGradQueue, drain_after_backward
+from moe_overlap.runtime.weight_grad.queue import (
+    DeferralError,
+    DeferredBytesExceeded,
+    WeightGradQueue,
+    drain_after_backward,
+)
 
 
-def filled(queue: WeightGradQueue, names: str, size: int = 4, communicating: str = "") -> list[str]:
+def filled(queue: WeightGradQueue, names: str, size: int = 4) -> list[str]:
     """Put one closure per letter, each with a tensor of `size` bytes; the answer is what ran, in order."""
     ran: list[str] = []
     for number, name in enumerate(names):
         held = [torch.zeros(size, dtype=torch.uint8)]
-        queue.put(name, partial(ran.append, f"{name}{number}"), held, communicates=name in communicating)
+        queue.put(name, partial(ran.append, f"{name}{number}"), held)
     return ran
 
 
@@ -59,73 +64,98 @@ def test_each_storage_is_counted_once_and_whole():
     rows = torch.zeros(10, 100)
     queue.put("a", lambda: None, (rows[:2], rows[2:3]))
     queue.put("b", lambda: None, (rows, torch.zeros(5)))
+    queue.begin_operator()
     assert queue.peak_bytes == rows.nbytes + 20
     queue.run("a")
     queue.put("c", lambda: None, (torch.zeros(1),))
+    queue.begin_operator()
     assert queue.peak_bytes == rows.nbytes + 24
     queue.run_all()
     queue.put("d", lambda: None, (torch.zeros(2),))
+    queue.begin_operator()
     assert queue.peak_bytes == rows.nbytes + 24
 
 
-def test_beyond_the_bound_closures_run_at_once_behind_older_ones_of_their_name():
-    queue = WeightGradQueue(max_bytes=10)
-    ran = filled(queue, "abaca")
-    assert ran == ["a0", "a2", "a4"] and len(queue) == 5
-    assert (queue.inline.count, queue.inline.bytes, queue.peak_bytes) == (3, 12, 8)
-    queue.run_all()
-    assert ran[3:] == ["b1", "c3"]
-    queue.assert_empty()
+def test_bytes_beyond_the_bound_are_refused_and_nothing_is_computed_for_them():
+    queue = WeightGradQueue(max_bytes=8)
+    ran = filled(queue, "ab")
+    queue.begin_operator()
+    queue.put("c", lambda: None, (torch.zeros(1, dtype=torch.uint8),))
+    # What a list computes early is held between two instructions; only what waits longer counts.
+    assert queue.run("c", 1, is_early=True) == 1
+    queue.begin_operator()
+    assert queue.figures() == {"deferred_peak_bytes": 8, "deferred_early": 1}
+    filled(queue, "d", size=1)
+    message = "--max-deferred-bytes 8: weight gradients that wait hold 9 bytes on this rank, .* 2 times .*; give 18$"
+    with pytest.raises(DeferredBytesExceeded, match=message):
+        queue.begin_operator()
+    assert ran == []
 
 
-def test_a_bound_of_nothing_defers_nothing():
-    queue = WeightGradQueue(max_bytes=0)
-    assert filled(queue, "aba", communicating="b") == ["a0", "b1", "a2"]
-    assert queue.inline.count == 3 and queue.peak_bytes == 0
-    assert queue.figures() == {"deferred_peak_bytes": 0, "deferred_early": 3}
-
-
-def test_what_was_computed_early_is_announced_in_its_turn_and_holds_nothing():
-    queue, log = WeightGradQueue(max_bytes=0), []
+def test_a_list_computes_partitions_apart_and_announces_them_together():
+    queue, log = WeightGradQueue(), []
     tensor = torch.zeros(100)
     gone = weakref.ref(tensor)
 
-    def compute(held=tensor):
-        log.append("compute")
+    def compute(number, held):
+        log.append(f"compute {number}")
 
-    queue.put("a", compute, (tensor,), announce=lambda: log.append("announce"))
-    del tensor, compute
-    assert log == ["compute"] and gone() is None
-    assert queue.run("a") == 1 and log == ["compute", "announce"]
+    for number in range(3):
+        held = tensor if number == 0 else torch.zeros(1)
+        queue.begin_operator()
+        queue.put("a", partial(compute, number, held), (held,), announce=partial(log.append, f"announce {number}"))
+    del tensor, held
+    assert queue.run("a", 1, announce=False) == 1 and log == ["compute 0"]
+    # An announcement that waits keeps nothing alive.
+    assert gone() is None
+    with pytest.raises(DeferralError, match="not computed: a"):
+        queue.assert_empty()
+    log.clear()
+    assert queue.run("a", 2) == 2
+    assert log == ["compute 1", "compute 2", "announce 0", "announce 1", "announce 2"]
     queue.assert_empty()
+
+
+def test_a_list_that_computes_what_was_not_put_is_noticed():
+    queue = WeightGradQueue()
+    filled(queue, "a")
+    with pytest.raises(DeferralError, match="a: the list computes what 2 operators left, and 1 did"):
+        queue.run("a", 2)
+
+
+def test_an_operator_may_put_several_gradients_of_a_name():
+    """As experts do that are products of their own: a partition of them is computed as one."""
+    queue = WeightGradQueue()
+    ran = filled(queue, "aa")
+    queue.begin_operator()
+    ran_later = filled(queue, "aa")
+    assert queue.run("a", 1) == 2 and ran == ["a0", "a1"] and ran_later == []
+    assert queue.run("a", 1) == 2 and ran_later == ["a0", "a1"]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_with_unequal_routed_bytes_start_collectives_in_the_same_order(seed):
-    """Two ranks run one program; only the bytes of what does not communicate differ."""
+    """Two ranks run one program; only the bytes they hold differ, and bytes decide nothing."""
     generator = random.Random(seed)
     program = [(generator.choice("abcxyz"), generator.random() < 0.1) for _ in range(60)]
     orders = []
     for rank in range(2):
-        queue, own = WeightGradQueue(max_bytes=64), random.Random(1000 * seed + rank)
+        queue, own = WeightGradQueue(), random.Random(1000 * seed + rank)
         ran: list[str] = []
         announced: list[int] = []
         for number, (name, runs) in enumerate(program):
             if runs:
                 queue.run(name)
-            size = 10 if name in "abc" else own.randrange(50)
-            held = [torch.zeros(size, dtype=torch.uint8)]
+            held = [torch.zeros(own.randrange(50), dtype=torch.uint8)]
             announce = partial(announced.append, number)
-            ready = partial(ran.append, f"{name}{number}")
-            queue.put(name, ready, held, announce=announce, communicates=name in "abc")
-            assert queue._held.bytes <= 64
+            queue.put(name, partial(ran.append, f"{name}{number}"), held, announce=announce)
         queue.run_all()
         queue.assert_empty()
         assert sorted(ran) == sorted(f"{name}{number}" for number, (name, _) in enumerate(program))
         for name in "abcxyz":
-            mine = [int(entry[1:]) for entry in ran if entry[0] == name]
-            assert mine == sorted(mine)
-        orders.append(([entry for entry in ran if entry[0] in "abc"], announced))
+            of_name = [int(entry[1:]) for entry in ran if entry[0] == name]
+            assert of_name == sorted(of_name)
+        orders.append((ran, announced))
     assert orders[0] == orders[1]
 
 

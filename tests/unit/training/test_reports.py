@@ -70,6 +70,12 @@ def test_phases_of_a_step() -> None:
     assert phase_seconds(STEP, 2) == phases | parts
 
 
+def test_a_send_that_the_norm_waits_for_ends_with_the_passes() -> None:
+    sent = (*STEP, span("send.S0>S1.backward", "pp", 4.75, 5.25))
+    with_send, without = phase_seconds(sent, 2), phase_seconds(STEP, 2)
+    assert with_send == without | {"pipeline-exchange": 0.75}
+
+
 def test_a_window_holds_seconds_per_step() -> None:
     window = TimerWindow()
     for seconds in (1.0, 3.0):

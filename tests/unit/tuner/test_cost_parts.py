@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import random
 import re
 
 import pytest
-import torch
 
 from moe_overlap.api import simulated
-from moe_overlap.plan.instructions import Instruction
-from moe_overlap.runtime.weight_grad.queue import WeightGradQueue
-from moe_overlap.tuner.cost.deferral_room import Room, computed_gradients, copied_bytes
+from moe_overlap.tuner.cost.copied_bytes import copied_bytes
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from tests.unit.tuner.test_cost_listed_step import BASE, BATCH, DEFERRED, PARTS, predicted
 from tests.unit.tuner.test_cost_predict import CONSTANTS, by_hand
@@ -81,54 +76,6 @@ def test_a_weight_gradient_of_parts_is_so_many_products() -> None:
         )
     whole, halves, quarters = seconds
     assert halves > whole and quarters - halves == pytest.approx(2 * (halves - whole), rel=0.01)
-
-
-def test_room_is_found_by_the_rule_of_the_runtime() -> None:
-    """The same puts and runs, at random, into both; what is computed when."""
-    draw, early_ones = random.Random(3), 0
-    for _ in range(300):
-        bound = draw.choice((None, 0, 40, 100))
-        computed: list[str] = []
-        append = {name: functools.partial(computed.append, name) for name in "abc"}
-        queue, room = WeightGradQueue(bound), Room(bound)
-        for _ in range(draw.randrange(1, 14)):
-            name = draw.choice("abc")
-            computed.clear()
-            if draw.random() < 0.25:
-                queue.run(name)
-                assert room.run(name) == len(computed)
-                continue
-            size, communicates = draw.randrange(1, 60), name == "c"
-            held = (torch.empty(size, dtype=torch.uint8),)
-            queue.put(name, append[name], held, communicates=communicates)
-            early = room.put(name, size, communicates)
-            assert early == computed
-            early_ones += len(early)
-    assert early_ones > 300
-
-
-def test_gradients_are_followed_through_a_list() -> None:
-    """Room for two of three: the third is computed in its backward operator, and its own instruction finds one part less."""
-    made = [
-        backward(0, (0,), "fc1", "fc2"),
-        backward(1, (1,), "fc1", "fc2"),
-        Instruction(
-            id=2, kind="weight-gradient", name="L0.moe.experts.fc2.dW", stage=0, micro_batch=0, partition=(0, 1)
-        ),
-        Instruction(
-            id=3, kind="weight-gradient", name="L0.moe.experts.fc1.dW", stage=0, micro_batch=0, partition=(0, 1)
-        ),
-    ]
-    found = computed_gradients(made, lambda _: 10.0, lambda _: False, 30)
-    assert found.early == {("L0.moe.experts.backward", 0, (1,)): ("L0.moe.experts.fc1.dW",) * 2}
-    assert list(found.late.values()) == [2, 0]
-    assert list(computed_gradients(made, lambda _: 10.0, lambda _: False, 40).late.values()) == [2, 2]
-
-
-def backward(number: int, partition: tuple[int, ...], *weights: str) -> Instruction:
-    saved = tuple(f"saved.L0.moe.experts.{weight}.m0.p{partition[0]}" for weight in weights)
-    name = "L0.moe.experts.backward"
-    return Instruction(id=number, kind="compute", name=name, stage=0, micro_batch=0, partition=partition, writes=saved)
 
 
 def test_without_room_the_backward_pass_takes_what_its_weight_gradients_took() -> None:

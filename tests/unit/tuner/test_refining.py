@@ -19,7 +19,7 @@ from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.trace import about_run, write_ranks
 from moe_overlap.report.tuning import Tuned
-from moe_overlap.tuner.calibrate.observe import observe
+from moe_overlap.tuner.calibrate.observe import Kind, Observed, Played, fit, observe
 from moe_overlap.tuner.calibrate.refine import Refinement, refine
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Refined
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
@@ -169,6 +169,20 @@ def test_a_measured_cluster_keeps_what_was_refined(tmp_path: Path, capsys: pytes
     assert list(kept.values()) == [after.machine.refined] and "damaged" not in path.read_text()
     assert problem_of([*ONE_STAGE, "--hidden-size", "1024"], cluster, given).machine.refined == NOT_REFINED
     assert "prices refined" not in capsys.readouterr().err
+
+
+def test_buckets_keep_their_price_beside_the_instruction_that_completes_them() -> None:
+    """The instruction that completes the gradients has no price, takes 10 us, and has the name of the buckets."""
+    plan = read_job([*ONE_STAGE, "--expert-model-parallel-size", "2"], 2).plan
+    buckets, completing = ("gradients", True), ("gradients", False)
+    measured = Observed(plan, {buckets: 4e-3, completing: 1e-5}, frozenset(), 0.0, 5e-3)
+
+    def play(_: Plan, refined: Refined) -> dict[Kind, Played]:
+        seconds = {kind: refined.seconds(*kind, alone) for kind, alone in ((buckets, 2e-3), (completing, 0.0))}
+        return {kind: Played(taken, 1.0) for kind, taken in seconds.items()}
+
+    refined, _ = fit([measured], play)
+    assert refined.factors[buckets] == pytest.approx(2.0) and "gradients" not in refined.unpriced
 
 
 def test_ranks_that_wait_for_a_slower_one(tmp_path: Path) -> None:

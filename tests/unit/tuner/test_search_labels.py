@@ -42,7 +42,7 @@ def deferred(described: str, cut: bool = False) -> Plan:
         LayerOverlap(layer=n, weight_gradient_slots=found, **(CUT if cut and n == 0 else {}))  # type: ignore[arg-type]
         for n, found in sorted(slots.items())
     )
-    overlap = StageOverlap(layers=entries, max_deferred_bytes=1)
+    overlap = StageOverlap(layers=entries, max_deferred_bytes=1 << 40)
     return plan(layers, stage={"data": 2, "expert": 2, "overlap": overlap})
 
 

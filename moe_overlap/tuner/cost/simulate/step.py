@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.lowering.lower import lower_rank
 from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous
@@ -95,7 +96,10 @@ def price_stages(plan: Plan, problem: Problem) -> list[StagePrices]:
     for family in prepare(plan, model, graphs, problem.features, machine.load):
         priced = price_family(plan, model, family, machine, problem.features)
         place.update({index: (priced, column) for column, index in enumerate(family.stages)})
-    return [StagePrices(plan, stage, graphs[index], *place[index], machine) for index, stage in enumerate(plan.stages)]
+    return [
+        StagePrices(plan, model, stage, graphs[index], *place[index], machine)
+        for index, stage in enumerate(plan.stages)
+    ]
 
 
 SHOWN = 4
@@ -277,7 +281,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
         slowed=slowed,
         bytes=listed_bytes(here, model, alone, lower_rank(without, model, rank, saved, blocks=plain), slowed),
         fragmentation=listed.problem.machine.fragmentation,
-        early=tuple(here.computed.early_names),
+        early=tuple(dict.fromkeys(i.name for i in early_gradients(here.made))),
         deferred=len({i.name for i in here.made if i.kind == "weight-gradient"}),
     )
 

@@ -158,7 +158,7 @@ def _send_slot(name: str, layer: int, prices: StagePrices, chunk: int, one: Chun
             gradients.append(Gradient(before.seconds, before.bytes, before.first, (*before.under, last)))
         else:
             # No all-to-all may hide it, so the chunk's problem does not have it; it holds its bytes at this slot alone.
-            seconds, size = round(prices.seconds(i), DIGITS), round(prices.deferred_bytes(i.name))
+            seconds, size = round(prices.seconds(i), DIGITS), prices.bounded_bytes(i.name)
             gradients.append(Gradient(seconds, size, first=last, under=(last,)))
     # 0 seconds (step 1): an assignment's hidden seconds count what saves time in every micro-batch, and nothing else.
     problem = AssignmentProblem(tuple(gradients), (*one.problem.slots, 0.0), one.problem.max_bytes)

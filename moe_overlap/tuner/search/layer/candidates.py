@@ -30,6 +30,7 @@ from moe_overlap.plan.overlap import TUTEL_DEGREES, RangeWord, SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.uniform_overlap import OverlapWords, with_uniform_overlap
 from moe_overlap.tuner.cost.analytic import Prediction, prepare, price_family
+from moe_overlap.tuner.cost.feasibility import needed_bytes
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.layer import operator_seconds
 from moe_overlap.tuner.cost.simulate.step import predict_plan, price_stages
@@ -302,8 +303,9 @@ def _same_prediction(candidate: Candidate, other: Candidate) -> bool:
 
 
 def free_bytes(prediction: Prediction) -> list[float]:
-    """By stage, the bytes of a device that its peak leaves free."""
-    return [max(0.0, prediction.capacity_bytes - stage.peak_bytes) for stage in prediction.predicted.stages]
+    """By stage, the bytes by which what it needs may grow until it does not fit."""
+    most = prediction.capacity_bytes / prediction.memory.high
+    return [max(0.0, most - needed_bytes(stage)) for stage in prediction.predicted.stages]
 
 
 def few_micro_batches(plan: Plan) -> Plan:

@@ -204,7 +204,7 @@ def chunk_problem(prices: StagePrices, chunk: int, idle: Mapping[str, float], ma
             gradients=tuple(
                 Gradient(
                     seconds=round(prices.seconds(instructions[place]), DIGITS),
-                    bytes=round(prices.deferred_bytes(name)),
+                    bytes=prices.bounded_bytes(name),
                     first=under[place][0],
                     under=under[place],
                 )

@@ -1,0 +1,80 @@
+"""Bytes copied where a micro-batch is cut into partitions and joined again, by the instruction that copies them.
+
+The runtime (runtime/executor/buffers.py, bindings.py) copies as follows: partitions of hidden states are joined by whoever
+reads several of them; a partition of whole hidden states is a view and costs nothing. A gate that leaves its rows in
+partitions copies the hidden states of each, and joins their gradients. Where rows travel in capacity chunks, an
+all-to-all picks its rows, and who needs all of them puts them into their places. Partitions that go to another stage
+are joined behind the computation that made the last of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from moe_overlap.plan.instructions import COMPUTE, BufferId, BufferRole, Home, Instruction, parse_buffer
+
+HIDDEN = (
+    *(BufferRole.HIDDEN, BufferRole.ATTENDED, BufferRole.SHARED),
+    *(BufferRole.D_HIDDEN, BufferRole.D_ATTENDED, BufferRole.D_SHARED),
+)
+"""Buffers of hidden states and their gradients."""
+ROWS = (BufferRole.ROWS, BufferRole.RETURNED, BufferRole.D_ROWS, BufferRole.D_RETURNED)
+"""Buffers of routed rows where their tokens are."""
+Place = tuple[str, int | None, tuple[int, ...]]
+
+
+def place_in_list(i: Instruction) -> Place:
+    """Name, micro-batch and partition: what tells an instruction of a pass, on every rank of a stage."""
+    return i.name, i.micro_batch, i.partition
+
+
+def copied_bytes(made: Sequence[Instruction], hidden_bytes: float, rows_bytes: float) -> dict[Place, float]:
+    """Bytes that are copied beside the operators of a list, by the instruction that copies them.
+
+    Args:
+        hidden_bytes: of the hidden states of a micro-batch.
+        rows_bytes: of all rows that a micro-batch sends.
+    """
+    pieces = Counter((i.name, i.micro_batch) for i in made)
+    makers = {name: i for i in made if i.channel == COMPUTE for name in i.writes}
+    left_in_parts = {
+        _rows_of(name) for i in made if _is_whole_gate(i) for name in i.writes if _parts(i.writes)[BufferRole.ROWS] > 1
+    }
+    copied: dict[Place, float] = defaultdict(float)
+    for i in made:
+        read = _parts(name for name in i.reads if name not in i.writes)
+        size = hidden_bytes * sum(read[word] > 1 for word in HIDDEN)
+        if i.channel == COMPUTE:
+            of_parts = any(_rows_of(name) in left_in_parts for name in (*i.reads, *i.writes))
+            size += hidden_bytes * (_is_whole_gate(i) and _parts(i.writes)[BufferRole.ROWS] > 1)
+            size += (hidden_bytes if of_parts else rows_bytes) * sum(read[word] > 1 for word in ROWS)
+        elif i.partition and any(_is_whole_rows(parse_buffer(name)) for name in i.reads):
+            size += rows_bytes / pieces[i.name, i.micro_batch]
+        if size:
+            copied[place_in_list(makers[i.reads[-1]] if i.kind == "point-to-point" else i)] += size
+    return copied
+
+
+def _is_whole_gate(i: Instruction) -> bool:
+    return (
+        not i.partition
+        and i.channel == COMPUTE
+        and any(parse_buffer(name).role is BufferRole.ROWS for name in i.writes)
+    )
+
+
+def _is_whole_rows(buffer: BufferId) -> bool:
+    return buffer.role in ROWS and buffer.partition is None
+
+
+def _parts(names: Iterable[str]) -> Counter[BufferRole]:
+    """Role -> buffers of it."""
+    return Counter(parse_buffer(name).role for name in names if parse_buffer(name).home is Home.DEVICE)
+
+
+def _rows_of(name: str) -> BufferId:
+    """`drows.L3.m0.p1` -> `rows.L3.m0`: the whole buffer that this is a part of, or a part of the gradient of."""
+    buffer = parse_buffer(name)
+    return replace(buffer, role=buffer.role.differentiated, partition=None)

@@ -1,0 +1,107 @@
+"""Whether predicted stages fit their GPUs, how certain that is, and what fills the fullest one.
+
+1. A stage *needs* its predicted peak without fragmentation: before an allocation fails, the caching allocator gives back what it
+   reserves in vain (with `expandable_segments`, whatever lies between tensors, too).
+2. `MemoryQuantiles` are factors on what is needed: with 5 % and with 95 % certainty a run needs no more than that. They come from
+   the peaks of calibration runs (`tests/validation/fit.py`).
+3. The verdict, over all stages: *fits*, where the 95 % quantile is within the capacity everywhere; *does not fit*, where even the
+   5 % quantile of a stage exceeds it; *may not fit* between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_overlap.describe.cluster import GIB
+from moe_overlap.plan.plan import PeakBytes, PredictedStage
+
+Verdict = Literal["fits", "may not fit", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryQuantiles:
+    """Measured over predicted peaks: the 5 % and the 95 % quantile."""
+
+    low: float = 1.0
+    high: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullestStage:
+    """The stage that needs the most, and what most of it is."""
+
+    stage: int
+    needed_bytes: int
+    low_bytes: int
+    """The 5 % quantile of what the stage needs."""
+    high_bytes: int
+    """The 95 % quantile."""
+    category: str
+    """The largest of PeakBytes."""
+    category_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """A single change under which a plan fits, as predicted."""
+
+    change: str
+    flags: str
+    """The flags that make the change."""
+    step_seconds: float
+    slower_by: float
+    """Relative to the step of the plan that does not fit."""
+    high_bytes: int
+    """The 95 % quantile of what the fullest stage then needs."""
+
+
+def needed_bytes(stage: PredictedStage) -> int:
+    """Bytes that a stage cannot do without."""
+    return stage.peak_bytes - stage.peak_bytes_by_category.fragmentation
+
+
+def verdict_of(stages: Sequence[PredictedStage], capacity: float, quantiles: MemoryQuantiles) -> Verdict:
+    """Whether all stages fit a GPU of `capacity` bytes."""
+    most = max(needed_bytes(stage) for stage in stages)
+    if most * quantiles.high <= capacity:
+        return "fits"
+    return "does not fit" if most * quantiles.low > capacity else "may not fit"
+
+
+def fullest_stage(stages: Sequence[PredictedStage], quantiles: MemoryQuantiles) -> FullestStage:
+    """The stage that needs the most; the first of equals."""
+    index = max(range(len(stages)), key=lambda stage: needed_bytes(stages[stage]))
+    needed = needed_bytes(stages[index])
+    category, size = largest_category(stages[index].peak_bytes_by_category)
+    return FullestStage(
+        stage=index,
+        needed_bytes=needed,
+        low_bytes=round(needed * quantiles.low),
+        high_bytes=round(needed * quantiles.high),
+        category=category,
+        category_bytes=size,
+    )
+
+
+def largest_category(peaks: PeakBytes) -> tuple[str, int]:
+    """The category that fills the most of what a stage needs, and its bytes."""
+    needed = {name: size for name, size in dataclasses.asdict(peaks).items() if name != "fragmentation"}
+    name = max(needed, key=lambda category: needed[category])
+    return name, needed[name]
+
+
+def overflow_lines(stages: Sequence[PredictedStage], capacity: float, quantiles: MemoryQuantiles) -> list[str]:
+    """The stages whose 95 % quantile exceeds the capacity, each with its largest category."""
+    lines = []
+    for index, stage in enumerate(stages):
+        needed = needed_bytes(stage)
+        if needed * quantiles.high > capacity:
+            name, size = largest_category(stage.peak_bytes_by_category)
+            lines.append(
+                f"stage {index} needs {needed / GIB:.1f} GiB of {capacity / GIB:.1f}, most of it {name} ({size / GIB:.1f}); "
+                f"with 95 % certainty no more than {needed * quantiles.high / GIB:.1f}"
+            )
+    return lines

@@ -1,0 +1,185 @@
+"""The cheapest single change that makes a plan fit its GPUs.
+
+1. `memory_changes` derives plans from the one that does not fit: modules or whole layers are recomputed, micro-batches halved,
+   states sharded, the optimizer moved to host memory.
+2. Each is predicted as any other plan; of those that fit the fastest is the answer. Of whole layers as few are recomputed as
+   fit, found by bisection: a layer more never needs more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.plan import Plan, Recompute, StagePlan
+from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.analytic import Prediction, stage_variants
+from moe_overlap.tuner.cost.feasibility import Remedy
+from moe_overlap.tuner.cost.hardware import Features
+from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.problem import Problem
+
+Capture = Callable[[Plan], Mapping[int, CapturedModel]]
+"""A plan -> the captured models of its stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A plan that differs in one decision.
+
+    Attributes:
+        name: for a reader.
+        flags: Megatron's, that make the change.
+        plans: the changed plan; of a change by degrees all of them, each needing no more memory than the one before.
+    """
+
+    name: Callable[[int], str]
+    flags: Callable[[int], str]
+    plans: Sequence[Plan]
+
+
+def cheapest_change(failing: Prediction, problem: Problem, capture: Capture) -> tuple[Remedy | None, tuple[str, ...]]:
+    """The change that fits with the shortest step.
+
+    Args:
+        failing: the prediction of the problem's plan.
+        capture: called for the plans whose recomputation the problem's graphs do not have.
+    Returns:
+        The change, None where none fits alone; and the names of all changes that were tried.
+    """
+    remedies, tried = [], []
+    for change in memory_changes(problem.plan, problem.model, problem.features):
+        prediction, degree = _least_that_fits(change, problem, capture)
+        if degree is None:
+            continue
+        tried.append(change.name(degree))
+        if prediction is not None:
+            seconds = prediction.predicted.step_seconds
+            remedies.append(
+                Remedy(
+                    change=change.name(degree),
+                    flags=change.flags(degree),
+                    step_seconds=seconds,
+                    slower_by=seconds / failing.predicted.step_seconds - 1.0,
+                    high_bytes=prediction.fullest.high_bytes,
+                )
+            )
+    return min(remedies, key=lambda remedy: remedy.step_seconds, default=None), tuple(tried)
+
+
+def _least_that_fits(change: Change, problem: Problem, capture: Capture) -> tuple[Prediction | None, int | None]:
+    """The prediction of the least degree of a change that fits, and that degree.
+
+    Returns:
+        No prediction with the last degree where none fits; neither where the change cannot be predicted.
+    """
+    graphs = dict(capture(change.plans[-1]))
+    if not all(_has_variants(stage, graphs[index]) for index, stage in enumerate(change.plans[-1].stages)):
+        return None, None
+
+    def predicted(degree: int) -> Prediction:
+        return predict_plan(change.plans[degree], replace(problem, plan=change.plans[degree], graphs=graphs))
+
+    try:
+        best, last = predicted(len(change.plans) - 1), len(change.plans) - 1
+        if not best.fits:
+            return None, last
+        first = 0
+        while first < last:
+            middle = (first + last) // 2
+            tried = predicted(middle)
+            if tried.fits:
+                best, last = tried, middle
+            else:
+                first = middle + 1
+    except ConfigError:
+        # An overlap that was decided for the plan as it stands may not go with the changed one.
+        return None, None
+    return best, last
+
+
+def _has_variants(stage: StagePlan, graph: CapturedModel) -> bool:
+    captured = {part.variant for part in graph.parts}
+    return stage_variants(stage) <= captured
+
+
+def memory_changes(plan: Plan, model: ModelDescription, features: Features) -> Iterator[Change]:
+    """The changes that may lower the memory of a plan."""
+    for modules in _module_sets(plan, model, features):
+        words = " ".join(modules)
+        yield _single(
+            f"recompute {', '.join(modules)}",
+            f"--recompute-granularity selective --recompute-modules {words}",
+            _with(plan, partial(_recomputing, modules=modules)),
+        )
+    # megatron-core refuses whole layers beside its overlap of two micro-batches.
+    if not features.overlap_experts and all(stage.recompute.granularity != "uniform" for stage in plan.stages):
+        now = max(stage.recompute.layers if stage.recompute.granularity == "full" else 0 for stage in plan.stages)
+        longest = max(last - first for stage in plan.stages for first, last in stage.chunks)
+        if now < longest:
+            yield Change(
+                lambda degree: f"recompute the first {now + 1 + degree} layers of every chunk",
+                lambda degree: (
+                    f"--recompute-granularity full --recompute-method block --recompute-num-layers {now + 1 + degree}"
+                ),
+                [_with(plan, partial(_whole_layers, layers=layers)) for layers in range(now + 1, longest + 1)],
+            )
+    # The tiles that cross between unlike stages are of the samples of a micro-batch.
+    if not plan.transfers and all(stage.micro_batch_size % 2 == 0 for stage in plan.stages):
+        size = plan.stages[0].micro_batch_size // 2
+        yield _single(f"halve the micro-batch to {size}", f"--micro-batch-size {size}", _with(plan, _halved))
+    levels = {stage.zero_level for stage in plan.stages}
+    if 0 in levels:
+        sharded = _with(plan, lambda stage: replace(stage, zero_level=max(1, stage.zero_level)))
+        yield _single("shard the optimizer's states", "--use-distributed-optimizer", sharded)
+    if min(levels) < 3 and len(plan.stages) == 1:
+        sharded = _with(plan, lambda stage: replace(stage, zero_level=3))
+        flags = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+        yield _single("shard parameters and gradients, too (ZeRO-3)", flags, sharded)
+    if any(stage.offload.optimizer < 1.0 for stage in plan.stages):
+        moved = _with(plan, lambda stage: replace(stage, offload=replace(stage.offload, optimizer=1.0)))
+        yield _single("keep the optimizer's states in host memory", "--optimizer-cpu-offload", moved)
+
+
+def _single(name: str, flags: str, plan: Plan) -> Change:
+    return Change(lambda _: name, lambda _: flags, [plan])
+
+
+def _with(plan: Plan, changed: Callable[[StagePlan], StagePlan]) -> Plan:
+    return replace(plan, stages=tuple(map(changed, plan.stages)), predicted=None)
+
+
+def _module_sets(plan: Plan, model: ModelDescription, features: Features) -> Iterator[tuple[str, ...]]:
+    """Sets of modules to recompute beside those that are: the cheap ones, the dear ones, and all of them.
+
+    Cheap are modules whose output alone is discarded; dear ones run their products again.
+    """
+    if any(stage.recompute.granularity in ("full", "uniform") for stage in plan.stages):
+        return
+    now = {module for stage in plan.stages for module in stage.recompute.modules}
+    cheap = {"layernorm"} | ({"moe_act"} if any(model.moe_layers) else set())
+    cheap |= {"mla_up_proj"} if model.latent_attention is not None else set()
+    cheap |= set() if features.flash else {"core_attn"}
+    dear = {"mlp"} if not all(model.moe_layers) else set()
+    dear |= {"moe"} if any(model.moe_layers) else set()
+    # Experts that run again as a whole need no activation function of their own to do so.
+    sets = [now | cheap, now | dear, (now | cheap | dear) - {"moe_act"}]
+    yield from dict.fromkeys(tuple(sorted(modules)) for modules in sets if modules != now)
+
+
+def _recomputing(stage: StagePlan, modules: tuple[str, ...]) -> StagePlan:
+    longest = max(last - first for first, last in stage.chunks)
+    return replace(stage, recompute=Recompute(layers=longest, granularity="selective", modules=modules))
+
+
+def _whole_layers(stage: StagePlan, layers: int) -> StagePlan:
+    longest = max(last - first for first, last in stage.chunks)
+    return replace(stage, recompute=Recompute(layers=min(layers, longest), granularity="full"))
+
+
+def _halved(stage: StagePlan) -> StagePlan:
+    steps = 2 * stage.gradient_accumulation_steps
+    return replace(stage, micro_batch_size=stage.micro_batch_size // 2, gradient_accumulation_steps=steps)

@@ -1,0 +1,122 @@
+"""Whether plans fit, how certain that is, and the change that makes one fit; on graphs written by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from moe_overlap.api import predict
+from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
+from moe_overlap.plan.plan import PeakBytes, PredictedStage, Provenance
+from moe_overlap.report.prediction import prediction_json, prediction_text
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.feasibility import MemoryQuantiles, fullest_stage, overflow_lines, verdict_of
+from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
+
+QUANTILES = MemoryQuantiles(low=0.95, high=1.1)
+
+
+def stage(needed: float, fragmentation: float = 0.0) -> PredictedStage:
+    """A stage that needs so many GiB, three quarters of them activations."""
+    peaks = [needed / 4, 0, 0, needed * 3 / 4, 0, 0, fragmentation]
+    names = (field.name for field in dataclasses.fields(PeakBytes))
+    by_category = PeakBytes(**{name: int(size * GIB) for name, size in zip(names, peaks, strict=True)})
+    return PredictedStage(
+        stable_seconds=1.0,
+        first_seconds=1.0,
+        last_seconds=1.0,
+        peak_bytes=int((needed + fragmentation) * GIB),
+        peak_bytes_by_category=by_category,
+        exposed_communication_seconds=0.0,
+        provenance=Provenance(measured=0.0, interpolated=0.0, roofline=1.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("needed", "verdict"),
+    [(72, "fits"), (73, "may not fit"), (84, "may not fit"), (85, "does not fit")],
+)
+def test_the_verdict_follows_the_quantiles_of_the_fullest_stage(needed: float, verdict: str) -> None:
+    assert verdict_of([stage(10), stage(needed)], 80 * GIB, QUANTILES) == verdict
+
+
+def test_what_the_allocator_gives_back_is_not_needed() -> None:
+    assert verdict_of([stage(72, fragmentation=20)], 80 * GIB, QUANTILES) == "fits"
+
+
+def test_the_fullest_stage_and_those_that_may_not_fit_are_named() -> None:
+    stages = [stage(75, fragmentation=90), stage(40), stage(76)]
+    fullest = fullest_stage(stages, QUANTILES)
+    assert (fullest.stage, fullest.category, fullest.needed_bytes) == (2, "activations", 76 * GIB)
+    assert (fullest.low_bytes, fullest.high_bytes) == (round(76 * GIB * 0.95), round(76 * GIB * 1.1))
+    lines = overflow_lines(stages, 80 * GIB, QUANTILES)
+    assert [line.split()[1] for line in lines] == ["0", "2"]
+    assert (
+        lines[1]
+        == "stage 2 needs 76.0 GiB of 80.0, most of it activations (57.0); with 95 % certainty no more than 83.6"
+    )
+
+
+def cluster_of(gib: float) -> Cluster:
+    """32 H100 of another memory capacity."""
+    cluster = shipped_cluster("H100", 32)
+    (group,) = cluster.groups
+    return dataclasses.replace(
+        cluster, groups=(dataclasses.replace(group, gpu=dataclasses.replace(group.gpu, memory_gib=gib)),)
+    )
+
+
+def predicted(gib: float, *words: str, **options: Any) -> Prediction:
+    job = [*JOB, "--micro-batch-size", "2", "--use-distributed-optimizer", *words]
+    return predict(job, cluster_of(gib), graphs=by_hand, constants=CONSTANTS, **options)
+
+
+NEEDED = predicted(80).fullest.needed_bytes / GIB
+
+
+def test_quantiles_of_the_constants_decide() -> None:
+    sure = dataclasses.replace(CONSTANTS, memory=MemoryQuantiles(low=0.9, high=1.2))
+    assert predicted(NEEDED * 1.01).fits
+    job = [*JOB, "--micro-batch-size", "2", "--use-distributed-optimizer"]
+    unsure = predict(job, cluster_of(NEEDED * 1.01), graphs=by_hand, constants=sure)
+    assert not unsure.fits and unsure.memory_verdict == "may not fit"
+
+
+def test_the_cheapest_change_that_fits_is_predicted_and_named() -> None:
+    """Each candidate as its own command line says; the fastest that fits is the answer."""
+    gib = NEEDED * 0.85
+    failing = predicted(gib)
+    assert not failing.fits and failing.remedy is not None
+    block = "--recompute-granularity full --recompute-method block --recompute-num-layers".split()
+    candidates = {f"{' '.join(block)} {k}": predicted(gib, *block, str(k)) for k in range(1, 9)}
+    candidates["--micro-batch-size 1"] = predicted(gib, "--micro-batch-size", "1")
+    fitting = {flags: each.predicted.step_seconds for flags, each in candidates.items() if each.fits}
+    best = min(fitting, key=lambda flags: fitting[flags])
+    assert len(fitting) >= 2 and len(fitting) < len(candidates)
+    assert failing.remedy.step_seconds <= fitting[best] * (1 + 1e-12)
+    if failing.remedy.flags in candidates:
+        assert failing.remedy.flags == best
+        assert failing.remedy.step_seconds == pytest.approx(fitting[best])
+    assert failing.remedy.slower_by == pytest.approx(failing.remedy.step_seconds / failing.predicted.step_seconds - 1)
+    assert failing.remedy.high_bytes <= gib * GIB
+
+
+def test_no_change_is_named_where_none_fits_alone_and_none_is_tried_where_the_plan_fits() -> None:
+    hopeless = predicted(NEEDED * 0.2)
+    assert hopeless.remedy is None and len(hopeless.tried) >= 3
+    assert predicted(NEEDED * 1.5).tried == ()
+
+
+def test_the_answer_says_so_as_text_and_as_json() -> None:
+    gib = NEEDED * 0.85
+    failing, hopeless = predicted(gib), predicted(NEEDED * 0.2)
+    content = prediction_json(failing)
+    assert (content["fits"], content["memory_verdict"]) == (False, "does not fit")
+    assert content["fullest_stage"]["needed_bytes"] == failing.fullest.needed_bytes
+    assert content["cheapest_change_that_fits"]["flags"] == failing.remedy.flags  # type: ignore[union-attr]
+    text = prediction_text(failing, cluster_of(gib))
+    assert "\ndoes not fit: stage 0 needs " in text and f"\nwould fit: {failing.remedy.change}: " in text  # type: ignore[union-attr]
+    assert "\nno single change makes it fit: " in prediction_text(hopeless, cluster_of(NEEDED * 0.2))
+    assert prediction_json(predicted(80))["cheapest_change_that_fits"] is None
