@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
@@ -43,6 +43,7 @@ from moe_overlap.plan.serialize import load_plan
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import PRECISIONS, Flags, Graphs, cached_graphs, cpu_graphs
+from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction, machine_of
 from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
@@ -92,10 +93,7 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     prediction = dataclasses.replace(predict_plan(problem.plan, problem), assumed=job.assumed)
     if prediction.fits:
         return prediction
-    capture = _graphs_of(cluster, options)
-    remedy, tried = cheapest_change(
-        prediction, problem, lambda plan: capture(_capturable(job.config), job.model, plan, job.flags)
-    )
+    remedy, tried = cheapest_change(prediction, problem, lambda plan: _captured(job, plan, cluster, options))
     return dataclasses.replace(prediction, remedy=remedy, tried=tried)
 
 
@@ -312,7 +310,7 @@ def _capturable(config: Config) -> Config:
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     features = features_of(job.config, job.plan.precision, job.flags)
     constants, expert_load, measured = options.get("constants"), options.get("expert_load"), cluster.measured
-    captured = _graphs_of(cluster, options)(_capturable(job.config), job.model, job.plan, job.flags)
+    captured = _captured(job, job.plan, cluster, options)
     load = _busiest(expert_load, job) if expert_load is not None else 1.0
     lookup = None
     if measured is not None:
@@ -333,12 +331,11 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     )
 
 
-def _graphs_of(cluster: Cluster, options: Options) -> Graphs:
-    """What captures the stages of a plan on these machines."""
-    if (graphs := options.get("graphs")) is not None:
-        return graphs
+def _captured(job: Job, plan: Plan, cluster: Cluster, options: Options) -> Mapping[int, CapturedModel]:
+    """The graphs of the stages of a plan on these machines."""
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
-    return cpu_graphs if on_cpu else cached_graphs
+    graphs = options.get("graphs") or (cpu_graphs if on_cpu else cached_graphs)
+    return graphs(_capturable(job.config), job.model, plan, job.flags)
 
 
 def _listed_run(config: Config, num_gpus: int) -> ListedRun:

@@ -213,11 +213,10 @@ def main(argv: list[str] | None = None) -> int:
         for name in dict.fromkeys((*frozen, *today))
         for line in differences(name, frozen.get(name, empty), today.get(name, empty))
     ]
-    print("\n".join(lines) or "no price differs")
     if asked.renew:
         FILE.write_text(json.dumps(today, indent=1) + "\n", encoding="utf-8")
-        return 0
-    return int(bool(lines))
+    print("\n".join(lines) or "no price differs")
+    return int(bool(lines) and not asked.renew)
 
 
 if __name__ == "__main__":
