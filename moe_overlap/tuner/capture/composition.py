@@ -126,6 +126,10 @@ class Composer:
         for kind in self.single:
             samples = [sample.with_single(kind) for sample in samples]
         self._model, self._samples = model, tuple(samples)
+        self._blocks: dict[PartKey, dict[str, None]] = {}
+        for sample in samples:
+            for key, part in sample.parts.items():
+                self._blocks.setdefault(key, {}).update((block, None) for _, block in part.runs)
         self._scalings = Samples([sample.degrees for sample in samples])
         self._composites: dict[tuple[PartKey, Classes, bool], Composite | NotComposableError | UndeterminedError] = {}
         self.kinds = tuple(kinds)
@@ -172,11 +176,9 @@ class Composer:
 
     def classes(self, key: PartKey, layout: Layout) -> Classes:
         """The classes of a part's blocks under a layout."""
-        parts = [sample.parts[key] for sample in self._samples if key in sample.parts]
-        if not parts:
+        if key not in self._blocks:
             raise NotComposableError(f"{key[0]}: its operators have no names")
-        blocks = dict.fromkeys(block for part in parts for _, block in part.runs)
-        return tuple((block, block_class(block, layout, self._model)) for block in blocks)
+        return tuple((block, block_class(block, layout, self._model)) for block in self._blocks[key])
 
     def _experts(self, layout: Layout) -> int:
         return self._model.num_experts // layout.expert

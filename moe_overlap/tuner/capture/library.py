@@ -91,14 +91,13 @@ class BlockLibrary:
     def prepare(self, requests: Iterable[Request]) -> None:
         """Capture what all of these requests need.
 
-        First those that show a class of a block that no other has shown, and on every axis the fewest and the most ranks above 1:
-        between them a difference shows that no class foresees. They decide nearly all sizes; what they leave open is captured,
-        too.
+        First those that show a class of a block that no other has shown, and on every axis the fewest and the most ranks of a
+        class: between them a difference shows that no class foresees. They decide nearly all sizes; what they leave open is
+        captured, too.
         """
         left = {(request.layout, request.model.vocab_size): request for request in requests}
-        ranks = {pair for request in left.values() for pair in _ranks(request.layout)}
-        ends = {pick(pair for pair in ranks if pair[0] == axis) for axis, _ in ranks for pick in (min, max)}
-        sights = {key: _sights(request, ends) for key, request in left.items()}
+        ends = _ends(left.values())
+        sights = {key: _sights(request) | (_numbers(request) & ends) for key, request in left.items()}
         shown: Counter[object] = Counter()
 
         def worth(key: tuple[Layout, int]) -> tuple[int, int, int, int]:
@@ -155,11 +154,30 @@ class BlockLibrary:
         return captured
 
 
-def _sights(request: Request, ends: set[tuple[str, int]]) -> set[object]:
-    """Everything that `BlockLibrary.prepare` wants to see captured, and that a capture of this request shows."""
+End = tuple[object, str, int]
+"""A class, an axis, and a number of ranks."""
+
+
+def _sights(request: Request) -> set[object]:
+    """The classes that a capture of a request shows."""
     blocks = (ATTENTION, CORE, ROUTED, MLP)
-    classes = {(block, block_class(block, request.layout, request.model)) for block in blocks}
-    return {*classes, *(ends & set(_ranks(request.layout)))}
+    return {(block, block_class(block, request.layout, request.model)) for block in blocks}
+
+
+def _numbers(request: Request) -> set[End]:
+    """The numbers of ranks above 1 that a capture of a request shows; TP's by the class of attention, which it changes most."""
+    ranks = dict(_ranks(request.layout))
+    heads = block_class(ATTENTION, request.layout, request.model)
+    return {(heads if axis == "tensor" else None, axis, number) for axis, number in ranks.items()}
+
+
+def _ends(requests: Iterable[Request]) -> set[End]:
+    """The fewest and the most ranks of every class and axis."""
+    numbers: dict[tuple[object, str], set[int]] = {}
+    for request in requests:
+        for kind, axis, number in _numbers(request):
+            numbers.setdefault((kind, axis), set()).add(number)
+    return {(*key, end) for key, seen in numbers.items() for end in (min(seen), max(seen))}
 
 
 def _ranks(layout: Layout) -> tuple[tuple[str, int], ...]:

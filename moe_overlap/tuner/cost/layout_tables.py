@@ -1,6 +1,6 @@
 """Operators and bytes of one part of a model under many layouts at once, from captured blocks. Numpy only.
 
-`layout_tables` groups layouts whose graphs are the same but for sizes and evaluates every size of a group in one product of
+`LayoutTables` groups layouts whose graphs are the same but for sizes and evaluates every size of a group in one product of
 matrices. The numbers are those of `operators.tabulate` and `memory.kept_bytes`, `memory.peak_bytes` for each layout, in double
 precision. Legend: N operators, L layouts.
 """
@@ -33,8 +33,8 @@ class LayoutTable:
 
     places: tuple[int, ...]
     """The layouts, by their places among those asked for."""
-    first: OpTable
-    """The table of the first of them: whatever is no size is the same for all."""
+    like: OpTable
+    """The table of a layout that runs the same operators: whatever is no size is that of all of them. N and order are its."""
     flops: Floats
     """[N, L]"""
     bytes: Floats
@@ -42,7 +42,7 @@ class LayoutTable:
     shapes: tuple[Floats, ...]
     """[axes, L] for each operator."""
     payloads: Floats
-    """[collectives, L], in the order of `first.collectives`."""
+    """[collectives, L], in the order of `like.collectives`."""
     kept_bytes: Floats
     """[L] kept by one micro-batch between the passes."""
     peak_bytes: Floats
@@ -53,77 +53,118 @@ class LayoutTable:
     """[L] of parameters with replicas of their own."""
 
 
-def layout_tables(
-    library: BlockLibrary, kind: str, requests: Sequence[Request], b: int, s: int
-) -> tuple[LayoutTable, ...]:
-    """A part of a model under many layouts.
+class LayoutTables:
+    """Tables of the parts of one model; remembers what layouts of equal graphs share.
 
     Args:
-        library: prepared for the requests (`BlockLibrary.prepare`); what it cannot put together is looked up there, one by one.
-        kind: of the part.
-    Raises:
-        CaptureError: a layout must be captured and cannot be.
+        library: prepared for the layouts that are asked for (`BlockLibrary.prepare`); what it cannot put together is looked up
+            there, one by one.
     """
-    groups: dict[int, tuple[Composite, list[int]]] = {}
-    alone: list[int] = []
-    for place, request in enumerate(requests):
-        composite = library.graph_of(kind, request, b)
-        if composite is None:
-            alone.append(place)
-        else:
-            groups.setdefault(id(composite), (composite, []))[1].append(place)
-    tables = []
-    for composite, places in groups.values():
-        try:
-            tables.append(_of_group(composite, [requests[place] for place in places], places, b, s))
-        except UndeterminedError:
-            alone += places
-    return (*tables, *(_alone(library.model(requests[place]).part(kind, samples=b), place, b, s) for place in alone))
+
+    def __init__(self, library: BlockLibrary) -> None:
+        self._library = library
+        self._groups: dict[int, _Group] = {}
+
+    def tables(self, kind: str, requests: Sequence[Request], b: int, s: int) -> tuple[LayoutTable, ...]:
+        """A kind of part under many layouts.
+
+        Raises:
+            CaptureError: a layout must be captured and cannot be.
+        """
+        members: dict[int, list[int]] = {}
+        alone: list[int] = []
+        for place, request in enumerate(requests):
+            composite = self._library.graph_of(kind, request, b)
+            if composite is None:
+                alone.append(place)
+                continue
+            if id(composite) not in self._groups:
+                # The group holds the composite, so no other gets its identity.
+                self._groups[id(composite)] = _Group(composite, request)
+            members.setdefault(id(composite), []).append(place)
+        tables = []
+        for key, places in members.items():
+            try:
+                tables.append(self._groups[key].table([requests[place] for place in places], places, b, s))
+            except UndeterminedError:
+                alone += places
+        for place in alone:
+            tables.append(_alone(self._library.model(requests[place]).part(kind, samples=b), place, b, s))
+        return tuple(tables)
 
 
-def _of_group(composite: Composite, requests: Sequence[Request], places: Sequence[int], b: int, s: int) -> LayoutTable:
-    sizes = list(composite.scalings)
-    rows = {size: row for row, size in enumerate(sizes)}
-    matrix = ScalingMatrix([composite.scalings[size] for size in sizes])
-    values = matrix.values([Degrees.of(r.layout, r.model.vocab_size, r.model.router_topk) for r in requests], b, s)
-    whole, layout = composite.whole, requests[0].layout
-    degrees = Degrees.of(layout, requests[0].model.vocab_size, requests[0].model.router_topk)
-    experts = _experts(requests[0])
-    part = numbered(whole, layout, experts, composite.sizes(degrees))
-    # Layouts with equal classes that fold nothing have as many experts, so operators stand at the same places.
-    names = [named_op.name for named_op in whole.ops]
-    moved, shapes, payloads = [], [], []
-    for name, op in zip(names, part.ops, strict=True):
-        shapes.append(np.array([values[rows[name, "shape", axis]] for axis in range(len(op.shape))]))
-        total = values[rows[name, "bytes", 0]]
-        if op.collective is not None:
-            payloads.append(values[rows[name, "payload", 0]])
-            total = total + payloads[-1]
-        moved.append(total)
-    storages: Floats = np.array([values[rows[name, "bytes", 0]] for name, _ in storage_order(whole, experts)])
-    kept, peak = _live(part, storages)
-    dense, of_experts = np.zeros(len(requests)), np.zeros(len(requests))
-    for name, entry in whole.storages.items():
-        if entry.storage.role == "parameter":
+class _Group:
+    """Layouts that run the same operators.
+
+    Args:
+        request: of one of them.
+    """
+
+    def __init__(self, composite: Composite, request: Request) -> None:
+        self._composite, whole = composite, composite.whole
+        sizes = list(composite.scalings)
+        self._rows = {size: row for row, size in enumerate(sizes)}
+        self._matrix = ScalingMatrix([composite.scalings[size] for size in sizes])
+        # Layouts of one group have other operators for each expert only if they have as many experts.
+        part = numbered(whole, request.layout, _experts(request), composite.sizes(_degrees(request)))
+        names = [name for name, _ in storage_order(whole, _experts(request))]
+        spans = lifetimes(part)
+        change: Floats = np.zeros((len(part.ops) + 1, len(spans)))
+        for column, (first, last) in enumerate(spans.values()):
+            change[first, column] += 1
+            change[last + 1, column] -= 1
+        self._part, self._alive = part, np.cumsum(change, axis=0)[:-1]
+        self._live = [self._rows[names[index], "bytes", 0] for index in spans]
+        self._kept = [self._rows[names[index], "bytes", 0] for index in part.saved]
+        self._names = [named_op.name for named_op in whole.ops]
+        self._first: dict[tuple[int, int], OpTable] = {}
+
+    def table(self, requests: Sequence[Request], places: Sequence[int], b: int, s: int) -> LayoutTable:
+        """The table of some layouts.
+
+        Raises:
+            UndeterminedError: captured values do not decide one of them.
+        """
+        values, rows, part = self._matrix.values([_degrees(r) for r in requests], b, s), self._rows, self._part
+        if (b, s) not in self._first:
+            self._first[b, s] = tabulate(part, b, s)
+        moved, shapes, payloads = [], [], []
+        for name, op in zip(self._names, part.ops, strict=True):
+            shapes.append(values[[rows[name, "shape", axis] for axis in range(len(op.shape))]])
             total = values[rows[name, "bytes", 0]]
-            if is_of_expert(entry.storage):
-                count = np.array([_experts(request) if entry.per_expert else 1 for request in requests])
-                own = np.array([expert_replicas(request.layout) == "edp" for request in requests])
-                of_experts, dense = of_experts + total * count * own, dense + total * count * ~own
-            else:
-                dense = dense + total
-    return LayoutTable(
-        places=tuple(places),
-        first=tabulate(part, b, s),
-        flops=np.array([_flops(op, shape, len(requests)) for op, shape in zip(part.ops, shapes, strict=True)]),
-        bytes=np.array(moved),
-        shapes=tuple(shapes),
-        payloads=np.array(payloads).reshape(len(payloads), len(requests)),
-        kept_bytes=kept,
-        peak_bytes=peak,
-        dense_parameter_bytes=dense,
-        expert_parameter_bytes=of_experts,
-    )
+            if op.collective is not None:
+                payloads.append(values[rows[name, "payload", 0]])
+                total = total + payloads[-1]
+            moved.append(total)
+        dense, of_experts = self._parameters(requests, values)
+        return LayoutTable(
+            places=tuple(places),
+            like=self._first[b, s],
+            flops=np.array([_flops(op, shape, len(requests)) for op, shape in zip(part.ops, shapes, strict=True)]),
+            bytes=np.array(moved),
+            shapes=tuple(shapes),
+            payloads=np.array(payloads).reshape(len(payloads), len(requests)),
+            kept_bytes=values[self._kept].sum(axis=0),
+            peak_bytes=(self._alive @ values[self._live]).max(axis=0),
+            dense_parameter_bytes=dense,
+            expert_parameter_bytes=of_experts,
+        )
+
+    def _parameters(self, requests: Sequence[Request], values: Floats) -> tuple[Floats, Floats]:
+        dense, of_experts = np.zeros(len(requests)), np.zeros(len(requests))
+        own = np.array([expert_replicas(request.layout) == "edp" for request in requests])
+        for name, entry in self._composite.whole.storages.items():
+            if entry.storage.role == "parameter":
+                total = values[self._rows[name, "bytes", 0]]
+                if entry.per_expert:
+                    total = total * [_experts(request) for request in requests]
+                moves = own if is_of_expert(entry.storage) else np.zeros_like(own)
+                of_experts, dense = of_experts + total * moves, dense + total * ~moves
+        return dense, of_experts
+
+
+def _degrees(request: Request) -> Degrees:
+    return Degrees.of(request.layout, request.model.vocab_size, request.model.router_topk)
 
 
 def _experts(request: Request) -> int:
@@ -170,7 +211,7 @@ def _alone(part: Part, place: int, b: int, s: int) -> LayoutTable:
             parameters[storage.replicas or "dp"] += float(sizes[storage.id, 0])
     return LayoutTable(
         places=(place,),
-        first=table,
+        like=table,
         flops=table.flops[:, None],
         bytes=table.bytes[:, None],
         shapes=tuple(np.array(shape)[:, None] for shape in table.shapes),
