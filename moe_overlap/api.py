@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
@@ -43,6 +43,7 @@ from moe_overlap.plan.serialize import load_plan
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import PRECISIONS, Flags, Graphs, cached_graphs, cpu_graphs
+from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction, machine_of
 from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
@@ -92,8 +93,7 @@ def predict(words: Sequence[str], cluster: Cluster, **options: Unpack[Options]) 
     prediction = dataclasses.replace(predict_plan(problem.plan, problem), assumed=job.assumed)
     if prediction.fits:
         return prediction
-    capture = _graphs_of(cluster, options)
-    remedy, tried = cheapest_change(prediction, problem, lambda plan: capture(job.config, job.model, plan, job.flags))
+    remedy, tried = cheapest_change(prediction, problem, lambda plan: _captured(job, plan, cluster, options))
     return dataclasses.replace(prediction, remedy=remedy, tried=tried)
 
 
@@ -123,12 +123,16 @@ def tune(
         solver_seconds: for each weight-gradient schedule.
         traces: of runs of this job, which refine its prices.
     Raises:
-        ConfigError: as `predict` and `refine`; or the flags decide an overlap themselves, or the run has one expert rank.
+        ConfigError: as `predict` and `refine`; or training refuses a flag, or the flags decide an overlap themselves, or the run
+            has one expert rank.
     """
     begun = time.perf_counter()
     check_limits(limits)
     if not solver_seconds > 0:
         raise ConfigError("--time-limit", solver_seconds, "must be greater than 0 seconds", "use 5")
+    parse(
+        list(expand_files(words))
+    )  # What is tuned is executed here: the flags of other releases are refused, as in training.
     job = _executed_here(read_job(words, cluster.gpus, options.get("precision"), options.get("plan")))
     problem = _problem(job, cluster, options)
     _require_open(problem.plan)
@@ -147,6 +151,7 @@ def tune(
         arguments=arguments,
         dropped=dropped,
         refinement=refinement,
+        assumed=job.assumed,
     )
 
 
@@ -216,6 +221,8 @@ def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = 
     for stage in decided.stages:
         groups = model.num_attention_heads if model.latent_attention is not None else model.num_query_groups
         require_context_heads(reading.flags, stage.context, max(1, groups // stage.tensor))
+    if model.num_experts and SINKHORN in config.moe.moe_router_load_balancing_type:
+        assumed = (*assumed, "a router without the iterations of sinkhorn, whose number depends on the data")
     return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed))
 
 
@@ -285,10 +292,25 @@ def _job_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
     return job if cluster.measured is None else _executed_here(job)
 
 
+SINKHORN = "sinkhorn"
+
+
+def _capturable(config: Config) -> Config:
+    """A configuration whose router ends after steps that do not depend on the data: without sinkhorn's iterations."""
+    moe = config.moe
+    if SINKHORN not in moe.moe_router_load_balancing_type:
+        return config
+    kinds = tuple("none" if kind == SINKHORN else kind for kind in moe.moe_router_load_balancing_type)
+    # Behind top-1, megatron-core's other routers want the softmax in front of the choice.
+    before = moe.moe_router_pre_softmax or moe.moe_router_topk == 1
+    moe = dataclasses.replace(moe, moe_router_load_balancing_type=kinds, moe_router_pre_softmax=before)
+    return dataclasses.replace(config, moe=moe)
+
+
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     features = features_of(job.config, job.plan.precision, job.flags)
     constants, expert_load, measured = options.get("constants"), options.get("expert_load"), cluster.measured
-    captured = _graphs_of(cluster, options)(job.config, job.model, job.plan, job.flags)
+    captured = _captured(job, job.plan, cluster, options)
     load = _busiest(expert_load, job) if expert_load is not None else 1.0
     lookup = None
     if measured is not None:
@@ -315,12 +337,11 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     )
 
 
-def _graphs_of(cluster: Cluster, options: Options) -> Graphs:
-    """What captures the stages of a plan on these machines."""
-    if (graphs := options.get("graphs")) is not None:
-        return graphs
+def _captured(job: Job, plan: Plan, cluster: Cluster, options: Options) -> Mapping[int, CapturedModel]:
+    """The graphs of the stages of a plan on these machines."""
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
-    return cpu_graphs if on_cpu else cached_graphs
+    graphs = options.get("graphs") or (cpu_graphs if on_cpu else cached_graphs)
+    return graphs(_capturable(job.config), job.model, plan, job.flags)
 
 
 def _listed_run(config: Config, num_gpus: int) -> ListedRun:
@@ -384,7 +405,7 @@ def job_operators(words: Sequence[str], ranks: int, device: str) -> list[Operato
         ConfigError: the flags are wrong, or do not describe the vocabulary.
     """
     job = read_job(words, ranks)
-    graphs = (cpu_graphs if device == "cpu" else cached_graphs)(job.config, job.model, job.plan, job.flags)
+    graphs = (cpu_graphs if device == "cpu" else cached_graphs)(_capturable(job.config), job.model, job.plan, job.flags)
     return operator_keys(job.plan, job.model, graphs, features_of(job.config, job.plan.precision, job.flags))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.readers.predicted_flags import effect_of
 from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
 
 
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
@@ -22,8 +23,8 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "does_not_fit": prediction.overflow,
         "memory_verdict": prediction.memory_verdict,
         "fullest_stage": dataclasses.asdict(prediction.fullest),
-        "cheapest_change_that_fits": None if prediction.remedy is None else dataclasses.asdict(prediction.remedy),
-        "changes_tried": list(prediction.tried),
+        "cheapest_change_that_fits": None if prediction.remedy is None else _remedy_json(prediction.remedy),
+        "changes_tried": [change_name(change) for change in prediction.tried],
         "capacity_bytes": prediction.capacity_bytes,
         "extrapolating": bool(prediction.extrapolating),
         "extrapolating_because": list(prediction.extrapolating),
@@ -90,6 +91,42 @@ def _remedy_lines(prediction: Prediction) -> list[str]:
     """The change that makes a plan fit; nothing where none was looked for."""
     remedy = prediction.remedy
     if remedy is not None:
-        cost = f"{remedy.step_seconds:.3f} s a step ({remedy.slower_by:+.1%})"
-        return [f"would fit: {remedy.change}: {cost}, up to {remedy.high_bytes / GIB:.1f} GiB; {remedy.flags}"]
-    return [f"no single change makes it fit: {'; '.join(prediction.tried)}"] if prediction.tried else []
+        cost = f"{remedy.step_seconds:.3f} s a step ({remedy.slower_by:+.1%}), up to {remedy.high_bytes / GIB:.1f} GiB"
+        return [f"would fit: {change_name(remedy.change)}: {cost}; {change_flags(remedy.change)}"]
+    tried = "; ".join(change_name(change) for change in prediction.tried)
+    return [f"no single change makes it fit: {tried}"] if tried else []
+
+
+def _remedy_json(remedy: Remedy) -> dict[str, Any]:
+    return {
+        "change": change_name(remedy.change),
+        "flags": change_flags(remedy.change),
+        "step_seconds": remedy.step_seconds,
+        "slower_by": remedy.slower_by,
+        "high_bytes": remedy.high_bytes,
+    }
+
+
+def change_name(change: Change) -> str:
+    """A change for a reader."""
+    return {
+        ChangeKind.MODULES: f"recompute {', '.join(change.modules)}",
+        ChangeKind.LAYERS: f"recompute the first {change.number} layers of every chunk",
+        ChangeKind.MICRO_BATCH: f"halve the micro-batch to {change.number}",
+        ChangeKind.SHARD_OPTIMIZER: "shard the optimizer's states",
+        ChangeKind.SHARD_ALL: "shard parameters and gradients, too (ZeRO-3)",
+        ChangeKind.HOST_OPTIMIZER: "keep the optimizer's states in host memory",
+    }[change.kind]
+
+
+def change_flags(change: Change) -> str:
+    """Megatron's flags that make a change."""
+    again = "--recompute-granularity"
+    return {
+        ChangeKind.MODULES: f"{again} selective --recompute-modules {' '.join(change.modules)}",
+        ChangeKind.LAYERS: f"{again} full --recompute-method block --recompute-num-layers {change.number}",
+        ChangeKind.MICRO_BATCH: f"--micro-batch-size {change.number}",
+        ChangeKind.SHARD_OPTIMIZER: "--use-distributed-optimizer",
+        ChangeKind.SHARD_ALL: "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+        ChangeKind.HOST_OPTIMIZER: "--optimizer-cpu-offload",
+    }[change.kind]

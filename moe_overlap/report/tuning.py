@@ -34,6 +34,7 @@ class Tuned:
         arguments: the flags that execute the chosen plan, without `--plan`.
         dropped: flags of the user that it runs without.
         refinement: the change that traces made to prices; None without traces.
+        assumed: sentences on what was taken for what the flags do not say.
     """
 
     chosen: Candidate
@@ -45,6 +46,7 @@ class Tuned:
     arguments: tuple[str, ...]
     dropped: tuple[str, ...]
     refinement: Refinement | None = None
+    assumed: tuple[str, ...] = ()
 
 
 # Data: one function makes the JSON, of whose parts each has a function.
@@ -58,6 +60,7 @@ def tuned_json(tuned: Tuned) -> dict[str, Any]:
         "chosen": tuned.chosen.name,
         "plain_step_seconds": tuned.plain_seconds,
         "dropped_flags": list(tuned.dropped),
+        "assumed": list(tuned.assumed),
         "layer_classes": classes_json(tuned.mix),
         "runners_up": [_candidate_json(other) for other in tuned.others],
         "search": {"seconds": tuned.search_seconds},
@@ -141,6 +144,7 @@ def tuned_text(tuned: Tuned, folder: Path) -> str:
     lines += [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
     lines += [f"does not fit: {text}" for text in chosen.prediction.overflow]
     lines += [f"without    {flag}: a list places that communication itself" for flag in tuned.dropped]
+    lines += [f"assumed    {text}" for text in tuned.assumed]
     lines += [f"           {line}" for line in _decisions(chosen)]
     lines += [f"not        {other.name}: {_why(other, chosen)}" for other in tuned.others]
     lines += classes_text(tuned.mix)

@@ -1,12 +1,14 @@
 """Graphs for golden prices: the hand-made layers of the cost model's tests, with what those leave out. Nothing is captured.
 
 Beside the hand-made layers: tensor parallelism without sequence parallelism, expert-tensor ranks, attention that is computed
-again, windows, prediction layers, and a result of every operator, so that passes have temporaries.
+again, windows, prediction layers, and storages that operators write and read, so that passes have temporaries and products keep
+their inputs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 from typing import Any
 
 from megatron.training.cli.config import Config
@@ -21,17 +23,44 @@ from tests.unit.tuner.hand_made import E, Maker, Pass
 
 
 class GoldenPass(Pass):
-    """Operators with results, and the collectives that a layout has."""
+    """Operators with results, products that keep their inputs for weight gradients, and the collectives that a layout has."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self.recomputing = False
+        self.inputs: dict[frozenset[str], list[int]] = {}
+        """Widths of a product -> the inputs that were kept for its weight gradient."""
 
     def op(self, *given: Any, **named: Any) -> None:
-        """An operator, and its result of half the bytes that it moves, which the next one may overwrite."""
+        """An operator with its result, which the next one may overwrite; attention's is kept."""
         super().op(*given, **named)
         operator = self.ops[-1]
-        if operator.collective is None:
-            result = len(self.storages)
-            size = operator.bytes / 2
-            self.storages.append(Storage(id=result, bytes=size, role="activation", freed_after=operator.id))
-            self.ops[-1] = dataclasses.replace(operator, writes=(result,))
+        if operator.collective is not None:
+            return
+        forward = self.phase == "forward" or self.recomputing
+        products = {"gemm": (0, 1), "grouped_gemm": (1, 2)}.get(operator.cost_class)
+        rows, width = (operator.shape[place] for place in products) if products else (operator.bytes, Fraction(1, 4))
+        result = self._result(rows * width * 2, kept=forward and operator.cost_class == "attention")
+        written, read = [result], []
+        if products:
+            is_gradient = operator.is_weight_gradient and operator.cost_class == "gemm"
+            # A product is rows x n x k, the gradient of its weights n x k x rows.
+            widths = frozenset(map(str, operator.shape[:2] if is_gradient else operator.shape[-2:]))
+            if operator.is_weight_gradient:
+                read = [self.inputs[widths].pop()] if self.inputs.get(widths) else []
+            elif forward:
+                written.append(self._result(rows * operator.shape[-1] * 2, kept=True))
+                self.inputs.setdefault(widths, []).append(written[-1])
+        self.ops[-1] = dataclasses.replace(operator, writes=tuple(written), reads=tuple(read))
+
+    def _result(self, size: E, kept: bool) -> int:
+        """A storage that goes behind its operator, unless it is kept: for the backward pass, or in it to its end."""
+        index = len(self.storages)
+        freed = None if kept else self.ops[-1].id
+        self.storages.append(Storage(id=index, bytes=E.of(size), role="activation", freed_after=freed))
+        if kept and not self.recomputing:
+            self.saved.append(index)
+        return index
 
     def communicate(self, kind: str, axis: str, elements: E, operator: str) -> None:
         """A collective over an axis, if there is one; without sequence parallelism partial sums are added up."""
@@ -59,7 +88,34 @@ class GoldenMaker(Maker):
     def layer(self, kind: str, variant: str) -> Part:
         """A layer of a kind; `core_attn` among the modules of a variant is computed again."""
         self.variant = variant
-        return super().layer(kind, variant)
+        return _with_writers(super().layer(kind, variant))
+
+    def ends(self) -> tuple[Part, Part]:
+        """Embedding and head."""
+        first, last = super().ends()
+        return first, _with_writers(last)
+
+    def attention(self, run: Pass, window: int, phase: str) -> None:
+        """Attention, a forward pass of it in the backward pass being a recomputation."""
+        self._begin(run, phase)
+        super().attention(run, window, phase)
+
+    def mlp(self, run: Pass, width: int, phase: str, operator: str) -> None:
+        """An MLP, alike."""
+        self._begin(run, phase)
+        super().mlp(run, width, phase, operator)
+
+    @staticmethod
+    def _begin(run: Pass, phase: str) -> None:
+        assert isinstance(run, GoldenPass)
+        run.recomputing = phase == "forward" and run.phase == "backward"
+
+    def keep(self, run: Pass, moe: bool, variant: str) -> None:
+        """Parameters, the layer's input, and what operators were seen to keep; of a recomputed layer the input alone."""
+        kept = list(run.saved)
+        run.saved.clear()
+        super().keep(run, moe, variant)
+        run.saved[1:] = [] if variant == "full" else kept
 
     def core(self, run: Pass, flops: E, shape: tuple[E | int, ...], factor: Any) -> None:
         """Attention, in the backward pass behind another forward pass of it where it is selected."""
@@ -70,6 +126,7 @@ class GoldenMaker(Maker):
 
     def experts(self, run: Pass, phase: str) -> None:
         """The experts, whose rows the expert-tensor ranks gather before and add up behind."""
+        self._begin(run, phase)
         rows = self.local * self.model.router_topk * self.layout.expert_tensor * self.hidden
         run.communicate("all_gather", "etp", rows, "moe.dispatch")
         super().experts(run, phase)
@@ -81,6 +138,15 @@ class GoldenMaker(Maker):
         size = Expression.of(self.model.vocab_size // self.layout.tensor * self.hidden * 2)
         words = Storage(id=len(part.storages), bytes=size, role="constant", name=WORDS)
         return dataclasses.replace(part, kind=kind, storages=(*part.storages, words))
+
+
+def _with_writers(part: Part) -> Part:
+    """The part whose last forward operator writes what is saved and what no operator was said to write."""
+    written = {index for op in part.ops for index in op.writes}
+    left = tuple(index for index in part.saved if index not in written)
+    place = max(op.id for op in part.ops if op.phase == "forward")
+    ops = [dataclasses.replace(op, writes=(*op.writes, *left)) if op.id == place else op for op in part.ops]
+    return dataclasses.replace(part, ops=tuple(ops))
 
 
 def golden_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, CapturedModel]:

@@ -39,8 +39,8 @@ MOE = f"""{RUN} --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --gro
     --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 1024 --moe-token-dispatcher-type alltoall"""
 GROUPS = "--group-query-attention --num-query-groups 4"
 LATENT = f"""{MOE.replace(GROUPS, "")} --moe-layer-freq ([0]*1+[1]*7) --ffn-hidden-size 8192
-    --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --mtp-num-layers 1
-    --moe-shared-expert-intermediate-size 2048"""
+    --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128
+    --qk-pos-emb-head-dim 64 --v-head-dim 128 --mtp-num-layers 1 --moe-shared-expert-intermediate-size 2048"""
 SHARDED, BESIDE = "--use-distributed-optimizer", "--overlap-grad-reduce --overlap-param-gather"
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
 EIGHT = "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1"
@@ -213,11 +213,10 @@ def main(argv: list[str] | None = None) -> int:
         for name in dict.fromkeys((*frozen, *today))
         for line in differences(name, frozen.get(name, empty), today.get(name, empty))
     ]
-    print("\n".join(lines) or "no price differs")
     if asked.renew:
         FILE.write_text(json.dumps(today, indent=1) + "\n", encoding="utf-8")
-        return 0
-    return int(bool(lines))
+    print("\n".join(lines) or "no price differs")
+    return int(bool(lines) and not asked.renew)
 
 
 if __name__ == "__main__":

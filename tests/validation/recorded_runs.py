@@ -193,6 +193,9 @@ def _flags(run: Run) -> list[str]:
         words += "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear".split()
     elif run.harness != "Aceso":
         words += ["--position-embedding-type", "none"]
+    if run.harness != "Megatron":
+        # Neither runtime has Transformer Engine's modules, and with them their placeholders of gradients.
+        words.append("--no-gradient-accumulation-fusion")
     return words + (["--use-flash-attn"] if run.flash else ["--transformer-impl", "local"])
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.api import read_job
+from moe_overlap.describe.cluster import GIB
+from moe_overlap.plan.plan import PeakBytes, Predicted, PredictedStage, Provenance
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json, shipped_constants
 from tests.validation.errors import spearman
-from tests.validation.fit import START, fit
+from tests.validation.feasibility import executed_runs, feasibility_lines
+from tests.validation.fit import START, fit, memory_quantiles
 from tests.validation.ranking import SETS, best_found, wrong_pairs
 from tests.validation.rows import Row, flags_of, measured_rows, scored_rows
 
@@ -29,7 +35,13 @@ def test_the_file_holds_few_constants_and_reads_back() -> None:
         row.gpu_type for row in scored_rows() if row["split"] == "calibration" and row["metric"] != "peak_mem_gib"
     }
     assert set(constants.gpus) == fitted | {"L4"}
-    assert set(json.loads(FILE.read_text(encoding="utf-8"))) == {"common", "fragmentation", "gpus", "releases"}
+    assert set(json.loads(FILE.read_text(encoding="utf-8"))) == {
+        "common",
+        "fragmentation",
+        "gpus",
+        "memory",
+        "releases",
+    }
     assert all(row.loss > 0 for rows in constants.releases.values() for row in rows.values())
 
 
@@ -115,3 +127,72 @@ def test_the_fit_finds_a_constant_and_leaves_the_rest_alone() -> None:
     assert dataclasses.replace(found.gpus["H100"], gemm=START.gemm) == START
     assert (found, steps) == fit(cases)
     assert found.releases == {"26.04": {"Hopper": ReleaseConstants(measured=("bf16 MoE",))}}
+
+
+def test_quantiles_of_memory_are_those_of_one_more_run() -> None:
+    """Thirteen ratios: Student's t with 12 degrees of freedom is 1.7823, and a new run adds a thirteenth to the variance."""
+    logs = np.linspace(-0.01, 0.03, 13)
+    found = memory_quantiles(np.exp(logs).tolist())
+    spread = 1.7823 * logs.std(ddof=1) * np.sqrt(14 / 13)
+    assert found.low == pytest.approx(np.exp(0.01 - spread), abs=6e-4)
+    assert found.high == pytest.approx(np.exp(0.01 + spread), abs=6e-3)
+    shipped = shipped_constants().memory
+    assert 0.9 < shipped.low < shipped.high < 1.1
+
+
+def test_peaks_that_nemo_logs_are_reserved_ones() -> None:
+    reserved = {row.number for row in scored_rows() if row["metric"] == "peak_mem_gib" and row.is_reserved}
+    assert 793 in reserved and 4 in reserved and 3 not in reserved
+
+
+def test_runs_of_one_configuration_are_listed_once() -> None:
+    runs = executed_runs()
+    keys = [(row.gpu_type, row.gpus, *flags_of(row)) for row in runs]
+    assert len(keys) == len(set(keys)) > 200
+    assert {row["metric"] for row in runs} == {"step_time_s", "tokens_per_s_per_gpu"}
+
+
+@dataclasses.dataclass
+class Full:
+    """A run whose prediction needs so much of a GPU."""
+
+    row: Row
+    needed: float
+
+    def predict(self, _: Constants) -> Prediction:
+        peaks = PeakBytes(**dict.fromkeys((field.name for field in dataclasses.fields(PeakBytes)), 0))
+        peaks = dataclasses.replace(peaks, activations=int(self.needed * GIB))
+        whole = Provenance(measured=0.0, interpolated=0.0, roofline=1.0)
+        stage = PredictedStage(
+            stable_seconds=1.0,
+            first_seconds=1.0,
+            last_seconds=1.0,
+            peak_bytes=peaks.activations,
+            peak_bytes_by_category=peaks,
+            exposed_communication_seconds=0.0,
+            provenance=whole,
+        )
+        return Prediction(
+            predicted=Predicted(
+                step_seconds=1.0,
+                tokens_per_second_per_gpu=1.0,
+                model_tflops_per_gpu=1.0,
+                stages=(stage,),
+                provenance=whole,
+            ),
+            breakdown={},
+            mfu=0.0,
+            capacity_bytes=80 * GIB,
+            extrapolating=(),
+            not_modelled=(),
+            memory=MemoryQuantiles(0.98, 1.05),
+        )
+
+
+def test_runs_that_do_not_fit_are_listed_with_what_fills_them() -> None:
+    rows = scored_rows()[:3]
+    cases: Any = [Full(row, needed) for row, needed in zip(rows, (60.0, 79.0, 100.0), strict=True)]
+    lines = feasibility_lines(cases, Constants({}, {}))
+    assert len(lines) == 3 and lines[-1] == "3 runs: 1 fits, 1 may not fit, 1 does not fit"
+    assert "does not fit   100.0 of  80.0 GiB (+25%), activations 100.0" in lines[0]
+    assert "may not fit     79.0 of  80.0 GiB (-1%)" in lines[1]

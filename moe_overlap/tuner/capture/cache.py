@@ -180,24 +180,52 @@ def cached_capture(
 
 
 def cached_captures(requests: Sequence[Request], cache_dir: Path) -> list[CapturedModel]:
-    """The captured model of each request, in order; one process captures all that are missing.
+    """The captured model of each request, in order, from a folder. As `CaptureFiles.captures`, remembering nothing."""
+    return CaptureFiles(cache_dir).captures(requests)
 
-    A file that is not what was written is captured again, with a line on stderr. The layers of an answer are those of the
-    request that made the file: `CapturedModel.layer_kinds` and `mtp_kinds` may be another model's of the same kinds.
+
+class CaptureFiles:
+    """Captures in a folder; a file is read once.
+
+    Args:
+        folder: made if needed.
     """
-    paths = [cache_dir / f"{request.sha256()}.json" for request in requests]
-    missing: dict[Path, Request] = {}
-    for path, request in zip(paths, requests, strict=True):
-        try:
-            load_captured(path)
-        except FileNotFoundError:
-            missing[path] = request
-        except CorruptFileError as error:
-            print(f"warning: {error}; captured again", file=sys.stderr)
-            missing[path] = request
-    if missing:
-        _capture(missing)
-    return [load_captured(path) for path in paths]
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, CapturedModel] = {}
+
+    def captures(self, requests: Sequence[Request]) -> list[CapturedModel]:
+        """The captured model of each request, in order; one process captures all that are missing.
+
+        A file that is not what was written is captured again, with a line on stderr. The layers of an answer are those of the
+        request that made the file: `CapturedModel.layer_kinds` and `mtp_kinds` may be another model's of the same kinds.
+
+        Raises:
+            CaptureError: a capture failed.
+        """
+        paths = [self._folder / f"{request.sha256()}.json" for request in requests]
+        missing: dict[Path, Request] = {}
+        for path, request in zip(paths, requests, strict=True):
+            try:
+                self._load(path)
+            except FileNotFoundError:
+                missing[path] = request
+            except CorruptFileError as error:
+                print(f"warning: {error}; captured again", file=sys.stderr)
+                missing[path] = request
+        if missing:
+            _capture(missing)
+        return [self._load(path) for path in paths]
+
+    def graphs(self, config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
+        """Captured models of the stages; as `cached_graphs`, of this folder."""
+        return _cached(stage_requests(config, model, plan), model, self)
+
+    def _load(self, path: Path) -> CapturedModel:
+        if path not in self._read:
+            self._read[path] = load_captured(path)
+        return self._read[path]
 
 
 def _capture(missing: dict[Path, Request]) -> None:
@@ -228,18 +256,20 @@ def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Fl
     Raises:
         ConfigError: a part of the model cannot be captured.
     """
-    return _cached(stage_requests(config, model, plan), model)
+    return CaptureFiles(cache_folder()).graphs(config, model, plan, flags)
 
 
 def cpu_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
     """The models that a CPU runs: megatron-core's own modules, whatever the flags choose. Raises as `cached_graphs`."""
-    return _cached(stage_requests(config, model, plan, "torch"), model)
+    return _cached(stage_requests(config, model, plan, "torch"), model, CaptureFiles(cache_folder()))
 
 
-def _cached(requests: Mapping[int, list[Request]], model: ModelDescription) -> dict[int, CapturedModel]:
+def _cached(
+    requests: Mapping[int, list[Request]], model: ModelDescription, files: CaptureFiles
+) -> dict[int, CapturedModel]:
     asked = [request for of_stage in requests.values() for request in of_stage]
     try:
-        captures = dict(zip(map(Request.sha256, asked), cached_captures(asked, cache_folder()), strict=True))
+        captures = dict(zip(map(Request.sha256, asked), files.captures(asked), strict=True))
     except CaptureError as error:
         raise ConfigError("the model", "", f"cannot be captured: {error}", "report these flags") from error
     return {

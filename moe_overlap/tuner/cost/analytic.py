@@ -24,6 +24,7 @@ from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
 from moe_overlap.tuner.cost.expected_error import ExpectedError, expected_error, shipped_errors
 from moe_overlap.tuner.cost.feasibility import (
+    Change,
     FullestStage,
     MemoryQuantiles,
     Remedy,
@@ -244,7 +245,7 @@ class Prediction:
     """How far measured peaks lie from predicted ones."""
     remedy: Remedy | None = None
     """The cheapest single change under which a plan that does not fit does, where one was looked for."""
-    tried: tuple[str, ...] = ()
+    tried: tuple[Change, ...] = ()
     """The changes that were looked at."""
 
     @property

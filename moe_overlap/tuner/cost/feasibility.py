@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 from moe_overlap.describe.cluster import GIB
@@ -44,13 +45,36 @@ class FullestStage:
     category_bytes: int
 
 
+class ChangeKind(StrEnum):
+    """Decisions that lower the memory of a plan."""
+
+    MODULES = "recompute modules"
+    LAYERS = "recompute layers"
+    MICRO_BATCH = "smaller micro-batch"
+    SHARD_OPTIMIZER = "shard optimizer"
+    SHARD_ALL = "shard parameters and gradients"
+    HOST_OPTIMIZER = "optimizer in host memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One changed decision; `report/prediction.py` has its name and its flags.
+
+    Attributes:
+        modules: that are recomputed.
+        number: of layers that are recomputed in every chunk, or of samples in a micro-batch.
+    """
+
+    kind: ChangeKind
+    modules: tuple[str, ...] = ()
+    number: int = 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
     """A single change under which a plan fits, as predicted."""
 
-    change: str
-    flags: str
-    """The flags that make the change."""
+    change: Change
     step_seconds: float
     slower_by: float
     """Relative to the step of the plan that does not fit."""

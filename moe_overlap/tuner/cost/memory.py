@@ -220,7 +220,8 @@ def _copied_outputs(table: OpTable, sizes: Floats, features: Features) -> float:
         op.collective is not None and op.collective.axis == "cp" for op in part.ops
     ):
         return 0.0
-    return sum(float(max(sizes[index] for index in op.writes if index in part.saved)) for op in attention)
+    kept = ([sizes[index] for index in op.writes if index in part.saved] for op in attention)
+    return sum(float(max(outputs, default=0.0)) for outputs in kept)
 
 
 def _loss_in_place(part: Part, sizes: Floats) -> Floats:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from moe_overlap.describe.errors import ConfigError
@@ -17,7 +17,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan, Recompute, StagePlan
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction, stage_variants
-from moe_overlap.tuner.cost.feasibility import Remedy
+from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.problem import Problem
@@ -26,42 +26,32 @@ Capture = Callable[[Plan], Mapping[int, CapturedModel]]
 """A plan -> the captured models of its stages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A plan that differs in one decision.
-
-    Attributes:
-        name: for a reader.
-        flags: Megatron's, that make the change.
-        plans: the changed plan; of a change by degrees all of them, each needing no more memory than the one before.
-    """
-
-    name: Callable[[int], str]
-    flags: Callable[[int], str]
-    plans: Sequence[Plan]
+Degrees = Sequence[tuple[Change, Plan]]
+"""A change by degrees, each needing no more memory than the one before; often a single one."""
 
 
-def cheapest_change(failing: Prediction, problem: Problem, capture: Capture) -> tuple[Remedy | None, tuple[str, ...]]:
+def cheapest_change(
+    failing: Prediction, problem: Problem, capture: Capture
+) -> tuple[Remedy | None, tuple[Change, ...]]:
     """The change that fits with the shortest step.
 
     Args:
         failing: the prediction of the problem's plan.
-        capture: called for the plans whose recomputation the problem's graphs do not have.
+        capture: called for every changed plan, since it may recompute what the problem's graphs do not.
     Returns:
-        The change, None where none fits alone; and the names of all changes that were tried.
+        The change, None where none fits alone; and all changes that were tried.
     """
     remedies, tried = [], []
-    for change in memory_changes(problem.plan, problem.model, problem.features):
-        prediction, degree = _least_that_fits(change, problem, capture)
-        if degree is None:
+    for degrees in memory_changes(problem.plan, problem.model, problem.features):
+        change, prediction = _least_that_fits(degrees, problem, capture)
+        if change is None:
             continue
-        tried.append(change.name(degree))
+        tried.append(change)
         if prediction is not None:
             seconds = prediction.predicted.step_seconds
             remedies.append(
                 Remedy(
-                    change=change.name(degree),
-                    flags=change.flags(degree),
+                    change=change,
                     step_seconds=seconds,
                     slower_by=seconds / failing.predicted.step_seconds - 1.0,
                     high_bytes=prediction.fullest.high_bytes,
@@ -70,24 +60,26 @@ def cheapest_change(failing: Prediction, problem: Problem, capture: Capture) -> 
     return min(remedies, key=lambda remedy: remedy.step_seconds, default=None), tuple(tried)
 
 
-def _least_that_fits(change: Change, problem: Problem, capture: Capture) -> tuple[Prediction | None, int | None]:
-    """The prediction of the least degree of a change that fits, and that degree.
+def _least_that_fits(degrees: Degrees, problem: Problem, capture: Capture) -> tuple[Change | None, Prediction | None]:
+    """The least degree of a change that fits, and its prediction.
 
     Returns:
-        No prediction with the last degree where none fits; neither where the change cannot be predicted.
+        The last degree without a prediction where none fits; nothing where the change cannot be predicted.
     """
-    graphs = dict(capture(change.plans[-1]))
-    if not all(_has_variants(stage, graphs[index]) for index, stage in enumerate(change.plans[-1].stages)):
+    most = degrees[-1][1]
+    graphs = dict(capture(most))
+    if not all(_has_variants(stage, graphs[index]) for index, stage in enumerate(most.stages)):
         return None, None
 
     def predicted(degree: int) -> Prediction:
-        return predict_plan(change.plans[degree], replace(problem, plan=change.plans[degree], graphs=graphs))
+        plan = degrees[degree][1]
+        return predict_plan(plan, replace(problem, plan=plan, graphs=graphs))
 
     try:
-        best, last = predicted(len(change.plans) - 1), len(change.plans) - 1
+        first, last = 0, len(degrees) - 1
+        best = predicted(last)
         if not best.fits:
-            return None, last
-        first = 0
+            return degrees[last][0], None
         while first < last:
             middle = (first + last) // 2
             tried = predicted(middle)
@@ -98,7 +90,7 @@ def _least_that_fits(change: Change, problem: Problem, capture: Capture) -> tupl
     except ConfigError:
         # An overlap that was decided for the plan as it stands may not go with the changed one.
         return None, None
-    return best, last
+    return degrees[last][0], best
 
 
 def _has_variants(stage: StagePlan, graph: CapturedModel) -> bool:
@@ -106,46 +98,29 @@ def _has_variants(stage: StagePlan, graph: CapturedModel) -> bool:
     return stage_variants(stage) <= captured
 
 
-def memory_changes(plan: Plan, model: ModelDescription, features: Features) -> Iterator[Change]:
+def memory_changes(plan: Plan, model: ModelDescription, features: Features) -> Iterator[Degrees]:
     """The changes that may lower the memory of a plan."""
     for modules in _module_sets(plan, model, features):
-        words = " ".join(modules)
-        yield _single(
-            f"recompute {', '.join(modules)}",
-            f"--recompute-granularity selective --recompute-modules {words}",
-            _with(plan, partial(_recomputing, modules=modules)),
-        )
+        yield [(Change(ChangeKind.MODULES, modules), _with(plan, partial(_recomputing, modules=modules)))]
     # megatron-core refuses whole layers beside its overlap of two micro-batches.
     if not features.overlap_experts and all(stage.recompute.granularity != "uniform" for stage in plan.stages):
         now = max(stage.recompute.layers if stage.recompute.granularity == "full" else 0 for stage in plan.stages)
         longest = max(last - first for stage in plan.stages for first, last in stage.chunks)
         if now < longest:
-            yield Change(
-                lambda degree: f"recompute the first {now + 1 + degree} layers of every chunk",
-                lambda degree: (
-                    f"--recompute-granularity full --recompute-method block --recompute-num-layers {now + 1 + degree}"
-                ),
-                [_with(plan, partial(_whole_layers, layers=layers)) for layers in range(now + 1, longest + 1)],
-            )
+            yield [
+                (Change(ChangeKind.LAYERS, number=layers), _with(plan, partial(_whole_layers, layers=layers)))
+                for layers in range(now + 1, longest + 1)
+            ]
     # The tiles that cross between unlike stages are of the samples of a micro-batch.
     if not plan.transfers and all(stage.micro_batch_size % 2 == 0 for stage in plan.stages):
-        size = plan.stages[0].micro_batch_size // 2
-        yield _single(f"halve the micro-batch to {size}", f"--micro-batch-size {size}", _with(plan, _halved))
+        yield [(Change(ChangeKind.MICRO_BATCH, number=plan.stages[0].micro_batch_size // 2), _with(plan, _halved))]
     levels = {stage.zero_level for stage in plan.stages}
     if 0 in levels:
-        sharded = _with(plan, lambda stage: replace(stage, zero_level=max(1, stage.zero_level)))
-        yield _single("shard the optimizer's states", "--use-distributed-optimizer", sharded)
+        yield [(Change(ChangeKind.SHARD_OPTIMIZER), _with(plan, partial(_sharded, level=1)))]
     if min(levels) < 3 and len(plan.stages) == 1:
-        sharded = _with(plan, lambda stage: replace(stage, zero_level=3))
-        flags = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
-        yield _single("shard parameters and gradients, too (ZeRO-3)", flags, sharded)
+        yield [(Change(ChangeKind.SHARD_ALL), _with(plan, partial(_sharded, level=3)))]
     if any(stage.offload.optimizer < 1.0 for stage in plan.stages):
-        moved = _with(plan, lambda stage: replace(stage, offload=replace(stage.offload, optimizer=1.0)))
-        yield _single("keep the optimizer's states in host memory", "--optimizer-cpu-offload", moved)
-
-
-def _single(name: str, flags: str, plan: Plan) -> Change:
-    return Change(lambda _: name, lambda _: flags, [plan])
+        yield [(Change(ChangeKind.HOST_OPTIMIZER), _with(plan, _host_optimizer))]
 
 
 def _with(plan: Plan, changed: Callable[[StagePlan], StagePlan]) -> Plan:
@@ -183,3 +158,11 @@ def _whole_layers(stage: StagePlan, layers: int) -> StagePlan:
 def _halved(stage: StagePlan) -> StagePlan:
     steps = 2 * stage.gradient_accumulation_steps
     return replace(stage, micro_batch_size=stage.micro_batch_size // 2, gradient_accumulation_steps=steps)
+
+
+def _sharded(stage: StagePlan, level: int) -> StagePlan:
+    return replace(stage, zero_level=max(level, stage.zero_level))
+
+
+def _host_optimizer(stage: StagePlan) -> StagePlan:
+    return replace(stage, offload=replace(stage.offload, optimizer=1.0))

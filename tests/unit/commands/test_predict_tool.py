@@ -38,6 +38,25 @@ def test_json_has_the_keys_that_scripts_read(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.usefixtures("hand_made")
+def test_what_is_not_modelled_and_what_is_assumed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--moe-paged-stash --optimizer muon --use-megatron-fsdp --ckpt-format fsdp_dtensor"
+    (tmp_path / "newer.args").write_text(f"@{ROOT / 'examples' / 'mixtral-8x7b.args'} {flags}")
+    job = ["--megatron-args", str(tmp_path / "newer.args")]
+    assert main([*job, *H100]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line[:74] for line in said if line.startswith("not modelled: ")] == [
+        "not modelled: --moe-paged-stash: keeps the experts' activations in pages: "
+    ]
+    assert [line[:43] for line in said if line.startswith("assumed: ")] == [
+        "assumed: --optimizer muon: one moment as in"
+    ]
+    assert main([*job, *H100, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert list(answer["not_modelled_effects"]) == answer["not_modelled"] == ["--moe-paged-stash"]
+    assert len(answer["assumed"]) == 1
+
+
+@pytest.mark.usefixtures("hand_made")
 def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFixture[str]) -> None:
     main([*JOB, *H100])
     short = capsys.readouterr().out

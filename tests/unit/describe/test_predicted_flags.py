@@ -27,6 +27,7 @@ from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand, predicte
 PLAIN = [word for word in JOB if word != "--use-distributed-optimizer"]
 LISTED = [word for word in PLAIN if word not in ("--overlap-param-gather", "--moe-token-dispatcher-type", "alltoall")]
 CUT = "--moe-overlap-partitions 2 --moe-gate topk --moe-token-dispatcher-type irregular --micro-batch-size 2"
+LIMITS = SearchLimits(max_partitions=2, group_seconds=0.0, range_limit=4)
 ANOTHER_MODEL = re.compile(r"--(hybrid|gdp|mamba|mtp-hybrid)-")
 """Flags that newer releases have for layers without attention."""
 NEWER = sorted(
@@ -62,14 +63,11 @@ def test_what_this_fork_executes_has_its_distributed_optimizer() -> None:
     assert {stage.zero_level for stage in read_job([*LISTED, *CUT.split()], 32).plan.stages} == {1}
     words = [*PLAIN, "--pipeline-model-parallel-size", "1", "--num-layers", "2"]
     given = {"graphs": by_hand, "constants": CONSTANTS}
-    tuned = tune(
-        words,
-        shipped_cluster("H100", 16),
-        SearchLimits(max_partitions=2, group_seconds=0.0, range_limit=4),
-        0.1,
-        **given,
-    )
+    tuned = tune(words, shipped_cluster("H100", 16), LIMITS, 0.1, **given)
     assert {stage.zero_level for stage in tuned.chosen.decided.stages} == {1}
+    assert tuned.assumed == ("ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it",)
+    with pytest.raises(ConfigError, match="--optimizer muon: not supported"):
+        tune([*words, "--optimizer", "muon"], shipped_cluster("H100", 16), LIMITS, 0.1, **given)
 
 
 def asked(flag: UpstreamFlag) -> list[str]:

@@ -149,6 +149,20 @@ def test_recorded_loads_slow_the_experts_down(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "load.jsonl").read_text())["load"][0] == 200
 
 
+def test_a_router_whose_loop_depends_on_the_data_is_captured_without_it() -> None:
+    """sinkhorn iterates until its result stands still, which a capture without data cannot tell."""
+    seen = []
+
+    def spy(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, CapturedModel]:
+        seen.append((config.moe.moe_router_load_balancing_type, config.moe.moe_router_pre_softmax))
+        return by_hand(config, model, plan, flags)
+
+    words = [*JOB, "--moe-router-load-balancing-type", "sinkhorn", "--moe-router-topk", "1"]
+    answer = predict(words, shipped_cluster("H100", 32), graphs=spy, constants=CONSTANTS)
+    assert seen == [(("none",), True)]
+    assert answer.assumed == ("a router without the iterations of sinkhorn, whose number depends on the data",)
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [("", "holds no record"), (ExpertLoad(1, 1, 0, 0, (0,) * 16, (0,) * 16, 0.0).to_line(), "no token of its layer 0")],

@@ -114,6 +114,8 @@ def test_kept_bytes_peak_where_the_closed_form_says() -> None:
     for rank, stage in zip(step.prices, stages, strict=True):
         peaks = stage.peak_bytes_by_category
         kept = peaks.parameters + peaks.gradients + peaks.optimizer + peaks.activations
+        # Graphs written by hand have no temporaries but what the head keeps, which stands there: it is held while it works.
+        kept += peaks.temporaries
         assert max(size for _, size in step.kept_bytes(rank)) == pytest.approx(kept, rel=1e-6)
 
 

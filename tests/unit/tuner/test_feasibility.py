@@ -10,7 +10,7 @@ import pytest
 from moe_overlap.api import predict
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.plan.plan import PeakBytes, PredictedStage, Provenance
-from moe_overlap.report.prediction import prediction_json, prediction_text
+from moe_overlap.report.prediction import change_flags, change_name, prediction_json, prediction_text
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles, fullest_stage, overflow_lines, verdict_of
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
@@ -96,8 +96,9 @@ def test_the_cheapest_change_that_fits_is_predicted_and_named() -> None:
     best = min(fitting, key=lambda flags: fitting[flags])
     assert len(fitting) >= 2 and len(fitting) < len(candidates)
     assert failing.remedy.step_seconds <= fitting[best] * (1 + 1e-12)
-    if failing.remedy.flags in candidates:
-        assert failing.remedy.flags == best
+    flags = change_flags(failing.remedy.change)
+    if flags in candidates:
+        assert flags == best
         assert failing.remedy.step_seconds == pytest.approx(fitting[best])
     assert failing.remedy.slower_by == pytest.approx(failing.remedy.step_seconds / failing.predicted.step_seconds - 1)
     assert failing.remedy.high_bytes <= gib * GIB
@@ -115,8 +116,8 @@ def test_the_answer_says_so_as_text_and_as_json() -> None:
     content = prediction_json(failing)
     assert (content["fits"], content["memory_verdict"]) == (False, "does not fit")
     assert content["fullest_stage"]["needed_bytes"] == failing.fullest.needed_bytes
-    assert content["cheapest_change_that_fits"]["flags"] == failing.remedy.flags  # type: ignore[union-attr]
+    assert content["cheapest_change_that_fits"]["flags"] == change_flags(failing.remedy.change)  # type: ignore[union-attr]
     text = prediction_text(failing, cluster_of(gib))
-    assert "\ndoes not fit: stage 0 needs " in text and f"\nwould fit: {failing.remedy.change}: " in text  # type: ignore[union-attr]
+    assert "\ndoes not fit: stage 0 needs " in text and f"\nwould fit: {change_name(failing.remedy.change)}: " in text  # type: ignore[union-attr]
     assert "\nno single change makes it fit: " in prediction_text(hopeless, cluster_of(NEEDED * 0.2))
     assert prediction_json(predicted(80))["cheapest_change_that_fits"] is None

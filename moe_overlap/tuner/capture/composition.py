@@ -1,0 +1,232 @@
+"""The graphs of any layout, put together from blocks of captured layouts. No torch.
+
+A `Composite` is the graph of all layouts whose blocks have the same classes: operators and storages by name, and a scaling of
+every size. `Composer` makes composites of samples, captured layouts by name, and numbers them for a layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.tuner.capture.blocks import (
+    ROUTED,
+    NamedPart,
+    NotComposableError,
+    Size,
+    arranged,
+    block_class,
+    has_vocabulary,
+    named,
+    numbered,
+    shares_sizes,
+)
+from moe_overlap.tuner.capture.expression import Expression, Monomial
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
+from moe_overlap.tuner.capture.scaling import (
+    Degrees,
+    Samples,
+    Scaling,
+    UndeterminedError,
+    dense_products,
+    routed_products,
+)
+
+PartKey = tuple[str, bool]
+"""Kind, and whether of one sample."""
+Classes = tuple[tuple[str, tuple[Any, ...]], ...]
+"""Blocks with their classes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A captured layout by names."""
+
+    layout: Layout
+    degrees: Degrees
+    kinds: tuple[str, ...]
+    """Kinds of all captured parts, those too that have no names."""
+    parts: Mapping[PartKey, NamedPart]
+    sizes: Mapping[PartKey, Mapping[Size, Expression]]
+
+    @staticmethod
+    def of(captured: CapturedModel, model: ModelDescription) -> Sample:
+        """A captured model by names; parts that cannot be named are left out.
+
+        Args:
+            model: whose vocabulary is padded for this layout.
+        """
+        layout, parts = captured.layout, {}
+        for part in captured.parts:
+            try:
+                parts[part.kind, part.one_sample] = named(part, layout, model)
+            except NotComposableError:
+                continue
+        sizes = {key: dict(part.sizes()) for key, part in parts.items()}
+        kinds = tuple(dict.fromkeys(part.kind for part in captured.parts))
+        return Sample(layout, Degrees.of(layout, model.vocab_size, model.router_topk), kinds, parts, sizes)
+
+    def with_single(self, kind: str) -> Sample:
+        """The same sample with a part of one sample of a kind, which runs what several run there."""
+        if (kind, True) in self.parts or (kind, False) not in self.parts:
+            return self
+        many = self.parts[kind, False]
+        single = dataclasses.replace(many, part=dataclasses.replace(many.part, one_sample=True))
+        sizes = {size: at_one_sample(expression) for size, expression in self.sizes[kind, False].items()}
+        return dataclasses.replace(
+            self, parts={**self.parts, (kind, True): single}, sizes={**self.sizes, (kind, True): sizes}
+        )
+
+
+def at_one_sample(expression: Expression) -> Expression:
+    """A polynomial at b = 1."""
+    terms: dict[Monomial, Fraction] = {}
+    for monomial, coefficient in expression.terms:
+        rest = tuple(factor for factor in monomial if factor[0] != "b")
+        terms[rest] = terms.get(rest, Fraction(0)) + coefficient
+    return sum((Expression(((rest, value),)) for rest, value in terms.items() if value), Expression())
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """The graph of all layouts whose blocks have the same classes."""
+
+    whole: NamedPart
+    scalings: Mapping[Size, Scaling]
+
+    def sizes(self, degrees: Degrees) -> dict[Size, Expression]:
+        """Every size of a layout.
+
+        Raises:
+            UndeterminedError: the samples do not decide one of them there.
+        """
+        # Graphs repeat few sizes.
+        values = {id(scaling): scaling.at(degrees) for scaling in {id(s): s for s in self.scalings.values()}.values()}
+        return {size: values[id(scaling)] for size, scaling in self.scalings.items()}
+
+
+class Composer:
+    """Puts parts together from samples.
+
+    Args:
+        model: its vocabulary does not matter.
+        samples: captured layouts.
+        of_copies: a library dispatches tokens.
+    """
+
+    def __init__(self, model: ModelDescription, samples: Sequence[Sample], of_copies: bool = False) -> None:
+        self._of_copies = of_copies
+        kinds = dict.fromkeys(kind for sample in samples for kind in sample.kinds)
+        self.single = tuple(kind for kind in kinds if any((kind, True) in sample.parts for sample in samples))
+        """Kinds with another graph of one sample, under some layouts at least."""
+        for kind in self.single:
+            samples = [sample.with_single(kind) for sample in samples]
+        self._model, self._samples = model, tuple(samples)
+        self._blocks: dict[PartKey, dict[str, None]] = {}
+        for sample in samples:
+            for key, part in sample.parts.items():
+                self._blocks.setdefault(key, {}).update((block, None) for _, block in part.runs)
+        self._scalings = Samples([sample.degrees for sample in samples])
+        self._composites: dict[tuple[PartKey, Classes, bool], Composite | NotComposableError | UndeterminedError] = {}
+        self.kinds = tuple(kinds)
+        self.mixed = tuple(kind for kind in kinds if self._is_mixed((kind, False)) or self._is_mixed((kind, True)))
+        """Kinds with a block that differs between samples of one class: they are never put together."""
+
+    def parts(self, kind: str, layout: Layout, degrees: Degrees) -> tuple[Part, ...]:
+        """The graph of a kind of part under a layout, and that of one sample where it is another.
+
+        Raises:
+            NotComposableError, UndeterminedError: the samples do not tell.
+        """
+        if kind in self.mixed:
+            raise NotComposableError(f"{kind} depends on more than the classes of its blocks")
+        many = self.composite((kind, False), layout)
+        sizes = many.sizes(degrees)
+        experts = self._experts(layout)
+        parts = [numbered(many.whole, layout, experts, sizes)]
+        if kind in self.single:
+            single = self.composite((kind, True), layout)
+            of_single = single.sizes(degrees)
+            same = [op.structure for op in single.whole.ops] == [op.structure for op in many.whole.ops]
+            if not same or {size: at_one_sample(value) for size, value in sizes.items()} != of_single:
+                parts.append(numbered(single.whole, layout, experts, of_single))
+        return tuple(parts)
+
+    def composite(self, key: PartKey, layout: Layout) -> Composite:
+        """The graph of a part under all layouts of the same classes.
+
+        Raises:
+            NotComposableError, UndeterminedError: the samples do not tell.
+        """
+        classes = self.classes(key, layout)
+        place = (key, classes, layout.tensor > self._model.num_query_groups)
+        if place not in self._composites:
+            try:
+                self._composites[place] = self._composite(key, layout, dict(classes))
+            except (NotComposableError, UndeterminedError) as error:
+                self._composites[place] = error.with_traceback(None)
+        composite = self._composites[place]
+        if not isinstance(composite, Composite):
+            raise composite
+        return composite
+
+    def classes(self, key: PartKey, layout: Layout) -> Classes:
+        """The classes of a part's blocks under a layout."""
+        if key not in self._blocks:
+            raise NotComposableError(f"{key[0]}: its operators have no names")
+        return tuple((block, block_class(block, layout, self._model)) for block in self._blocks[key])
+
+    def _experts(self, layout: Layout) -> int:
+        return self._model.num_experts // layout.expert
+
+    def _is_mixed(self, key: PartKey) -> bool:
+        structures: dict[tuple[str, tuple[Any, ...]], Any] = {}
+        for sample in self._samples:
+            if key in sample.parts:
+                for block, structure in sample.parts[key].blocks().items():
+                    place = (block, block_class(block, sample.layout, self._model))
+                    if structures.setdefault(place, structure) != structure:
+                        return True
+        return False
+
+    def _composite(self, key: PartKey, layout: Layout, classes: Mapping[str, tuple[Any, ...]]) -> Composite:
+        of_block: dict[str, NamedPart] = {}
+        for block, wanted in classes.items():
+            of_class = [
+                sample.parts[key]
+                for sample in self._samples
+                if key in sample.parts and block_class(block, sample.layout, self._model) == wanted
+            ]
+            if not of_class:
+                raise NotComposableError(f"{key[0]}: nothing captured has {block} of class {wanted}")
+            of_block[block] = of_class[0]
+        backbone = of_block[ROUTED] if ROUTED in of_block else next(iter(of_block.values()))
+        whole = arranged(backbone, of_block)
+        return Composite(whole, {size: self._scaling(key, size, whole, layout) for size, _ in whole.sizes()})
+
+    def _scaling(self, key: PartKey, size: Size, whole: NamedPart, layout: Layout) -> Scaling:
+        """The scaling of a size: over all samples that have it, else over those whose block is of the same class."""
+        block = whole.home(size[0])
+        products = routed_products(self._of_copies) if block == ROUTED else dense_products(has_vocabulary(block))
+        values = {
+            index: sample.sizes[key][size]
+            for index, sample in enumerate(self._samples)
+            if size in sample.sizes.get(key, {}) and shares_sizes(block, layout, sample.layout, self._model)
+        }
+        try:
+            return self._scalings.scaling(values, products)
+        except UndeterminedError:
+            wanted = block_class(block, layout, self._model)
+            values = {
+                index: value
+                for index, value in values.items()
+                if block_class(block, self._samples[index].layout, self._model) == wanted
+            }
+            try:
+                return self._scalings.scaling(values, products)
+            except UndeterminedError as error:
+                raise UndeterminedError(f"{key[0]}, {size}: {error}") from None

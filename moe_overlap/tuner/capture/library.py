@@ -1,0 +1,236 @@
+"""A model's graphs under any layout from captures of a few.
+
+A layout is answered in one of two ways. If captured layouts have every block in the class that it needs, and decide every
+size, its parts are put together (`composition.py`). Otherwise it is captured itself, and from then on helps to answer others;
+so a class of graphs is captured when the first of its layouts is asked for. What was captured although it could have been put
+together is compared: a kind of part that differs is never put together again. `prepare` orders the captures so that few
+suffice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from megatron.training.cli.config import Config
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.operators import ATTENTION, MLP
+from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.capture.blocks import CORE, ROUTED, NotComposableError, block_class
+from moe_overlap.tuner.capture.cache import CaptureFiles, Flags, joined, stage_requests
+from moe_overlap.tuner.capture.composition import Composer, Composite, Sample
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
+from moe_overlap.tuner.capture.request import Request, layer_kinds, prediction_kinds, versions
+from moe_overlap.tuner.capture.scaling import Degrees, UndeterminedError
+
+Capture = Callable[[Request], CapturedModel]
+
+
+class BlockLibrary:
+    """The graphs of one model, with one choice of what is recomputed, under any layout.
+
+    Its requests differ in their layouts only, and in the padding of the vocabulary that goes with them (`library_key`).
+
+    Args:
+        capture: captures a request, or knows its capture.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._captured: dict[tuple[Layout, int], CapturedModel] = {}
+        self._samples: list[Sample] = []
+        self._composer: Composer | None = None
+        self._unlike: set[str] = set()
+
+    @property
+    def captured_layouts(self) -> tuple[Layout, ...]:
+        """The layouts that were captured, in order."""
+        return tuple(layout for layout, _ in self._captured)
+
+    @property
+    def unlike(self) -> tuple[str, ...]:
+        """Kinds of parts that captures have shown to differ from what is put together."""
+        return tuple(sorted({*self._unlike, *(self._composer.mixed if self._composer else ())}))
+
+    def model(self, request: Request) -> CapturedModel:
+        """The captured model of a request.
+
+        Raises:
+            CaptureError: it must be captured and cannot be.
+        """
+        if (request.layout, request.model.vocab_size) in self._captured:
+            return self._captured[request.layout, request.model.vocab_size]
+        try:
+            parts = self.composed(request)
+        except (NotComposableError, UndeterminedError):
+            return self._learn(request)
+        return CapturedModel(
+            parts=parts,
+            layer_kinds=layer_kinds(request.model),
+            mtp_kinds=prediction_kinds(request.model),
+            layout=request.layout,
+            implementation=request.implementation,
+            versions=versions(),
+            sha256=request.sha256(),
+        )
+
+    def graph_of(self, kind: str, request: Request, samples: int) -> Composite | None:
+        """The graph of a part under all layouts whose blocks have the classes of a request's; None if it must be captured.
+
+        Args:
+            samples: of a micro-batch; 1 gives the graph of one sample where there is one.
+        """
+        if self._composer is None or kind in self._unlike or kind in self._composer.mixed:
+            return None
+        try:
+            return self._composer.composite((kind, samples == 1 and kind in self._composer.single), request.layout)
+        except (NotComposableError, UndeterminedError):
+            return None
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Capture what all of these requests need.
+
+        First those that show a class of a block that no other has shown, and on every axis the fewest and the most ranks of a
+        class: between them a difference shows that no class foresees. They decide nearly all sizes; what they leave open is
+        captured, too.
+        """
+        left = {(request.layout, request.model.vocab_size): request for request in requests}
+        ends = _ends(left.values())
+        sights = {key: _sights(request) | (_numbers(request) & ends) for key, request in left.items()}
+        shown: Counter[object] = Counter()
+
+        def worth(key: tuple[Layout, int]) -> tuple[int, int, int, int]:
+            """New sights, those seen once, numbers of ranks that are not shown yet, and many ranks: sizes differ most there."""
+            times = [shown[sight] for sight in sights[key]]
+            unseen = sum(not shown[pair] for pair in _ranks(key[0]))
+            return times.count(0), times.count(1), unseen, sum(number for _, number in _ranks(key[0]))
+
+        while left:
+            key = max(left, key=worth)
+            request, is_new = left.pop(key), not all(shown[sight] for sight in sights[key])
+            if key in self._captured or not (is_new or self._must_capture(request)):
+                continue
+            self._learn(request)
+            shown.update({*sights[key], *_ranks(key[0])})
+
+    def _must_capture(self, request: Request) -> bool:
+        try:
+            self.composed(request)
+        except (NotComposableError, UndeterminedError):
+            return True
+        return False
+
+    def composed(self, request: Request) -> tuple[Part, ...]:
+        """The parts of a request, put together.
+
+        Raises:
+            NotComposableError, UndeterminedError: it must be captured.
+        """
+        if self._composer is None:
+            raise NotComposableError("nothing is captured")
+        return tuple(part for kind in self._composer.kinds for part in self._parts(self._composer, kind, request))
+
+    def _parts(self, composer: Composer, kind: str, request: Request) -> tuple[Part, ...]:
+        if kind in self._unlike:
+            raise NotComposableError(f"{kind} was captured otherwise than put together")
+        model = request.model
+        return composer.parts(kind, request.layout, Degrees.of(request.layout, model.vocab_size, model.router_topk))
+
+    def _learn(self, request: Request) -> CapturedModel:
+        """Capture a layout, and compare it with what the earlier ones say of it."""
+        captured = self._captured[request.layout, request.model.vocab_size] = self._capture(request)
+        for kind in self._composer.kinds if self._composer is not None else ():
+            assert self._composer is not None
+            try:
+                expected = self._parts(self._composer, kind, request)
+            except (NotComposableError, UndeterminedError):
+                continue
+            if expected != tuple(part for part in captured.parts if part.kind == kind):
+                self._unlike.add(kind)
+        self._samples.append(Sample.of(captured, request.model))
+        sends_copies = request.config.moe.moe_token_dispatcher_type == "flex"
+        self._composer = Composer(request.model, self._samples, sends_copies)
+        return captured
+
+
+End = tuple[object, str, int]
+"""A class, an axis, and a number of ranks."""
+
+
+def _sights(request: Request) -> set[object]:
+    """The classes that a capture of a request shows."""
+    blocks = (ATTENTION, CORE, ROUTED, MLP)
+    return {(block, block_class(block, request.layout, request.model)) for block in blocks}
+
+
+def _numbers(request: Request) -> set[End]:
+    """The numbers of ranks above 1 that a capture of a request shows; TP's by the class of attention, which it changes most."""
+    ranks = dict(_ranks(request.layout))
+    heads = block_class(ATTENTION, request.layout, request.model)
+    return {(heads if axis == "tensor" else None, axis, number) for axis, number in ranks.items()}
+
+
+def _ends(requests: Iterable[Request]) -> set[End]:
+    """The fewest and the most ranks of every class and axis."""
+    numbers: dict[tuple[object, str], set[int]] = {}
+    for request in requests:
+        for kind, axis, number in _numbers(request):
+            numbers.setdefault((kind, axis), set()).add(number)
+    return {(*key, end) for key, seen in numbers.items() for end in (min(seen), max(seen))}
+
+
+def _ranks(layout: Layout) -> tuple[tuple[str, int], ...]:
+    axes = ("tensor", "context", "expert", "expert_tensor")
+    return tuple((axis, getattr(layout, axis)) for axis in axes if getattr(layout, axis) > 1)
+
+
+def library_key(request: Request) -> str:
+    """The same for requests that one library answers."""
+    layout = Layout(precision=request.layout.precision)
+    return dataclasses.replace(request, layout=layout, model=dataclasses.replace(request.model, vocab_size=0)).sha256()
+
+
+class Libraries:
+    """Libraries of all models that are asked for; answers the cost model where many layouts are priced.
+
+    Args:
+        files: captures that are there, and where new ones go.
+    """
+
+    def __init__(self, files: CaptureFiles) -> None:
+        self._files = files
+        self._libraries: dict[str, BlockLibrary] = {}
+
+    def of(self, request: Request) -> BlockLibrary:
+        """The library that answers a request."""
+        return self._libraries.setdefault(library_key(request), BlockLibrary(self._capture))
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Capture what all of these requests need."""
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(library_key(request), []).append(request)
+        for members in groups.values():
+            self.of(members[0]).prepare(members)
+
+    def graphs(self, config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
+        """Captured models of the stages, as `cache.Graphs` has it.
+
+        Raises:
+            CaptureError: a layout that must be captured cannot be.
+        """
+        requests = stage_requests(config, model, plan)
+        # Equal stages share their parts: the cost model counts parts by identity.
+        models: dict[tuple[Layout, str], CapturedModel] = {}
+        for request in (request for of_stage in requests.values() for request in of_stage):
+            if (request.layout, request.variant) not in models:
+                models[request.layout, request.variant] = self.of(request).model(request)
+        return {
+            index: joined([models[request.layout, request.variant] for request in of_stage], model)
+            for index, of_stage in requests.items()
+        }
+
+    def _capture(self, request: Request) -> CapturedModel:
+        (captured,) = self._files.captures([request])
+        return captured

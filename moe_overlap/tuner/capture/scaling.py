@@ -1,0 +1,336 @@
+"""Sizes of a graph as functions of the parallel layout, found from captures of a few layouts. Standard library and numpy.
+
+A size is a polynomial in b and s; each of its coefficients is a short sum of products of powers of the layout's *degrees*
+(`Degrees`): ranks of TP, CP, EP and ETP, rows of the vocabulary on a rank, and copies that a dispatch library sends. A weight
+of the experts falls with 1/ep · 1/etp, the rows they compute grow with etp, an all-gather moves A + B/tp.
+
+`Samples.scaling` finds the sums: of all that pass through every captured value exactly, in rational arithmetic, those with the
+fewest terms. Each must pass one value more than it has terms, so a size that is no such sum is noticed. Where several equally
+short sums pass through all values, a layout is answered only if they agree there: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache, cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.describe.model import expected_places
+from moe_overlap.tuner.capture.expression import Expression, Monomial
+from moe_overlap.tuner.capture.graph import Layout
+
+Floats = NDArray[np.float64]
+Powers = tuple[int, int, int, int, int, int]
+"""Exponents of the degrees, in the order of `Degrees.values`."""
+Sum = tuple[tuple[Powers, Fraction], ...]
+"""Products of powers with their coefficients."""
+COPIES_PER = 16
+"""Copies of a token are counted in sixteenths, so that tokens of a sample batch make whole rows."""
+TERMS = 2
+"""Products in a sum at most."""
+
+
+class UndeterminedError(LookupError):
+    """The captured layouts do not decide a size: too few of them have the operator, or it is no short sum of products."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Degrees:
+    """The numbers that sizes depend on beside the batch.
+
+    Attributes:
+        vocabulary: rows of the embedding on a rank.
+        copies: ranks that a token is sent to by a library that sends it once to each, in sixteenths.
+    """
+
+    tensor: int
+    context: int
+    expert: int
+    expert_tensor: int
+    vocabulary: int
+    copies: int
+
+    @staticmethod
+    def of(layout: Layout, vocabulary: int, topk: int) -> Degrees:
+        """Degrees of a layout.
+
+        Args:
+            vocabulary: rows of the embedding on all ranks.
+        """
+        ranks = layout.expert * layout.expert_tensor
+        return Degrees(
+            tensor=layout.tensor,
+            context=layout.context,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            vocabulary=vocabulary // layout.tensor,
+            copies=round(COPIES_PER * expected_places(topk, ranks)) if topk else 1,
+        )
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The numbers in the order of `Powers`."""
+        return (self.tensor, self.context, self.expert, self.expert_tensor, self.vocabulary, self.copies)
+
+
+def product(powers: Powers, values: Sequence[int]) -> Fraction:
+    """The value of a product of powers."""
+    above = math.prod(value**power for value, power in zip(values, powers, strict=True) if power > 0)
+    below = math.prod(value**-power for value, power in zip(values, powers, strict=True) if power < 0)
+    return Fraction(above, below)
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The products that sizes of a block may consist of, simplest first.
+
+    Attributes:
+        fixed: of coefficients that no tokens multiply, such as weights.
+        of_tokens: of the others.
+    """
+
+    fixed: tuple[Powers, ...]
+    of_tokens: tuple[Powers, ...]
+
+
+@cache
+def dense_products(of_vocabulary: bool) -> Products:
+    """Widths are whole or fall with TP. Tokens are whole, or fall with CP, under sequence parallelism with TP, too.
+
+    Args:
+        of_vocabulary: a width may be that of the vocabulary.
+    """
+    whole, per_rank, words = (0, 0, 0, 0, 0, 0), (-1, 0, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0)
+    fixed = (whole, per_rank, *((words,) if of_vocabulary else ()))
+    return Products(fixed, (*fixed, *((t, c - 1, e, x, v, q) for t, c, e, x, v, q in fixed)))
+
+
+@cache
+def routed_products(of_copies: bool) -> Products:
+    """Experts of a rank fall with EP, their widths with ETP; gathered rows and counts grow with the ranks they come from.
+
+    Args:
+        of_copies: a library sends each token once to every rank.
+    """
+    grown = sorted(itertools.product((-1, 0, 1), (-1, 0, 1)), key=lambda powers: (sum(map(abs, powers)), powers))
+    copies = (0, 1) if of_copies else (0,)
+    tokens = ((-1, -1), (0, -1))
+    return Products(
+        tuple((0, 0, *powers, 0, 0) for powers in grown),
+        tuple((*cut, *powers, 0, q) for q in copies for cut in tokens for powers in grown),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """A size as a function of the layout.
+
+    Attributes:
+        terms: of every product of powers of b and s, the equally short sums that its coefficient may be.
+    """
+
+    terms: tuple[tuple[Monomial, tuple[Sum, ...]], ...]
+
+    def at(self, degrees: Degrees) -> Expression:
+        """The size of a layout, an expression in b and s.
+
+        Raises:
+            UndeterminedError: sums that captured values do not tell apart differ there.
+        """
+        values, total = degrees.values, []
+        for monomial, sums in self.terms:
+            numbers = {sum((f * product(powers, values) for powers, f in terms), Fraction(0)) for terms in sums}
+            if len(numbers) != 1:
+                raise UndeterminedError(f"{len(numbers)} values are possible")
+            (number,) = numbers
+            if number:
+                total.append((monomial, number))
+        return Expression(tuple(total))
+
+
+class Samples:
+    """Captured layouts with their degrees; finds scalings and remembers them, as graphs repeat few sizes.
+
+    Args:
+        degrees: of every captured layout.
+    """
+
+    def __init__(self, degrees: Sequence[Degrees]) -> None:
+        self._degrees = tuple(degrees)
+        self._scalings: dict[object, Scaling] = {}
+        self._sums: dict[object, tuple[Sum, ...]] = {}
+        self._systems: dict[object, _System] = {}
+
+    def scaling(self, sizes: Mapping[int, Expression], products: Products) -> Scaling:
+        """The scaling of a size.
+
+        Args:
+            sizes: index of a captured layout -> the size there.
+            products: that it may consist of.
+        Raises:
+            UndeterminedError: no short sum passes through all values, or there are too few.
+        """
+        places = tuple(sizes)
+        if len(places) < 2:
+            raise UndeterminedError(f"{len(places)} captured layouts have it")
+        key = (products, tuple(sizes.items()))
+        if key not in self._scalings:
+            coefficients = [dict(size.terms) for size in sizes.values()]
+            monomials = dict.fromkeys(monomial for of_one in coefficients for monomial in of_one)
+            self._scalings[key] = Scaling(
+                tuple(
+                    (
+                        m,
+                        self._through(
+                            places,
+                            tuple(c.get(m, Fraction(0)) for c in coefficients),
+                            products.of_tokens if any(symbol == "s" for symbol, _ in m) else products.fixed,
+                        ),
+                    )
+                    for m in monomials
+                )
+            )
+        return self._scalings[key]
+
+    def _through(
+        self, places: tuple[int, ...], numbers: tuple[Fraction, ...], products: tuple[Powers, ...]
+    ) -> tuple[Sum, ...]:
+        key = (places, numbers, products)
+        if key not in self._sums:
+            of_system = (places, products)
+            if of_system not in self._systems:
+                self._systems[of_system] = _System([self._degrees[place] for place in places], products)
+            self._sums[key] = tuple(self._systems[of_system].solutions(numbers))
+        if not self._sums[key]:
+            raise UndeterminedError(f"no sum of {TERMS} products passes through {len(numbers)} values")
+        return self._sums[key]
+
+
+_Solution = tuple[tuple[int, ...], tuple[Fraction, ...]]
+"""Products of a sum, and their coefficients."""
+
+
+class _System:
+    """Products at some captured layouts: the columns of linear systems of one and two unknowns."""
+
+    def __init__(self, degrees: Sequence[Degrees], products: tuple[Powers, ...]) -> None:
+        self._products = products
+        self._exact = [[product(powers, of_layout.values) for powers in products] for of_layout in degrees]
+        self._columns: Floats = np.array(self._exact, dtype=np.float64).reshape(len(degrees), len(products))
+
+    def solutions(self, numbers: Sequence[Fraction]) -> list[Sum]:
+        """The shortest sums through all numbers; none if those leave no number for a check."""
+        values: Floats = np.array(numbers, dtype=np.float64)
+        if not any(numbers):
+            return [()]
+        factors = values[0] / self._columns[0]
+        close = np.isclose(self._columns * factors, values[:, None], rtol=1e-9, atol=0.0).all(axis=0)
+        single: list[_Solution] = [
+            ((int(column),), (numbers[0] / self._exact[0][column],)) for column in np.flatnonzero(close)
+        ]
+        sums = [solution for solution in single if self._passes(*solution, numbers)]
+        if not sums and len(numbers) > TERMS:
+            sums = [solution for solution in self._pairs(numbers, values) if self._passes(*solution, numbers)]
+        return [
+            tuple((self._products[column], factor) for column, factor in zip(columns, factors, strict=True))
+            for columns, factors in sums
+        ]
+
+    def _passes(self, columns: tuple[int, ...], factors: tuple[Fraction, ...], numbers: Sequence[Fraction]) -> bool:
+        rows = {tuple(row[column] for column in columns) for row in self._exact}
+        # Sizes are added up, never taken away; and layouts that the products do not tell apart check nothing.
+        if len(columns) > 1 and (min(factors) <= 0 or len(rows) <= len(columns)):
+            return False
+        return all(
+            sum((row[column] * factor for column, factor in zip(columns, factors, strict=True)), Fraction(0)) == number
+            for row, number in zip(self._exact, numbers, strict=True)
+        )
+
+    @cached_property
+    def _pair_places(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp], Floats]:
+        """Every pair of products, with the two layouts that tell them apart best, and the determinant there."""
+        left, right = np.triu_indices(len(self._products), 1)
+        rows, others = np.triu_indices(len(self._columns), 1)
+        c = self._columns
+        # Columns of one length: products of large numbers would win every comparison otherwise.
+        scaled = c / np.abs(c).max(axis=0)
+        determinants = (
+            scaled[rows][:, left] * scaled[others][:, right] - scaled[rows][:, right] * scaled[others][:, left]
+        )
+        best = np.abs(determinants).argmax(axis=0)
+        apart = np.abs(determinants[best, np.arange(len(left))]) > 1e-12
+        left, right, best = left[apart], right[apart], best[apart]
+        row, other = rows[best], others[best]
+        return left, right, row, other, c[row, left] * c[other, right] - c[row, right] * c[other, left]
+
+    def _pairs(self, numbers: Sequence[Fraction], values: Floats) -> list[_Solution]:
+        left, right, row, other, determinant = self._pair_places
+        c = self._columns
+        first = (values[row] * c[other, right] - values[other] * c[row, right]) / determinant
+        second = (c[row, left] * values[other] - c[other, left] * values[row]) / determinant
+        through = c[:, left] * first + c[:, right] * second
+        close = np.isclose(through, values[:, None], rtol=1e-7, atol=0.0).all(axis=0)
+        solutions: list[_Solution] = []
+        for index in np.flatnonzero(close):
+            i, j, m, n = int(left[index]), int(right[index]), int(row[index]), int(other[index])
+            e = self._exact
+            exact = e[m][i] * e[n][j] - e[m][j] * e[n][i]
+            solutions.append(
+                (
+                    (i, j),
+                    (
+                        (numbers[m] * e[n][j] - numbers[n] * e[m][j]) / exact,
+                        (e[m][i] * numbers[n] - e[n][i] * numbers[m]) / exact,
+                    ),
+                )
+            )
+        return solutions
+
+
+class ScalingMatrix:
+    """Many scalings at many layouts at once, in double precision.
+
+    Args:
+        scalings: of M sizes.
+    """
+
+    def __init__(self, scalings: Sequence[Scaling]) -> None:
+        rows = [(row, monomial, sums) for row, scaling in enumerate(scalings) for monomial, sums in scaling.terms]
+        terms = dict.fromkeys((m, powers) for _, m, sums in rows for terms in sums for powers, _ in terms)
+        self._columns = {term: column for column, term in enumerate(terms)}
+        self._coefficients: Floats = np.zeros((len(scalings), len(terms)))
+        for row, monomial, sums in rows:
+            self._coefficients[row] += self._row(monomial, sums[0])
+        others = [self._row(m, sums[0]) - self._row(m, other) for _, m, sums in rows for other in sums[1:]]
+        self._differences: Floats = np.array(others).reshape(len(others), len(terms))
+
+    def _row(self, monomial: Monomial, terms: Sum) -> Floats:
+        row: Floats = np.zeros(len(self._columns))
+        for powers, factor in terms:
+            row[self._columns[monomial, powers]] += float(factor)
+        return row
+
+    def values(self, degrees: Sequence[Degrees], b: float, s: float) -> Floats:
+        """[M, layouts] sizes at a batch.
+
+        Raises:
+            UndeterminedError: sums that captured values do not tell apart differ at one of the layouts.
+        """
+        of_layouts: Floats = np.array([of_layout.values for of_layout in degrees], dtype=np.float64)
+        products: Floats = np.ones((len(self._columns), len(degrees)))
+        symbols = {"b": b, "s": s}
+        for column, (monomial, powers) in enumerate(self._columns):
+            batch = math.prod(symbols[str(symbol)] ** power for symbol, power in monomial)
+            products[column] = batch * np.prod(of_layouts ** np.array(powers, dtype=np.float64), axis=1)
+        if len(self._differences):
+            apart = np.abs(self._differences @ products) > 1e-9 * (np.abs(self._differences) @ products)
+            if apart.any():
+                raise UndeterminedError("several values are possible")
+        values: Floats = self._coefficients @ products
+        return values

@@ -1,0 +1,182 @@
+"""Graphs put together from blocks: equal to captures of the same layout, and captured where they would not be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from moe_overlap.api import read_job
+from moe_overlap.tuner.capture import cache
+from moe_overlap.tuner.capture.cache import CaptureFiles, save_captured
+from moe_overlap.tuner.capture.expression import B, Expression, S
+from moe_overlap.tuner.capture.graph import PHASES, CapturedModel, Layout
+from moe_overlap.tuner.capture.library import BlockLibrary, Libraries
+from moe_overlap.tuner.capture.request import Request
+from moe_overlap.tuner.capture.scaling import Degrees, Samples, UndeterminedError, dense_products, routed_products
+from moe_overlap.tuner.cost.hardware import Features
+from moe_overlap.tuner.cost.layout_tables import LayoutTables
+from moe_overlap.tuner.cost.memory import kept_bytes, part_bytes, peak_bytes
+from moe_overlap.tuner.cost.operators import tabulate
+from tests.unit.tuner.capture_cases import MOE, request
+from tests.unit.tuner.made_layers import EXPERTS, HEADS, Extra, Tape, captured
+
+WIDE = MOE.replace("--num-attention-heads 4", f"--num-attention-heads {HEADS}").replace(
+    "query-groups 2", "query-groups 8"
+)
+BASE = request(WIDE.replace("--num-experts 4", f"--num-experts {EXPERTS}"), "te")
+AXES = tuple(itertools.product((1, 2, 4, 8), (1, 2), (1, 2, 4, 8), (1, 2)))
+
+
+def requests(axes: Sequence[tuple[int, int, int, int]] = AXES) -> list[Request]:
+    layouts = [Layout(tensor=t, context=c, expert=e, expert_tensor=x, sequence_parallel=t > 1) for t, c, e, x in axes]
+    return [replace(BASE, layout=layout) for layout in layouts]
+
+
+def answers(extra: Extra | None = None) -> tuple[BlockLibrary, list[tuple[int, int, int, int]]]:
+    """A library that has answered all layouts, and those whose answer differs from their capture."""
+    library = BlockLibrary(lambda asked: captured(asked, extra))
+    library.prepare(requests())
+    wrong = [
+        axes
+        for axes, asked in zip(AXES, requests(), strict=True)
+        if library.model(asked).parts != captured(asked, extra).parts
+    ]
+    return library, wrong
+
+
+def test_few_captures_give_the_graphs_of_all_layouts() -> None:
+    library, wrong = answers()
+    assert wrong == [] and library.unlike == ()
+    assert len(library.captured_layouts) <= 10 < len(AXES)
+
+
+def test_the_class_of_a_layout_that_was_not_captured_is_captured_when_asked_for() -> None:
+    library = BlockLibrary(captured)
+    library.prepare([asked for asked in requests() if asked.layout.context == 1])
+    before = len(library.captured_layouts)
+    (ring,) = requests([(2, 2, 2, 1)])
+    assert library.model(ring).parts == captured(ring).parts
+    assert library.captured_layouts[before:] == (ring.layout,)
+
+
+def test_operators_that_no_class_foresees_are_noticed() -> None:
+    """An operator that is there with four ranks and more: two captures of one class differ, so all layouts are captured."""
+
+    def extra(tape: Tape, layout: Layout) -> None:
+        if layout.tensor >= 4:
+            tape.op("mul", [0], B * S)
+
+    library, wrong = answers(extra)
+    assert "moe" in library.unlike and wrong == []
+
+
+def test_a_size_that_is_no_short_sum_is_captured_under_every_layout() -> None:
+    def extra(tape: Tape, layout: Layout) -> None:
+        tape.op("mul", [0], B * S * (layout.tensor**2 + 3 * layout.tensor + 7))
+
+    library, wrong = answers(extra)
+    assert wrong == [] and len(library.captured_layouts) > len(AXES) / 2
+
+
+def test_tables_of_many_layouts_are_those_of_each() -> None:
+    library = BlockLibrary(captured)
+    library.prepare(requests())
+    asked, b, s = requests(), 2, 512
+    seen = []
+    for table in LayoutTables(library).tables("moe", asked, b, s):
+        for column, place in enumerate(table.places):
+            seen.append(place)
+            (part,) = captured(asked[place]).parts
+            expected = tabulate(part, b, s)
+            assert table.flops[:, column] == pytest.approx(expected.flops, rel=1e-12)
+            assert table.bytes[:, column] == pytest.approx(expected.bytes, rel=1e-12)
+            payloads = [payload for _, _, payload in expected.collectives]
+            assert table.payloads[:, column] == pytest.approx(payloads, rel=1e-12)
+            sizes = [tuple(shape[:, column]) for shape in table.shapes]
+            assert sizes == [pytest.approx(shape, rel=1e-12) for shape in expected.shapes]
+            peak = max(float(peak_bytes(part, phase, b, s)) for phase in PHASES)
+            assert table.peak_bytes[column] == pytest.approx(peak, rel=1e-12)
+            assert table.kept_bytes[column] == pytest.approx(float(kept_bytes(part, b, s)), rel=1e-12)
+            held = part_bytes(expected, b, s, 1.0, Features())
+            assert table.dense_parameter_bytes[column] == pytest.approx(held.dense_parameters, rel=1e-12)
+            assert table.expert_parameter_bytes[column] == pytest.approx(held.expert_parameters, rel=1e-12)
+    assert sorted(seen) == list(range(len(asked)))
+
+
+def test_libraries_answer_the_cost_model_as_captures_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(missing: dict[Path, Request]) -> None:
+        for path, asked in missing.items():
+            save_captured(captured(asked), path)
+
+    monkeypatch.setattr(cache, "_capture", capture)
+    flags = f"{MOE} --bf16 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+    job = read_job([*flags.split(), "--expert-tensor-parallel-size", "1", "--vocab-size", "512"], 4)
+    files = CaptureFiles(tmp_path)
+    expected = files.graphs(job.config, job.model, job.plan, job.flags)
+    graphs = Libraries(CaptureFiles(tmp_path)).graphs(job.config, job.model, job.plan, job.flags)
+    assert graphs.keys() == expected.keys() and all(graphs[i].parts == expected[i].parts for i in graphs)
+
+
+def degrees(tensor: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1) -> Degrees:
+    layout = Layout(tensor=tensor, context=context, expert=expert, expert_tensor=expert_tensor)
+    return Degrees.of(layout, 192 * tensor, 2)
+
+
+def test_a_sum_of_two_products_is_found_exactly() -> None:
+    known = [degrees(1), degrees(2, 2), degrees(4), degrees(2, 4)]
+    sizes = {
+        place: B * S * Fraction(7, 3) / of.context + B * S * 5 / (of.context * of.tensor) + 9
+        for place, of in enumerate(known)
+    }
+    scaling = Samples(known).scaling(sizes, dense_products(of_vocabulary=False))
+    assert scaling.at(degrees(8, 8)) == B * S * Fraction(7, 24) + B * S * Fraction(5, 64) + 9
+
+
+def test_what_samples_do_not_tell_apart_is_not_guessed() -> None:
+    """With as many context ranks as tensor ranks in all samples, either may be what halves a size."""
+    known = [degrees(), degrees(2, 2), degrees(4, 4)]
+    scaling = Samples(known).scaling(
+        {place: B * S / of.tensor for place, of in enumerate(known)}, dense_products(of_vocabulary=False)
+    )
+    assert scaling.at(degrees(8, 8)) == B * S / 8
+    with pytest.raises(UndeterminedError):
+        scaling.at(degrees(8, 1))
+
+
+@pytest.mark.parametrize("numbers", [(7,), (4, 6), (4, 5, 7)])
+def test_a_size_without_a_value_for_a_check_is_undetermined(numbers: tuple[int, ...]) -> None:
+    known = [degrees(expert=2**place) for place in range(len(numbers))]
+    sizes = {place: Expression.of(number) for place, number in enumerate(numbers)}
+    with pytest.raises(UndeterminedError):
+        Samples(known).scaling(sizes, dense_products(of_vocabulary=False))
+
+
+def test_rows_of_experts_grow_with_the_ranks_they_come_from() -> None:
+    known = [degrees(2, 1, 2, 2), degrees(2, 1, 4, 1), degrees(1, 2, 4, 4), degrees(4, 1, 8, 2)]
+    sizes = {
+        place: 16 * B * S * of.expert_tensor / (of.tensor * of.context) + Expression.of(Fraction(4096, of.expert))
+        for place, of in enumerate(known)
+    }
+    scaling = Samples(known).scaling(sizes, routed_products(of_copies=False))
+    assert scaling.at(degrees(8, 2, 16, 8)) == 8 * B * S + 256
+
+
+def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = requests([(2, 1, 2, 1)])
+    save_captured(captured(asked[0]), tmp_path / f"{asked[0].sha256()}.json")
+    reads: list[Path] = []
+    load = cache.load_captured
+
+    def counted(path: Path) -> CapturedModel:
+        reads.append(path)
+        return load(path)
+
+    monkeypatch.setattr(cache, "load_captured", counted)
+    files = CaptureFiles(tmp_path)
+    assert files.captures(asked) == files.captures(asked) == [captured(asked[0])]
+    assert len(reads) == 1
