@@ -21,7 +21,7 @@ from tests.validation.errors import spearman
 from tests.validation.feasibility import executed_runs, feasibility_lines
 from tests.validation.fit import START, fit, memory_quantiles
 from tests.validation.ranking import SETS, best_found, wrong_pairs
-from tests.validation.rows import Row, flags_of, measured_rows, scored_rows
+from tests.validation.rows import Row, flags_of, measured_rows, published_rows, scored_rows
 
 FILE = Path(owner.__file__).with_name("constants.json")
 
@@ -102,6 +102,20 @@ def test_throughput_is_scored_as_seconds() -> None:
     assert len(measured_rows()) == 977
 
 
+def test_rows_of_mlperf_and_of_recipes_say_their_routing_and_their_seconds() -> None:
+    rows = {row.name: row for row in published_rows()}
+    assert {row.routing for name, row in rows.items() if name.startswith("mlperf")} == {"natural"}
+    assert {row["split"] for row in rows.values()} == {"test"}
+    recipes = [row for name, row in rows.items() if name.startswith("recipe")]
+    assert len(recipes) == 8
+    for row in recipes:
+        assert row.routing == "forced"
+        assert row.seconds == pytest.approx(row.settings["derived"]["step_time_s"], rel=1e-4)
+        stage = read_job(flags_of(row), row.gpus).plan.stages[0]
+        assert (stage.expert, stage.micro_batch_size) == (int(row["ep"]), int(row["micro_batch"]))
+    assert all(row.routing == "" for row in scored_rows() if not row.is_moe)
+
+
 @dataclasses.dataclass
 class Made:
     """A case whose step takes what its constants say."""
@@ -149,7 +163,8 @@ def test_runs_of_one_configuration_are_listed_once() -> None:
     runs = executed_runs()
     keys = [(row.gpu_type, row.gpus, *flags_of(row)) for row in runs]
     assert len(keys) == len(set(keys)) > 200
-    assert {row["metric"] for row in runs} == {"step_time_s", "tokens_per_s_per_gpu"}
+    # Recipes publish TFLOP/s alone, with the operations that make seconds of them.
+    assert {row["metric"] for row in runs if row.file != "recipe"} == {"step_time_s", "tokens_per_s_per_gpu"}
 
 
 @dataclasses.dataclass

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from moe_overlap.api import predict
 from moe_overlap.describe.cluster import known_gpus, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.report.prediction import prediction_json, prediction_text
@@ -30,7 +31,7 @@ from moe_overlap.tuner.cost.hardware import (
 )
 from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collective_seconds
 from moe_overlap.tuner.cost.operators import low_precision_rate
-from tests.unit.tuner.test_cost_predict import CONSTANTS, predicted
+from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand, predicted
 
 SHIPPED = shipped_constants()
 PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
@@ -164,3 +165,20 @@ def test_the_host_is_hidden_while_the_device_has_work_and_graphs_remove_it() -> 
     assert none > partial > full == pytest.approx(seconds)
     library = dataclasses.replace(hosted, common=CommonConstants(transformer_engine=5.0))
     assert predicted(constants=library).predicted.step_seconds >= none
+
+
+def test_every_partition_of_our_executor_is_launched_by_the_host() -> None:
+    base = [word for word in JOB if word not in ("--overlap-param-gather", "--overlap-grad-reduce")]
+    base += (
+        "--micro-batch-size 4 --moe-gate topk --moe-token-dispatcher-type irregular --moe-overlap-range around".split()
+    )
+    slow = dataclasses.replace(CONSTANTS.gpus["H100"], host_seconds=1e-2)
+    hosted = dataclasses.replace(CONSTANTS, gpus={"H100": slow})
+
+    def seconds(partitions: int) -> float:
+        words = [*base, "--pipeline-model-parallel-size", "1", "--moe-overlap-partitions", str(partitions)]
+        cluster = shipped_cluster("H100", 32)
+        return predict(words, cluster, graphs=by_hand, constants=hosted).predicted.step_seconds
+
+    # Operators inside the range are launched once for each partition, and nothing on the device is as slow as that.
+    assert seconds(4) > 1.5 * seconds(2)
