@@ -46,6 +46,7 @@ CONSTANTS = Constants(
         )
     },
     {
+        "26.02": {"Hopper": ReleaseConstants(loss=1.3, measured=("bf16 MoE",))},
         "26.04": {"Hopper": ReleaseConstants(measured=("bf16 MoE",))},
         "26.08": {"Hopper": ReleaseConstants(loss=0.7, measured=("bf16 MoE",))},
     },
@@ -104,9 +105,11 @@ def test_recomputation_trades_memory_for_time() -> None:
 
 
 def test_releases_and_unknown_gpus() -> None:
-    assert predicted(software="26.04").predicted.step_seconds > SECONDS
+    assert predicted(software="26.04").predicted.step_seconds == SECONDS
+    assert predicted(software="26.02").predicted.step_seconds > SECONDS
+    assert predicted(software="26.08").predicted.step_seconds < SECONDS
     assert predicted(software="26.04").extrapolating == ()
-    asked = "no measured steps of release 26.05 on Hopper in bf16 MoE; taken: 26.08, its median release"
+    asked = "no measured steps of release 26.05 on Hopper in bf16 MoE; taken: 26.04, its median release"
     assert predicted(software="26.05").extrapolating == (asked,)
     assert predicted(cluster=shipped_cluster("H200", 32)).extrapolating == ("no measured steps of H200",)
     with pytest.raises(ConfigError, match="--software new: is no release"):
