@@ -369,7 +369,7 @@ def predicted_spans(
         return slept[rank].of(i) + starts[rank].get(i.id, 0.0)
 
     slowed = {rank: prices.slowed if profile is None else NO_INTERFERENCE for rank, prices in step.prices.items()}
-    simulation = simulate(lists, seconds, slowed, links.queue_seconds, half_duplex=True)
+    simulation = simulate(lists, seconds, slowed, links.queue_seconds)
     return {rank: recorded(instructions, simulation, rank) for rank, instructions in lists.items()}
 
 
