@@ -23,6 +23,8 @@ from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.cost.decoupled import Part as StagePart
+from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Constants, Features, GpuConstants, Refined, ReleaseConstants
 from moe_overlap.tuner.cost.interference import (
     AllToAllCosts,
@@ -43,18 +45,8 @@ from moe_overlap.tuner.cost.links import (
 )
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable, tabulate
-from moe_overlap.tuner.cost.stage import (
-    KindTerms,
-    LayerTerms,
-    StageCosts,
-    StateRates,
-    Strategy,
-    in_flight,
-    layer_terms,
-    stage_costs,
-    step_seconds,
-    transfer_waits,
-)
+from moe_overlap.tuner.cost.pipeline import StageTimes, in_flight, step_seconds, transfer_waits
+from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
 
 Floats = NDArray[np.float64]
 CAPTURED_BYTES = {"fp32": 4.0}
@@ -75,14 +67,10 @@ class Family:
     """[K, M]"""
     in_flight: Floats
     """[M]"""
+    parts: tuple[tuple[StagePart, ...], ...]
+    """[M] every stage's parts in the order of its forward pass; rows are those of `tables`."""
     boundary_bytes: float
     """Hidden states that cross a stage's edge for one micro-batch, on one rank."""
-
-    @property
-    def held_once(self) -> list[bool]:
-        """[K] parts of which one micro-batch alone is ever held."""
-        # The last chunk runs a backward pass right behind its forward pass, so no second micro-batch waits there.
-        return [table.part.kind == "head" or table.part.kind.startswith("mtp.") for table in self.tables]
 
 
 def prepare(
@@ -136,8 +124,37 @@ def _family(
         sizes=tuple(sizes),
         counts=counts,
         in_flight=np.array(flying),
+        parts=tuple(_parts(plan, index, graphs[index], rows) for index in indices),
         boundary_bytes=float(boundary_bytes(plan, stage, model)),
     )
+
+
+def _parts(plan: Plan, index: int, graph: CapturedModel, rows: Mapping[int, int]) -> tuple[StagePart, ...]:
+    """A stage's parts in the order of its forward pass.
+
+    Args:
+        rows: identity of a part of the graph -> its row.
+    """
+    stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
+    last = len(stage.chunks) - 1
+    of_kind = {(part.kind, part.variant): rows[id(part)] for part, _ in part_counts(plan, index, graph)}
+    found = []
+    if index == plan.embedding_stage:
+        row = of_kind["embedding", graph.part("embedding", samples=samples).variant]
+        found.append(StagePart(row, is_layer=False, is_embedding=True))
+    for chunk, (first, end) in enumerate(stage.chunks):
+        found += [
+            StagePart(of_kind[graph.layer_kinds[layer], layer_variant(stage, layer - first)], chunk)
+            for layer in range(first, end)
+        ]
+    # The last chunk runs a backward pass right behind its forward pass, so no second micro-batch waits in what follows.
+    if index == plan.mtp_stage:
+        kinds = [(kind, prediction_variant(stage)) for kind in graph.mtp_kinds]
+        found += [StagePart(of_kind[kind], last, held_once=True) for kind in kinds]
+    if index == plan.loss_stage:
+        row = of_kind["head", graph.part("head", samples=samples).variant]
+        found.append(StagePart(row, last, is_layer=False, held_once=True))
+    return tuple(found)
 
 
 def _flying(plan: Plan, index: int) -> float:
@@ -349,11 +366,25 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
     )
     parts = [cost_of(table, setting) for table in family.tables]
     rates = _state_rates(groups, links, constants, features)
-    terms = layer_terms(_kind_terms(parts, family.sizes), _strategy(stage), rates, setting.concurrent)
     # The only stage of a pipeline sends no hidden states.
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
-    summed = stage_costs(terms, family.counts, family.in_flight, boundary, machine.fragmentation, family.held_once)
-    return Priced(family, summed, tuple(parts), terms, rates, setting)
+    evaluator = StageEvaluator(
+        _kind_terms(parts, family), _strategy(stage), rates, setting.concurrent, machine.fragmentation
+    )
+    shapes = (
+        StageShapes(
+            runs=runs,
+            counts=np.array(counts)[:, None],
+            in_flight=family.in_flight[column : column + 1],
+            is_first=index == 0,
+            is_last=index == len(plan.stages) - 1,
+            boundary_bytes=boundary,
+        )
+        for column, index in enumerate(family.stages)
+        for runs, counts in [runs_of(family.parts[column])]
+    )
+    summed = joined([evaluator.costs(shape) for shape in shapes])
+    return Priced(family, summed, tuple(parts), evaluator.terms, rates, setting)
 
 
 def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interference]:
@@ -399,7 +430,8 @@ def _state_rates(
     )
 
 
-def _kind_terms(costs: Sequence[PartCost], sizes: Sequence[PartBytes]) -> KindTerms:
+def _kind_terms(costs: Sequence[PartCost], family: Family) -> KindTerms:
+    sizes, kinds = family.sizes, [table.part.kind for table in family.tables]
     return KindTerms(
         forward_seconds=np.array([cost.forward.seconds for cost in costs]),
         backward_seconds=np.array([cost.backward.seconds for cost in costs]),
@@ -407,6 +439,9 @@ def _kind_terms(costs: Sequence[PartCost], sizes: Sequence[PartBytes]) -> KindTe
         working_bytes=np.array([size.working for size in sizes]),
         dense_parameters=np.array([size.dense_parameters for size in sizes]),
         expert_parameters=np.array([size.expert_parameters for size in sizes]),
+        sent_forward_seconds=np.array([cost.forward.exposed.get("expert", 0.0) for cost in costs]),
+        sent_backward_seconds=np.array([cost.backward.exposed.get("expert", 0.0) for cost in costs]),
+        is_layer=np.array([kind not in ("embedding", "head") for kind in kinds]),
     )
 
 
@@ -432,25 +467,21 @@ def _whole(
     extrapolating: tuple[str, ...],
 ) -> Prediction:
     """The prediction of a step from the costs of its stages."""
-    stage, cluster, constants = plan.stages[0], machine.cluster, machine.constants
-    virtual, count = len(stage.chunks), stage.gradient_accumulation_steps
+    cluster, constants, virtual = machine.cluster, machine.constants, len(plan.stages[0].chunks)
     place = {index: (family, column) for family in priced for column, index in enumerate(family.family.stages)}
     order = [place[index] for index in range(len(plan.stages))]
-    one_way = one_way_seconds(plan, priced[0].family.boundary_bytes, machine) if len(plan.stages) > 1 else 0.0
+    sent = [family.family.boundary_bytes for family, _ in order]
+    # Where tiles of unlike stages cross, the end that sends or receives more of them takes longer.
+    one_way = [one_way_seconds(plan, max(pair), machine) for pair in zip(sent, sent[1:], strict=False)]
     beside = constants.overlap_slowdown if features.overlap_transfers else None
-    transfers, filling = transfer_waits(len(plan.stages), virtual, one_way, beside)
-    stable = [
-        float(family.costs.stable_seconds[0, m]) + transfer
-        for (family, m), transfer in zip(order, transfers, strict=True)
-    ]
-    first = [float(family.costs.first_extra_seconds[0, m]) for family, m in order]
-    last = [float(family.costs.last_extra_seconds[0, m]) for family, m in order]
-    step = step_seconds(stable, first, last, count, virtual)
+    transfers, filling = transfer_waits(one_way, virtual, beside)
+    times = [_times(family.costs, m, transfer) for (family, m), transfer in zip(order, transfers, strict=True)]
+    step = step_seconds(times, [stage.gradient_accumulation_steps for stage in plan.stages], virtual)
     # Stages update at the same time, behind the norm that all of them wait for.
     update = max(float(family.costs.optimizer_seconds[0, m]) for family, m in order) + constants.step_seconds
     seconds = step.total + filling + update
-    slowest, column = order[int(np.argmax(stable))]
-    transfer = transfers[int(np.argmax(stable))]
+    slowest, column = order[step.slowest]
+    transfer, count = transfers[step.slowest], plan.stages[step.slowest].gradient_accumulation_steps
     inside = {kind: count * float(slowest.exposed(kind)[column]) for kind in KINDS}
     compute = count * float(slowest.compute[column])
     # Sharded or offloaded states add communication of the data ranks, or copies, to a stable micro-batch.
@@ -464,10 +495,7 @@ def _whole(
             step_seconds=seconds,
             tokens_per_second_per_gpu=tokens,
             model_tflops_per_gpu=tflops,
-            stages=tuple(
-                _stage(family, m, stable[i], first[i], last[i], transfers[i], provenance)
-                for i, (family, m) in enumerate(order)
-            ),
+            stages=tuple(_stage(family, m, times[i], transfers[i], provenance) for i, (family, m) in enumerate(order)),
             provenance=provenance,
         ),
         breakdown={
@@ -498,14 +526,25 @@ def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> floa
     return float(point_to_point_seconds(boundary_bytes, pair, machine.constants.link_rates))
 
 
-def _stage(
-    priced: Priced, column: int, stable: float, first: float, last: float, transfer: float, provenance: Provenance
-) -> PredictedStage:
+def _times(costs: StageCosts, column: int, transfer: float) -> StageTimes:
+    """Times of a stage, with the transfers between stages that a stable micro-batch waits for."""
+    return StageTimes(
+        forward=float(costs.forward_seconds[0, column]) + transfer / 2,
+        backward=float(costs.backward_seconds[0, column]) + transfer / 2,
+        first=float(costs.first_extra_seconds[0, column]),
+        waited=float(costs.waited_extra_seconds[0, column]),
+        turn=float(costs.turn_extra_seconds[0, column]),
+        drain=float(costs.drain_extra_seconds[0, column]),
+        tail=float(costs.tail_seconds[0, column]),
+    )
+
+
+def _stage(priced: Priced, column: int, times: StageTimes, transfer: float, provenance: Provenance) -> PredictedStage:
     peaks = {name: int(values[0, column]) for name, values in priced.costs.peaks.items()}
     return PredictedStage(
-        stable_seconds=stable,
-        first_seconds=stable + first,
-        last_seconds=stable + last,
+        stable_seconds=times.stable,
+        first_seconds=times.stable + times.first,
+        last_seconds=times.stable + times.drain + times.tail,
         peak_bytes=sum(peaks.values()),
         peak_bytes_by_category=PeakBytes(**peaks),
         exposed_communication_seconds=sum(float(priced.exposed(kind)[column]) for kind in KINDS) + transfer,
