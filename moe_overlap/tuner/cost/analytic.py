@@ -353,13 +353,14 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
     constants, stage = machine.constants, family.stage
     links = machine.cluster.group_of(stage.devices.ranks[0])
     groups = stage_groups(plan, stage, machine.cluster)
+    concurrent, factors = concurrency(machine, groups["dp_cp"])
     setting = Setting(
         gpu=links.gpu,
         groups=groups,
         features=features,
         constants=constants,
         release=machine.release,
-        concurrent=concurrency(machine, groups["dp_cp"])[0],
+        concurrent=concurrent,
         topk=max(1, model.router_topk),
         load=machine.load,
         lookup=machine.lookup,
@@ -369,7 +370,7 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
     # The only stage of a pipeline sends no hidden states.
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
     evaluator = StageEvaluator(
-        _kind_terms(parts, family), _strategy(stage), rates, setting.concurrent, machine.fragmentation
+        _kind_terms(parts, family), _strategy(stage), rates, concurrent, factors, machine.fragmentation
     )
     shapes = (
         StageShapes(

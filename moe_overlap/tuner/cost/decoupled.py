@@ -17,12 +17,13 @@ Source: Mist, section 5.1 and figure 10.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.cost.interference import Concurrent
+from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.slots import TASKS, slowdowns
 from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy, state_seconds, state_sizes
 
 Floats = NDArray[np.float64]
@@ -30,24 +31,21 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UseSeconds:
-    """Seconds of the uses and the updates of each kind of part, with what runs beside them; [K, N] each."""
+    """Seconds of the uses and the updates of each kind of part, each alone; [K, N] each."""
 
     forward: Floats
-    first_forward: Floats
-    """Of the first micro-batch: updates of the parts behind it run beside it."""
     backward: Floats
-    last_backward: Floats
-    """Of the last micro-batch: gradients are reduced beside it where they are reduced once a step."""
+    sent_forward: Floats
+    """Share of a forward use in which tokens travel, over links that collectives of states use as well."""
+    sent_backward: Floats
     weights: Floats
-    """The offloaded share of weights, from the host for a forward use."""
-    backward_weights: Floats
+    """The offloaded share of weights, one way."""
     gather: Floats
-    """Shards of weights, gathered for a forward use (ZeRO 3)."""
-    backward_gather: Floats
-    activations_out: Floats
-    activations_in: Floats
-    gradients_in: Floats
-    gradients_out: Floats
+    """Shards of weights, gathered for a use (ZeRO 3)."""
+    activations: Floats
+    """The offloaded share of what one micro-batch saves, one way."""
+    gradients: Floats
+    """The offloaded share of a gradient sum, one way."""
     scatter: Floats
     """Gradients of one micro-batch (ZeRO 2, 3)."""
     reduce: Floats
@@ -55,8 +53,6 @@ class UseSeconds:
     states_in: Floats
     """States and gradients that an update takes from the host."""
     states_out: Floats
-    weights_out: Floats
-    """Updated weights, to the host."""
     sweep: Floats
     """The optimizer step."""
     gather_updated: Floats
@@ -154,7 +150,13 @@ class PlayedStage:
 
 
 def play_stage(
-    parts: Sequence[Part], seconds: UseSeconds, sizes: UseBytes, kind: ListKind, ahead: int, waits: bool
+    parts: Sequence[Part],
+    seconds: UseSeconds,
+    sizes: UseBytes,
+    kind: ListKind,
+    factors: Interference,
+    ahead: int,
+    waits: bool,
 ) -> PlayedStage:
     """Seconds of a stage.
 
@@ -163,33 +165,32 @@ def play_stage(
         ahead: forward passes before the first backward pass; 0 on the last stage of a pipeline, 1 stands for more.
         waits: whether another stage stands before it.
     """
-    played = _Played(parts, seconds, kind)
     order = _passes([*dict.fromkeys(part.chunk for part in parts)], ahead)
     uses = [Use(index, *step) for *step, chunk in order for index in _indices(parts, chunk, is_backward=step[0])]
-    waiting = _Played(parts, seconds, kind)
+    slots = Slots(parts, uses, seconds, kind, factors)
+    waiting, turns = _Played(parts, seconds, kind, slots), {}
     waiting.begin(uses[0])
-    begin = played.computed
-    turns: dict[bool, Floats] = {}
     for place, use in enumerate(uses):
         if use.micro_batch > 0:
             break
-        waiting.load(uses[place + 1], use)
+        waiting.load(uses[place + 1], place)
         if place == 0:
             begin = waiting.wait()
-        waiting.compute(use)
+        waiting.compute(use, place)
         turns[use.backward] = waiting.computed
     waited = turns[False] - begin
+    played = _Played(parts, seconds, kind, slots)
     played.begin(uses[0])
     ends: dict[tuple[bool, int], Floats] = {}
     begin_of_last = None
     buffers: list[Floats] = []
     for place, use in enumerate(uses):
         if place + 1 < len(uses):
-            played.load(uses[place + 1], use)
+            played.load(uses[place + 1], place)
         if ahead and use.backward and use.micro_batch == LAST and begin_of_last is None:
             # The loads of two uses do not wait for the first of them to begin.
             begin_of_last = played.wait()
-        begin = played.compute(use)
+        begin = played.compute(use, place)
         ends[use.backward, use.micro_batch] = played.computed
         if use.micro_batch == STABLE + (0 if use.backward else ahead):
             neighbours = (uses[place - 1], use, uses[place + 1] if place + 1 < len(uses) else None)
@@ -244,13 +245,116 @@ def _indices(parts: Sequence[Part], chunk: int, is_backward: bool) -> list[int]:
     return indices[::-1] if is_backward else indices
 
 
+class Slots:
+    """How much slower the tasks of every use's slot are than alone (slots.py).
+
+    Slots that are alike are computed once.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], uses: Sequence[Use], seconds: UseSeconds, kind: ListKind, factors: Interference
+    ) -> None:
+        self._parts, self.uses = parts, uses
+        known: dict[tuple[object, ...], int] = {}
+        tasks: dict[str, list[Floats]] = {name: [] for name in (*TASKS, "sent", "waits")}
+        nothing = np.zeros(seconds.forward.shape[1])
+        # Whole gradients that are scattered hold nothing up: they go on under whatever computes next.
+        free = (seconds.gradients.max(axis=0) == 0) & (seconds.gather.max(axis=0) == 0)
+
+        def add(key: tuple[object, ...], **slot: Floats) -> None:
+            if key not in known:
+                known[key] = len(known)
+                for name, column in tasks.items():
+                    column.append(slot.get(name, nothing))
+
+        self._places: list[int] = []
+        for place, use in enumerate(uses):
+            before = uses[place - 1] if place else None
+            behind = uses[place + 1] if place + 1 < len(uses) else None
+            key, slot = self._slot(seconds, before, use, behind, nothing)
+            compute = slot["compute"]
+            slot["compute"] = np.where(free, np.maximum(compute, slot["scatter"]), compute)
+            add(key, **slot)
+            self._places.append(known[key])
+        for index in range(len(parts)):
+            row, after = parts[index].row, parts[min(index + 1, len(parts) - 1)].row
+            add(
+                ("update", index),
+                compute=seconds.sweep[row] + seconds.forward[row],
+                rest=seconds.states_in[after],
+                gather=seconds.gather_updated[row],
+                out=seconds.states_out[row],
+            )
+        self._updates = [known["update", index] for index in range(len(parts))]
+        arrays = {name: np.stack(column) for name, column in tasks.items()}
+        waits = arrays.pop("waits").astype(np.bool_)
+        self._slow = slowdowns(arrays, arrays.pop("sent"), waits, factors)
+
+    def _slot(
+        self, seconds: UseSeconds, before: Use | None, use: Use, behind: Use | None, nothing: Floats
+    ) -> tuple[tuple[object, ...], dict[str, Floats]]:
+        """What tells a slot from others, and its tasks."""
+        row = self._parts[use.index].row
+        slot = {
+            "compute": (seconds.backward if use.backward else seconds.forward)[row],
+            "sent": (seconds.sent_backward if use.backward else seconds.sent_forward)[row],
+            **dict.fromkeys(("weights", "rest", "scatter", "gather", "out", "waits"), nothing),
+        }
+        key: list[object] = [row, use.backward]
+        if not use.backward and use.micro_batch == 0:
+            slot["out"] = seconds.states_out[row] + seconds.weights[row]
+            key.append("stores")
+        if behind is not None:
+            other = self._parts[behind.index].row
+            first = behind.micro_batch == 0 and not behind.backward
+            loads = loads_weights(self._parts, behind, use)
+            key += [other, first, loads, behind.backward, behind.micro_batch > 0]
+            if first:
+                slot["rest"], slot["gather"] = seconds.states_in[other], seconds.gather_updated[other]
+            elif loads:
+                slot["weights"] = seconds.weights[other]
+            if loads:
+                slot["gather"] = slot["gather"] + seconds.gather[other]
+            if behind.backward:
+                slot["rest"] = seconds.activations[other]
+                if behind.micro_batch > 0:
+                    slot["rest"] = slot["rest"] + seconds.gradients[other]
+        if before is not None:
+            other, is_last = self._parts[before.index].row, before.micro_batch == LAST
+            key += ["leaves", other, before.backward, is_last]
+            if before.backward:
+                slot["scatter"] = seconds.scatter[other] + (seconds.reduce[other] if is_last else 0.0)
+                slot["out"], slot["waits"] = slot["out"] + seconds.gradients[other], nothing + 1.0
+            else:
+                slot["out"] = slot["out"] + seconds.activations[other]
+        return tuple(key), slot
+
+    def of(self, place: int, task: str) -> Floats | float:
+        """Slowdown of a task in the slot of the use at this place; 1 outside the step."""
+        return self._slow[task][self._places[place]] if 0 <= place < len(self._places) else 1.0
+
+    def of_update(self, index: int, task: str) -> Floats:
+        """Slowdown of a task of a part's update."""
+        return self._slow[task][self._updates[index]]
+
+
+def loads_weights(parts: Sequence[Part], use: Use, before: Use | None) -> bool:
+    """Whether a use loads weights: what the use before has loaded stays; the gradient of an embedding needs none."""
+    there = before is not None and before.index == use.index and not _skips_weights(parts, before)
+    return not there and not _skips_weights(parts, use)
+
+
+def _skips_weights(parts: Sequence[Part], use: Use) -> bool:
+    return use.backward and parts[use.index].is_embedding
+
+
 class _Played:
     """When the channels of a stage are free, and what has left it; arrays of [N]."""
 
-    def __init__(self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind) -> None:
-        self._parts, self._kind = parts, kind
+    def __init__(self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind, slots: Slots) -> None:
+        self._parts, self._kind, self._slots = parts, kind, slots
         self._rows = {
-            row: {name: getattr(seconds, name)[row] for name in UseSeconds.__dataclass_fields__}
+            row: {field.name: getattr(seconds, field.name)[row] for field in fields(UseSeconds)}
             for row in {part.row for part in parts}
         }
         nothing = np.zeros(seconds.forward.shape[1])
@@ -261,9 +365,10 @@ class _Played:
         }
         self._ready: dict[Use, Floats] = {}
         self._stepped: dict[int, Floats] = {}
-        self._on_host: dict[tuple[str, int], Floats] = {}
+        self._used: set[int] = set()
+        self._on_host: dict[tuple[str, int, int], Floats] = {}
         self._fetched: dict[int, Floats] = {}
-        self._pending: list[tuple[Use, Floats]] = []
+        self._pending: list[tuple[Use, Floats, int]] = []
         self._reduced: list[tuple[int, Floats]] = []
 
     @property
@@ -274,23 +379,8 @@ class _Played:
     def begin(self, use: Use) -> None:
         """Write what stands in front of the first use."""
         if not self._kind.offloads_weights:
-            self.update_all()
+            self._update_all()
         self.load(use, None)
-
-    def _step_beside(self, begin: Floats, end: Floats) -> Floats:
-        """Optimizer steps of parts that are loaded while a use runs from `begin` to `end`; when both have ended."""
-        for use, start in self._pending:
-            # Two kernels at a time halve each other until the first of them ends.
-            sweep = self._of(use.index)["sweep"]
-            both = np.maximum(begin, start)
-            common = np.maximum(0.0, np.minimum(end - both, sweep - (both - start)))
-            end = end + common
-            self._free["optimizer"] = start + sweep + common
-            stepped = self._store_states(use.index, self._free["optimizer"])
-            self._stepped[use.index] = stepped
-            self._ready[use] = self._gather("gather", use.index, stepped, start)
-        self._pending = []
-        return end
 
     def wait(self) -> Floats:
         """Let the stage wait until all its channels are free, and on; when it goes on."""
@@ -308,102 +398,113 @@ class _Played:
         self._free[channel] = np.where(works, end, self._free[channel])
         return np.where(works, end, after)
 
-    def update_all(self) -> None:
+    def _update_all(self) -> None:
         """Step 1."""
-        first, sweeps = None, self._nothing
+        first, sweeps, slots = None, self._nothing, self._slots
         for index in range(len(self._parts)):
-            here = self._of(index)
-            begin = self._fetch_states(index)
+            here, after = self._of(index), max(index - 1, 0)
+            slow = slots.of_update(after, "rest") if index else 1.0
+            begin = self._run("in", self._gone["states"][-2], here["states_in"] * slow)
             first = begin if first is None else first
             sweeps = sweeps + here["sweep"]
-            self._stepped[index] = self._store_states(index, self._run("optimizer", begin, here["sweep"]))
+            stepped = self._run("optimizer", begin, here["sweep"])
+            self._stepped[index] = self._store(
+                index, stepped, slots.of_update(index, "out"), slots.of_update(index, "gather")
+            )
         # Optimizer steps share the device with the first forward pass, which ends no earlier than both take together.
         assert first is not None
         self._shared = first + sweeps
 
-    def _fetch_states(self, index: int) -> Floats:
-        return self._run("in", self._gone["states"][-2], self._of(index)["states_in"])
+    def _store(self, index: int, stepped: Floats, out: Floats | float, ranks: Floats | float) -> Floats:
+        """Store what an optimizer step has updated; the end of what a use of the part waits for.
 
-    def _store_states(self, index: int, stepped: Floats) -> Floats:
-        """What follows an optimizer step; the end of what a use of the part waits for."""
+        Args:
+            out, ranks: slowdowns.
+        """
         here = self._of(index)
-        left = self._run("out", stepped, here["states_out"])
+        left = self._run("out", stepped, here["states_out"] * out)
         self._gone["states"].append(left)
-        whole = self._run("ranks", stepped, here["gather_updated"])
-        self._on_host["weights", index] = self._run("out", whole, here["weights_out"])
+        whole = self._run("ranks", stepped, here["gather_updated"] * ranks)
+        self._on_host["weights", index, 0] = self._run("out", whole, here["weights"] * out)
         return whole
 
-    def load(self, use: Use, before: Use | None) -> None:
-        """Step 2: what a use needs, written when the use before it begins."""
+    def _step_beside(self, begin: Floats, end: Floats) -> Floats:
+        """Optimizer steps of parts that are loaded while a use runs from `begin` to `end`; when both have ended."""
+        for use, start, place in self._pending:
+            index, gather = use.index, self._slots.of(place, "gather")
+            # Two kernels at a time halve each other until the first of them ends.
+            sweep = self._of(index)["sweep"]
+            both = np.maximum(begin, start)
+            common = np.maximum(0.0, np.minimum(end - both, sweep - (both - start)))
+            end = end + common
+            self._free["optimizer"] = start + sweep + common
+            # Updated states leave while the next use runs.
+            out = self._slots.of(place + 1, "out")
+            self._stepped[index] = self._store(index, self._free["optimizer"], out, gather)
+            self._ready[use] = self._run("ranks", self._stepped[index], self._of(index)["gather"] * gather)
+        self._pending = []
+        return end
+
+    def load(self, use: Use, place: int | None) -> None:
+        """Step 2: what a use needs, written when the use before it, at this place, begins; None: in front of all uses."""
         index, here, limit = use.index, self._of(use.index), self._last_use
-        ready, phase = self._nothing, "backward_" if use.backward else ""
-        shared = before is not None and before.index == index and not self._skips_weights(before)
-        if not shared and not self._skips_weights(use):
+        before = self._slots.uses[place] if place is not None else None
+        at = -1 if place is None else place
+        gather, rest = self._slots.of(at, "gather"), self._slots.of(at, "rest")
+        ready = self._stepped.get(index, self._nothing)
+        if loads_weights(self._parts, use, before):
             if index not in self._stepped:
-                begin = np.maximum(self._fetch_states(index), limit)
-                if before is None:
-                    self._stepped[index] = self._store_states(index, self._run("optimizer", begin, here["sweep"]))
-                    ready = self._gather("gather", index, self._stepped[index], limit)
-                else:
-                    self._pending.append((use, begin))
+                begin = np.maximum(self._run("in", self._gone["states"][-2], here["states_in"] * rest), limit)
+                self._pending.append((use, begin, at))
+                if place is None:
+                    self._step_beside(self._nothing, self._nothing)
+                    ready = self._ready[use]
             else:
-                stored = self._stepped[index]
-                if self._kind.offloads_weights and ("used", index) in self._on_host:
-                    stored = self._run(
-                        "in", np.maximum(limit, self._on_host["weights", index]), here[f"{phase}weights"]
-                    )
-                ready = self._gather(f"{phase}gather", index, stored, limit)
-            self._on_host["used", index] = self._nothing
-        else:
-            ready = self._stepped.get(index, self._nothing)
+                if self._kind.offloads_weights and index in self._used:
+                    moved = here["weights"] * self._slots.of(at, "weights")
+                    ready = self._run("in", np.maximum(limit, self._on_host["weights", index, 0]), moved)
+                ready = self._run("ranks", np.maximum(ready, limit), here["gather"] * gather)
+            self._used.add(index)
         if use.backward:
-            saved = self._on_host.get((f"activations{index}", use.micro_batch), self._nothing)
-            ready = np.maximum(ready, self._run("in", np.maximum(limit, saved), here["activations_in"]))
+            saved = self._on_host.get(("activations", index, use.micro_batch), self._nothing)
+            ready = np.maximum(ready, self._run("in", np.maximum(limit, saved), here["activations"] * rest))
             if use.micro_batch > 0:
-                away = self._on_host["gradients", index]
-                self._fetched[index] = self._run("in", np.maximum(limit, away), here["gradients_in"])
+                away = self._on_host["gradients", index, 0]
+                self._fetched[index] = self._run("in", np.maximum(limit, away), here["gradients"] * rest)
                 if not self._kind.scatters:
                     ready = np.maximum(ready, self._fetched[index])
         self._ready[use] = ready
 
-    def _skips_weights(self, use: Use) -> bool:
-        """The gradient of an embedding needs no weights."""
-        return use.backward and self._parts[use.index].is_embedding
-
-    def _gather(self, what: str, index: int, stored: Floats, limit: Floats) -> Floats:
-        return self._run("ranks", np.maximum(stored, limit), self._of(index)[what])
-
-    def compute(self, use: Use) -> Floats:
+    def compute(self, use: Use, place: int) -> Floats:
         """Steps 3 and 4; when the use begins."""
         here, index = self._of(use.index), use.index
         leaving = self._gone["gradients" if use.backward else "activations"][-2]
         begin = np.max([self._free["compute"], self._ready.pop(use), leaving], axis=0)
-        if use.backward:
-            taken = here["last_backward"] if use.micro_batch == LAST else here["backward"]
-        else:
-            taken = here["first_forward"] if use.micro_batch == 0 else here["forward"]
+        taken = here["backward" if use.backward else "forward"] * self._slots.of(place, "compute")
         end = begin + taken
         if not self._kind.offloads_weights and not use.backward and use.micro_batch == 0:
             self._shared = self._shared + taken
             end = np.maximum(end, self._shared) if index == len(self._parts) - 1 else end
         end = self._step_beside(begin, end)
         self._free["compute"] = self.computed = self._last_use = end
+        # What it leaves goes while the next use runs.
+        out, scatter = self._slots.of(place + 1, "out"), self._slots.of(place + 1, "scatter")
         if not use.backward:
             if self._parts[index].is_layer:
-                left = self._run("out", end, here["activations_out"])
-                self._on_host[f"activations{index}", use.micro_batch] = left
+                left = self._run("out", end, here["activations"] * out)
+                self._on_host["activations", index, use.micro_batch] = left
                 self._gone["activations"].append(left)
             return begin
         reduced = end
         if use.micro_batch == LAST or self._kind.scatters:
             sum_there = self._fetched.get(index, self._nothing)
             both = here["scatter"] + (here["reduce"] if use.micro_batch == LAST else 0.0)
-            reduced = self._run("ranks", np.maximum(end, sum_there), both)
+            reduced = self._run("ranks", np.maximum(end, sum_there), both * scatter)
             self._reduced.append((index, reduced))
-        left = self._run("out", reduced, here["gradients_out"])
-        self._on_host["gradients", index] = left
+        left = self._run("out", reduced, here["gradients"] * out)
+        self._on_host["gradients", index, 0] = left
         # Where nothing leaves nothing is waited for.
-        self._gone["gradients"].append(np.where(here["gradients_out"] > 0, left, 0.0))
+        self._gone["gradients"].append(np.where(here["gradients"] > 0, left, 0.0))
         return begin
 
     def waiting_bytes(self, sizes: UseBytes, now: Floats) -> Floats:
@@ -475,7 +576,7 @@ def use_bytes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseByt
     )
 
 
-def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurrent: Concurrent) -> UseSeconds:
+def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseSeconds:
     """Price the uses and updates of every kind of part under every strategy."""
     forward, backward = kinds.forward_seconds[:, None], kinds.backward_seconds[:, None]
     sizes = state_sizes(kinds, strategy, rates)
@@ -494,52 +595,19 @@ def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     activations = host * kinds.is_layer[:, None] * kinds.saved_bytes[:, None] * strategy.offload_activations
     sweep = rates.optimizer_sweep * sizes.swept
 
-    def beside(stream: int, *alone: Floats) -> Floats:
-        """How many times as long a stream takes while the others work beside it."""
-        own = alone[stream]
-        return concurrent(*(np.minimum(own, other) for other in alone)) / np.where(own > 0, own, 1.0)
-
-    def pass_of(
-        compute: Floats, sent: Floats, ranks: Floats, into: Floats, out: Floats
-    ) -> tuple[Floats, Floats, Floats, Floats]:
-        """Slowdowns of a use and of the three streams beside it; `sent`: seconds of the use in which it sends tokens itself."""
-        alone = np.broadcast_arrays(compute + nothing, ranks, into, out)
-        slow = [beside(stream, *alone) for stream in range(4)]
-        # All-to-alls of tokens and collectives of states halve each other's share of the links.
-        both = sent * np.minimum(1.0, ranks / np.where(compute > 0, compute, 1.0))
-        slow[0] = slow[0] + both / np.where(compute > 0, compute, 1.0)
-        slow[1] = slow[1] + both / np.where(ranks > 0, ranks, 1.0)
-        return tuple(slow)
-
-    away, home = kinds.sent_forward_seconds, kinds.sent_backward_seconds
-    spilled = np.where((level == 2) & (strategy.offload_gradients == 0), np.maximum(0.0, scatter - backward), 0.0)
-    slow = pass_of(forward, away[:, None], gather + spilled, weights, activations)
-    slow_first = pass_of(
-        forward, away[:, None], gather + gather_updated, weights + states + gradients, activations + states
-    )
-    back = pass_of(backward, home[:, None], gather + scatter, weights + activations + gradients, gradients)
-    back_last = pass_of(
-        backward, home[:, None], gather + scatter + reduce, weights + activations + gradients, gradients
-    )
-    update = pass_of(sweep, nothing, gather_updated, states + gradients, states + weights)
     return UseSeconds(
-        forward=forward * slow[0],
-        first_forward=forward * slow_first[0],
-        backward=backward * back[0],
-        last_backward=backward * back_last[0],
-        weights=weights * slow[2],
-        backward_weights=weights * back[2],
-        gather=gather * slow[1],
-        backward_gather=gather * back[1],
-        activations_out=activations * slow[3],
-        activations_in=activations * back[2],
-        gradients_in=gradients * back[2],
-        gradients_out=gradients * back[3],
-        scatter=scatter * back[1],
-        reduce=reduce * back_last[1],
-        states_in=(states + gradients) * update[2],
-        states_out=states * update[3],
-        weights_out=weights * update[3],
-        sweep=sweep * update[0],
-        gather_updated=gather_updated * update[1],
+        forward=forward + nothing,
+        backward=backward + nothing,
+        sent_forward=kinds.sent_forward_seconds[:, None] / np.where(forward > 0, forward, 1.0) + nothing,
+        sent_backward=kinds.sent_backward_seconds[:, None] / np.where(backward > 0, backward, 1.0) + nothing,
+        weights=weights,
+        gather=gather,
+        activations=activations + nothing,
+        gradients=gradients,
+        scatter=scatter,
+        reduce=reduce,
+        states_in=states + gradients,
+        states_out=states,
+        sweep=rates.optimizer_sweep * sizes.swept,
+        gather_updated=gather_updated,
     )

@@ -30,7 +30,7 @@ from moe_overlap.tuner.cost.decoupled import (
     use_bytes,
     use_seconds,
 )
-from moe_overlap.tuner.cost.interference import Concurrent
+from moe_overlap.tuner.cost.interference import Concurrent, Interference
 from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy, is_decoupled, layer_terms
 
 Floats = NDArray[np.float64]
@@ -117,14 +117,20 @@ class StageEvaluator:
         kinds: [K] costs of the parts.
         strategy: [N] decisions about states.
         rates: of collectives, copies and the optimizer; [N] where they belong to a group of ranks.
-        concurrent: how what runs at the same time slows down.
+        concurrent, factors: how what runs at the same time slows down, as seconds and as factors.
         fragmentation: part of activations and temporaries that the allocator reserves in vain.
     """
 
     def __init__(
-        self, kinds: KindTerms, strategy: Strategy, rates: StateRates, concurrent: Concurrent, fragmentation: float
+        self,
+        kinds: KindTerms,
+        strategy: Strategy,
+        rates: StateRates,
+        concurrent: Concurrent,
+        factors: Interference,
+        fragmentation: float,
     ) -> None:
-        self._kinds, self._strategy, self._rates, self._concurrent = kinds, strategy, rates, concurrent
+        self._kinds, self._strategy, self._rates, self._factors = kinds, strategy, rates, factors
         self._fragmentation = fragmentation
         self.terms: LayerTerms = layer_terms(kinds, strategy, rates, concurrent)
         self._decoupled = is_decoupled(strategy)
@@ -139,7 +145,7 @@ class StageEvaluator:
             members = np.flatnonzero(self._decoupled & (moves == kind.offloads_weights) & (scatters == kind.scatters))
             if len(members):
                 strategy, rates = _part_of(self._strategy, members), _rates_of(self._rates, members)
-                seconds = use_seconds(self._kinds, strategy, rates, self._concurrent)
+                seconds = use_seconds(self._kinds, strategy, rates)
                 groups.append((members, seconds, use_bytes(self._kinds, strategy, rates), kind))
         return groups
 
@@ -240,7 +246,7 @@ class StageEvaluator:
         if key not in self._played:
             ahead = 0 if shapes.is_last else 1
             self._played[key] = [
-                play_stage(parts, seconds, sizes, kind, ahead, waits=not shapes.is_first)
+                play_stage(parts, seconds, sizes, kind, self._factors, ahead, waits=not shapes.is_first)
                 for _, seconds, sizes, kind in self._groups
             ]
         return self._played[key]
