@@ -173,10 +173,8 @@ def play_stage(
     for place, use in enumerate(uses):
         if use.micro_batch > 0:
             break
-        waiting.load(uses[place + 1], place)
-        if place == 0:
-            begin = waiting.wait()
-        waiting.compute(use, place)
+        began = waiting.advance(place, waits=place == 0)
+        begin = began if place == 0 else begin
         turns[use.backward] = waiting.computed
     waited = turns[False] - begin
     played = _Played(parts, seconds, kind, slots)
@@ -185,16 +183,14 @@ def play_stage(
     begin_of_last = None
     buffers: list[Floats] = []
     for place, use in enumerate(uses):
-        if place + 1 < len(uses):
-            played.load(uses[place + 1], place)
-        if ahead and use.backward and use.micro_batch == LAST and begin_of_last is None:
-            # The loads of two uses do not wait for the first of them to begin.
-            begin_of_last = played.wait()
-        begin = played.compute(use, place)
+        drains = bool(ahead) and use.backward and use.micro_batch == LAST and begin_of_last is None
+        begin = played.advance(place, waits=drains)
+        begin_of_last = begin if drains else begin_of_last
         ends[use.backward, use.micro_batch] = played.computed
         if use.micro_batch == STABLE + (0 if use.backward else ahead):
             neighbours = (uses[place - 1], use, uses[place + 1] if place + 1 < len(uses) else None)
             buffers.append(_use_bytes(parts, sizes, neighbours) + played.waiting_bytes(sizes, begin))
+    played.leave()
     stable = ends[True, STABLE] - ends[True, STABLE - 1]
     # Forward passes ahead stand before the first backward pass, so a cycle begins with a forward pass of a later micro-batch.
     forward = ends[False, STABLE + ahead] - ends[True, STABLE - 1]
@@ -254,12 +250,10 @@ class Slots:
     def __init__(
         self, parts: Sequence[Part], uses: Sequence[Use], seconds: UseSeconds, kind: ListKind, factors: Interference
     ) -> None:
-        self._parts, self.uses = parts, uses
+        self._parts, self.uses, self._kind = parts, uses, kind
         known: dict[tuple[object, ...], int] = {}
         tasks: dict[str, list[Floats]] = {name: [] for name in (*TASKS, "sent", "waits")}
         nothing = np.zeros(seconds.forward.shape[1])
-        # Whole gradients that are scattered hold nothing up: they go on under whatever computes next.
-        free = (seconds.gradients.max(axis=0) == 0) & (seconds.gather.max(axis=0) == 0)
 
         def add(key: tuple[object, ...], **slot: Floats) -> None:
             if key not in known:
@@ -272,20 +266,19 @@ class Slots:
             before = uses[place - 1] if place else None
             behind = uses[place + 1] if place + 1 < len(uses) else None
             key, slot = self._slot(seconds, before, use, behind, nothing)
-            compute = slot["compute"]
-            slot["compute"] = np.where(free, np.maximum(compute, slot["scatter"]), compute)
             add(key, **slot)
             self._places.append(known[key])
         for index in range(len(parts)):
             row, after = parts[index].row, parts[min(index + 1, len(parts) - 1)].row
             add(
                 ("update", index),
-                compute=seconds.sweep[row] + seconds.forward[row],
+                compute=seconds.sweep[row],
                 rest=seconds.states_in[after],
                 gather=seconds.gather_updated[row],
                 out=seconds.states_out[row],
             )
         self._updates = [known["update", index] for index in range(len(parts))]
+        self.factors = factors.table
         arrays = {name: np.stack(column) for name, column in tasks.items()}
         waits = arrays.pop("waits").astype(np.bool_)
         self._slow = slowdowns(arrays, arrays.pop("sent"), waits, factors)
@@ -301,7 +294,8 @@ class Slots:
             **dict.fromkeys(("weights", "rest", "scatter", "gather", "out", "waits"), nothing),
         }
         key: list[object] = [row, use.backward]
-        if not use.backward and use.micro_batch == 0:
+        updates = self._kind.offloads_weights
+        if not use.backward and use.micro_batch == 0 and updates:
             slot["out"] = seconds.states_out[row] + seconds.weights[row]
             key.append("stores")
         if behind is not None:
@@ -309,9 +303,9 @@ class Slots:
             first = behind.micro_batch == 0 and not behind.backward
             loads = loads_weights(self._parts, behind, use)
             key += [other, first, loads, behind.backward, behind.micro_batch > 0]
-            if first:
+            if first and updates:
                 slot["rest"], slot["gather"] = seconds.states_in[other], seconds.gather_updated[other]
-            elif loads:
+            elif loads and updates:
                 slot["weights"] = seconds.weights[other]
             if loads:
                 slot["gather"] = slot["gather"] + seconds.gather[other]
@@ -370,6 +364,7 @@ class _Played:
         self._fetched: dict[int, Floats] = {}
         self._pending: list[tuple[Use, Floats, int]] = []
         self._reduced: list[tuple[int, Floats]] = []
+        self._leaves: tuple[Use, Floats, int] | None = None
 
     @property
     def ended(self) -> Floats:
@@ -381,12 +376,6 @@ class _Played:
         if not self._kind.offloads_weights:
             self._update_all()
         self.load(use, None)
-
-    def wait(self) -> Floats:
-        """Let the stage wait until all its channels are free, and on; when it goes on."""
-        self._step_beside(self._free["compute"], self._free["compute"])
-        self._free["compute"] = self.ended
-        return self._free["compute"]
 
     def _of(self, index: int) -> dict[str, Floats]:
         return self._rows[self._parts[index].row]
@@ -475,26 +464,67 @@ class _Played:
                     ready = np.maximum(ready, self._fetched[index])
         self._ready[use] = ready
 
-    def compute(self, use: Use, place: int) -> Floats:
-        """Steps 3 and 4; when the use begins."""
-        here, index = self._of(use.index), use.index
-        leaving = self._gone["gradients" if use.backward else "activations"][-2]
-        begin = np.max([self._free["compute"], self._ready.pop(use), leaving], axis=0)
-        taken = here["backward" if use.backward else "forward"] * self._slots.of(place, "compute")
-        end = begin + taken
+    def advance(self, place: int, waits: bool = False) -> Floats:
+        """The use at a place, the loads of the next one, and what the one before leaves; when it begins.
+
+        Args:
+            waits: whether the stage has waited for the use until all that it could do was done.
+        """
+        uses = self._slots.uses
+        use, behind = uses[place], uses[place + 1] if place + 1 < len(uses) else None
+        if waits:
+            self.leave()
+            if behind is not None:
+                # The loads of two uses do not wait for the first of them to begin.
+                self.load(behind, place)
+            self._step_beside(self._free["compute"], self._free["compute"])
+            self._free["compute"] = self.ended
+        # Step 4.
+        leaving = self._gone["gradients" if use.backward else "activations"]
+        gone = leaving[-1 if self._leaves is not None and self._leaves[0].backward == use.backward else -2]
+        begin = np.max([self._free["compute"], self._ready.pop(use), gone], axis=0)
+        here = self._of(use.index)
+        end = begin + here["backward" if use.backward else "forward"] * self._slots.of(place, "compute")
+        end = self._beside_older(begin, end, here["sent_backward" if use.backward else "sent_forward"])
+        self.leave()
+        if behind is not None and not waits:
+            self.load(behind, place)
         if not self._kind.offloads_weights and not use.backward and use.micro_batch == 0:
-            self._shared = self._shared + taken
-            end = np.maximum(end, self._shared) if index == len(self._parts) - 1 else end
+            self._shared = self._shared + end - begin
+            end = np.maximum(end, self._shared) if use.index == len(self._parts) - 1 else end
         end = self._step_beside(begin, end)
         self._free["compute"] = self.computed = self._last_use = end
-        # What it leaves goes while the next use runs.
-        out, scatter = self._slots.of(place + 1, "out"), self._slots.of(place + 1, "scatter")
+        self._leaves = (use, end, place + 1)
+        return begin
+
+    def _beside_older(self, begin: Floats, end: Floats, sent: Floats) -> Floats:
+        """The end of a use beside copies and collectives of earlier slots that go on; they end later, too."""
+        table, stop = self._slots.factors, end
+        for channel, stream in (("ranks", 1), ("in", 2), ("out", 3)):
+            common = np.maximum(0.0, np.minimum(self._free[channel], stop) - begin)
+            both = 8 | 8 >> stream
+            share = sent if stream == 1 else 0.0
+            own, other = (table[which, both] - 1.0 for which in (0, stream))
+            # While tokens travel, both halve each other.
+            end = end + common * ((1.0 - share) * own / (1.0 + own) + share / 2)
+            later = self._free[channel] + common * ((1.0 - share) * other / (1.0 + other) + share / 2)
+            self._free[channel] = np.where(common > 0, later, self._free[channel])
+        return end
+
+    def leave(self) -> None:
+        """Step 3: what the last use has left; it goes while the next use runs."""
+        if self._leaves is None:
+            return
+        use, end, place = self._leaves
+        self._leaves = None
+        here, index = self._of(use.index), use.index
+        out, scatter = self._slots.of(place, "out"), self._slots.of(place, "scatter")
         if not use.backward:
             if self._parts[index].is_layer:
                 left = self._run("out", end, here["activations"] * out)
                 self._on_host["activations", index, use.micro_batch] = left
                 self._gone["activations"].append(left)
-            return begin
+            return
         reduced = end
         if use.micro_batch == LAST or self._kind.scatters:
             sum_there = self._fetched.get(index, self._nothing)
@@ -505,7 +535,6 @@ class _Played:
         self._on_host["gradients", index, 0] = left
         # Where nothing leaves nothing is waited for.
         self._gone["gradients"].append(np.where(here["gradients"] > 0, left, 0.0))
-        return begin
 
     def waiting_bytes(self, sizes: UseBytes, now: Floats) -> Floats:
         """Bytes of gradients of a micro-batch that wait to be scattered, besides that of the use at work."""
@@ -593,8 +622,6 @@ def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseS
     gradients = host * sizes.gradients * strategy.offload_gradients
     states = host * sizes.optimizer * strategy.offload_optimizer
     activations = host * kinds.is_layer[:, None] * kinds.saved_bytes[:, None] * strategy.offload_activations
-    sweep = rates.optimizer_sweep * sizes.swept
-
     return UseSeconds(
         forward=forward + nothing,
         backward=backward + nothing,
