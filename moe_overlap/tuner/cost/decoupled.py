@@ -16,7 +16,7 @@ Source: Mist, section 5.1 and figure 10.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -64,7 +64,9 @@ class UseBytes:
     """Bytes on the device while parts of each kind are used or updated, beyond what always stays there; [K, N] each."""
 
     weights: Floats
-    """Offloaded weights and gathered ones."""
+    """The offloaded share of weights."""
+    gathered: Floats
+    """Weights that are gathered for a use (ZeRO 3)."""
     activations: Floats
     """The offloaded share of what one micro-batch saves."""
     gradients: Floats
@@ -166,30 +168,40 @@ def play_stage(
         waits: whether another stage stands before it.
     """
     order = _passes([*dict.fromkeys(part.chunk for part in parts)], ahead)
-    uses = [Use(index, *step) for *step, chunk in order for index in _indices(parts, chunk, is_backward=step[0])]
+    uses = [Use(index, backward, m) for backward, m, chunk in order for index in _indices(parts, chunk, backward)]
     slots = Slots(parts, uses, seconds, kind, factors)
-    waiting, turns = _Played(parts, seconds, kind, slots), {}
+    waiting = _Played(parts, seconds, kind, slots, sizes)
     waiting.begin(uses[0])
-    for place, use in enumerate(uses):
+    arrived, turns = waiting.advance(0, waits=True), {False: waiting.computed}
+    for place, use in enumerate(uses[1:], start=1):
         if use.micro_batch > 0:
             break
-        began = waiting.advance(place, waits=place == 0)
-        begin = began if place == 0 else begin
+        waiting.advance(place)
         turns[use.backward] = waiting.computed
-    waited = turns[False] - begin
-    played = _Played(parts, seconds, kind, slots)
+    waited = turns[False] - arrived
+    played = _Played(parts, seconds, kind, slots, sizes)
     played.begin(uses[0])
     ends: dict[tuple[bool, int], Floats] = {}
     begin_of_last = None
-    buffers: list[Floats] = []
+    window: list[tuple[Use, Floats, Floats]] = []
+    early, later = [np.zeros_like(waited)], []
     for place, use in enumerate(uses):
         drains = bool(ahead) and use.backward and use.micro_batch == LAST and begin_of_last is None
         begin = played.advance(place, waits=drains)
         begin_of_last = begin if drains else begin_of_last
         ends[use.backward, use.micro_batch] = played.computed
-        if use.micro_batch == STABLE + (0 if use.backward else ahead):
-            neighbours = (uses[place - 1], use, uses[place + 1] if place + 1 < len(uses) else None)
-            buffers.append(_use_bytes(parts, sizes, neighbours) + played.waiting_bytes(sizes, begin))
+        # One use late: what the next one has loaded by then is known.
+        if window:
+            last, start, end = window.pop()
+            peak = played.peak_bytes(start, end)
+            if ahead and not last.backward and last.micro_batch == 0:
+                early.append(peak + _saved(parts, sizes, range(last.index + 1)))
+            else:
+                later.append(peak - _saved(parts, sizes, range(last.index + 1, len(parts)), parts[last.index].chunk))
+        if (not use.backward and use.micro_batch == 0) or use.micro_batch in (
+            (0, STABLE) if use.backward else (ahead, STABLE + ahead)
+        ):
+            window.append((use, begin, played.computed))
     played.leave()
     stable = ends[True, STABLE] - ends[True, STABLE - 1]
     # Forward passes ahead stand before the first backward pass, so a cycle begins with a forward pass of a later micro-batch.
@@ -204,9 +216,15 @@ def play_stage(
         backward=stable - forward,
         last_backward=ends[True, LAST] - begin_of_last,
         tail=played.ended - ends[True, LAST],
-        buffer_bytes=np.max([*buffers], axis=0),
-        update_bytes=_update_bytes(parts, sizes, kind),
+        buffer_bytes=np.max(later, axis=0),
+        update_bytes=np.max(early, axis=0),
     )
+
+
+def _saved(parts: Sequence[Part], sizes: UseBytes, indices: Iterable[int], chunk: int | None = None) -> Floats:
+    """Bytes of one micro-batch that some of the parts (of a chunk) save on the device."""
+    rows = (parts[index].row for index in indices if chunk is None or parts[index].chunk == chunk)
+    return sum((sizes.saved[row] for row in rows), start=np.zeros_like(sizes.saved[0]))
 
 
 def _first_backward(
@@ -280,8 +298,8 @@ class Slots:
         self._updates = [known["update", index] for index in range(len(parts))]
         self.factors = factors.table
         arrays = {name: np.stack(column) for name, column in tasks.items()}
-        waits = arrays.pop("waits").astype(np.bool_)
-        self._slow = slowdowns(arrays, arrays.pop("sent"), waits, factors)
+        sent, waits = arrays.pop("sent"), arrays.pop("waits") > 0
+        self._slow = slowdowns(arrays, sent, waits, factors)
 
     def _slot(
         self, seconds: UseSeconds, before: Use | None, use: Use, behind: Use | None, nothing: Floats
@@ -345,8 +363,14 @@ def _skips_weights(parts: Sequence[Part], use: Use) -> bool:
 class _Played:
     """When the channels of a stage are free, and what has left it; arrays of [N]."""
 
-    def __init__(self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind, slots: Slots) -> None:
-        self._parts, self._kind, self._slots = parts, kind, slots
+    def __init__(
+        self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind, slots: Slots, sizes: UseBytes
+    ) -> None:
+        self._parts, self._kind, self._slots, self._sizes = parts, kind, slots, sizes
+        self._held: list[tuple[Floats, Floats, Floats]] = []
+        self._loaded: dict[Use, list[tuple[str, Floats]]] = {}
+        self._fetching: dict[int, Floats] = {}
+        self._begun: dict[int, Floats] = {}
         self._rows = {
             row: {field.name: getattr(seconds, field.name)[row] for field in fields(UseSeconds)}
             for row in {part.row for part in parts}
@@ -363,7 +387,6 @@ class _Played:
         self._on_host: dict[tuple[str, int, int], Floats] = {}
         self._fetched: dict[int, Floats] = {}
         self._pending: list[tuple[Use, Floats, int]] = []
-        self._reduced: list[tuple[int, Floats]] = []
         self._leaves: tuple[Use, Floats, int] | None = None
 
     @property
@@ -393,7 +416,9 @@ class _Played:
         for index in range(len(self._parts)):
             here, after = self._of(index), max(index - 1, 0)
             slow = slots.of_update(after, "rest") if index else 1.0
-            begin = self._run("in", self._gone["states"][-2], here["states_in"] * slow)
+            taken = here["states_in"] * slow
+            begin = self._run("in", self._gone["states"][-2], taken)
+            self._fetching[index] = begin - taken
             first = begin if first is None else first
             sweeps = sweeps + here["sweep"]
             stepped = self._run("optimizer", begin, here["sweep"])
@@ -413,8 +438,12 @@ class _Played:
         here = self._of(index)
         left = self._run("out", stepped, here["states_out"] * out)
         self._gone["states"].append(left)
+        self._hold("states", index, self._fetching[index], left)
+        self._hold("gradients", index, self._fetching[index], stepped)
         whole = self._run("ranks", stepped, here["gather_updated"] * ranks)
         self._on_host["weights", index, 0] = self._run("out", whole, here["weights"] * out)
+        if self._kind.offloads_weights:
+            self._hold("weights", index, stepped - here["sweep"], self._on_host["weights", index, 0])
         return whole
 
     def _step_beside(self, begin: Floats, end: Floats) -> Floats:
@@ -441,9 +470,13 @@ class _Played:
         at = -1 if place is None else place
         gather, rest = self._slots.of(at, "gather"), self._slots.of(at, "rest")
         ready = self._stepped.get(index, self._nothing)
+        loaded: list[tuple[str, Floats]] = []
         if loads_weights(self._parts, use, before):
             if index not in self._stepped:
-                begin = np.maximum(self._run("in", self._gone["states"][-2], here["states_in"] * rest), limit)
+                taken = here["states_in"] * rest
+                fetched = self._run("in", self._gone["states"][-2], taken)
+                self._fetching[index] = fetched - taken
+                begin = np.maximum(fetched, limit)
                 self._pending.append((use, begin, at))
                 if place is None:
                     self._step_beside(self._nothing, self._nothing)
@@ -452,17 +485,25 @@ class _Played:
                 if self._kind.offloads_weights and index in self._used:
                     moved = here["weights"] * self._slots.of(at, "weights")
                     ready = self._run("in", np.maximum(limit, self._on_host["weights", index, 0]), moved)
-                ready = self._run("ranks", np.maximum(ready, limit), here["gather"] * gather)
+                    loaded.append(("weights", ready - moved))
+                taken = here["gather"] * gather
+                ready = self._run("ranks", np.maximum(ready, limit), taken)
+                loaded.append(("gathered", ready - taken))
             self._used.add(index)
         if use.backward:
             saved = self._on_host.get(("activations", index, use.micro_batch), self._nothing)
-            ready = np.maximum(ready, self._run("in", np.maximum(limit, saved), here["activations"] * rest))
+            taken = here["activations"] * rest
+            fetched = self._run("in", np.maximum(limit, saved), taken)
+            loaded.append(("activations", fetched - taken))
+            ready = np.maximum(ready, fetched)
             if use.micro_batch > 0:
                 away = self._on_host["gradients", index, 0]
-                self._fetched[index] = self._run("in", np.maximum(limit, away), here["gradients"] * rest)
+                taken = here["gradients"] * rest
+                self._fetched[index] = self._run("in", np.maximum(limit, away), taken)
+                self._fetching[index] = self._fetched[index] - taken
                 if not self._kind.scatters:
                     ready = np.maximum(ready, self._fetched[index])
-        self._ready[use] = ready
+        self._ready[use], self._loaded[use] = ready, loaded
 
     def advance(self, place: int, waits: bool = False) -> Floats:
         """The use at a place, the loads of the next one, and what the one before leaves; when it begins.
@@ -482,8 +523,8 @@ class _Played:
         # Step 4.
         leaving = self._gone["gradients" if use.backward else "activations"]
         gone = leaving[-1 if self._leaves is not None and self._leaves[0].backward == use.backward else -2]
-        begin = np.max([self._free["compute"], self._ready.pop(use), gone], axis=0)
-        here = self._of(use.index)
+        ready, here = self._ready.pop(use), self._of(use.index)
+        begin = np.max([self._free["compute"], ready, gone], axis=0)
         end = begin + here["backward" if use.backward else "forward"] * self._slots.of(place, "compute")
         end = self._beside_older(begin, end, here["sent_backward" if use.backward else "sent_forward"])
         self.leave()
@@ -495,6 +536,14 @@ class _Played:
         end = self._step_beside(begin, end)
         self._free["compute"] = self.computed = self._last_use = end
         self._leaves = (use, end, place + 1)
+        for what, start in self._loaded.pop(use):
+            # Shards that came from the host are there until they have been gathered.
+            until = np.where(here["gather"] > 0, ready, end) if what == "weights" else end
+            self._hold(what, use.index, start, until)
+        if use.backward:
+            self._begun[use.index] = begin
+        else:
+            self._begun_forward = begin
         return begin
 
     def _beside_older(self, begin: Floats, end: Floats, sent: Floats) -> Floats:
@@ -524,68 +573,38 @@ class _Played:
                 left = self._run("out", end, here["activations"] * out)
                 self._on_host["activations", index, use.micro_batch] = left
                 self._gone["activations"].append(left)
+                self._hold("activations", index, self._begun_forward, left)
             return
         reduced = end
         if use.micro_batch == LAST or self._kind.scatters:
             sum_there = self._fetched.get(index, self._nothing)
             both = here["scatter"] + (here["reduce"] if use.micro_batch == LAST else 0.0)
             reduced = self._run("ranks", np.maximum(end, sum_there), both * scatter)
-            self._reduced.append((index, reduced))
+            self._hold("own_gradients", index, self._begun[index], reduced)
         left = self._run("out", reduced, here["gradients"] * out)
         self._on_host["gradients", index, 0] = left
+        self._hold("gradients", index, self._fetching[index] if use.micro_batch else self._begun[index], left)
         # Where nothing leaves nothing is waited for.
         self._gone["gradients"].append(np.where(here["gradients"] > 0, left, 0.0))
 
-    def waiting_bytes(self, sizes: UseBytes, now: Floats) -> Floats:
-        """Bytes of gradients of a micro-batch that wait to be scattered, besides that of the use at work."""
-        waiting = self._nothing
-        for index, end in self._reduced[-len(self._parts) - 1 :]:
-            waiting = waiting + sizes.own_gradients[self._parts[index].row] * (end > now)
-        return waiting
+    def _hold(self, what: str, index: int, start: Floats, end: Floats) -> None:
+        """Note that a buffer of a part is on the device for a time."""
+        size = getattr(self._sizes, what)[self._parts[index].row]
+        if size.any():
+            self._held.append((start, end, size))
+
+    def peak_bytes(self, begin: Floats, end: Floats) -> Floats:
+        """Peak bytes of buffers that come and go at the beginning and the end of a use, once the next one has been advanced."""
+        if not self._held:
+            return self._nothing
+        starts, ends, sizes = (np.stack(column) for column in zip(*self._held[-RECENT:], strict=True))
+        at_begin = (sizes * ((starts <= begin) & (begin < ends))).sum(axis=0)
+        at_end = (sizes * ((starts < end) & (end <= ends))).sum(axis=0)
+        return np.maximum(at_begin, at_end)
 
 
-def _use_bytes(parts: Sequence[Part], sizes: UseBytes, uses: tuple[Use, Use, Use | None]) -> Floats:
-    """Bytes beside one use, those of the use before that leave and of the use behind that arrive."""
-    before, use, behind = uses
-    arrives = [use] if behind is None or behind.index == use.index else [use, behind]
-    total = sum(
-        (
-            sizes.weights[parts[one.index].row]
-            for one in arrives
-            if not (one.backward and parts[one.index].is_embedding)
-        ),
-        start=np.zeros_like(sizes.weights[0]),
-    )
-    for one, direction in ((before, False), (use, None), (behind, True)):
-        if one is None:
-            continue
-        row = parts[one.index].row
-        # A forward use leaves its activations behind, a backward use finds them; a gradient sum arrives and leaves.
-        if parts[one.index].is_layer and direction in (None, one.backward):
-            total = total + sizes.activations[row]
-        if one.backward:
-            total = total + sizes.gradients[row]
-    if use.backward:
-        total = total + sizes.own_gradients[parts[use.index].row]
-    chunk = parts[use.index].chunk
-    later = (part.row for index, part in enumerate(parts) if index > use.index and part.chunk == chunk)
-    return total - sum((sizes.saved[row] for row in later), start=np.zeros_like(total))
-
-
-def _update_bytes(parts: Sequence[Part], sizes: UseBytes, kind: ListKind) -> Floats:
-    """Bytes beside the updates: states and gradients of two parts, and where each is updated in front of its first use all
-    that a first forward pass holds."""
-    moved = [sizes.states[part.row] + sizes.gradients[part.row] for part in parts]
-    if not kind.offloads_weights:
-        pairs = zip(moved, [*moved[1:], np.zeros_like(moved[0])], strict=True)
-        return np.max([one + other for one, other in pairs], axis=0)
-    held = np.zeros_like(moved[0])
-    peaks = []
-    for index, part in enumerate(parts):
-        near = range(index, min(index + 2, len(parts)))
-        peaks.append(held + sum(moved[i] + sizes.weights[parts[i].row] for i in near))
-        held = held + sizes.saved[part.row]
-    return np.max(peaks, axis=0)
+RECENT = 24
+"""Buffers that may still be on the device, beginning with the last; those of three uses."""
 
 
 def use_bytes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseBytes:
@@ -595,8 +614,8 @@ def use_bytes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseByt
     replicated = (strategy.data > 1) | (strategy.expert_data > 1)
     activations = kinds.saved_bytes[:, None] * kinds.is_layer[:, None] * strategy.offload_activations
     return UseBytes(
-        weights=sizes.weights * strategy.offload_weights
-        + np.where(replicated & (level >= 3), rates.weight_bytes * numbers, 0.0),
+        weights=sizes.weights * strategy.offload_weights,
+        gathered=np.where(replicated & (level >= 3), rates.weight_bytes * numbers, 0.0),
         activations=activations,
         gradients=sizes.gradients * strategy.offload_gradients,
         own_gradients=np.where(replicated & (level >= 2), rates.gradient_bytes * numbers, 0.0),

@@ -219,25 +219,18 @@ class StageEvaluator:
             less = [self._play(shapes, counts - (np.arange(len(counts)) == run)) for run in longer]
             for number, (members, *_) in enumerate(self._groups):
                 grid = np.ix_(members, places)
-
-                def total(name: str) -> Floats:
-                    start = getattr(base[number], name)
-                    value = np.repeat(start[:, None], len(places), axis=1)
-                    for run, shorter in zip(longer, less, strict=True):
-                        value += (start - getattr(shorter[number], name))[:, None] * beyond[run]
-                    return value
-
-                forward, backward = total("forward"), total("backward")
+                values = _extended(base[number], [of_group[number] for of_group in less], beyond[longer])
+                forward, backward = values["forward"], values["backward"]
                 seconds["forward_seconds"][grid], seconds["backward_seconds"][grid] = forward, backward
-                seconds["first_extra_seconds"][grid] = total("first_forward") - forward
-                seconds["waited_extra_seconds"][grid] = total("waited_forward") - forward
-                seconds["turn_extra_seconds"][grid] = total("first_backward") - backward
-                seconds["drain_extra_seconds"][grid] = total("last_backward") - backward
-                seconds["tail_seconds"][grid] = total("tail")
+                seconds["first_extra_seconds"][grid] = values["first_forward"] - forward
+                seconds["waited_extra_seconds"][grid] = values["waited_forward"] - forward
+                seconds["turn_extra_seconds"][grid] = values["first_backward"] - backward
+                seconds["drain_extra_seconds"][grid] = values["last_backward"] - backward
+                seconds["tail_seconds"][grid] = values["tail"]
                 seconds["optimizer_seconds"][grid] = 0.0
-                # Updates stand in front of the passes, when no activations are held.
-                update = total("update_bytes") - activations[grid]
-                buffers[grid] = np.maximum(total("buffer_bytes"), update)
+                # Updates stand in front of the passes, when few activations are held.
+                update = values["update_bytes"] - activations[grid]
+                buffers[grid] = np.maximum(values["buffer_bytes"], update)
 
     def _play(self, shapes: StageShapes, counts: Sequence[float]) -> list[PlayedStage]:
         """A stage of so many parts in each run, for each group of strategies."""
@@ -250,6 +243,22 @@ class StageEvaluator:
                 for _, seconds, sizes, kind in self._groups
             ]
         return self._played[key]
+
+
+def _extended(base: PlayedStage, less: Sequence[PlayedStage], beyond: Floats) -> dict[str, Floats]:
+    """[N, M] values of stages with longer runs than were played: each further part adds what the last one has added.
+
+    Args:
+        less: the stage with one part less in each of the runs [R] that are longer.
+        beyond: [R, M] parts that were not played.
+    """
+    values = {}
+    for field in fields(PlayedStage):
+        start = getattr(base, field.name)
+        added = np.stack([start - getattr(shorter, field.name) for shorter in less], axis=1) if less else None
+        more = added @ beyond if added is not None else np.zeros((len(start), beyond.shape[1]))
+        values[field.name] = start[:, None] + more
+    return values
 
 
 def runs_of(parts: Sequence[Part]) -> tuple[tuple[Part, ...], list[float]]:

@@ -32,7 +32,7 @@ BETWEEN_RANKS = 4
 
 
 def slowdowns(
-    seconds: Mapping[str, Floats], sent: Floats, out_waits: Floats, factors: Interference
+    seconds: Mapping[str, Floats], sent: Floats, out_waits: NDArray[np.bool_], factors: Interference
 ) -> dict[str, Floats]:
     """How many times as long each task of a slot takes as alone; 1 where there is none.
 
