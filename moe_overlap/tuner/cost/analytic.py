@@ -350,28 +350,11 @@ def price(
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
     """Costs of stages of one layout."""
-    constants, stage = machine.constants, family.stage
-    links = machine.cluster.group_of(stage.devices.ranks[0])
-    groups = stage_groups(plan, stage, machine.cluster)
-    concurrent, factors = concurrency(machine, groups["dp_cp"])
-    setting = Setting(
-        gpu=links.gpu,
-        groups=groups,
-        features=features,
-        constants=constants,
-        release=machine.release,
-        concurrent=concurrent,
-        topk=max(1, model.router_topk),
-        load=machine.load,
-        lookup=machine.lookup,
-    )
+    setting, factors = _setting(plan, model, family.stage, machine, features)
     parts = [cost_of(table, setting) for table in family.tables]
-    rates = _state_rates(groups, links, constants, features)
+    evaluator = _evaluator(family, parts, setting, factors, machine, _strategy(family.stage))
     # The only stage of a pipeline sends no hidden states.
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
-    evaluator = StageEvaluator(
-        _kind_terms(parts, family), _strategy(stage), rates, concurrent, factors, machine.fragmentation
-    )
     shapes = (
         StageShapes(
             runs=runs,
@@ -385,7 +368,55 @@ def price_family(plan: Plan, model: ModelDescription, family: Family, machine: M
         for runs, counts in [runs_of(family.parts[column])]
     )
     summed = joined([evaluator.costs(shape) for shape in shapes])
-    return Priced(family, summed, tuple(parts), evaluator.terms, rates, setting)
+    return Priced(family, summed, tuple(parts), evaluator.terms, evaluator.rates, setting)
+
+
+def stage_evaluator(
+    plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features, strategy: Strategy
+) -> StageEvaluator:
+    """The evaluator of stages of a family's layout and micro-batch under other strategies.
+
+    Args:
+        strategy: [N]; its `data` and `expert_data` are those of the layout.
+    """
+    setting, factors = _setting(plan, model, family.stage, machine, features)
+    parts = [cost_of(table, setting) for table in family.tables]
+    return _evaluator(family, parts, setting, factors, machine, strategy)
+
+
+def _setting(
+    plan: Plan, model: ModelDescription, stage: StagePlan, machine: Machine, features: Features
+) -> tuple[Setting, Interference]:
+    """The hardware and the settings of a stage, and how what runs at the same time on it slows down."""
+    links = machine.cluster.group_of(stage.devices.ranks[0])
+    groups = stage_groups(plan, stage, machine.cluster)
+    concurrent, factors = concurrency(machine, groups["dp_cp"])
+    setting = Setting(
+        gpu=links.gpu,
+        groups=groups,
+        features=features,
+        constants=machine.constants,
+        release=machine.release,
+        concurrent=concurrent,
+        topk=max(1, model.router_topk),
+        load=machine.load,
+        lookup=machine.lookup,
+    )
+    return setting, factors
+
+
+def _evaluator(
+    family: Family,
+    parts: Sequence[PartCost],
+    setting: Setting,
+    factors: Interference,
+    machine: Machine,
+    strategy: Strategy,
+) -> StageEvaluator:
+    links = machine.cluster.group_of(family.stage.devices.ranks[0])
+    rates = _state_rates(setting.groups, links, machine.constants, setting.features, len(strategy.data))
+    kinds = _kind_terms(parts, family)
+    return StageEvaluator(kinds, strategy, rates, setting.concurrent, factors, machine.fragmentation)
 
 
 def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interference]:
@@ -412,10 +443,10 @@ def cost_of(table: OpTable, setting: Setting) -> PartCost:
 
 
 def _state_rates(
-    groups: Mapping[str, Group], links: NodeGroup, constants: GpuConstants, features: Features
+    groups: Mapping[str, Group], links: NodeGroup, constants: GpuConstants, features: Features, strategies: int
 ) -> StateRates:
     # A rate is taken at so many bytes that the latency, which is added once per collective, is a negligible part of it.
-    one, unit, rates = np.ones(1), 1 << 30, constants.link_rates
+    one, unit, rates = np.ones(strategies), 1 << 30, constants.link_rates
     return StateRates(
         dense_scatter=one * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
         expert_scatter=one * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,

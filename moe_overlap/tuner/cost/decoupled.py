@@ -16,6 +16,7 @@ Source: Mist, section 5.1 and figure 10.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -151,15 +152,7 @@ class PlayedStage:
         return self.forward + self.backward
 
 
-def play_stage(
-    parts: Sequence[Part],
-    seconds: UseSeconds,
-    sizes: UseBytes,
-    kind: ListKind,
-    factors: Interference,
-    ahead: int,
-    waits: bool,
-) -> PlayedStage:
+def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: int, waits: bool) -> PlayedStage:
     """Seconds of a stage.
 
     Args:
@@ -167,9 +160,10 @@ def play_stage(
         ahead: forward passes before the first backward pass; 0 on the last stage of a pipeline, 1 stands for more.
         waits: whether another stage stands before it.
     """
-    order = _passes([*dict.fromkeys(part.chunk for part in parts)], ahead)
+    chunks = [*dict.fromkeys(part.chunk for part in parts)]
+    order = _passes(chunks, ahead)
     uses = [Use(index, backward, m) for backward, m, chunk in order for index in _indices(parts, chunk, backward)]
-    slots = Slots(parts, uses, seconds, kind, factors)
+    seconds, kind, slots = table.seconds, table.kind, Slots(parts, uses, table)
     waiting = _Played(parts, seconds, kind, slots, sizes)
     waiting.begin(uses[0])
     arrived, turns = waiting.advance(0, waits=True), {False: waiting.computed}
@@ -182,14 +176,17 @@ def play_stage(
     played = _Played(parts, seconds, kind, slots, sizes)
     played.begin(uses[0])
     ends: dict[tuple[bool, int], Floats] = {}
-    begin_of_last = None
+    taken: dict[tuple[bool, int], Floats] = defaultdict(lambda: np.zeros_like(waited))
+    drained = False
     window: list[tuple[Use, Floats, Floats]] = []
     early, later = [np.zeros_like(waited)], []
     for place, use in enumerate(uses):
-        drains = bool(ahead) and use.backward and use.micro_batch == LAST and begin_of_last is None
+        of_pass, before = (use.backward, use.micro_batch), played.computed
+        drains = bool(ahead) and of_pass == (True, LAST) and not drained
+        drained |= drains
         begin = played.advance(place, waits=drains)
-        begin_of_last = begin if drains else begin_of_last
-        ends[use.backward, use.micro_batch] = played.computed
+        ends[of_pass] = played.computed
+        taken[of_pass] = taken[of_pass] + played.computed - (begin if drains else before)
         # One use late: what the next one has loaded by then is known.
         if window:
             last, start, end = window.pop()
@@ -198,23 +195,24 @@ def play_stage(
                 early.append(peak + _saved(parts, sizes, range(last.index + 1)))
             else:
                 later.append(peak - _saved(parts, sizes, range(last.index + 1, len(parts)), parts[last.index].chunk))
-        if (not use.backward and use.micro_batch == 0) or use.micro_batch in (
-            (0, STABLE) if use.backward else (ahead, STABLE + ahead)
-        ):
+        # Of a forward pass the last use counts: no more is held before it.
+        turns_back = use.backward or place + 1 < len(uses) and uses[place + 1].backward
+        at = (0, STABLE) if use.backward else (ahead, STABLE + ahead)
+        if (turns_back and use.micro_batch in at) or (use.micro_batch == 0 and not use.backward):
             window.append((use, begin, played.computed))
     played.leave()
-    stable = ends[True, STABLE] - ends[True, STABLE - 1]
-    # Forward passes ahead stand before the first backward pass, so a cycle begins with a forward pass of a later micro-batch.
-    forward = ends[False, STABLE + ahead] - ends[True, STABLE - 1]
-    if begin_of_last is None:
-        begin_of_last = ends[True, LAST - 1] + forward
+    backward = taken[True, STABLE]
+    first_backward = backward
+    if ahead == 0 and len(chunks) == 1:
+        first_backward = turns[True] - turns[False] if waits else taken[True, 0]
     return PlayedStage(
         first_forward=ends[False, 0],
         waited_forward=waited,
-        first_backward=_first_backward(ahead, waits, turns, ends, stable - forward),
-        forward=forward,
-        backward=stable - forward,
-        last_backward=ends[True, LAST] - begin_of_last,
+        first_backward=first_backward,
+        # Forward passes ahead stand before the first backward pass: a cycle has the forward pass of a later micro-batch.
+        forward=taken[False, STABLE + ahead],
+        backward=backward,
+        last_backward=taken[True, LAST],
         tail=played.ended - ends[True, LAST],
         buffer_bytes=np.max(later, axis=0),
         update_bytes=np.max(early, axis=0),
@@ -225,15 +223,6 @@ def _saved(parts: Sequence[Part], sizes: UseBytes, indices: Iterable[int], chunk
     """Bytes of one micro-batch that some of the parts (of a chunk) save on the device."""
     rows = (parts[index].row for index in indices if chunk is None or parts[index].chunk == chunk)
     return sum((sizes.saved[row] for row in rows), start=np.zeros_like(sizes.saved[0]))
-
-
-def _first_backward(
-    ahead: int, waits: bool, turns: Mapping[bool, Floats], ends: Mapping[tuple[bool, int], Floats], stable: Floats
-) -> Floats:
-    """Seconds of the first backward pass."""
-    if ahead:
-        return stable
-    return turns[True] - turns[False] if waits else ends[True, 0] - ends[False, 0]
 
 
 STABLE, LAST = 2, 3
@@ -259,47 +248,63 @@ def _indices(parts: Sequence[Part], chunk: int, is_backward: bool) -> list[int]:
     return indices[::-1] if is_backward else indices
 
 
+class SlotTable:
+    """How much slower the tasks of slots are than alone (slots.py), for one group of strategies; a slot is priced once."""
+
+    def __init__(self, seconds: UseSeconds, kind: ListKind, factors: Interference) -> None:
+        self.seconds, self.kind, self.factors = seconds, kind, factors
+        self.table = factors.table
+        self._known: dict[SlotKey, dict[str, Floats]] = {}
+
+    def add(self, slots: Mapping[SlotKey, Mapping[str, Floats]]) -> None:
+        """Price slots that are not known yet."""
+        new = {key: tasks for key, tasks in slots.items() if key not in self._known}
+        if not new:
+            return
+        nothing = np.zeros(self.seconds.forward.shape[1])
+        arrays = {
+            name: np.stack([tasks.get(name, nothing) for tasks in new.values()]) for name in (*TASKS, "sent", "waits")
+        }
+        sent, waits = arrays.pop("sent"), arrays.pop("waits") > 0
+        slow = slowdowns(arrays, sent, waits, self.factors)
+        for number, key in enumerate(new):
+            self._known[key] = {name: slow[name][number] for name in TASKS}
+
+    def __getitem__(self, key: SlotKey) -> dict[str, Floats]:
+        return self._known[key]
+
+
+SlotKey = tuple[object, ...]
+"""What tells a slot from others: kinds and passes of its uses, and what they load and leave."""
+
+
 class Slots:
-    """How much slower the tasks of every use's slot are than alone (slots.py).
+    """The slots of the uses of one stage, and of its updates."""
 
-    Slots that are alike are computed once.
-    """
-
-    def __init__(
-        self, parts: Sequence[Part], uses: Sequence[Use], seconds: UseSeconds, kind: ListKind, factors: Interference
-    ) -> None:
-        self._parts, self.uses, self._kind = parts, uses, kind
-        known: dict[tuple[object, ...], int] = {}
-        tasks: dict[str, list[Floats]] = {name: [] for name in (*TASKS, "sent", "waits")}
+    def __init__(self, parts: Sequence[Part], uses: Sequence[Use], table: SlotTable) -> None:
+        self._parts, self.uses, self._kind = parts, uses, table.kind
+        self.table = table.table
+        seconds, new = table.seconds, {}
         nothing = np.zeros(seconds.forward.shape[1])
-
-        def add(key: tuple[object, ...], **slot: Floats) -> None:
-            if key not in known:
-                known[key] = len(known)
-                for name, column in tasks.items():
-                    column.append(slot.get(name, nothing))
-
-        self._places: list[int] = []
+        places: list[SlotKey] = []
         for place, use in enumerate(uses):
             before = uses[place - 1] if place else None
             behind = uses[place + 1] if place + 1 < len(uses) else None
-            key, slot = self._slot(seconds, before, use, behind, nothing)
-            add(key, **slot)
-            self._places.append(known[key])
+            key, tasks = self._slot(seconds, before, use, behind, nothing)
+            new[key] = tasks
+            places.append(key)
+        updates: list[SlotKey] = []
         for index in range(len(parts)):
             row, after = parts[index].row, parts[min(index + 1, len(parts) - 1)].row
-            add(
-                ("update", index),
-                compute=seconds.sweep[row],
-                rest=seconds.states_in[after],
-                gather=seconds.gather_updated[row],
-                out=seconds.states_out[row],
-            )
-        self._updates = [known["update", index] for index in range(len(parts))]
-        self.factors = factors.table
-        arrays = {name: np.stack(column) for name, column in tasks.items()}
-        sent, waits = arrays.pop("sent"), arrays.pop("waits") > 0
-        self._slow = slowdowns(arrays, sent, waits, factors)
+            updates.append(("update", row, after))
+            new["update", row, after] = {
+                "compute": seconds.sweep[row],
+                "rest": seconds.states_in[after],
+                "gather": seconds.gather_updated[row],
+                "out": seconds.states_out[row],
+            }
+        table.add(new)
+        self._places, self._updates = [table[key] for key in places], [table[key] for key in updates]
 
     def _slot(
         self, seconds: UseSeconds, before: Use | None, use: Use, behind: Use | None, nothing: Floats
@@ -343,11 +348,11 @@ class Slots:
 
     def of(self, place: int, task: str) -> Floats | float:
         """Slowdown of a task in the slot of the use at this place; 1 outside the step."""
-        return self._slow[task][self._places[place]] if 0 <= place < len(self._places) else 1.0
+        return self._places[place][task] if 0 <= place < len(self._places) else 1.0
 
     def of_update(self, index: int, task: str) -> Floats:
         """Slowdown of a task of a part's update."""
-        return self._slow[task][self._updates[index]]
+        return self._updates[index][task]
 
 
 def loads_weights(parts: Sequence[Part], use: Use, before: Use | None) -> bool:
@@ -367,7 +372,9 @@ class _Played:
         self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind, slots: Slots, sizes: UseBytes
     ) -> None:
         self._parts, self._kind, self._slots, self._sizes = parts, kind, slots, sizes
-        self._held: list[tuple[Floats, Floats, Floats]] = []
+        self._held: list[tuple[int, Floats, Floats, Floats]] = []
+        # Updates in front of all uses may last as long as a forward pass.
+        self._place = len(parts)
         self._loaded: dict[Use, list[tuple[str, Floats]]] = {}
         self._fetching: dict[int, Floats] = {}
         self._begun: dict[int, Floats] = {}
@@ -512,6 +519,7 @@ class _Played:
             waits: whether the stage has waited for the use until all that it could do was done.
         """
         uses = self._slots.uses
+        self._place = max(self._place, place)
         use, behind = uses[place], uses[place + 1] if place + 1 < len(uses) else None
         if waits:
             self.leave()
@@ -548,9 +556,12 @@ class _Played:
 
     def _beside_older(self, begin: Floats, end: Floats, sent: Floats) -> Floats:
         """The end of a use beside copies and collectives of earlier slots that go on; they end later, too."""
-        table, stop = self._slots.factors, end
+        table, stop = self._slots.table, end
         for channel, stream in (("ranks", 1), ("in", 2), ("out", 3)):
-            common = np.maximum(0.0, np.minimum(self._free[channel], stop) - begin)
+            common = np.minimum(self._free[channel], stop) - begin
+            if common.max() <= 0:
+                continue
+            common = np.maximum(0.0, common)
             both = 8 | 8 >> stream
             share = sent if stream == 1 else 0.0
             own, other = (table[which, both] - 1.0 for which in (0, stream))
@@ -591,20 +602,24 @@ class _Played:
         """Note that a buffer of a part is on the device for a time."""
         size = getattr(self._sizes, what)[self._parts[index].row]
         if size.any():
-            self._held.append((start, end, size))
+            self._held.append((self._place, start, end, size))
 
     def peak_bytes(self, begin: Floats, end: Floats) -> Floats:
         """Peak bytes of buffers that come and go at the beginning and the end of a use, once the next one has been advanced."""
         if not self._held:
             return self._nothing
-        starts, ends, sizes = (np.stack(column) for column in zip(*self._held[-RECENT:], strict=True))
-        at_begin = (sizes * ((starts <= begin) & (begin < ends))).sum(axis=0)
-        at_end = (sizes * ((starts < end) & (end <= ends))).sum(axis=0)
+        at_begin = at_end = self._nothing
+        oldest = self._place - RECENT
+        for place, start, until, size in reversed(self._held):
+            if place < oldest:
+                break
+            at_begin = at_begin + size * ((start <= begin) & (begin < until))
+            at_end = at_end + size * ((start < end) & (end <= until))
         return np.maximum(at_begin, at_end)
 
 
-RECENT = 24
-"""Buffers that may still be on the device, beginning with the last; those of three uses."""
+RECENT = 5
+"""Uses whose buffers may still be on the device."""
 
 
 def use_bytes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseBytes:

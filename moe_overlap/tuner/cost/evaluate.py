@@ -24,8 +24,8 @@ from moe_overlap.tuner.cost.decoupled import (
     ListKind,
     Part,
     PlayedStage,
+    SlotTable,
     UseBytes,
-    UseSeconds,
     play_stage,
     use_bytes,
     use_seconds,
@@ -130,23 +130,29 @@ class StageEvaluator:
         factors: Interference,
         fragmentation: float,
     ) -> None:
-        self._kinds, self._strategy, self._rates, self._factors = kinds, strategy, rates, factors
-        self._fragmentation = fragmentation
+        self._kinds, self._strategy, self.rates, self._factors = kinds, strategy, rates, factors
+        self._concurrent, self._fragmentation = concurrent, fragmentation
         self.terms: LayerTerms = layer_terms(kinds, strategy, rates, concurrent)
         self._decoupled = is_decoupled(strategy)
         self._played: dict[tuple[tuple[Part, ...], bool, bool], list[PlayedStage]] = {}
 
+    def anew(self) -> StageEvaluator:
+        """The same evaluator before it has answered anything."""
+        arguments = (self._kinds, self._strategy, self.rates, self._concurrent, self._factors, self._fragmentation)
+        return StageEvaluator(*arguments)
+
     @cached_property
-    def _groups(self) -> list[tuple[NDArray[np.intp], UseSeconds, UseBytes, ListKind]]:
+    def _groups(self) -> list[tuple[NDArray[np.intp], SlotTable, UseBytes]]:
         """Strategies whose lists have one order, with the seconds of their uses."""
         moves, scatters = self._strategy.offload_weights > 0, self._strategy.zero_level >= 2
         groups = []
         for kind in (ListKind(weights, levels) for weights in (False, True) for levels in (False, True)):
             members = np.flatnonzero(self._decoupled & (moves == kind.offloads_weights) & (scatters == kind.scatters))
             if len(members):
-                strategy, rates = _part_of(self._strategy, members), _rates_of(self._rates, members)
+                strategy, rates = _part_of(self._strategy, members), _rates_of(self.rates, members)
                 seconds = use_seconds(self._kinds, strategy, rates)
-                groups.append((members, seconds, use_bytes(self._kinds, strategy, rates), kind))
+                table = SlotTable(seconds, kind, self._factors)
+                groups.append((members, table, use_bytes(self._kinds, strategy, rates)))
         return groups
 
     def costs(self, shapes: StageShapes) -> StageCosts:
@@ -239,8 +245,7 @@ class StageEvaluator:
         if key not in self._played:
             ahead = 0 if shapes.is_last else 1
             self._played[key] = [
-                play_stage(parts, seconds, sizes, kind, self._factors, ahead, waits=not shapes.is_first)
-                for _, seconds, sizes, kind in self._groups
+                play_stage(parts, table, sizes, ahead, waits=not shapes.is_first) for _, table, sizes in self._groups
             ]
         return self._played[key]
 
@@ -256,6 +261,9 @@ def _extended(base: PlayedStage, less: Sequence[PlayedStage], beyond: Floats) ->
     for field in fields(PlayedStage):
         start = getattr(base, field.name)
         added = np.stack([start - getattr(shorter, field.name) for shorter in less], axis=1) if less else None
+        if added is not None and field.name in ("buffer_bytes", "update_bytes"):
+            # A further layer may change when buffers come and go, but it makes none smaller.
+            added = np.maximum(0.0, added)
         more = added @ beyond if added is not None else np.zeros((len(start), beyond.shape[1]))
         values[field.name] = start[:, None] + more
     return values
