@@ -1,7 +1,7 @@
 """Measure how many complete stages the evaluator prices per second, on one core: `python -m tools.benchmark_stages --json`
 
-Kinds are those of DeepSeek-V3 with prediction layers, as captured (a first run captures them, in about 20 s): embedding, dense and
-MoE layers, as they are and recomputed, prediction layer, head.
+Kinds are those of DeepSeek-V3 with prediction layers, as captured (a first run captures them, in about 20 s): embedding, dense
+and MoE layers, as they are and recomputed, prediction layer, head.
 
 shared: 5,952 strategies (ZeRO 1 to 3 and four offload ratios) times 2,816 shapes: dense layers, layers, recomputed layers,
 micro-batches in flight. A search does this for every layout and micro-batch. The evaluator is made anew in every repeat.
@@ -16,11 +16,12 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
@@ -105,7 +106,7 @@ def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes,
     return made, shapes, strategies(float(stage.data * stage.context), float(stage.expert_data))
 
 
-def some(strategy: Strategy, members: Sequence[int]) -> Strategy:
+def some(strategy: Strategy, members: NDArray[np.intp]) -> Strategy:
     """Some of the strategies."""
     return Strategy(**{name: getattr(strategy, name)[members] for name in Strategy.__dataclass_fields__})
 

@@ -1,9 +1,9 @@
 """Seconds of a stage whose parameter groups step by themselves (ZeRO 2 and 3, offloading), for many strategies at once.
 
-Terms. A part is a parameter group: embedding, a layer, a prediction layer, head. A use is one pass of one micro-batch through a part.
+Terms. A part is a parameter group: embedding, a layer, a prediction layer, head. A use is one pass of one micro-batch through it.
 Contract. The times are those of the list that plan/lowering/optimizer_state.py writes, with uses in place of operators: every wait
-of that list is here, with the number of its step there. What runs at the same time slows each other down as if all of a use's
-copies and collectives started with it (`UseSeconds`).
+of that list is here, with the number of its step there. What runs at the same time slows each other down (slots.py); what goes on
+from earlier slots does so as long as both run.
 1. The updates in front of the first forward pass; where weights are offloaded in front of the first use of each part.
 2. What a use needs is loaded while the use before it computes, and waits for the end of the last use that has ended.
 3. Saved activations leave behind a forward use, gradients behind a backward use.
@@ -17,108 +17,16 @@ Source: Mist, section 5.1 and figure 10.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.cost.interference import Interference
-from moe_overlap.tuner.cost.slots import TASKS, slowdowns
-from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy, state_seconds, state_sizes
+from moe_overlap.tuner.cost.slots import LAST, STABLE, ListKind, Part, Slots, SlotTable, Use, loads_weights
+from moe_overlap.tuner.cost.stage import UseBytes, UseSeconds
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UseSeconds:
-    """Seconds of the uses and the updates of each kind of part, each alone; [K, N] each."""
-
-    forward: Floats
-    backward: Floats
-    sent_forward: Floats
-    """Share of a forward use in which tokens travel, over links that collectives of states use as well."""
-    sent_backward: Floats
-    weights: Floats
-    """The offloaded share of weights, one way."""
-    gather: Floats
-    """Shards of weights, gathered for a use (ZeRO 3)."""
-    activations: Floats
-    """The offloaded share of what one micro-batch saves, one way."""
-    gradients: Floats
-    """The offloaded share of a gradient sum, one way."""
-    scatter: Floats
-    """Gradients of one micro-batch (ZeRO 2, 3)."""
-    reduce: Floats
-    """Gradient sums, once a step (ZeRO 0, 1)."""
-    states_in: Floats
-    """States and gradients that an update takes from the host."""
-    states_out: Floats
-    sweep: Floats
-    """The optimizer step."""
-    gather_updated: Floats
-    """Updated shards of weights, gathered (ZeRO 1, 2)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UseBytes:
-    """Bytes on the device while parts of each kind are used or updated, beyond what always stays there; [K, N] each."""
-
-    weights: Floats
-    """The offloaded share of weights."""
-    gathered: Floats
-    """Weights that are gathered for a use (ZeRO 3)."""
-    activations: Floats
-    """The offloaded share of what one micro-batch saves."""
-    gradients: Floats
-    """The offloaded share of a gradient sum."""
-    own_gradients: Floats
-    """The gradient of one micro-batch until it is scattered (ZeRO 2, 3)."""
-    states: Floats
-    """The offloaded share of optimizer states."""
-    saved: Floats
-    """What of one micro-batch's activations stays on the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A parameter group of a stage, in order of its forward pass.
-
-    Attributes:
-        row: its kind.
-        chunk: its model chunk.
-        is_layer: whether it saves activations that are worth moving.
-        is_embedding: whether its backward pass needs no weights.
-        held_once: whether one micro-batch alone is ever held of it, as of the head.
-    """
-
-    row: int
-    chunk: int = 0
-    is_layer: bool = True
-    is_embedding: bool = False
-    held_once: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ListKind:
-    """What changes the order of a list.
-
-    Attributes:
-        offloads_weights: whether each part is updated in front of its first use, and not all of them first.
-        scatters: whether the gradient of every micro-batch is reduced into shards (ZeRO 2, 3).
-    """
-
-    offloads_weights: bool
-    scatters: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One pass of one micro-batch through the part of this index."""
-
-    index: int
-    backward: bool
-    micro_batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +133,6 @@ def _saved(parts: Sequence[Part], sizes: UseBytes, indices: Iterable[int], chunk
     return sum((sizes.saved[row] for row in rows), start=np.zeros_like(sizes.saved[0]))
 
 
-STABLE, LAST = 2, 3
-"""Micro-batches that are played: the one that stands for all further ones, and the last."""
-
-
 def _passes(chunks: Sequence[int], ahead: int) -> list[tuple[bool, int, int]]:
     """Passes (backward, micro-batch, chunk) of LAST + 1 micro-batches."""
     forward = [(False, m, chunk) for m in range(LAST + 1) for chunk in chunks]
@@ -246,123 +150,6 @@ def _passes(chunks: Sequence[int], ahead: int) -> list[tuple[bool, int, int]]:
 def _indices(parts: Sequence[Part], chunk: int, is_backward: bool) -> list[int]:
     indices = [index for index, part in enumerate(parts) if part.chunk == chunk]
     return indices[::-1] if is_backward else indices
-
-
-class SlotTable:
-    """How much slower the tasks of slots are than alone (slots.py), for one group of strategies; a slot is priced once."""
-
-    def __init__(self, seconds: UseSeconds, kind: ListKind, factors: Interference) -> None:
-        self.seconds, self.kind, self.factors = seconds, kind, factors
-        self.table = factors.table
-        self._known: dict[SlotKey, dict[str, Floats]] = {}
-
-    def add(self, slots: Mapping[SlotKey, Mapping[str, Floats]]) -> None:
-        """Price slots that are not known yet."""
-        new = {key: tasks for key, tasks in slots.items() if key not in self._known}
-        if not new:
-            return
-        nothing = np.zeros(self.seconds.forward.shape[1])
-        arrays = {
-            name: np.stack([tasks.get(name, nothing) for tasks in new.values()]) for name in (*TASKS, "sent", "waits")
-        }
-        sent, waits = arrays.pop("sent"), arrays.pop("waits") > 0
-        slow = slowdowns(arrays, sent, waits, self.factors)
-        for number, key in enumerate(new):
-            self._known[key] = {name: slow[name][number] for name in TASKS}
-
-    def __getitem__(self, key: SlotKey) -> dict[str, Floats]:
-        return self._known[key]
-
-
-SlotKey = tuple[object, ...]
-"""What tells a slot from others: kinds and passes of its uses, and what they load and leave."""
-
-
-class Slots:
-    """The slots of the uses of one stage, and of its updates."""
-
-    def __init__(self, parts: Sequence[Part], uses: Sequence[Use], table: SlotTable) -> None:
-        self._parts, self.uses, self._kind = parts, uses, table.kind
-        self.table = table.table
-        seconds, new = table.seconds, {}
-        nothing = np.zeros(seconds.forward.shape[1])
-        places: list[SlotKey] = []
-        for place, use in enumerate(uses):
-            before = uses[place - 1] if place else None
-            behind = uses[place + 1] if place + 1 < len(uses) else None
-            key, tasks = self._slot(seconds, before, use, behind, nothing)
-            new[key] = tasks
-            places.append(key)
-        updates: list[SlotKey] = []
-        for index in range(len(parts)):
-            row, after = parts[index].row, parts[min(index + 1, len(parts) - 1)].row
-            updates.append(("update", row, after))
-            new["update", row, after] = {
-                "compute": seconds.sweep[row],
-                "rest": seconds.states_in[after],
-                "gather": seconds.gather_updated[row],
-                "out": seconds.states_out[row],
-            }
-        table.add(new)
-        self._places, self._updates = [table[key] for key in places], [table[key] for key in updates]
-
-    def _slot(
-        self, seconds: UseSeconds, before: Use | None, use: Use, behind: Use | None, nothing: Floats
-    ) -> tuple[tuple[object, ...], dict[str, Floats]]:
-        """What tells a slot from others, and its tasks."""
-        row = self._parts[use.index].row
-        slot = {
-            "compute": (seconds.backward if use.backward else seconds.forward)[row],
-            "sent": (seconds.sent_backward if use.backward else seconds.sent_forward)[row],
-            **dict.fromkeys(("weights", "rest", "scatter", "gather", "out", "waits"), nothing),
-        }
-        key: list[object] = [row, use.backward]
-        updates = self._kind.offloads_weights
-        if not use.backward and use.micro_batch == 0 and updates:
-            slot["out"] = seconds.states_out[row] + seconds.weights[row]
-            key.append("stores")
-        if behind is not None:
-            other = self._parts[behind.index].row
-            first = behind.micro_batch == 0 and not behind.backward
-            loads = loads_weights(self._parts, behind, use)
-            key += [other, first, loads, behind.backward, behind.micro_batch > 0]
-            if first and updates:
-                slot["rest"], slot["gather"] = seconds.states_in[other], seconds.gather_updated[other]
-            elif loads and updates:
-                slot["weights"] = seconds.weights[other]
-            if loads:
-                slot["gather"] = slot["gather"] + seconds.gather[other]
-            if behind.backward:
-                slot["rest"] = seconds.activations[other]
-                if behind.micro_batch > 0:
-                    slot["rest"] = slot["rest"] + seconds.gradients[other]
-        if before is not None:
-            other, is_last = self._parts[before.index].row, before.micro_batch == LAST
-            key += ["leaves", other, before.backward, is_last]
-            if before.backward:
-                slot["scatter"] = seconds.scatter[other] + (seconds.reduce[other] if is_last else 0.0)
-                slot["out"], slot["waits"] = slot["out"] + seconds.gradients[other], nothing + 1.0
-            else:
-                slot["out"] = slot["out"] + seconds.activations[other]
-        return tuple(key), slot
-
-    def of(self, place: int, task: str) -> Floats | float:
-        """Slowdown of a task in the slot of the use at this place; 1 outside the step."""
-        return self._places[place][task] if 0 <= place < len(self._places) else 1.0
-
-    def of_update(self, index: int, task: str) -> Floats:
-        """Slowdown of a task of a part's update."""
-        return self._updates[index][task]
-
-
-def loads_weights(parts: Sequence[Part], use: Use, before: Use | None) -> bool:
-    """Whether a use loads weights: what the use before has loaded stays; the gradient of an embedding needs none."""
-    there = before is not None and before.index == use.index and not _skips_weights(parts, before)
-    return not there and not _skips_weights(parts, use)
-
-
-def _skips_weights(parts: Sequence[Part], use: Use) -> bool:
-    return use.backward and parts[use.index].is_embedding
 
 
 class _Played:
@@ -620,55 +407,3 @@ class _Played:
 
 RECENT = 5
 """Uses whose buffers may still be on the device."""
-
-
-def use_bytes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseBytes:
-    """The bytes that move with the uses of every kind of part under every strategy."""
-    sizes, level = state_sizes(kinds, strategy, rates), strategy.zero_level
-    numbers = (kinds.dense_parameters + kinds.expert_parameters)[:, None]
-    replicated = (strategy.data > 1) | (strategy.expert_data > 1)
-    activations = kinds.saved_bytes[:, None] * kinds.is_layer[:, None] * strategy.offload_activations
-    return UseBytes(
-        weights=sizes.weights * strategy.offload_weights,
-        gathered=np.where(replicated & (level >= 3), rates.weight_bytes * numbers, 0.0),
-        activations=activations,
-        gradients=sizes.gradients * strategy.offload_gradients,
-        own_gradients=np.where(replicated & (level >= 2), rates.gradient_bytes * numbers, 0.0),
-        states=sizes.optimizer * strategy.offload_optimizer,
-        saved=kinds.saved_bytes[:, None] - activations,
-    )
-
-
-def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseSeconds:
-    """Price the uses and updates of every kind of part under every strategy."""
-    forward, backward = kinds.forward_seconds[:, None], kinds.backward_seconds[:, None]
-    sizes = state_sizes(kinds, strategy, rates)
-    dense, experts = kinds.dense_parameters[:, None], kinds.expert_parameters[:, None]
-    level, host = strategy.zero_level, rates.host_copy
-    gathered = state_seconds(dense, experts, rates.gathered_bytes, rates)
-    reduced = state_seconds(dense, experts, rates.gradient_bytes, rates)
-    nothing = np.zeros_like(gathered)
-    gather = np.where(level >= 3, gathered, nothing)
-    scatter = np.where(level >= 2, reduced, nothing)
-    reduce = np.where(level < 2, reduced, nothing) * np.where(level == 0, 2.0, 1.0)
-    gather_updated = np.where((level >= 1) & (level < 3), gathered, nothing)
-    weights = host * sizes.weights * strategy.offload_weights
-    gradients = host * sizes.gradients * strategy.offload_gradients
-    states = host * sizes.optimizer * strategy.offload_optimizer
-    activations = host * kinds.is_layer[:, None] * kinds.saved_bytes[:, None] * strategy.offload_activations
-    return UseSeconds(
-        forward=forward + nothing,
-        backward=backward + nothing,
-        sent_forward=kinds.sent_forward_seconds[:, None] / np.where(forward > 0, forward, 1.0) + nothing,
-        sent_backward=kinds.sent_backward_seconds[:, None] / np.where(backward > 0, backward, 1.0) + nothing,
-        weights=weights,
-        gather=gather,
-        activations=activations + nothing,
-        gradients=gradients,
-        scatter=scatter,
-        reduce=reduce,
-        states_in=states + gradients,
-        states_out=states,
-        sweep=rates.optimizer_sweep * sizes.swept,
-        gather_updated=gather_updated,
-    )

@@ -4,8 +4,8 @@
 2. `costs` answers for M shapes of a stage (layers, recomputation, micro-batches in flight) with every category of bytes, `totals`
    for millions of stages with what a search compares. Predictions ask `costs` for one strategy and the shapes of their stages.
 
-A shape is a sequence of runs: a run repeats one kind of part. Sums over layers are matrix products. Where parameter groups step by
-themselves the seconds are no sums; they grow by the same amount with every further layer of a long run, so decoupled.py plays
+A shape is a sequence of runs: a run repeats one kind of part. Sums over layers are matrix products. Where parameter groups step
+by themselves the seconds are no sums; they grow by the same amount with every further layer of a long run, so decoupled.py plays
 each run at SHORT layers at most, and the rest is extrapolated from one layer less.
 
 Legend: K kinds of part, N strategies, R runs, M shapes.
@@ -20,18 +20,20 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.cost.decoupled import (
-    ListKind,
-    Part,
-    PlayedStage,
-    SlotTable,
+from moe_overlap.tuner.cost.decoupled import PlayedStage, play_stage
+from moe_overlap.tuner.cost.interference import Concurrent, Interference
+from moe_overlap.tuner.cost.slots import ListKind, Part, SlotTable
+from moe_overlap.tuner.cost.stage import (
+    KindTerms,
+    LayerTerms,
+    StateRates,
+    Strategy,
     UseBytes,
-    play_stage,
+    is_decoupled,
+    layer_terms,
     use_bytes,
     use_seconds,
 )
-from moe_overlap.tuner.cost.interference import Concurrent, Interference
-from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy, is_decoupled, layer_terms
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
@@ -261,9 +263,9 @@ def _extended(base: PlayedStage, less: Sequence[PlayedStage], beyond: Floats) ->
     for field in fields(PlayedStage):
         start = getattr(base, field.name)
         added = np.stack([start - getattr(shorter, field.name) for shorter in less], axis=1) if less else None
-        if added is not None and field.name in ("buffer_bytes", "update_bytes"):
-            # A further layer may change when buffers come and go, but it makes none smaller.
-            added = np.maximum(0.0, added)
+        if added is not None and field.name == "buffer_bytes":
+            # Buffers of three uses are there at a time: a further layer adds none.
+            added = np.zeros_like(added)
         more = added @ beyond if added is not None else np.zeros((len(start), beyond.shape[1]))
         values[field.name] = start[:, None] + more
     return values

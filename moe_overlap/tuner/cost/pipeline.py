@@ -5,7 +5,7 @@ where its input is there from the start, and by `waited` where it has waited for
 backward pass takes longer by `drain`, and `tail` seconds later all is reduced and copied. Then
 
     step = G · max t_i + (Σ t_i − max t_i) / v + D + L
-    D    = the delay of the first forward pass, carried from stage to stage: D_i = max(D_(i-1) + waited_i, first_i − Σ_(j<i) F_j / v)
+    D    = the delay of the first forward pass, carried on: D_i = max(D_(i-1) + waited_i, first_i − Σ_(j<i) F_j / v)
     L    = the latest tail: max over i of Σ_(j≥i) drain_j + tail_i − Σ_(j<i) B_j / v
 
 G micro-batches, v virtual stages: of the slowest stage's micro-batches nothing is hidden, and the others are passed once, as a
@@ -28,7 +28,7 @@ class StageTimes:
     forward: float
     backward: float
     first: float = 0.0
-    """Of the first forward pass beyond `forward` where its input is there from the start; updates in front of it are among them."""
+    """Of the first forward pass beyond `forward` where its input is there from the start, with the updates in front of it."""
     waited: float = 0.0
     """The same where the stage has waited for its input."""
     turn: float = 0.0

@@ -1,4 +1,4 @@
-"""One code prices predictions and searches: many stages at once equal each predicted plan; and what holds of every configuration."""
+"""One code prices predictions and searches: many stages at once equal each predicted plan; what holds of every configuration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.plan import Offload, Plan, Recompute
 from moe_overlap.tuner.cost.analytic import prepare, price, stage_evaluator
-from moe_overlap.tuner.cost.decoupled import Part
 from moe_overlap.tuner.cost.evaluate import StageEvaluator, StageShapes, StageTotals, runs_of
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
 from moe_overlap.tuner.cost.layer import Setting, kernel_seconds, part_cost
 from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collective_seconds, point_to_point_seconds
 from moe_overlap.tuner.cost.operators import CostClassCode, tabulate
+from moe_overlap.tuner.cost.slots import Part
 from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy
 from moe_overlap.tuner.problem import Problem
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_overlap.tuner.cost.decoupled import Part
 from moe_overlap.tuner.cost.evaluate import CATEGORIES, StageCosts, StageEvaluator, StageShapes
 from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
+from moe_overlap.tuner.cost.slots import Part
 from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy
 
 KINDS, STRATEGIES, SHAPES = 3, 24, 10
