@@ -124,20 +124,24 @@ def _family(
         sizes=tuple(sizes),
         counts=counts,
         in_flight=np.array(flying),
-        parts=tuple(_parts(plan, index, graphs[index], rows) for index in indices),
+        parts=tuple(
+            _parts(plan, index, graphs[index], {(part.kind, part.variant): rows[id(part)] for part, _ in of_stage})
+            for index, of_stage in zip(indices, counted, strict=True)
+        ),
         boundary_bytes=float(boundary_bytes(plan, stage, model)),
     )
 
 
-def _parts(plan: Plan, index: int, graph: CapturedModel, rows: Mapping[int, int]) -> tuple[StagePart, ...]:
+def _parts(
+    plan: Plan, index: int, graph: CapturedModel, of_kind: Mapping[tuple[str, str], int]
+) -> tuple[StagePart, ...]:
     """A stage's parts in the order of its forward pass.
 
     Args:
-        rows: identity of a part of the graph -> its row.
+        of_kind: kind and variant of the stage's parts -> their rows.
     """
     stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
     last = len(stage.chunks) - 1
-    of_kind = {(part.kind, part.variant): rows[id(part)] for part, _ in part_counts(plan, index, graph)}
     found = []
     if index == plan.embedding_stage:
         row = of_kind["embedding", graph.part("embedding", samples=samples).variant]

@@ -1,8 +1,8 @@
 """Seconds of a stage whose parameter groups step by themselves (ZeRO 2 and 3, offloading), for many strategies at once.
 
 Terms. A part is a parameter group: embedding, a layer, a prediction layer, head. A use is one pass of one micro-batch through it.
-Contract. The times are those of the list that plan/lowering/optimizer_state.py writes, with uses in place of operators: every wait
-of that list is here, with the number of its step there. What runs at the same time slows each other down (slots.py); what goes on
+Contract. The times are those of the list that plan/lowering/optimizer_state.py writes, with uses in place of operators: its waits
+are here, with the number of the step there. What runs at the same time slows each other down (slots.py); what goes on
 from earlier slots does so as long as both run.
 1. The updates in front of the first forward pass; where weights are offloaded in front of the first use of each part.
 2. What a use needs is loaded while the use before it computes, and waits for the end of the last use that has ended.
