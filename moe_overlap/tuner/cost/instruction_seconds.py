@@ -19,6 +19,7 @@ import numpy as np
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer
 from moe_overlap.plan.lowering.deferral import backward_of
+from moe_overlap.plan.lowering.optimizer_state import NORM as NORM_STATE
 from moe_overlap.plan.operators import (
     BACKWARD,
     COUNT,
@@ -158,7 +159,7 @@ class StagePrices:
             gradient = str(buffer.gradient)
             return self.deferred_bytes(gradient) / self._products(gradient)
         what, part, moves = buffer.role, buffer.subject, buffer.home is Home.MOVED
-        if what not in KEPT or buffer.home not in (Home.DEVICE, Home.MOVED):
+        if what not in KEPT or buffer.home not in (Home.DEVICE, Home.MOVED) or name == NORM_STATE:
             return 0.0
         stage, rates, size = self.stage, self.priced.rates, self.priced.family.sizes[self.row(part)]
         whole = size.dense_parameters + size.expert_parameters
@@ -239,7 +240,7 @@ class StagePrices:
             return 0.0
         costs, terms, rates = self.priced.costs, self.priced.terms, self.priced.rates
         if not part:
-            whole = costs.last_extra_seconds if what is OperatorKind.GRADIENTS else costs.first_extra_seconds
+            whole = costs.tail_seconds if what is OperatorKind.GRADIENTS else costs.first_extra_seconds
             return float(whole[0, self.column])
         row = self.row(part)
         if what is OperatorKind.OPTIMIZER:
