@@ -44,10 +44,11 @@ from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import PRECISIONS, Flags, Graphs, cached_graphs, cpu_graphs
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Prediction, machine_of
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
 from moe_overlap.tuner.cost.interference import all_to_all_costs
+from moe_overlap.tuner.cost.machine import machine_of
 from moe_overlap.tuner.cost.memory import QUANTIZED_ELEMENT
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
@@ -70,7 +71,7 @@ class Options(TypedDict, total=False):
     plan: str | None
     """File of a plan that decides in place of the flags."""
     software: str | None
-    """Release whose efficiencies count; default the newest that was measured."""
+    """Release whose losses count; default the GPU's median release."""
     expert_load: str | None
     """File of --log-expert-load: the busiest ranks set the pace. Default: balanced routing."""
     graphs: Graphs | None
@@ -317,7 +318,13 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
         constants = constants or measured_constants(measured, cluster.group_of(0).gpu.name)
         lookup = lookup_of(cluster, operator_keys(job.plan, job.model, captured, features, load))
     machine, extrapolating = machine_of(
-        cluster, constants or shipped_constants(), options.get("software"), load, lookup
+        cluster,
+        constants or shipped_constants(),
+        options.get("software"),
+        load,
+        lookup,
+        precision=job.plan.precision,
+        is_moe=job.model.num_experts > 0,
     )
     refined = refined_of(cluster, job_key(job.model, job.plan))
     return Problem(
@@ -446,6 +453,8 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         context_exchange=_context_exchange(flags),
         dispatcher=_dispatcher(config),
         graphs=_cuda_graphs(flags),
+        fused_router="--moe-router-fusion" in flags,
+        fused_experts="--use-transformer-engine-op-fuser" in flags,
         gradient_bytes=4 if in_fp32 else 2,
         gathered_bytes=1 if low_weights else 4 if precision == "fp32" else 2,
         weight_bytes=_weight_bytes(precision, low_weights),

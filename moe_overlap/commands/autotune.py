@@ -70,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--overlap-range-limit", metavar="N", type=int, default=16, help="most groups in a range")
     parser.add_argument("--time-limit", metavar="S", type=float, default=5.0, help="of each weight-gradient schedule")
-    parser.add_argument("--software", metavar="RELEASE", help="efficiencies of a release, as 26.04; default the newest")
+    parser.add_argument(
+        "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
+    )
     parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
     parser.add_argument(
         "--refine",

@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     add_job_arguments(parser)
     parser.add_argument("--plan", metavar="FILE", help="a plan that decides in place of the flags")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
-    parser.add_argument("--software", metavar="RELEASE", help="efficiencies of a release, as 26.04; default the newest")
+    parser.add_argument(
+        "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
+    )
     parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument(

@@ -29,6 +29,8 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "extrapolating": bool(prediction.extrapolating),
         "extrapolating_because": list(prediction.extrapolating),
         "not_modelled": list(prediction.not_modelled),
+        "software": software_json(prediction),
+        "expected_error": dataclasses.asdict(prediction.expected_error) if prediction.expected_error else None,
         "not_modelled_effects": {flag: effect_of(flag) for flag in prediction.not_modelled},
         "assumed": list(prediction.assumed),
         "computed_early": list(prediction.computed_early),
@@ -38,15 +40,36 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
     }
 
 
+def software_json(prediction: Prediction) -> dict[str, Any]:
+    """The software release that counts, and how much of the seconds beyond peak rates it explains."""
+    software = prediction.software
+    return {"release": software.release, "is_median": software.is_median, "loss": software.constants.loss}
+
+
+def expected_error_text(prediction: Prediction) -> str:
+    """The error to expect, behind the seconds of a step; empty where it is not known."""
+    expected = prediction.expected_error
+    return f" ± {expected.relative * 100:.0f} %" if expected is not None else ""
+
+
 def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     """The answer for a reader: the step, what its seconds are spent on, a row per stage, and what to beware of."""
     predicted, seconds = prediction.predicted, prediction.predicted.step_seconds
     lines = [
-        f"step          {seconds:.3f} s on {cluster.gpus} × {cluster.group_of(0).gpu.name}",
+        f"step          {seconds:.3f} s{expected_error_text(prediction)} on {cluster.gpus} × {cluster.group_of(0).gpu.name}",
         f"throughput    {predicted.tokens_per_second_per_gpu:.0f} tokens/s, "
         f"{predicted.model_tflops_per_gpu:.0f} TFLOP/s per GPU, MFU {prediction.mfu:.1%}",
         "",
     ]
+    if expected := prediction.expected_error:
+        lines.insert(
+            2,
+            f"error         of the step, as measured on {expected.rows} runs of {expected.group} that were not fitted",
+        )
+    if (software := prediction.software).release:
+        which = f", the median release of {cluster.group_of(0).gpu.architecture}" if software.is_median else ""
+        loss = f"losses beyond peak rates × {software.constants.loss:.2f}"
+        lines.insert(-1, f"software      {software.release}{which}; {loss}")
     for name, part in prediction.breakdown.items():
         lines.append(f"  {name.removesuffix('_seconds').replace('_', ' '):<20}{part:>10.3f} s {part / seconds:>7.1%}")
     lines += ["", f"  {'stage':<7}{'micro-batch s':>14}{'peak GiB':>10}  of it"]

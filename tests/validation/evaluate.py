@@ -11,9 +11,13 @@ from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.plan.plan import PredictedStage
 from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Family, Machine, Prediction, prepare, price
-from moe_overlap.tuner.cost.hardware import Constants, Features
+from moe_overlap.tuner.cost.analytic import Family, Prediction, prepare, price
+from moe_overlap.tuner.cost.hardware import Constants, Features, scope
+from moe_overlap.tuner.cost.machine import machine_of
 from tests.validation.rows import Row, flags_of
+
+NATURAL_LOAD = 1.2
+"""Load under natural routing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,10 @@ class Case:
     features: Features
     cluster: Cluster
     families: tuple[Family, ...]
+    configuration: str
+    """Equal for rows that differ in their release alone."""
+    load: float = 1.0
+    """Rows of the busiest rank of an expert group over the mean."""
 
     @property
     def gpu_type(self) -> str:
@@ -36,19 +44,24 @@ class Case:
         """Of its software."""
         return self.row["release"]
 
+    @property
+    def scope(self) -> str:
+        """Precision, and dense or MoE, as releases and errors are told apart."""
+        return scope(self.job.plan.precision, self.row.is_moe)
+
+    @property
+    def seconds(self) -> float:
+        """Measured, of a step."""
+        return self.row.seconds
+
     def predict(self, constants: Constants) -> Prediction:
         """The row's run under these constants."""
-        of_gpu, other_gpu = constants.of_gpu(self.cluster.group_of(0).gpu)
-        of_release, other_release = constants.of_release(self.row["release"] or None)
-        reasons = ["GPU"] * other_gpu + ["release"] * other_release + list(self.features.not_modelled)
-        machine = Machine(
-            cluster=self.cluster,
-            constants=of_gpu,
-            release=of_release,
-            fragmentation=constants.fragmentation,
-            memory=constants.memory,
+        precision, release = self.job.plan.precision, self.row["release"] or None
+        machine, reasons = machine_of(
+            self.cluster, constants, release, self.load, precision=precision, is_moe=self.row.is_moe
         )
-        return price(self.job.plan, self.job.model, self.families, machine, self.features, tuple(reasons))
+        reasons = (*reasons, *self.features.not_modelled)
+        return price(self.job.plan, self.job.model, self.families, machine, self.features, reasons)
 
     def relative_error(self, constants: Constants) -> float:
         """Of the step's seconds."""
@@ -82,4 +95,12 @@ def _case(row: Row, job: Job, graph: CapturedModel) -> Case:
     features = features_of(job.config, job.plan.precision, job.flags)
     graphs = dict.fromkeys(range(len(job.plan.stages)), graph)
     cluster = shipped_cluster(row["gpu"], row.gpus)
-    return Case(row, job, features, cluster, prepare(job.plan, job.model, graphs, features))
+    load = load_of(row, job)
+    families = prepare(job.plan, job.model, graphs, features, load)
+    configuration = " ".join((row.gpu_type, str(row.gpus), *flags_of(row)))
+    return Case(row, job, features, cluster, families, configuration, load)
+
+
+def load_of(row: Row, job: Job) -> float:
+    """Rows of the busiest rank of an expert group over the mean: an assumption where the router decides."""
+    return NATURAL_LOAD if row.routing == "natural" and job.plan.stages[0].expert > 1 else 1.0

@@ -1,8 +1,12 @@
 """Fit the constants of the time model to the rows marked `calibration`, and write them: python -m tests.validation.fit
 
-The search walks a grid of steps in the logarithm, one constant at a time, and takes a step where the loss falls; it is a
-sequence of comparisons, so the same rows give the same file, bit for bit. The loss is the mean size of the rows' logarithmic
-errors, plus a little for every step that a constant is away from its start: what the rows do not show stays where it was.
+The search walks a grid of steps in the logarithm, one constant at a time, and takes a step where the loss falls, until no
+constant moves; it is a sequence of comparisons, so the same rows give the same file, bit for bit. The loss is the weighted sum of
+the rows' logarithmic errors, plus a little for every step that a constant is away from its start: what the rows do not show stays
+where it was. A configuration that several releases repeat weighs as the root of its repetitions.
+
+Levels. Constants of hosts and of a step are one for all GPUs (`common`); efficiencies are one for each architecture, with
+deviations of its GPU types; a release has one loss on each architecture that has rows of it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import dataclasses
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -20,18 +25,21 @@ import numpy as np
 import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.describe.cluster import GIB, known_gpus
 from moe_overlap.tuner.capture.cache import cache_folder
+from moe_overlap.tuner.cost.expected_error import ExpectedError, errors_json, group_errors, group_names
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
-from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json
+from moe_overlap.tuner.cost.hardware import CommonConstants, Constants, GpuConstants, ReleaseConstants, constants_json
 from tests.validation.evaluate import Case
 
 TARGET = Path(owner.__file__).with_name("constants.json")
 STEP = 1.04
-ROUNDS = 8
-PULLS = {"architecture": 0.0001, "gpu": 0.0006, "release": 0.0003}
+STRIDES = (8, 4, 2, 1)
+MOST_ROUNDS = 40
+FOLDS = 4
+PULLS = {"common": 0.0001, "architecture": 0.0001, "gpu": 0.0002, "release": 0.0002}
 """Loss per step, times the number of rows: GPUs of one architecture share what their rows do not tell apart."""
 START = GpuConstants(
     gemm=0.75,
-    grouped_gemm=0.6,
+    grouped_gemm=0.7,
     attention_forward=0.6,
     attention_backward=0.5,
     fp8=0.6,
@@ -46,13 +54,13 @@ START = GpuConstants(
     overlap_slowdown=0.15,
     step_seconds=0.02,
 )
-MOST = {
-    **dict.fromkeys(("gemm", "grouped_gemm", "attention_forward", "attention_backward", "fp8", "fp4", "memory"), 1.0),
-    **dict.fromkeys(("domain", "network", "all_to_all_domain", "all_to_all_network", "overlap_slowdown"), 1.0),
-}
-"""A fraction of a peak rate stays below it."""
-REFERENCE_RELEASE = "25.04"
-"""The release whose scales are 1: without one the scales of GPUs and releases would not be told apart."""
+START_COMMON = CommonConstants(transformer_engine=6.0, fused=1.0, low_precision=1.5, tail=0.5)
+DEVIATING = ("gemm", "grouped_gemm", "attention_backward", "fp8", "fp4", "memory", "network", "host_seconds")
+"""Constants in which a GPU type may differ from its architecture."""
+COMMON = ("kernel_seconds", "host_seconds", "overlap_slowdown", "step_seconds")
+"""Constants that no architecture explains."""
+FRACTIONS = (*owner.LOSSY, "domain", "network", "overlap_slowdown")
+"""Parts of a whole: a fraction of a peak rate stays below it."""
 
 
 class Fitted(Protocol):
@@ -66,12 +74,28 @@ class Fitted(Protocol):
     def release(self) -> str:
         """Of its software; empty where it is none of the table."""
 
+    @property
+    def scope(self) -> str:
+        """Precision, and dense or MoE."""
+
+    @property
+    def configuration(self) -> object:
+        """Equal for runs that differ in their release alone."""
+
+    @property
+    def seconds(self) -> float:
+        """Measured, of a step."""
+
     def relative_error(self, constants: Constants) -> float:
         """Of its seconds."""
 
 
-Steps = dict[tuple[str, str, str], int]
-"""(architecture, gpu or release; its name; constant) -> steps away from the start."""
+Key = tuple[str, str, str]
+"""Level, name of what it is about, constant; the name of a release is `release architecture`."""
+Steps = dict[Key, int]
+"""Steps away from the start."""
+Known = dict[tuple[object, ...], float]
+"""A configuration and the constants it sees -> predicted seconds."""
 
 
 def architecture_of(gpu: str) -> str:
@@ -79,74 +103,154 @@ def architecture_of(gpu: str) -> str:
     return str(known_gpus()[gpu]["architecture"])
 
 
-def constants_at(steps: Steps, gpus: Sequence[str], releases: Sequence[str], start: GpuConstants = START) -> Constants:
-    """The constants at a point of the grid, to three digits."""
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The constants that a set of runs has, and their values at a point of the grid."""
 
-    def of_gpu(gpu: str, field: str, start: float) -> float:
-        count = steps.get(("architecture", architecture_of(gpu), field), 0) + steps.get(("gpu", gpu, field), 0)
-        return _rounded(min(start * STEP**count, MOST.get(field, math.inf)))
+    gpus: tuple[str, ...]
+    scopes: dict[str, dict[str, tuple[str, ...]]]
+    """Release -> architecture -> what was measured under it."""
+    start: GpuConstants
+    common: CommonConstants
 
-    def of_release(release: str, field: str, start: float) -> float:
-        return _rounded(start * STEP ** steps.get(("release", release, field), 0))
+    @classmethod
+    def of(cls, cases: Sequence[Fitted], start: GpuConstants, common: CommonConstants) -> Grid:
+        """The grid of these runs."""
+        scopes: dict[str, dict[str, set[str]]] = {}
+        for case in cases:
+            if case.release:
+                rows = scopes.setdefault(case.release, {})
+                rows.setdefault(architecture_of(case.gpu_type), set()).add(case.scope)
+        return cls(
+            tuple(sorted({case.gpu_type for case in cases})),
+            {name: {a: tuple(sorted(s)) for a, s in sorted(rows.items())} for name, rows in sorted(scopes.items())},
+            start,
+            common,
+        )
 
-    start_gpu, start_release = dataclasses.asdict(start), dataclasses.asdict(ReleaseConstants())
-    return Constants(
-        {gpu: GpuConstants(**{f: of_gpu(gpu, f, v) for f, v in start_gpu.items()}) for gpu in gpus},
-        {r: ReleaseConstants(**{f: of_release(r, f, v) for f, v in start_release.items()}) for r in releases},
-    )
+    def names(self) -> list[Key]:
+        """Every constant that may move, coarse levels first."""
+        fields = [field.name for field in dataclasses.fields(GpuConstants)]
+        shared = [name for name in fields if name not in COMMON]
+        keys = [("common", "", name) for name in COMMON]
+        keys += [("common", "all", field.name) for field in dataclasses.fields(CommonConstants)]
+        keys += [
+            ("architecture", name, field) for name in sorted(set(map(architecture_of, self.gpus))) for field in shared
+        ]
+        keys += [("gpu", gpu, field) for gpu in self.gpus for field in DEVIATING]
+        return keys + [("release", f"{name} {a}", "loss") for name, rows in self.scopes.items() for a in rows]
+
+    def constants(self, steps: Steps) -> Constants:
+        """The constants at a point, to three digits."""
+
+        def moved(start: float, field: str, *keys: Key) -> float:
+            value = start * STEP ** sum(steps.get(key, 0) for key in keys)
+            return _rounded(min(value, 1.0) if field in FRACTIONS else value)
+
+        def of_gpu(gpu: str) -> GpuConstants:
+            values = {}
+            for field, start in dataclasses.asdict(self.start).items():
+                wide = ("common", "", field) if field in COMMON else ("architecture", architecture_of(gpu), field)
+                values[field] = moved(start, field, wide, ("gpu", gpu, field))
+            return GpuConstants(**values)
+
+        common = {f: moved(v, f, ("common", "all", f)) for f, v in dataclasses.asdict(self.common).items()}
+        releases = {
+            name: {
+                a: ReleaseConstants(loss=moved(1.0, "loss", ("release", f"{name} {a}", "loss")), measured=scopes)
+                for a, scopes in rows.items()
+            }
+            for name, rows in self.scopes.items()
+        }
+        return Constants({gpu: of_gpu(gpu) for gpu in self.gpus}, releases, common=CommonConstants(**common))
 
 
 def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
+class Loss:
+    """Weighted errors of runs; remembers seconds by the constants that a configuration sees."""
+
+    def __init__(self, cases: Sequence[Fitted], known: Known | None = None) -> None:
+        repeats = Counter(case.configuration for case in cases)
+        self.weights = {id(case): repeats[case.configuration] ** -0.5 for case in cases}
+        self._known: Known = {} if known is None else known
+
+    def __call__(self, cases: Sequence[Fitted], constants: Constants) -> float:
+        """The loss of these runs under these constants."""
+        return sum(self.weights[id(case)] * abs(math.log(self.error(case, constants))) for case in cases)
+
+    def error(self, case: Fitted, constants: Constants) -> float:
+        """Predicted over measured seconds."""
+        release = constants.releases.get(case.release, {}).get(architecture_of(case.gpu_type))
+        loss = release.loss if release is not None else 1.0
+        key = (case.configuration, constants.gpus[case.gpu_type], constants.common, loss)
+        if key not in self._known:
+            self._known[key] = (1.0 + case.relative_error(constants)) * case.seconds
+        return self._known[key] / case.seconds
+
+
 def fit(
-    cases: Sequence[Fitted], report: Callable[[str], None] = lambda line: None, start: GpuConstants = START
-) -> Constants:
-    """The constants that fit the cases, from where the search starts."""
-    gpus = sorted({case.gpu_type for case in cases})
-    releases = sorted({case.release for case in cases if case.release})
-    moves = _moves(gpus, releases)
-    concerned = {key[:2]: [case for case in cases if _concerns(key, case)] for key in moves}
-    steps: Steps = {}
+    cases: Sequence[Fitted],
+    report: Callable[[str], None] = lambda line: None,
+    start: GpuConstants = START,
+    common: CommonConstants | None = None,
+    steps: Steps | None = None,
+    known: Known | None = None,
+) -> tuple[Constants, Steps]:
+    """The constants that fit the cases, and their steps.
 
-    def loss(key: tuple[str, str, str], count: int) -> float:
-        constants = constants_at({**steps, key: count}, gpus, releases, start)
-        errors = sum(abs(math.log1p(case.relative_error(constants))) for case in concerned[key[:2]])
-        return errors + PULLS[key[0]] * len(cases) * abs(count)
+    Args:
+        start: the constants of a GPU at no step.
+        common: the common constants, which then do not move, nor do those of GPUs that no architecture explains.
+        steps: where the search starts; what nothing in the cases holds there walks back to no step.
+        known: seconds that fits of the same cases share.
+    Raises:
+        RuntimeError: constants still move after the last round.
+    """
+    grid, total = Grid.of(cases, start, common or START_COMMON), Loss(cases, known)
+    concerned = {key: _concerned(key, cases, grid, total) for key in grid.names()}
+    moves = [key for key in concerned if concerned[key] and (common is None or key[0] != "common")]
+    steps = {key: count for key, count in (steps or {}).items() if key in concerned}
 
-    for number in range(ROUNDS):
-        stride = max(1, 8 >> number)
+    def loss(key: Key, count: int) -> float:
+        constants = grid.constants({**steps, key: count})
+        return total(concerned[key], constants) + PULLS[key[0]] * len(cases) * abs(count)
+
+    strides = STRIDES if not steps else STRIDES[-2:]
+    for number in range(MOST_ROUNDS):
+        stride = strides[min(number, len(strides) - 1)]
         changed = 0
         for key in moves:
-            here = steps.get(key, 0)
-            candidates = [here, here - stride, here + stride]
+            before = steps.get(key, 0)
+            candidates = [before, before - stride, before + stride]
             losses = [loss(key, count) for count in candidates]
             best = min(range(3), key=lambda i: (losses[i], i))
             if best:
                 steps[key] = candidates[best]
                 changed += 1
-        constants = constants_at(steps, gpus, releases, start)
-        mean = sum(abs(case.relative_error(constants)) for case in cases) / len(cases)
+        constants = grid.constants(steps)
+        mean = sum(abs(total.error(case, constants) - 1.0) for case in cases) / len(cases)
         report(f"round {number + 1}, steps of {stride}: {changed} moved, mean error {mean:.2%}")
-        if not changed and stride == 1:
-            break
-    return constants_at(steps, gpus, releases, start)
+        if not changed and stride == STRIDES[-1]:
+            return constants, steps
+    raise RuntimeError(f"constants still move after {MOST_ROUNDS} rounds")
 
 
-def _moves(gpus: Sequence[str], releases: Sequence[str]) -> list[tuple[str, str, str]]:
-    architectures = sorted({architecture_of(gpu) for gpu in gpus})
-    fields = [field.name for field in dataclasses.fields(GpuConstants)]
-    scales = [field.name for field in dataclasses.fields(ReleaseConstants)]
-    moves = [("architecture", name, field) for name in architectures for field in fields]
-    moves += [("gpu", gpu, field) for gpu in gpus for field in fields]
-    return moves + [("release", name, field) for name in releases if name != REFERENCE_RELEASE for field in scales]
-
-
-def _concerns(key: tuple[str, str, str], case: Fitted) -> bool:
-    if key[0] == "release":
-        return case.release == key[1]
-    return case.gpu_type == key[1] if key[0] == "gpu" else architecture_of(case.gpu_type) == key[1]
+def _concerned(key: Key, cases: Sequence[Fitted], grid: Grid, total: Loss) -> list[Fitted]:
+    """The runs whose seconds change with a constant: nothing else is priced again when it moves."""
+    level, name, field = key
+    within = {
+        "common": lambda case: True,
+        "architecture": lambda case: architecture_of(case.gpu_type) == name,
+        "gpu": lambda case: case.gpu_type == name,
+        "release": lambda case: f"{case.release} {architecture_of(case.gpu_type)}" == name,
+    }[level]
+    # Far enough that a host which keeps up with its device at the start falls behind.
+    far = [grid.constants({key: count}) for count in (-40, 0, 80)]
+    asked = [case for case in cases if within(case)]
+    return [case for case in asked if len({total.error(case, constants) for constants in far}) > 1]
 
 
 def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
@@ -160,6 +264,46 @@ def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
             parts = both[True].measured_stage(constants).peak_bytes_by_category
             shares.append((both[True].row.gib - both[False].row.gib) * GIB / (parts.activations + parts.temporaries))
     return _rounded(statistics.median(shares)) if shares else 0.0
+
+
+def left_out_errors(
+    cases: Sequence[Case], steps: Steps, known: Known, report: Callable[[str], None]
+) -> list[tuple[Case, float]]:
+    """The relative error of every run under constants fitted without its fold.
+
+    A fold has all runs of a model on a GPU type in a precision, whatever their layout and release: none of them has a twin among
+    the runs that the constants are fitted to. Each search starts from the fit to all runs; what only the fold held in its place
+    walks back, as every step away from the start costs.
+    """
+    families = sorted({family_of(case) for case in cases})
+    errors = []
+    for fold in range(FOLDS):
+        out = set(families[fold::FOLDS])
+        report(f"without {', '.join(' '.join(family) for family in sorted(out))}")
+        constants, _ = fit([case for case in cases if family_of(case) not in out], report, steps=steps, known=known)
+        errors += [(case, case.relative_error(constants)) for case in cases if family_of(case) in out]
+    return errors
+
+
+def family_of(case: Case) -> tuple[str, str, str]:
+    """The model, GPU type and precision of a run."""
+    return case.row["model"], case.gpu_type, case.row["precision_class"]
+
+
+def error_groups(errors: Sequence[tuple[Case, float]]) -> dict[str, ExpectedError]:
+    """The groups of errors.json: of runs that count in tables of errors, each configuration with the mean of its repetitions."""
+    means: dict[str, list[float]] = {}
+    first: dict[str, Case] = {}
+    for case, error in errors:
+        if case.row["scored"] == "yes":
+            means.setdefault(case.configuration, []).append(abs(error))
+            first.setdefault(case.configuration, case)
+    runs = []
+    for name, case in first.items():
+        precision, architecture = case.job.plan.precision, architecture_of(case.gpu_type)
+        groups = group_names(case.gpu_type, architecture, precision, case.row.is_moe)
+        runs.append((groups, statistics.mean(means[name])))
+    return group_errors(runs)
 
 
 def memory_quantiles(ratios: Sequence[float]) -> MemoryQuantiles:
@@ -185,8 +329,14 @@ def main() -> None:
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    of_steps = fit(calibration_cases(times=True), report)
-    of_runs = fit(calibration_steps(cache_folder()), report, dataclasses.replace(START, **measured_links()))
+    cases = calibration_cases(times=True)
+    known: Known = {}
+    of_steps, steps = fit(cases, report, known=known)
+    # Constants that no architecture explains come from the steps of the table: two steps cannot tell them apart.
+    any_gpu = next(iter(of_steps.gpus.values()))
+    shared = {name: getattr(any_gpu, name) for name in COMMON}
+    l4 = dataclasses.replace(START, **measured_links() | shared)
+    of_runs, _ = fit(calibration_steps(cache_folder()), report, l4, of_steps.common)
     constants = dataclasses.replace(of_steps, gpus=of_steps.gpus | of_runs.gpus)
     peaks = calibration_cases(times=False)
     constants = dataclasses.replace(constants, fragmentation=fragmentation(peaks, constants))
@@ -194,6 +344,8 @@ def main() -> None:
     ratios += calibration_peaks(cache_folder(), constants)
     constants = dataclasses.replace(constants, memory=memory_quantiles(ratios))
     TARGET.write_text(constants_json(constants), encoding="utf-8")
+    groups = error_groups(left_out_errors(cases, steps, known, report))
+    TARGET.with_name("errors.json").write_text(errors_json(groups), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from moe_overlap.api import Job, features_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Family, Machine, Prediction, one_way_seconds, prepare, price
-from moe_overlap.tuner.cost.hardware import Constants, Features, ReleaseConstants
+from moe_overlap.tuner.cost.analytic import Family, Prediction, one_way_seconds, prepare, price
+from moe_overlap.tuner.cost.hardware import Constants, Features, scope
+from moe_overlap.tuner.cost.machine import Machine
 from tests.validation.errors import figures
 from tests.validation.recorded_runs import Run, Value, job_of, layers_of_stages, left_out, recorded_runs
 
@@ -53,14 +54,15 @@ class RunCase:
     families: tuple[Family, ...]
 
     def predict(self, constants: Constants) -> Prediction:
-        """The run under these constants; its software is no release of the table, so releases' scales are 1."""
+        """The run under these constants; its software is no release of the table, so no release counts."""
         return price(self.job.plan, self.job.model, self.families, self.machine(constants), self.features)
 
     def machine(self, constants: Constants) -> Machine:
         """What the run ran on."""
         of_gpu, _ = constants.of_gpu(self.cluster.group_of(0).gpu)
-        fragmentation = constants.fragmentation
-        return Machine(cluster=self.cluster, constants=of_gpu, release=ReleaseConstants(), fragmentation=fragmentation)
+        return Machine(
+            cluster=self.cluster, constants=of_gpu, common=constants.common, fragmentation=constants.fragmentation
+        )
 
     def compared(self, constants: Constants) -> list[Compared]:
         """Every recorded figure that is predicted."""
@@ -143,6 +145,21 @@ class Step:
 
     case: RunCase
     release: str = ""
+
+    @property
+    def scope(self) -> str:
+        """Precision, and dense or MoE."""
+        return scope(self.case.job.plan.precision, self.case.job.model.num_experts > 0)
+
+    @property
+    def configuration(self) -> str:
+        """The recorded run: none is repeated."""
+        return self.case.run.name
+
+    @property
+    def seconds(self) -> float:
+        """Measured."""
+        return self.case.run.values["iteration_time"].value
 
     @property
     def gpu_type(self) -> str:

@@ -1,7 +1,8 @@
-"""Measured runs as Megatron flags: what a row of data/measured.csv.gz says, and what its source is known to switch on.
+"""Measured runs as Megatron flags: what a row of the tables in data/ says, and what its source is known to switch on.
 
-The rows are published measurements (column `source`); data/README.md says where they come from. What a row does not say is
-taken from its source's habits, in one place: `SOURCES`.
+The rows are published measurements (column `source`); data/README.md says where they come from. What a row of measured.csv.gz
+does not say is taken from its source's habits, in one place: `SOURCES`. Rows of moe_recipes.csv carry all of their arguments,
+rows of mlperf_v6.csv every setting that matters.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import csv
 import gzip
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,7 +35,7 @@ class Habits:
 
 
 FUSED_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
-BRIDGE = ("--moe-router-force-load-balancing", "--grad-reduce-in-bf16", *FUSED_LOSS)
+BRIDGE = ("--moe-router-force-load-balancing", "--moe-router-fusion", "--grad-reduce-in-bf16", *FUSED_LOSS)
 """Every timed recipe of Megatron-Bridge: `grad_reduce_in_fp32=False` in `_perf_precision`, `cross_entropy_fusion_impl="te"`."""
 SMALL_STATES = (
     "--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".split()
@@ -53,9 +55,11 @@ SOURCES = {
     "NVIDIA/Megatron-LM:examples/llama": Habits(words=("--grad-reduce-in-bf16",)),
     "NVIDIA/Megatron-LM": Habits(overlapped=False, sequence_parallel=False),
     "yanring/Megatron-MoE-ModelZoo": Habits(words=("--moe-router-force-load-balancing", *FUSED_LOSS)),
+    "Richardyu114/training_results_v6.0": Habits(words=FUSED_LOSS),
 }
 """By the begin of the column `source`."""
-
+NATURAL = ("NVIDIA/Megatron-LM:tests/",)
+"""Sources in measured.csv.gz whose experts get what the router gives them; the others force equal loads."""
 
 PROVIDERS = {
     "gpt_oss_provider.py": "--softmax-type learnable --quick-geglu --activation-func-clamp-value 7.0 --glu-linear-offset 1.0"
@@ -72,9 +76,16 @@ class Row:
     number: int
     """Line of the file, the header being 1."""
     fields: dict[str, str]
+    file: str = ""
+    """`mlperf` or `recipe` where the row stands in a file of its own; empty in measured.csv.gz."""
 
     def __getitem__(self, name: str) -> str:
         return self.fields[name]
+
+    @property
+    def name(self) -> str:
+        """The row in tables: its line, behind the file's name unless that is measured.csv.gz."""
+        return f"{self.file}{self.number}"
 
     @property
     def gpus(self) -> int:
@@ -82,9 +93,31 @@ class Row:
         return int(self["n_gpus"])
 
     @property
+    def is_moe(self) -> bool:
+        """Whether the model has experts."""
+        return bool(_facts(self).get("experts"))
+
+    @property
+    def routing(self) -> str:
+        """`forced` balance of the experts' loads, or `natural`; empty for a dense model."""
+        if not self.is_moe:
+            return ""
+        natural = self.fields.get("routing") == "natural" or self["source"].startswith(NATURAL)
+        return "natural" if natural else "forced"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting of the run, as its source names it; empty in measured.csv.gz."""
+        content: dict[str, Any] = json.loads(self.fields.get("flags_json", "{}"))
+        return content
+
+    @property
     def seconds(self) -> float:
         """Measured seconds of a step; tokens per second are turned into them."""
         value = float(self["value"])
+        if derived := self.settings.get("derived"):
+            # Megatron's own operations per step over the published rate: the source prints the rate alone.
+            return float(derived["megatron_flops_per_step"]) / (value * 1e12 * self.gpus)
         if self["metric"] == "tokens_per_s_per_gpu":
             return int(self["global_batch"]) * int(self["seq_len"]) / (value * self.gpus)
         return value
@@ -118,9 +151,31 @@ def measured_rows() -> tuple[Row, ...]:
         return tuple(Row(number, row) for number, row in enumerate(csv.DictReader(file), 2))
 
 
+@cache
+def published_rows() -> tuple[Row, ...]:
+    """Every row of mlperf_v6.csv and moe_recipes.csv."""
+    return (*_rows_of("mlperf_v6.csv", "mlperf"), *_rows_of("moe_recipes.csv", "recipe"))
+
+
+def _rows_of(file: str, prefix: str) -> Iterator[Row]:
+    with (DATA / file).open(encoding="utf-8", newline="") as lines:
+        yield from (Row(number, row, prefix) for number, row in enumerate(csv.DictReader(lines), 2))
+
+
 def scored_rows() -> list[Row]:
     """Rows that count in a table of errors."""
-    return [row for row in measured_rows() if row["scored"] == "yes" and row["metric"] in SCORED_METRICS]
+    measured = [row for row in measured_rows() if row["scored"] == "yes" and row["metric"] in SCORED_METRICS]
+    return [*measured, *(row for row in published_rows() if row["scored"] == "yes")]
+
+
+def launched_rows() -> list[Row]:
+    """Calibration rows of small models, whose steps are bound by the host: too small to be scored, but what tells of launching.
+
+    Left out are a run whose activations are offloaded, and one that takes five times as long as its twin on twice the GPUs.
+    """
+    small = [row for row in measured_rows() if (row["scored"], row["metric"]) == ("toy size", "step_time_s")]
+    known = [row for row in small if row["split"] == "calibration" and row["n_gpus"]]
+    return [row for row in known if not row["model"].endswith(("_fine_grained_offloading", "_1node"))]
 
 
 @cache
@@ -132,8 +187,43 @@ def models() -> dict[str, dict[str, Any]]:
 
 def flags_of(row: Row) -> list[str]:
     """The Megatron flags of a row."""
+    if row.file == "recipe":
+        return _recipe_flags(row)
     layers = _facts(row)["layers"]
-    return [*_model_flags(row), *_parallel_flags(row, layers), *_speed_flags(row), *row.habits.words]
+    own = _mlperf_flags(row) if row.file == "mlperf" else []
+    return [*_model_flags(row), *_parallel_flags(row, layers), *_speed_flags(row), *row.habits.words, *own]
+
+
+def _recipe_flags(row: Row) -> list[str]:
+    """Arguments that are written out, and a vocabulary."""
+    words = ["--vocab-size", str(_facts(row)["vocab"]), "--train-iters", "10", "--lr", "1e-4"]
+    for name, value in row.settings["args"].items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += [flag, *map(str, values)]
+    return words
+
+
+def _mlperf_flags(row: Row) -> list[str]:
+    """Settings of a run of MLPerf: Megatron-Bridge's variables, as far as a flag of Megatron says the same."""
+    settings = row.settings
+    words = ["--cuda-graph-impl", "local", "--cuda-graph-scope", str(settings["CUDA_GRAPH_SCOPE"])]
+    if int(row["ep"]) > 1:
+        words += ["--moe-token-dispatcher-type", settings["MOE_TOKEN_DISPATCHER_TYPE"]]
+        words += ["--moe-flex-dispatcher-backend", settings["MOE_FLEX_DISPATCHER_BACKEND"]]
+    words += ["--overlap-moe-expert-parallel-comm"] if settings.get("OVERLAP_MOE_EXPERT_PARALLEL_COMM") else []
+    words += ["--delay-wgrad-compute"] if settings.get("DELAY_WGRAD_COMPUTE") else []
+    words += ["--moe-paged-stash"] if settings.get("MOE_PAGED_STASH") else []
+    words += ["--use-transformer-engine-op-fuser"] if settings.get("USE_TE_OPS") else []
+    words += ["--moe-router-fusion"] if settings.get("MOE_ROUTER_FUSION") else []
+    words += ["--grad-reduce-in-bf16"] if settings.get("grad_reduce_in_fp32") is False else []
+    if int(row["cp"]) > 1:
+        words += ["--cp-comm-type", settings["cp_comm_type"]]
+    if settings.get("PIPELINE_LAYOUT"):
+        words += ["--pipeline-model-parallel-layout", settings["PIPELINE_LAYOUT"]]
+    return words
 
 
 def _facts(row: Row) -> dict[str, Any]:
@@ -272,7 +362,10 @@ def _speed_flags(row: Row) -> list[str]:
     words += ["--use-flash-attn"] if habits.flash and "unfused" not in flags else ["--transformer-impl", "local"]
     words += ["--overlap-moe-expert-parallel-comm"] if "a2a_overlap=True" in flags else []
     words += ["--delay-wgrad-compute"] if "delay_wgrad=True" in flags else []
-    words += ["--moe-paged-stash"] if "paged_stash=True" in flags else []
+    if "paged_stash=True" in flags:
+        # megatron-core's recipe of the paged stash (moe_recipes.csv) switches both on; it is of a model with plain SwiGLU.
+        fused = _facts(row).get("attention_bias") is None
+        words += ["--moe-paged-stash", *(["--use-transformer-engine-op-fuser"] if fused else [])]
     if row["source"].startswith("NVIDIA-NeMo/Megatron-Bridge") and row["model"] in SMALL_STATE_MODELS:
         words += SMALL_STATES
     words += ["--cp-comm-type", "a2a"] if "cp a2a" in flags else []

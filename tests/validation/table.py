@@ -1,23 +1,31 @@
-"""Every scored row with its prediction, error and whether it is extrapolated: python -m tests.validation.table"""
+"""Every scored row with its prediction and error, and the errors of groups: python -m tests.validation.table
+
+Tables are pandas DataFrames. Groups are told apart by what is measured, split, GPU type, dense or MoE, and routing; the rows of a
+group with fewer than 8 are listed below it, since no mean speaks for so few.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
 
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
-from tests.validation.errors import figures
+from tests.validation.errors import spearman
 from tests.validation.evaluate import Case, cases_of
 from tests.validation.ranking import ranking_rows, rankings
 from tests.validation.recorded_cases import recorded_cases, recorded_lines
-from tests.validation.rows import Row, scored_rows
+from tests.validation.rows import Row, launched_rows, scored_rows
+
+FEW_ROWS = 8
+GROUP = ["measures", "split", "GPU", "kind", "routing"]
 
 
 def calibration_cases(times: bool) -> list[Case]:
-    """Runs that constants may be fitted to: their step times, or their peaks of memory."""
+    """Runs that constants may be fitted to: their step times, with those of small models, or their peaks of memory."""
     rows = [row for row in scored_rows() if row["split"] == "calibration" and is_time(row) == times]
-    return cases_of(rows, cache_folder())
+    return cases_of([*rows, *(launched_rows() if times else ())], cache_folder())
 
 
 def is_time(row: Row) -> bool:
@@ -29,47 +37,75 @@ def main() -> None:
     """Print the table and its summary."""
     constants = shipped_constants()
     scored = scored_rows()
-    wanted = {row.number: row for row in (*scored, *ranking_rows())}
+    wanted = {row.name: row for row in (*scored, *ranking_rows())}
     cases = cases_of(list(wanted.values()), cache_folder())
-    of_scored = cases[: len(scored)]
-    for case in of_scored:
-        print(line(case, constants))
-    for text in (*summary(of_scored, constants), *rankings(cases, constants)):
+    frame = error_frame(cases[: len(scored)], constants)
+    print(frame.drop(columns=["kind", "routing"]).to_string(index=False))
+    print(f"\n{summary(frame)}")
+    for text in rankings(cases, constants):
         print(text)
     print("\nRuns that Mist and Aceso recorded: seconds, and MiB of a stage's peak")
     for text in recorded_lines(recorded_cases(cache_folder()), constants):
         print(text)
 
 
-def line(case: Case, constants: Constants) -> str:
-    """One row."""
-    row = case.row
-    extrapolating = "extrapolating" if case.predict(constants).extrapolating else ""
-    layout = f"T{row['tp']} P{row['pp']} V{row['vp'] or 1} C{row['cp']} E{row['ep']} m{row['micro_batch']}"
-    head = f"{row.number:>4} {row['split']:<12} {row['gpu']:<8} {row['n_gpus']:>5} {row['model'][:28]:<28} {layout:<22}"
-    kind = f"{row['precision_class']:<6} {row['release']:<9}"
+def error_frame(cases: Iterable[Case], constants: Constants) -> pd.DataFrame:
+    """A row for each case: its run, what was measured and predicted, and the relative error."""
+    return pd.DataFrame([_record(case, constants) for case in cases])
+
+
+def _record(case: Case, constants: Constants) -> dict[str, object]:
+    row, prediction = case.row, case.predict(constants)
     if is_time(row):
-        error = case.relative_error(constants)
-        return f"{head} {kind} {row.seconds:9.3f} s   {(1 + error) * row.seconds:9.3f} {error:+7.1%} {extrapolating}"
-    error = case.memory_error(constants)
-    return f"{head} {kind} {row.gib:9.2f} GiB {(1 + error) * row.gib:9.2f} {error:+7.1%} {extrapolating}"
+        what, measured, error = "step s", row.seconds, case.relative_error(constants)
+    else:
+        what = "reserved GiB" if row.is_reserved else "allocated GiB"
+        measured, error = row.gib, case.memory_error(constants)
+    expected = prediction.expected_error
+    return {
+        "row": row.name,
+        "split": row["split"],
+        "GPU": row.gpu_type,
+        "GPUs": row.gpus,
+        "model": row["model"][:28],
+        "layout": f"T{row['tp']} P{row['pp']} V{row['vp'] or 1} C{row['cp']} E{row['ep'] or 1} m{row['micro_batch']}",
+        "kind": "MoE" if row.is_moe else "dense",
+        "routing": row.routing or "-",
+        "precision": row["precision_class"],
+        "release": row["release"],
+        "graphs": case.features.graphs,
+        "measures": what,
+        "measured": round(measured, 3),
+        "predicted": round((1 + error) * measured, 3),
+        "error %": round(100 * error, 1),
+        "expected %": round(100 * expected.relative, 1) if expected is not None and is_time(row) else "",
+        "extrapolating": "yes" if prediction.extrapolating else "",
+    }
 
 
-def summary(cases: Iterable[Case], constants: Constants) -> list[str]:
-    """Errors by GPU type and split."""
-    groups: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
-    for case in cases:
-        row = case.row
-        if is_time(row):
-            error, measured = case.relative_error(constants), row.seconds
-            groups[("step time", row["split"], row.gpu_type)].append((error, measured))
-        else:
-            kind = "reserved" if row.is_reserved else "allocated"
-            groups[(kind, row["split"], row.gpu_type)].append((case.memory_error(constants), row.gib))
-    lines = []
-    for key, pairs in sorted(groups.items()):
-        lines.append(f"{' '.join(key):<34} {figures(pairs)}")
-    return lines
+def group_figures(frame: pd.DataFrame, by: Sequence[str] = tuple(GROUP)) -> pd.DataFrame:
+    """Rows, mean size, bias and largest size of the errors, and rank correlation, by group."""
+
+    def figures(group: pd.DataFrame) -> pd.Series[float]:
+        errors = group["error %"]
+        rank = spearman(group["predicted"].to_numpy(), group["measured"].to_numpy())
+        names = {"n": len(group), "mean |error| %": errors.abs().mean(), "bias %": errors.mean()}
+        return pd.Series({**names, "worst %": errors.abs().max(), "Spearman": rank})
+
+    table = frame.groupby(list(by))[["error %", "predicted", "measured"]].apply(figures).reset_index()
+    return table.astype({"n": int}).round({"mean |error| %": 1, "bias %": 1, "worst %": 1, "Spearman": 3})
+
+
+def summary(frame: pd.DataFrame) -> str:
+    """Errors by group, with every row of small groups of test rows, and by GPU and kind alone."""
+    table = group_figures(frame)
+    texts = [table.to_string(index=False), "", group_figures(frame, GROUP[:4]).to_string(index=False)]
+    few = table[(table["n"] < FEW_ROWS) & (table["split"] == "test")]
+    for _, group in few.iterrows():
+        within = frame[(frame[GROUP] == group[GROUP]).all(axis=1)]
+        shown = ["row", "model", "layout", "precision", "release", "measured", "predicted", "error %"]
+        texts += ["", " ".join(str(group[name]) for name in GROUP), within[shown].to_string(index=False)]
+    return "\n".join(texts)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json, shipped_constants
 from tests.validation.errors import spearman
 from tests.validation.feasibility import executed_runs, feasibility_lines
-from tests.validation.fit import START, constants_at, fit, memory_quantiles
+from tests.validation.fit import START, fit, memory_quantiles
 from tests.validation.ranking import SETS, best_found, wrong_pairs
-from tests.validation.rows import Row, flags_of, measured_rows, scored_rows
+from tests.validation.rows import Row, flags_of, measured_rows, published_rows, scored_rows
 
 FILE = Path(owner.__file__).with_name("constants.json")
 
@@ -35,7 +35,14 @@ def test_the_file_holds_few_constants_and_reads_back() -> None:
         row.gpu_type for row in scored_rows() if row["split"] == "calibration" and row["metric"] != "peak_mem_gib"
     }
     assert set(constants.gpus) == fitted | {"L4"}
-    assert set(json.loads(FILE.read_text(encoding="utf-8"))) == {"fragmentation", "gpus", "memory", "releases"}
+    assert set(json.loads(FILE.read_text(encoding="utf-8"))) == {
+        "common",
+        "fragmentation",
+        "gpus",
+        "memory",
+        "releases",
+    }
+    assert all(row.loss > 0 for rows in constants.releases.values() for row in rows.values())
 
 
 @pytest.mark.parametrize("row", scored_rows()[::12], ids=lambda row: str(row.number))
@@ -95,6 +102,20 @@ def test_throughput_is_scored_as_seconds() -> None:
     assert len(measured_rows()) == 977
 
 
+def test_rows_of_mlperf_and_of_recipes_say_their_routing_and_their_seconds() -> None:
+    rows = {row.name: row for row in published_rows()}
+    assert {row.routing for name, row in rows.items() if name.startswith("mlperf")} == {"natural"}
+    assert {row["split"] for row in rows.values()} == {"test"}
+    recipes = [row for name, row in rows.items() if name.startswith("recipe")]
+    assert len(recipes) == 8
+    for row in recipes:
+        assert row.routing == "forced"
+        assert row.seconds == pytest.approx(row.settings["derived"]["step_time_s"], rel=1e-4)
+        stage = read_job(flags_of(row), row.gpus).plan.stages[0]
+        assert (stage.expert, stage.micro_batch_size) == (int(row["ep"]), int(row["micro_batch"]))
+    assert all(row.routing == "" for row in scored_rows() if not row.is_moe)
+
+
 @dataclasses.dataclass
 class Made:
     """A case whose step takes what its constants say."""
@@ -102,6 +123,12 @@ class Made:
     truth: float
     gpu_type: str = "H100"
     release: str = "26.04"
+    scope: str = "bf16 MoE"
+    seconds: float = 1.0
+
+    @property
+    def configuration(self) -> str:
+        return str(self.truth)
 
     def relative_error(self, constants: Constants) -> float:
         return self.truth / constants.gpus["H100"].gemm - 1.0
@@ -109,11 +136,11 @@ class Made:
 
 def test_the_fit_finds_a_constant_and_leaves_the_rest_alone() -> None:
     cases = [Made(0.6), Made(0.61), Made(0.6)]
-    found = fit(cases)
+    found, steps = fit(cases)
     assert found.gpus["H100"].gemm == pytest.approx(0.6, rel=0.03)
     assert dataclasses.replace(found.gpus["H100"], gemm=START.gemm) == START
-    assert found == fit(cases)
-    assert constants_at({}, ["H100"], ["26.04"]).releases == {"26.04": ReleaseConstants()}
+    assert (found, steps) == fit(cases)
+    assert found.releases == {"26.04": {"Hopper": ReleaseConstants(measured=("bf16 MoE",))}}
 
 
 def test_quantiles_of_memory_are_those_of_one_more_run() -> None:
@@ -136,7 +163,8 @@ def test_runs_of_one_configuration_are_listed_once() -> None:
     runs = executed_runs()
     keys = [(row.gpu_type, row.gpus, *flags_of(row)) for row in runs]
     assert len(keys) == len(set(keys)) > 200
-    assert {row["metric"] for row in runs} == {"step_time_s", "tokens_per_s_per_gpu"}
+    # Recipes publish TFLOP/s alone, with the operations that make seconds of them.
+    assert {row["metric"] for row in runs if row.file != "recipe"} == {"step_time_s", "tokens_per_s_per_gpu"}
 
 
 @dataclasses.dataclass

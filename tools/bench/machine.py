@@ -34,9 +34,9 @@ from moe_overlap.plan.operators import is_state_key
 from moe_overlap.report.trace import Trace, read_trace
 from moe_overlap.tuner.capture.cache import cpu_graphs
 from moe_overlap.tuner.capture.graph import Op
-from moe_overlap.tuner.cost.analytic import machine_of
 from moe_overlap.tuner.cost.hardware import measured_constants
 from moe_overlap.tuner.cost.interference import COUNTS, NO_INTERFERENCE, QUEUED_COUNTS, STARTS, costs_of, start_seconds
+from moe_overlap.tuner.cost.machine import machine_of
 from moe_overlap.tuner.cost.operators import Lookup, Provenance
 from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step

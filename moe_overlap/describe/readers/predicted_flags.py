@@ -65,10 +65,6 @@ EFFECTS = (
     _effect("registered buffers: faster reductions that take fewer multiprocessors", "use-nccl-ub"),
     _effect("reductions inside the network's switches", "use-sharp"),
     _effect("all-reduces over symmetric memory: faster where they are small", "symmetric-ar-type"),
-    _effect(
-        "neighbouring operators in one kernel: fewer launches and passes over memory",
-        "use-transformer-engine-op-fuser",
-    ),
     _effect("fewer launches in the update", "optimizer-cuda-graph"),
     _effect("rows beyond the capacity are dropped: less work where routing is uneven", "moe-expert-capacity-factor"),
     _effect(

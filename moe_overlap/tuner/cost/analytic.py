@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.describe.cluster import GIB, Cluster, Gpu, NodeGroup
+from moe_overlap.describe.cluster import GIB, Gpu, NodeGroup
 from moe_overlap.describe.model import ModelDescription, training_flops_per_token
 from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.overlap import NO_OVERLAP
@@ -23,6 +23,7 @@ from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Pr
 from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
 from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
+from moe_overlap.tuner.cost.expected_error import ExpectedError
 from moe_overlap.tuner.cost.feasibility import (
     Change,
     FullestStage,
@@ -33,15 +34,13 @@ from moe_overlap.tuner.cost.feasibility import (
     overflow_lines,
     verdict_of,
 )
-from moe_overlap.tuner.cost.hardware import NOT_REFINED, Constants, Features, GpuConstants, Refined, ReleaseConstants
-from moe_overlap.tuner.cost.interference import (
-    AllToAllCosts,
-    Concurrent,
-    Interference,
-    interference_of,
-    partly_concurrent,
-    slowed_down,
+from moe_overlap.tuner.cost.hardware import (
+    REFERENCE,
+    Features,
+    GpuConstants,
+    Software,
 )
+from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_all_to_alls, part_cost
 from moe_overlap.tuner.cost.links import (
     Group,
@@ -51,8 +50,9 @@ from moe_overlap.tuner.cost.links import (
     point_to_point_seconds,
     stage_groups,
 )
+from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
-from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable, tabulate
+from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, OpTable, tabulate
 from moe_overlap.tuner.cost.pipeline import StageTimes, in_flight, step_seconds, transfer_waits
 from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
@@ -244,6 +244,10 @@ class Prediction:
     """Why the figures reach beyond what was measured; empty where they do not."""
     not_modelled: tuple[str, ...]
     """Flags that change seconds or bytes and are not counted."""
+    software: Software = REFERENCE
+    """The software release whose losses count."""
+    expected_error: ExpectedError | None = None
+    """How far such predictions are off; None where the machine was measured, or too few runs like it are known."""
     computed_early: tuple[str, ...] = ()
     """By stage, deferred weight gradients whose operands exceed the bound; they are counted where they are computed."""
     assumed: tuple[str, ...] = ()
@@ -301,66 +305,6 @@ class Priced:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """The machine and its rates that a prediction is made for.
-
-    Attributes:
-        load: rows of the busiest rank of an expert group over the mean.
-        lookup: the database of measured operators.
-        exchanges: costs of all-to-alls beside their rows; None where they were not measured.
-        refined: factors that traces give for the prices of instructions; the analytic cost does not read them.
-    """
-
-    cluster: Cluster
-    constants: GpuConstants
-    release: ReleaseConstants
-    fragmentation: float = 0.0
-    memory: MemoryQuantiles = MemoryQuantiles()
-    load: float = 1.0
-    lookup: Lookup | None = None
-    exchanges: AllToAllCosts | None = None
-    refined: Refined = NOT_REFINED
-
-    @property
-    def queue_seconds(self) -> float:
-        """Seconds by which counts take longer that start while rows are on their way."""
-        return self.exchanges.queue_seconds if self.exchanges is not None else 0.0
-
-
-def machine_of(
-    cluster: Cluster,
-    constants: Constants,
-    release: str | None = None,
-    load: float = 1.0,
-    lookup: Lookup | None = None,
-) -> tuple[Machine, tuple[str, ...]]:
-    """The machine that a prediction is made for, and why the prediction reaches beyond measured steps.
-
-    Args:
-        release: software release whose efficiencies count; the newest where None.
-        load: rows of the busiest rank of an expert group over the mean.
-        lookup: the database of measured operators.
-    Raises:
-        ConfigError: not a release's name.
-    """
-    gpu = cluster.group_of(0).gpu
-    of_gpu, other_gpu = constants.of_gpu(gpu)
-    of_release, other_release = constants.of_release(release)
-    reasons = [f"no measured steps of {gpu.name}"] if other_gpu else []
-    reasons += [f"no measured steps of release {release}"] if other_release else []
-    machine = Machine(
-        cluster=cluster,
-        constants=of_gpu,
-        release=of_release,
-        fragmentation=constants.fragmentation,
-        memory=constants.memory,
-        load=load,
-        lookup=lookup,
-    )
-    return machine, tuple(reasons)
-
-
 def price(
     plan: Plan,
     model: ModelDescription,
@@ -371,7 +315,8 @@ def price(
 ) -> Prediction:
     """Seconds and bytes from prepared numbers."""
     priced = [price_family(plan, model, family, machine, features) for family in families]
-    return _whole(plan, model, machine, priced, features, extrapolating)
+    whole = _whole(plan, model, machine, priced, features, extrapolating)
+    return replace(whole, software=machine.software, expected_error=machine.expected_error)
 
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
@@ -422,7 +367,7 @@ def _setting(
         groups=groups,
         features=features,
         constants=machine.constants,
-        release=machine.release,
+        common=machine.common,
         concurrent=concurrent,
         topk=max(1, model.router_topk),
         load=machine.load,
@@ -443,23 +388,6 @@ def _evaluator(
     rates = _state_rates(setting.groups, links, machine.constants, setting.features, len(strategy.data))
     kinds = _kind_terms(parts, family, setting.features)
     return StageEvaluator(kinds, strategy, rates, setting.concurrent, factors, machine.fragmentation)
-
-
-def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interference]:
-    """Interference of concurrent work: by the factors of a host that was measured with these GPUs, else by one constant.
-
-    Args:
-        replicas: the ranks that share a stage's states, whose collectives run beside its computation.
-    Returns:
-        As a function of alone seconds for analytic costs, and as factors for a simulation.
-    """
-    if machine.cluster.measured is None:
-        # A measured cluster keeps its own constant: factors of another host with the same GPUs may differ twofold.
-        fitted = interference_of(replicas.links.gpu.name, replicas.nodes, min(replicas.per_node, replicas.size))
-        if fitted is not None:
-            return fitted.seconds, fitted
-    slowdown = machine.constants.overlap_slowdown
-    return partly_concurrent(slowdown), slowed_down(slowdown)
 
 
 def cost_of(table: OpTable, setting: Setting) -> PartCost:

@@ -5,17 +5,19 @@
 `Refined`: prices corrected by traces of the same job, as factors by kind of operator that multiply the seconds an instruction
 takes alone. `calibrate/observe.py` finds them; `StagePrices` applies them, so that every plan of a job has the same prices.
 
-`Constants`: efficiencies by GPU type and scales by software release, from constants.json, which `tests/validation/fit.py` writes.
+`Constants`: efficiencies by GPU type and losses by software release, from constants.json, which `tests/validation/fit.py` writes.
 A GPU type without constants takes those of its nearest kin, of the same architecture if there is one: its predictions are
-extrapolated, and say so. A release takes its own scales, else those of the nearest release before it, else after it. A machine
-that was measured has `MeasuredConstants` in place of fitted ones: its description of the cluster holds them.
+extrapolated, and say so. A release changes the seconds that a kernel takes beyond those at the peak rate (`effective`), so that
+none makes a GPU faster than its peak; it acts only on what was measured under it (architecture, precision, dense or MoE). Every
+other prediction, and every one that names no release, takes the median release of the architecture. A machine that was measured
+has `MeasuredConstants` in place of fitted ones: its description of the cluster holds them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Literal
@@ -53,6 +55,10 @@ class Features:
     dispatcher: Dispatcher = "alltoall"
     graphs: Graphs = "none"
     """CUDA graphs: of all but the experts (partial), or of a whole step."""
+    fused_router: bool = False
+    """Scores, choice and map of the router in few kernels (--moe-router-fusion)."""
+    fused_experts: bool = False
+    """Products of the experts in one grouped kernel, with activation and quantization (--use-transformer-engine-op-fuser)."""
     gradient_bytes: int = 4
     """Bytes of one element, accumulated and reduced."""
     gathered_bytes: int = 2
@@ -68,9 +74,6 @@ class Features:
     not_modelled: tuple[str, ...] = ()
     """Flags that change seconds or bytes and that no formula here knows."""
 
-
-MEASURED_RELEASE = "0.0"
-"""The release of a measured machine: the software that was measured is the one that runs, so its scales are 1."""
 
 Kind = tuple[str, bool]
 """An operator without its place (`operators.kind_of`), and whether its instructions are partitions of it."""
@@ -162,15 +165,92 @@ class MeasuredConstants(GpuConstants):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReleaseConstants:
-    """Scales on the seconds of a release; 1 is the reference."""
+class CommonConstants:
+    """Constants that no GPU explains: of software, and of how kernels fill a GPU.
 
-    products: float = 1.0
-    """Matrix products and attention."""
-    memory: float = 1.0
-    """Everything else that kernels do: fusions."""
-    experts: float = 1.0
-    """All-to-alls of tokens, permutation and grouped products: dispatchers."""
+    The first three are host work of one call over that of launching one kernel of torch, by who implements the call.
+    """
+
+    transformer_engine: float = 1.0
+    """A module or function of Transformer Engine, and its backward pass."""
+    fused: float = 1.0
+    """A function that torch compiled."""
+    low_precision: float = 1.0
+    """A product that quantizes its operands, over one that does not."""
+    tail: float = 0.0
+    """Waves of tiles that a product leaves idle at its end, of each group of a grouped product."""
+
+
+LOSSY = (
+    "gemm",
+    "grouped_gemm",
+    "attention_forward",
+    "attention_backward",
+    "fp8",
+    "fp4",
+    "memory",
+    "all_to_all_domain",
+    "all_to_all_network",
+)
+"""Efficiencies that software decides, and releases therefore act on."""
+
+
+def effective(efficiency: float, loss: float) -> float:
+    """An efficiency under a release that multiplies the seconds lost beyond the peak rate.
+
+    A kernel takes 1 / efficiency of the seconds at the peak rate, 1 of them inevitably: 1 + (1 / efficiency - 1) · loss is at
+    least 1 for every loss that is not negative, so that no release makes a GPU faster than its peak.
+    """
+    return 1.0 / (1.0 + (1.0 / efficiency - 1.0) * loss)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReleaseConstants:
+    """What remains of a software release on one architecture where features are priced; a loss of 1 is the reference."""
+
+    loss: float = 1.0
+    """Factor of the seconds that kernels take beyond those at the peak rate."""
+    measured: tuple[str, ...] = ()
+    """What was calibrated under it, as `scope` writes it."""
+
+    def apply(self, constants: GpuConstants) -> GpuConstants:
+        """The constants of a GPU under this release."""
+        if self.loss == 1.0:
+            return constants
+        changed = {name: effective(getattr(constants, name), self.loss) for name in LOSSY}
+        return dataclasses.replace(constants, **changed)
+
+
+def precision_of(precision: str) -> str:
+    """The class of a precision that constants tell apart: both half precisions are one."""
+    return "bf16" if precision == "fp16" else precision
+
+
+def scope(precision: str, is_moe: bool) -> str:
+    """What releases and errors are told apart by beside the GPU: `bf16 dense`, `mxfp8 MoE`."""
+    return f"{precision_of(precision)} {'MoE' if is_moe else 'dense'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """The release that a prediction is made for.
+
+    Attributes:
+        release: whose loss counts; empty where nothing was measured on the architecture.
+        constants: its constants.
+        extrapolating: why they reach beyond what was measured.
+        is_median: the median release of the architecture, because no release was asked for, or not one that was measured.
+    """
+
+    release: str = ""
+    constants: ReleaseConstants = ReleaseConstants()
+    extrapolating: tuple[str, ...] = ()
+    is_median: bool = False
+
+
+REFERENCE = Software()
+Releases = Mapping[str, Mapping[str, ReleaseConstants]]
+"""Release -> architecture -> its constants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +259,16 @@ class Constants:
 
     Attributes:
         gpus: by GPU type.
-        releases: by software release (`26.04`).
+        releases: by software release (`26.04`) and architecture (`Hopper`).
         fragmentation: what the allocator reserves in vain, as a share of activations and temporaries.
+        common: the same for all GPUs.
         memory: measured over predicted peaks of what is allocated.
     """
 
     gpus: dict[str, GpuConstants]
-    releases: dict[str, ReleaseConstants]
+    releases: Releases = field(default_factory=dict)
     fragmentation: float = 0.0
+    common: CommonConstants = CommonConstants()
     memory: MemoryQuantiles = MemoryQuantiles()
 
     def of_gpu(self, gpu: Gpu) -> tuple[GpuConstants, bool]:
@@ -202,23 +284,56 @@ class Constants:
 
         return self.gpus[min(self.gpus, key=distance)], True
 
-    def of_release(self, release: str | None, subject: str = "--software") -> tuple[ReleaseConstants, bool]:
-        """Scales of a release (None: the newest), and whether they are another release's.
+    def of_release(
+        self,
+        release: str | None,
+        architecture: str,
+        precision: str = "bf16",
+        is_moe: bool = False,
+        subject: str = "--software",
+    ) -> Software:
+        """The release that counts: the one asked for, if this was measured under it, else the architecture's median release.
 
+        Args:
+            release: None asks for none.
+            precision: of the products.
         Raises:
             ConfigError: not a release's name.
         """
-        known = sorted(self.releases, key=release_order)
-        if release is None:
-            return self.releases[known[-1]], False
+        wanted = scope(precision, is_moe)
+        if release is not None:
+            self._require_release(release, subject)
+            on_gpu = self.releases.get(release, {}).get(architecture)
+            if on_gpu is not None and wanted in on_gpu.measured:
+                return Software(release=release, constants=on_gpu)
+        known = {name: row[architecture] for name, row in self.releases.items() if architecture in row}
+        within = {name: row for name, row in known.items() if wanted in row.measured} or known
+        if not within:
+            reasons = () if release is None else (f"no measured steps of release {release} on {architecture}",)
+            return Software(extrapolating=reasons)
+        ordered = sorted(within, key=lambda name: (within[name].loss, release_order(name)))
+        median = ordered[(len(ordered) - 1) // 2]
+        asked = (
+            f"no measured steps of release {release} on {architecture} in {wanted}; taken: {median}, its median release"
+        )
+        reasons = () if release is None else (asked,)
+        return Software(release=median, constants=within[median], extrapolating=reasons, is_median=True)
+
+    def _require_release(self, release: str, subject: str) -> None:
         try:
-            wanted = release_order(release)
+            release_order(release)
         except ValueError:
             rule = "is no release (year.month, as 26.04 or 26.04.01)"
-            raise ConfigError(subject, release, rule, f"known: {', '.join(known)}") from None
-        before = [name for name in known if release_order(name) <= wanted]
-        nearest = before[-1] if before else known[0]
-        return self.releases[nearest], nearest != release
+            known = ", ".join(sorted(self.releases, key=release_order))
+            raise ConfigError(subject, release, rule, f"known: {known}") from None
+
+    def uncalibrated(self, gpu: Gpu, precision: str, is_moe: bool) -> tuple[str, ...]:
+        """Why a prediction reaches beyond the runs that constants were fitted to; empty where it does not."""
+        wanted = scope(precision, is_moe)
+        rows = [row[gpu.architecture] for row in self.releases.values() if gpu.architecture in row]
+        if any(wanted in row.measured for row in rows) or not self.releases:
+            return ()
+        return (f"no measured steps of {wanted} models on {gpu.architecture}",)
 
 
 def release_order(release: str) -> tuple[int, ...]:
@@ -237,8 +352,21 @@ def shipped_constants() -> Constants:
 def constants_of(content: dict[str, Any]) -> Constants:
     """Constants from their JSON."""
     gpus = {name: GpuConstants(**row) for name, row in content["gpus"].items()}
-    releases = {name: ReleaseConstants(**row) for name, row in content["releases"].items()}
-    return Constants(gpus, releases, content["fragmentation"], MemoryQuantiles(**content["memory"]))
+    releases = {
+        name: {architecture: _release_of(**row) for architecture, row in rows.items()}
+        for name, rows in content["releases"].items()
+    }
+    return Constants(
+        gpus,
+        releases,
+        content["fragmentation"],
+        common=CommonConstants(**content["common"]),
+        memory=MemoryQuantiles(**content["memory"]),
+    )
+
+
+def _release_of(loss: float, measured: Sequence[str]) -> ReleaseConstants:
+    return ReleaseConstants(loss=loss, measured=tuple(measured))
 
 
 def measured_constants(measured: Measured, gpu: str) -> Constants:
@@ -253,15 +381,19 @@ def measured_constants(measured: Measured, gpu: str) -> Constants:
         rule = "is missing" if name in names else "is unknown"
         raise ConfigError(f"measured.constants.{name}", "", rule, "run tools/profile_cluster.py again")
     constants = MeasuredConstants(**measured.constants, latency_seconds=measured.latency_seconds)
-    return Constants({gpu: constants}, {MEASURED_RELEASE: ReleaseConstants()})
+    return Constants({gpu: constants})
 
 
 def constants_json(constants: Constants) -> str:
     """The text of constants.json."""
     content = {
+        "common": dataclasses.asdict(constants.common),
         "fragmentation": constants.fragmentation,
         "memory": dataclasses.asdict(constants.memory),
         "gpus": {name: dataclasses.asdict(row) for name, row in sorted(constants.gpus.items())},
-        "releases": {name: dataclasses.asdict(row) for name, row in sorted(constants.releases.items())},
+        "releases": {
+            name: {architecture: dataclasses.asdict(row) for architecture, row in sorted(rows.items())}
+            for name, rows in sorted(constants.releases.items())
+        },
     }
     return json.dumps(content, indent=1) + "\n"

@@ -39,12 +39,13 @@ from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Machine, Priced, concurrency, cost_of, layer_variant, one_way_seconds
+from moe_overlap.tuner.cost.analytic import Priced, cost_of, layer_variant, one_way_seconds
 from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
 from moe_overlap.tuner.cost.layer import Key, PartCost, held_bytes, operator_seconds
 from moe_overlap.tuner.cost.links import axis_group, collective_seconds, host_seconds
+from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.stage import state_seconds
 
@@ -228,7 +229,7 @@ class StagePrices:
         if not size:
             return 0.0
         setting = self.priced.setting
-        rate = setting.gpu.memory_gb_per_s * 1e9 * setting.constants.memory / setting.release.memory
+        rate = setting.gpu.memory_gb_per_s * 1e9 * setting.constants.memory
         return 2.0 * size / rate + setting.constants.kernel_seconds
 
     def _state(self, i: Instruction) -> float:

@@ -35,10 +35,18 @@ from moe_overlap.plan.operators import (
     WEIGHTS,
 )
 from moe_overlap.tuner.capture.graph import Collective, Op, Part
-from moe_overlap.tuner.cost.hardware import Features, GpuConstants, ReleaseConstants
+from moe_overlap.tuner.cost.hardware import CommonConstants, Features, GpuConstants
 from moe_overlap.tuner.cost.interference import Concurrent
 from moe_overlap.tuner.cost.links import Group, all_to_all_seconds, collective_seconds
-from moe_overlap.tuner.cost.operators import CostClassCode, Lookup, OpTable, Provenance, device_seconds
+from moe_overlap.tuner.cost.operators import (
+    LOW_PRECISIONS,
+    CostClassCode,
+    Lookup,
+    OpTable,
+    Provenance,
+    device_seconds,
+    fused_share,
+)
 
 Floats = NDArray[np.float64]
 EXCHANGE_AXES = ("ep", "tp_ep", "etp")
@@ -56,7 +64,7 @@ class Setting:
     groups: Mapping[str, Group]
     features: Features
     constants: GpuConstants
-    release: ReleaseConstants
+    common: CommonConstants
     concurrent: Concurrent
     """Seconds of concurrent computation and communication."""
     topk: int = 1
@@ -101,7 +109,7 @@ class PartCost:
 def kernel_seconds(table: OpTable, setting: Setting) -> tuple[Floats, list[Provenance]]:
     """Seconds of a part's operators on the device, collectives apart, and where each comes from."""
     seconds, origins = device_seconds(
-        table, setting.gpu, setting.features, setting.constants, setting.release, setting.lookup
+        table, setting.gpu, setting.features, setting.constants, setting.lookup, setting.common.tail
     )
     return seconds * np.where(table.loaded, setting.load, 1.0), origins
 
@@ -163,12 +171,20 @@ def _exposed(alone: float, beside: float, concurrent: Concurrent) -> float:
 
 
 def _host_seconds(table: OpTable, setting: Setting, in_pass: NDArray[np.bool_]) -> float:
+    """Seconds of the host to launch a pass: those of a call by who implements it, and of every further kernel in it."""
     if setting.features.graphs == "full":
         return 0.0
-    launched = in_pass & (table.classes != CostClassCode.FREE)
+    launched = in_pass & (table.launches > 0)
     if setting.features.graphs == "partial":
         launched = launched & np.isin(table.operators, UNGRAPHED)
-    return float(launched.sum()) * setting.constants.host_seconds
+    common = setting.common
+    by_call = np.array([1.0, common.fused, common.transformer_engine])
+    quantizes = table.quantizable & (setting.features.precision in LOW_PRECISIONS)
+    # A grouped product is one call that launches a kernel for every group.
+    further = np.where(setting.features.fused_experts, 0.0, table.launches - 1.0)
+    work = by_call[table.called] * np.where(quantizes, common.low_precision, 1.0) + further
+    work = work * np.minimum(1.0, fused_share(table, setting.features))
+    return float(work[launched].sum()) * setting.constants.host_seconds
 
 
 def kind_of(collective: Collective) -> str:
@@ -188,8 +204,7 @@ def alone_seconds(table: OpTable, setting: Setting, index: int, collective: Coll
     if table.ops[index].operator in (DISPATCH, COMBINE) and setting.features.dispatcher in ("deepep", "hybridep"):
         # A token is sent once to every rank it goes to, but crosses the network once for every node.
         share = expected_places(setting.topk, group.nodes) / expected_places(setting.topk, group.size)
-    release = setting.release.experts if collective.axis in EXCHANGE_AXES else 1.0
-    return scale * release * float(all_to_all_seconds(payload, group, rates, share))
+    return scale * float(all_to_all_seconds(payload, group, rates, share))
 
 
 def _until_read(table: OpTable, seconds: Floats, index: int) -> float:

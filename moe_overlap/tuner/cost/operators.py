@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.describe.cluster import Gpu
-from moe_overlap.plan.operators import COMBINE, DISPATCH, EXPERTS, GATE, HEAD_LOSS, LOSS, MERGE
+from moe_overlap.plan.operators import EXPERTS, GATE, HEAD_LOSS, LOSS
 from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Collective, Op, Part
-from moe_overlap.tuner.cost.hardware import Features, GpuConstants, ReleaseConstants
+from moe_overlap.tuner.capture.kernels import KERNELS
+from moe_overlap.tuner.cost.hardware import Features, GpuConstants
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -39,18 +40,31 @@ class CostClassCode(IntEnum):
     FREE = 5
 
 
+class CallCode(IntEnum):
+    """Who implements a call of the host, by what its launch costs; dispatchers count as Transformer Engine."""
+
+    TORCH = 0
+    FUSED = 1
+    TRANSFORMER_ENGINE = 2
+
+
 CODES = {code.name.lower(): code for code in CostClassCode}
 GEMM, GROUPED_GEMM, FUSED_ATTENTION = CostClassCode.GEMM, CostClassCode.GROUPED_GEMM, CostClassCode.ATTENTION
 LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
 FULL_PRECISION_OPERATORS = (HEAD_LOSS, LOSS, GATE)
 """Products that stay in bf16 in fp8 and fp4 training."""
-EXPERT_OPERATORS = (DISPATCH, EXPERTS, COMBINE, GATE, MERGE)
 SCORE_BYTES, DROPPED_BYTES = (7.0, 12.0), (5.0, 5.0)
 """Per score of attention without a fused kernel, forward and backward: product, softmax and product in turn, of which the causal
 softmax reads the unmasked half; and what dropout reads and writes beside, its mask among it."""
 SOFTMAX_OPERATIONS, USUAL_WIDTH = 256.0, 128.0
 """Cost of the exponential of a score beside its products, counted in their operations: narrow heads are less efficient.
 Efficiencies of attention are those of heads of the usual width."""
+WAVE_OUTPUTS = 132 * 128 * 256.0
+"""Outputs of one wave: multiprocessors of an H100 times the largest tile of its products; other GPUs are within a fifth of it."""
+LOSS_BYTES = 6.0
+"""Per logit: Transformer Engine's cross entropy reads bf16 logits twice and writes their gradient over them."""
+ROUTER_KERNELS = 4.0
+"""Kernels of a pass of the fused router: scores and choice, losses, and the map of tokens."""
 QUANTIZED_BYTES = 4.0
 """Per element of a product's first operand: read as bf16, written as fp8 twice, by rows and by columns."""
 
@@ -78,8 +92,14 @@ class OpTable:
     weight_gradient: Bools
     loaded: Bools
     """Work that grows with the rows routed here."""
-    expert: Bools
-    """Belongs to the experts and their all-to-alls."""
+    launches: Floats
+    """Kernels that the host launches: one per group of a grouped product, none of views and bookkeeping."""
+    called: NDArray[np.int64]
+    """CallCode of who implements it."""
+    wave_flops: Floats
+    """Operations of one wave of tiles of every product of an operator; 0 elsewhere."""
+    logits: float
+    """Elements of the logits of a head; 0 elsewhere."""
     quantizable: Bools
     collectives: tuple[tuple[int, Collective, float], ...]
     """Index, collective and payload bytes."""
@@ -108,7 +128,14 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
         backward=np.array([op.phase == "backward" for op in ops], dtype=np.bool_),
         weight_gradient=np.array([op.is_weight_gradient for op in ops], dtype=np.bool_),
         loaded=np.array([op.scales_with_load for op in ops], dtype=np.bool_),
-        expert=np.array([op.operator in EXPERT_OPERATORS for op in ops], dtype=np.bool_),
+        launches=np.array([_launches(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
+        wave_flops=np.array([_wave_flops(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
+        logits=sum(
+            shape[0] * shape[1]
+            for op, shape in zip(ops, shapes, strict=True)
+            if op.operator == HEAD_LOSS and op.cost_class == "gemm" and op.phase == "forward"
+        ),
+        called=np.array([_call(op) for op in ops], dtype=np.int64),
         quantizable=products & np.array([op.operator not in FULL_PRECISION_OPERATORS for op in ops], dtype=np.bool_),
         collectives=tuple((i, c, float(payload)) for (i, c), payload in zip(payloads, moved, strict=False)),
     )
@@ -119,11 +146,15 @@ def device_seconds(
     gpu: Gpu,
     features: Features,
     constants: GpuConstants,
-    release: ReleaseConstants,
     lookup: Lookup | None = None,
+    tail: float = 0.0,
 ) -> tuple[Floats, list[Provenance]]:
-    """Seconds of every operator but collectives (0 there), alone on the device, and where each comes from."""
-    seconds = _roofline(table, gpu, features, constants, release)
+    """Seconds of every operator but collectives (0 there), alone on the device, and where each comes from.
+
+    Args:
+        tail: waves of tiles that every product leaves idle.
+    """
+    seconds = _roofline(table, gpu, features, constants, tail)
     origins: list[Provenance] = ["roofline"] * len(table.ops)
     if lookup is not None:
         for index, op in enumerate(table.ops):
@@ -133,9 +164,7 @@ def device_seconds(
     return seconds, origins
 
 
-def _roofline(
-    table: OpTable, gpu: Gpu, features: Features, constants: GpuConstants, release: ReleaseConstants
-) -> Floats:
+def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConstants, tail: float) -> Floats:
     precision = features.precision
     low = table.quantizable if precision in LOW_PRECISIONS else np.zeros_like(table.quantizable)
     forward = ~table.backward
@@ -151,7 +180,7 @@ def _roofline(
     )
     rate = gpu.bf16_tflops * 1e12 * efficiency
     # No low-precision efficiency of grouped products is fitted: what they lose against plain ones in bf16 carries over.
-    grouped = constants.grouped_gemm / constants.gemm
+    grouped = min(1.0, constants.grouped_gemm / constants.gemm)
     rate = np.where(
         low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == GROUPED_GEMM, grouped, 1.0), rate
     )
@@ -163,16 +192,32 @@ def _roofline(
     )
     multiplies = (table.classes == GEMM) | (table.classes == GROUPED_GEMM) | (table.classes == FUSED_ATTENTION)
     scores = np.where(forward, read, back) * table.scores
-    product = np.where(multiplies, whole * table.flops / rate, 0.0) * release.products
-    # Weight gradients read what the other products have quantized: they pay for no quantization.
-    moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(
-        low & ~table.weight_gradient, QUANTIZED_BYTES * table.operand, 0.0
-    )
-    streamed = (moved + scores) / (gpu.memory_gb_per_s * 1e9 * constants.memory) * release.memory
-    seconds = product + streamed + constants.kernel_seconds
-    seconds = seconds * np.where(table.expert, release.experts, 1.0)
+    product = np.where(multiplies, (whole * table.flops + tail * table.wave_flops) / rate, 0.0)
+    # Weight gradients read what the other products have quantized: they pay for no quantization. Where both products of the
+    # experts are one kernel, it quantizes.
+    quantized = low & ~table.weight_gradient & ~((table.classes == GROUPED_GEMM) & features.fused_experts)
+    moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(quantized, QUANTIZED_BYTES * table.operand, 0.0)
+    share = fused_share(table, features)
+    streamed = (moved * share + scores) / (gpu.memory_gb_per_s * 1e9 * constants.memory)
+    seconds = product + streamed + constants.kernel_seconds * np.minimum(share, 1.0)
     runs = (table.classes != CostClassCode.COLLECTIVE) & (table.classes != CostClassCode.FREE)
     return np.where(runs, seconds, 0.0)
+
+
+def fused_share(table: OpTable, features: Features) -> Floats:
+    """[ops] What fused kernels leave of the captured operators' bytes and launches: the capture has torch's operators."""
+    share, moves = np.ones(len(table.ops)), table.classes == CostClassCode.MEMORY
+    if features.fused_loss and table.logits:
+        loss = moves & np.isin(table.operators, (HEAD_LOSS, LOSS))
+        total = float(table.bytes[loss].sum())
+        share[loss] = min(1.0, LOSS_BYTES * table.logits / total) if total else 1.0
+    if features.fused_router:
+        gate = moves & (table.operators == GATE)
+        for in_pass in (gate & table.backward, gate & ~table.backward):
+            share[in_pass] = min(1.0, ROUTER_KERNELS / max(1, int(in_pass.sum())))
+    if features.fused_experts:
+        share[moves & (table.operators == EXPERTS)] = 0.0
+    return share
 
 
 def low_precision_rate(gpu: Gpu, precision: str, constants: GpuConstants) -> float:
@@ -188,6 +233,30 @@ def _shapes(ops: Sequence[Op], b: int, s: int) -> tuple[tuple[float, ...], ...]:
     flat = [size for op in ops for size in op.shape]
     values = iter(evaluate(flat, b, s).tolist() if flat else [])
     return tuple(tuple(next(values) for _ in op.shape) for op in ops)
+
+
+def _launches(op: Op, shape: tuple[float, ...]) -> float:
+    """Kernels of an operator; Transformer Engine runs a grouped product as one product per group."""
+    if op.cost_class == "free":
+        return 0.0
+    return shape[0] if op.cost_class == "grouped_gemm" else 1.0
+
+
+def _wave_flops(op: Op, shape: tuple[float, ...]) -> float:
+    """Operations that all multiprocessors do while each computes one tile; of a grouped product once for every group."""
+    if op.cost_class == "gemm":
+        return 2.0 * WAVE_OUTPUTS * shape[2]
+    if op.cost_class != "grouped_gemm":
+        return 0.0
+    groups, rows, _, inner = shape
+    return 2.0 * WAVE_OUTPUTS * (rows if op.is_weight_gradient else groups * inner)
+
+
+def _call(op: Op) -> CallCode:
+    # Torch's operators are plain words; what it compiled is no registered kernel.
+    if "." not in op.name:
+        return CallCode.TORCH
+    return CallCode.TRANSFORMER_ENGINE if op.name in KERNELS else CallCode.FUSED
 
 
 def _first_operand(op: Op, shape: tuple[float, ...]) -> float:

@@ -19,10 +19,11 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
-from moe_overlap.tuner.cost.analytic import Machine, Prediction, concurrency
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants
 from moe_overlap.tuner.cost.interference import interference_of
 from moe_overlap.tuner.cost.links import axis_group
+from moe_overlap.tuner.cost.machine import Machine, concurrency
 from tests.unit.tuner.hand_made import captured_by_hand
 
 CONSTANTS = Constants(
@@ -45,7 +46,11 @@ CONSTANTS = Constants(
             step_seconds=0.0,
         )
     },
-    {"26.04": ReleaseConstants(), "26.08": ReleaseConstants(products=0.9)},
+    {
+        "26.02": {"Hopper": ReleaseConstants(loss=1.3, measured=("bf16 MoE",))},
+        "26.04": {"Hopper": ReleaseConstants(measured=("bf16 MoE",))},
+        "26.08": {"Hopper": ReleaseConstants(loss=0.7, measured=("bf16 MoE",))},
+    },
 )
 JOB = """--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --seq-length 4096
     --max-position-embeddings 4096 --vocab-size 32000 --micro-batch-size 1 --global-batch-size 128 --bf16 --swiglu
@@ -67,9 +72,8 @@ def by_hand(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -
 
 
 def predicted(*words: str, cluster: Cluster | None = None, **options: Any) -> Prediction:
-    return predict(
-        [*JOB, *words], cluster or shipped_cluster("H100", 32), graphs=by_hand, constants=CONSTANTS, **options
-    )
+    given = {"graphs": by_hand, "constants": CONSTANTS} | options
+    return predict([*JOB, *words], cluster or shipped_cluster("H100", 32), **given)  # type: ignore[arg-type]
 
 
 BASE = predicted()
@@ -102,9 +106,12 @@ def test_recomputation_trades_memory_for_time() -> None:
 
 
 def test_releases_and_unknown_gpus() -> None:
-    assert predicted(software="26.04").predicted.step_seconds > SECONDS
+    assert predicted(software="26.04").predicted.step_seconds == SECONDS
+    assert predicted(software="26.02").predicted.step_seconds > SECONDS
+    assert predicted(software="26.08").predicted.step_seconds < SECONDS
     assert predicted(software="26.04").extrapolating == ()
-    assert predicted(software="26.05").extrapolating == ("no measured steps of release 26.05",)
+    asked = "no measured steps of release 26.05 on Hopper in bf16 MoE; taken: 26.04, its median release"
+    assert predicted(software="26.05").extrapolating == (asked,)
     assert predicted(cluster=shipped_cluster("H200", 32)).extrapolating == ("no measured steps of H200",)
     with pytest.raises(ConfigError, match="--software new: is no release"):
         predicted(software="new")
@@ -184,7 +191,7 @@ def test_measured_interference_is_priced_where_there_is_some() -> None:
         cluster = shipped_cluster(gpu, 16)
         here = Measured(database="none", device="cuda", latency_seconds=0.0, constants={})
         cluster = dataclasses.replace(cluster, measured=here if measured else None)
-        machine = Machine(cluster=cluster, constants=CONSTANTS.gpus["H100"], release=ReleaseConstants())
+        machine = Machine(cluster=cluster, constants=CONSTANTS.gpus["H100"])
         replicas = axis_group(8, 1, 16, cluster.groups[0])
         closed, factors = concurrency(machine, replicas)
         seconds = float(closed(compute, exchange, nothing, nothing)[0])

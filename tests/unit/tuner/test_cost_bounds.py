@@ -1,0 +1,184 @@
+"""No GPU is faster than itself: rates stay below peaks under every release; what was not calibrated is extrapolated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from moe_overlap.api import predict
+from moe_overlap.describe.cluster import known_gpus, shipped_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.report.prediction import prediction_json, prediction_text
+from moe_overlap.tuner.cost.expected_error import (
+    ENOUGH_ROWS,
+    ExpectedError,
+    expected_error,
+    group_errors,
+    group_names,
+    shipped_errors,
+)
+from moe_overlap.tuner.cost.hardware import (
+    LOSSY,
+    CommonConstants,
+    Constants,
+    ReleaseConstants,
+    effective,
+    release_order,
+    shipped_constants,
+)
+from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collective_seconds
+from moe_overlap.tuner.cost.machine import machine_of
+from moe_overlap.tuner.cost.operators import low_precision_rate
+from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand, predicted
+
+SHIPPED = shipped_constants()
+PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+GPUS = [name for name in known_gpus() if not name.startswith("_")]
+RELEASES = (None, *sorted(SHIPPED.releases, key=release_order))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_no_rate_exceeds_its_peak_under_any_release(gpu: str) -> None:
+    cluster = shipped_cluster(gpu, 16)
+    described = cluster.group_of(0).gpu
+    peaks = {"fp8": described.fp8_tflops, "mxfp8": described.fp8_tflops, "nvfp4": described.fp4_tflops}
+    for release in RELEASES:
+        for precision in PRECISIONS:
+            for is_moe in (False, True):
+                machine, _ = machine_of(cluster, SHIPPED, release, precision=precision, is_moe=is_moe)
+                constants = machine.constants
+                assert all(0 < getattr(constants, name) <= 1 for name in (*LOSSY, "domain", "network")), release
+                peak = peaks.get(precision) or described.fp8_tflops or described.bf16_tflops
+                assert low_precision_rate(described, precision, constants) <= peak * 1e12
+
+
+def test_links_carry_no_more_than_their_rate() -> None:
+    size = float(1 << 30)
+    for gpu in GPUS:
+        machine, _ = machine_of(shipped_cluster(gpu, 64), SHIPPED)
+        links = machine.cluster.group_of(0)
+        fastest = max(links.domain_gb_per_s or 0.0, links.node_gb_per_s, links.network_gb_per_s) * 1e9
+        for ranks in (2, 8, 64):
+            group = axis_group(ranks, 1, 64, links)
+            moved = size * (ranks - 1) / ranks
+            for kind in ("all_gather", "all_reduce"):
+                # A ring passes through every card of a domain at once.
+                at_once = max(1, group.per_node) * links.network_gb_per_s * 1e9
+                assert moved / collective_seconds(kind, size, group, machine.constants.link_rates) <= max(
+                    fastest, at_once
+                )
+            assert moved / all_to_all_seconds(size, group, machine.constants.link_rates) <= 2 * fastest
+
+
+def test_a_release_acts_on_what_is_lost_beyond_the_peak() -> None:
+    rng = np.random.default_rng(0)
+    for efficiency, loss in zip(rng.uniform(1e-3, 1, 1000), rng.uniform(0, 5, 1000), strict=True):
+        reached = effective(efficiency, loss)
+        assert 0 < reached <= 1
+        assert (reached >= efficiency) == (loss <= 1)
+    assert effective(0.5, 1.0) == 0.5
+    assert effective(1.0, 3.0) == 1.0
+    assert effective(0.01, 0.0) == 1.0
+
+
+def released(**losses: float) -> Constants:
+    releases = {
+        name.replace("_", ".")[1:]: {"Hopper": ReleaseConstants(loss=loss, measured=("bf16 MoE",))}
+        for name, loss in losses.items()
+    }
+    return dataclasses.replace(CONSTANTS, releases=releases)
+
+
+def test_a_release_acts_only_on_what_was_measured_under_it() -> None:
+    constants = released(r26_02=1.3, r26_04=1.0, r26_08=0.5)
+    chosen = constants.of_release("26.08", "Hopper", "bf16", True)
+    assert (chosen.release, chosen.is_median, chosen.extrapolating) == ("26.08", False, ())
+    for architecture, precision, is_moe in (
+        ("Ampere", "bf16", True),
+        ("Hopper", "fp8", True),
+        ("Hopper", "bf16", False),
+    ):
+        other = constants.of_release("26.08", architecture, precision, is_moe)
+        assert other.constants.loss == 1.0
+        assert other.extrapolating[0].startswith(f"no measured steps of release 26.08 on {architecture}")
+    assert constants.of_release("26.05", "Hopper", "bf16", True).extrapolating
+    with pytest.raises(ConfigError, match="--software new: is no release"):
+        constants.of_release("new", "Hopper")
+
+
+def test_without_a_release_the_median_one_counts_and_the_answer_says_so() -> None:
+    constants = released(r26_02=1.3, r26_04=1.0, r26_08=0.5)
+    prediction = predicted(constants=constants)
+    assert prediction.software.is_median
+    assert prediction_json(prediction)["software"] == {"release": "26.04", "is_median": True, "loss": 1.0}
+    text = prediction_text(prediction, shipped_cluster("H100", 32))
+    assert "26.04, the median release of Hopper; losses beyond peak rates × 1.00" in text
+    seconds = prediction.predicted.step_seconds
+    assert predicted(constants=constants, software="26.08").predicted.step_seconds < seconds
+    assert predicted(constants=constants, software="26.02").predicted.step_seconds > seconds
+
+
+def test_what_was_never_calibrated_is_extrapolated() -> None:
+    constants = released(r26_04=1.0)
+    gpu = shipped_cluster("H100", 8).group_of(0).gpu
+    assert constants.uncalibrated(gpu, "bf16", True) == ()
+    assert constants.uncalibrated(gpu, "fp8", True) == ("no measured steps of fp8 MoE models on Hopper",)
+
+
+def test_the_error_is_that_of_the_narrowest_group_with_enough_rows() -> None:
+    gpu = shipped_cluster("H100", 8).group_of(0).gpu
+    runs = [(group_names("H100", "Hopper", "bf16", True), 0.1)] * (ENOUGH_ROWS - 1)
+    runs += [(group_names("H100", "Hopper", "fp8", True), -0.3)] * ENOUGH_ROWS
+    groups = group_errors(runs)
+    assert expected_error(groups, gpu, "fp8", True) == ExpectedError(0.3, 5, "H100 fp8 MoE")
+    wider = expected_error(groups, gpu, "fp16", True)
+    assert wider is not None
+    assert (wider.group, wider.rows) == ("H100 MoE", 9)
+    assert wider.relative == pytest.approx((4 * 0.1 + 5 * 0.3) / 9, abs=1e-4)
+    assert expected_error(groups, gpu, "bf16", False) == dataclasses.replace(wider, group="all")
+    assert expected_error({}, gpu, "bf16", False) is None
+
+
+def test_every_prediction_on_a_described_gpu_says_its_error() -> None:
+    prediction = predicted()
+    assert prediction.expected_error in shipped_errors().values()
+    assert prediction_json(prediction)["expected_error"]["relative"] > 0
+    assert f"± {prediction.expected_error.relative * 100:.0f} %" in prediction_text(
+        prediction, shipped_cluster("H100", 32)
+    )
+
+
+def test_the_host_is_hidden_while_the_device_has_work_and_graphs_remove_it() -> None:
+    seconds = predicted().predicted.step_seconds
+    slow = dataclasses.replace(CONSTANTS.gpus["H100"], host_seconds=1e-3)
+    hosted = dataclasses.replace(CONSTANTS, gpus={"H100": slow})
+    none, partial, full = (
+        predicted(*words, constants=hosted).predicted.step_seconds
+        for words in (
+            (),
+            ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-scope", "attn"),
+            ("--cuda-graph-impl", "local", "--cuda-graph-scope", "full_iteration"),
+        )
+    )
+    assert none > partial > full == pytest.approx(seconds)
+    library = dataclasses.replace(hosted, common=CommonConstants(transformer_engine=5.0))
+    assert predicted(constants=library).predicted.step_seconds >= none
+
+
+def test_every_partition_of_our_executor_is_launched_by_the_host() -> None:
+    base = [word for word in JOB if word not in ("--overlap-param-gather", "--overlap-grad-reduce")]
+    base += (
+        "--micro-batch-size 4 --moe-gate topk --moe-token-dispatcher-type irregular --moe-overlap-range around".split()
+    )
+    slow = dataclasses.replace(CONSTANTS.gpus["H100"], host_seconds=1e-2)
+    hosted = dataclasses.replace(CONSTANTS, gpus={"H100": slow})
+
+    def seconds(partitions: int) -> float:
+        words = [*base, "--pipeline-model-parallel-size", "1", "--moe-overlap-partitions", str(partitions)]
+        cluster = shipped_cluster("H100", 32)
+        return predict(words, cluster, graphs=by_hand, constants=hosted).predicted.step_seconds
+
+    # Operators inside the range are launched once for each partition, and nothing on the device is as slow as that.
+    assert seconds(4) > 1.5 * seconds(2)
