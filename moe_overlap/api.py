@@ -44,10 +44,11 @@ from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import PRECISIONS, Flags, Graphs, cached_graphs, cpu_graphs
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Prediction, machine_of
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Constants, Dispatcher, Features, measured_constants, shipped_constants
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
 from moe_overlap.tuner.cost.interference import all_to_all_costs
+from moe_overlap.tuner.cost.machine import machine_of
 from moe_overlap.tuner.cost.memory import QUANTIZED_ELEMENT
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem

@@ -1,84 +1,123 @@
-"""Measure how many stages the analytic cost model prices per second, on one core: `python -m tools.benchmark_stages --json`
+"""Measure how many complete stages the evaluator prices per second, on one core: `python -m tools.benchmark_stages --json`
 
-shared: 5,952 strategies (ZeRO level and four offload ratios) times 400 tuples of layers, recomputed layers and micro-batches
-in flight, which share the pairing of work on the channels. apart: 400,000 stages that share nothing.
+Kinds are those of DeepSeek-V3 with prediction layers, as captured (a first run captures them, in about 20 s): embedding, dense
+and MoE layers, as they are and recomputed, prediction layer, head.
+
+shared: 5,952 strategies (ZeRO 1 to 3 and four offload ratios) times 2,816 shapes: dense layers, layers, recomputed layers,
+micro-batches in flight. A search does this for every layout and micro-batch. The evaluator is made anew in every repeat.
+apart: as many strategies at one shape each, so that no table serves two stages.
+A complete stage has seconds of a stable, the first and the last micro-batch, seconds of the optimizer, and peak bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moe_overlap.tuner.cost.interference import Concurrent, interference_of
-from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy, layer_terms, paired_totals, stage_totals
+from moe_overlap.api import problem_of
+from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.plan.plan import Recompute
+from moe_overlap.tuner.cost.analytic import prepare, stage_evaluator
+from moe_overlap.tuner.cost.evaluate import StageEvaluator, StageShapes, runs_of
+from moe_overlap.tuner.cost.stage import Strategy
 
-KINDS = 2
-"""A layer as it is, and recomputed."""
-STRATEGIES, SHAPES, APART = 5952, 400, 400_000
-
-
-def concurrent() -> Concurrent:
-    """The interference that was measured between eight A100s of a node."""
-    measured = interference_of("A100", 1, 8)
-    assert measured is not None
-    return measured.seconds
-
-
-def kinds() -> KindTerms:
-    """Layers of the size of a 7B model's."""
-    return KindTerms(
-        forward_seconds=np.array([2e-3, 2e-3]),
-        backward_seconds=np.array([4e-3, 6e-3]),
-        saved_bytes=np.array([5e8, 3e7]),
-        working_bytes=np.array([2e8, 5e8]),
-        dense_parameters=np.array([2e8, 2e8]),
-        expert_parameters=np.array([0.0, 0.0]),
-    )
+MODEL = Path(__file__).parents[1] / "examples" / "deepseek-v3-mtp.args"
+GPUS = 1024
+ZERO_LEVELS = (1.0, 2.0, 3.0)
+RATIOS = {
+    "weights": (0.0, 0.25, 0.375, 0.5, 0.75, 1.0),
+    "gradients": (0.0, 0.25, 0.375, 0.5, 0.75, 1.0),
+    "optimizer": (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0),
+    "activations": (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0),
+}
+"""The ratios of Mist's search; weights are offloaded only where gradients are: 31 pairs."""
+MOST_DENSE, MOST_LAYERS, MOST_IN_FLIGHT = 3, 8, 16
+APART = 2000
 
 
-def strategies(count: int, random: np.random.Generator) -> Strategy:
-    """Strategies whose every field is drawn independently."""
-    ratios = [0.0, 0.25, 0.5, 0.75, 1.0]
+def strategies(data: float, expert_data: float) -> Strategy:
+    """Every strategy of Mist's space, for one layout."""
+    rows = np.array(
+        [row for row in itertools.product(ZERO_LEVELS, *RATIOS.values()) if not (row[1] > 0 and row[2] == 0)]
+    ).T
+    count = rows.shape[1]
     return Strategy(
-        data=random.choice([1.0, 2.0, 4.0, 8.0], count),
-        expert_data=random.choice([1.0, 2.0], count),
-        zero_level=random.choice([1.0, 2.0, 3.0], count),
-        offload_weights=random.choice(ratios, count),
-        offload_gradients=random.choice(ratios, count),
-        offload_optimizer=random.choice(ratios, count),
-        offload_activations=random.choice(ratios, count),
+        data=np.full(count, data),
+        expert_data=np.full(count, expert_data),
+        zero_level=rows[0],
+        offload_weights=rows[1],
+        offload_gradients=rows[2],
+        offload_optimizer=rows[3],
+        offload_activations=rows[4],
     )
 
 
-def rates(count: int) -> StateRates:
-    """Rates of an H100."""
-    return StateRates(
-        dense_scatter=np.full(count, 3e-12),
-        expert_scatter=np.full(count, 2e-11),
-        latency_seconds=1e-5,
-        host_copy=2e-11,
-        optimizer_sweep=4e-13,
-        weight_bytes=2.0,
-        gradient_bytes=4.0,
-        optimizer_bytes=12.0,
-        gathered_bytes=2.0,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
+def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes, Strategy]:
+    """What makes an evaluator of a strategy, shapes of a middle stage, and the strategies."""
+    words = f"@{MODEL} --recompute-granularity full --recompute-method block --recompute-num-layers 1".split()
+    problem = problem_of(words, shipped_cluster(gpu, GPUS), {})
+    # One stage in two chunks: block recomputation of the first layers of each gives all kinds of layers.
+    layers = problem.model.num_layers
+    stage = replace(
+        problem.plan.stages[0],
+        chunks=((0, 20), (20, layers)),
+        recompute=Recompute(layers=2, granularity="full"),
+    )
+    whole = replace(problem.plan, stages=(stage,), embedding_stage=0, loss_stage=0, mtp_stage=0)
+    (family,) = prepare(whole, problem.model, problem.graphs, problem.features)
+    runs = [replace(part, chunk=0) for part in runs_of(family.parts[0])[0]]
+    kinds = list(dict.fromkeys(runs))
+    assert len(kinds) == len(family.tables)
+    # A stage with so many dense layers in front, with the embedding if there are any; the first layers are recomputed.
+    of_layers = [row for row, part in enumerate(kinds) if part.is_layer and not part.held_once]
+    embedding = next(row for row, part in enumerate(kinds) if part.is_embedding)
+    grid = [
+        (dense, count, again, in_flight)
+        for dense, count in itertools.product(range(MOST_DENSE + 1), range(1, MOST_LAYERS + 1))
+        for again, in_flight in itertools.product(range(count + 1), range(1, MOST_IN_FLIGHT + 1))
+    ]
+    counts = np.zeros((len(kinds), len(grid)))
+    for shape, (dense, count, again, _) in enumerate(grid):
+        for layer in range(count):
+            counts[of_layers[2 * (layer >= dense) + (layer >= again)], shape] += 1
+        counts[embedding, shape] = dense > 0
+    flying = np.array([row[-1] for row in grid], dtype=np.float64)
+    shapes = StageShapes(
+        runs=tuple(kinds),
+        counts=counts,
+        in_flight=flying,
+        is_first=False,
+        is_last=False,
+        boundary_bytes=family.boundary_bytes,
     )
 
+    def made(strategy: Strategy) -> StageEvaluator:
+        return stage_evaluator(whole, problem.model, family, problem.machine, problem.features, strategy)
 
-def measure(run: Callable[[], object], stages: int, repeats: int) -> dict[str, float]:
-    """Stages per second."""
+    return made, shapes, strategies(float(stage.data * stage.context), float(stage.expert_data))
+
+
+def some(strategy: Strategy, members: NDArray[np.intp]) -> Strategy:
+    """Some of the strategies."""
+    return Strategy(**{name: getattr(strategy, name)[members] for name in Strategy.__dataclass_fields__})
+
+
+def measure(run: Callable[[], object], stages_priced: int, repeats: int) -> dict[str, float]:
+    """Stages per CPU second."""
     rates_seen = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         run()
-        rates_seen.append(stages / (time.perf_counter() - start))
+        rates_seen.append(stages_priced / (time.process_time() - start))
     return {"min": min(rates_seen), "median": statistics.median(rates_seen), "max": max(rates_seen)}
 
 
@@ -86,31 +125,31 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gpu", default="H100")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    random = np.random.default_rng(1)
-    shared, apart = strategies(STRATEGIES, random), strategies(APART, random)
-    counts = random.integers(0, 16, (KINDS, APART)).astype(np.float64)
-    flying = random.integers(1, 9, APART).astype(np.float64)
-    beside = concurrent()
-    others = (1e7, 0.1, [False] * KINDS)
+    made, shapes, strategy = stages(arguments.gpu)
+    count, size = len(strategy.data), len(shapes.in_flight)
+    # Kinds are priced once for a layout, before any strategy.
+    chosen = np.random.default_rng(1).permutation(count)[:APART]
+    evaluator, apart = made(strategy), made(some(strategy, chosen))
 
     def together() -> object:
-        terms = layer_terms(kinds(), shared, rates(STRATEGIES), beside)
-        return stage_totals(terms, counts[:, :SHAPES], flying[:SHAPES], *others)
+        return evaluator.anew().totals(shapes)
 
     def alone() -> object:
-        return paired_totals(kinds(), apart, rates(APART), beside, counts, flying, *others)
+        return apart.anew().totals(shapes.some(slice(0, 1)))
 
     figures = {
-        "shared": measure(together, STRATEGIES * SHAPES, arguments.repeats),
-        "apart": measure(alone, APART, arguments.repeats),
+        "shared": measure(together, count * size, arguments.repeats),
+        "apart": measure(alone, len(chosen), arguments.repeats),
     }
     if arguments.json:
         print(json.dumps(figures))
         return
+    print(f"{len(shapes.runs)} kinds, {count} strategies, {size} shapes; million stages per CPU second")
     for name, row in figures.items():
-        print(f"{name:<8}" + "  ".join(f"{key} {value / 1e6:6.2f} M/s" for key, value in row.items()))
+        print(f"{name:<8}" + "  ".join(f"{key} {value / 1e6:6.3f}" for key, value in row.items()))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.capabilities import ListedRun
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Machine
 from moe_overlap.tuner.cost.hardware import Features, Refined
+from moe_overlap.tuner.cost.machine import Machine
 
 OURS = ListedRun(gate="topk")
 """Settings that go with every overlap."""

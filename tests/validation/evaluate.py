@@ -11,8 +11,9 @@ from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.plan.plan import PredictedStage
 from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Family, Prediction, machine_of, prepare, price
+from moe_overlap.tuner.cost.analytic import Family, Prediction, prepare, price
 from moe_overlap.tuner.cost.hardware import Constants, Features, scope
+from moe_overlap.tuner.cost.machine import machine_of
 from tests.validation.rows import Row, flags_of
 
 NATURAL_LOAD = 1.2

@@ -13,8 +13,9 @@ from moe_overlap.api import Job, features_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Family, Machine, Prediction, one_way_seconds, prepare, price
+from moe_overlap.tuner.cost.analytic import Family, Prediction, one_way_seconds, prepare, price
 from moe_overlap.tuner.cost.hardware import Constants, Features, scope
+from moe_overlap.tuner.cost.machine import Machine
 from tests.validation.errors import figures
 from tests.validation.recorded_runs import Run, Value, job_of, layers_of_stages, left_out, recorded_runs
 

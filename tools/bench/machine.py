@@ -34,9 +34,9 @@ from moe_overlap.plan.operators import is_state_key
 from moe_overlap.report.trace import Trace, read_trace
 from moe_overlap.tuner.capture.cache import cpu_graphs
 from moe_overlap.tuner.capture.graph import Op
-from moe_overlap.tuner.cost.analytic import machine_of
 from moe_overlap.tuner.cost.hardware import measured_constants
 from moe_overlap.tuner.cost.interference import COUNTS, NO_INTERFERENCE, QUEUED_COUNTS, STARTS, costs_of, start_seconds
+from moe_overlap.tuner.cost.machine import machine_of
 from moe_overlap.tuner.cost.operators import Lookup, Provenance
 from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
@@ -369,7 +369,7 @@ def predicted_spans(
         return slept[rank].of(i) + starts[rank].get(i.id, 0.0)
 
     slowed = {rank: prices.slowed if profile is None else NO_INTERFERENCE for rank, prices in step.prices.items()}
-    simulation = simulate(lists, seconds, slowed, links.queue_seconds, half_duplex=True)
+    simulation = simulate(lists, seconds, slowed, links.queue_seconds)
     return {rank: recorded(instructions, simulation, rank) for rank, instructions in lists.items()}
 
 

@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.describe.cluster import GIB, Cluster, Gpu, NodeGroup
+from moe_overlap.describe.cluster import GIB, Gpu, NodeGroup
 from moe_overlap.describe.model import ModelDescription, training_flops_per_token
 from moe_overlap.plan.lowering.pipeline_order import most_in_flight, pipeline_blocks
 from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
-from moe_overlap.tuner.cost.expected_error import ExpectedError, expected_error, shipped_errors
+from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
+from moe_overlap.tuner.cost.expected_error import ExpectedError
 from moe_overlap.tuner.cost.feasibility import (
     Change,
     FullestStage,
@@ -34,23 +35,12 @@ from moe_overlap.tuner.cost.feasibility import (
     verdict_of,
 )
 from moe_overlap.tuner.cost.hardware import (
-    NOT_REFINED,
     REFERENCE,
-    CommonConstants,
-    Constants,
     Features,
     GpuConstants,
-    Refined,
     Software,
 )
-from moe_overlap.tuner.cost.interference import (
-    AllToAllCosts,
-    Concurrent,
-    Interference,
-    interference_of,
-    partly_concurrent,
-    slowed_down,
-)
+from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_all_to_alls, part_cost
 from moe_overlap.tuner.cost.links import (
     Group,
@@ -60,20 +50,12 @@ from moe_overlap.tuner.cost.links import (
     point_to_point_seconds,
     stage_groups,
 )
+from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
-from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup, OpTable, tabulate
-from moe_overlap.tuner.cost.stage import (
-    KindTerms,
-    LayerTerms,
-    StageCosts,
-    StateRates,
-    Strategy,
-    in_flight,
-    layer_terms,
-    stage_costs,
-    step_seconds,
-    transfer_waits,
-)
+from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, OpTable, tabulate
+from moe_overlap.tuner.cost.pipeline import StageTimes, in_flight, step_seconds, transfer_waits
+from moe_overlap.tuner.cost.slots import Part as StagePart
+from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
 
 Floats = NDArray[np.float64]
 CAPTURED_BYTES = {"fp32": 4.0}
@@ -94,14 +76,10 @@ class Family:
     """[K, M]"""
     in_flight: Floats
     """[M]"""
+    parts: tuple[tuple[StagePart, ...], ...]
+    """[M] every stage's parts in the order of its forward pass; rows are those of `tables`."""
     boundary_bytes: float
     """Hidden states that cross a stage's edge for one micro-batch, on one rank."""
-
-    @property
-    def held_once(self) -> list[bool]:
-        """[K] parts of which one micro-batch alone is ever held."""
-        # The last chunk runs a backward pass right behind its forward pass, so no second micro-batch waits there.
-        return [table.part.kind == "head" or table.part.kind.startswith("mtp.") for table in self.tables]
 
 
 def prepare(
@@ -155,8 +133,41 @@ def _family(
         sizes=tuple(sizes),
         counts=counts,
         in_flight=np.array(flying),
+        parts=tuple(
+            _parts(plan, index, graphs[index], {(part.kind, part.variant): rows[id(part)] for part, _ in of_stage})
+            for index, of_stage in zip(indices, counted, strict=True)
+        ),
         boundary_bytes=float(boundary_bytes(plan, stage, model)),
     )
+
+
+def _parts(
+    plan: Plan, index: int, graph: CapturedModel, of_kind: Mapping[tuple[str, str], int]
+) -> tuple[StagePart, ...]:
+    """A stage's parts in the order of its forward pass.
+
+    Args:
+        of_kind: kind and variant of the stage's parts -> their rows.
+    """
+    stage, samples = plan.stages[index], plan.stages[index].micro_batch_size
+    last = len(stage.chunks) - 1
+    found = []
+    if index == plan.embedding_stage:
+        row = of_kind["embedding", graph.part("embedding", samples=samples).variant]
+        found.append(StagePart(row, is_layer=False, is_embedding=True))
+    for chunk, (first, end) in enumerate(stage.chunks):
+        found += [
+            StagePart(of_kind[graph.layer_kinds[layer], layer_variant(stage, layer - first)], chunk)
+            for layer in range(first, end)
+        ]
+    # The last chunk runs a backward pass right behind its forward pass, so no second micro-batch waits in what follows.
+    if index == plan.mtp_stage:
+        kinds = [(kind, prediction_variant(stage)) for kind in graph.mtp_kinds]
+        found += [StagePart(of_kind[kind], last, held_once=True) for kind in kinds]
+    if index == plan.loss_stage:
+        row = of_kind["head", graph.part("head", samples=samples).variant]
+        found.append(StagePart(row, last, is_layer=False, held_once=True))
+    return tuple(found)
 
 
 def _flying(plan: Plan, index: int) -> float:
@@ -294,81 +305,6 @@ class Priced:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """The machine and its rates that a prediction is made for.
-
-    Attributes:
-        constants: of the GPU, under the release.
-        common: constants that are the same for all GPUs.
-        software: the release that `constants` are of.
-        expected_error: of predictions for this machine, precision and kind of model.
-        load: rows of the busiest rank of an expert group over the mean.
-        lookup: the database of measured operators.
-        exchanges: costs of all-to-alls beside their rows; None where they were not measured.
-        refined: factors that traces give for the prices of instructions; the analytic cost does not read them.
-    """
-
-    cluster: Cluster
-    constants: GpuConstants
-    common: CommonConstants = CommonConstants()
-    software: Software = REFERENCE
-    expected_error: ExpectedError | None = None
-    fragmentation: float = 0.0
-    memory: MemoryQuantiles = MemoryQuantiles()
-    load: float = 1.0
-    lookup: Lookup | None = None
-    exchanges: AllToAllCosts | None = None
-    refined: Refined = NOT_REFINED
-
-    @property
-    def queue_seconds(self) -> float:
-        """Seconds by which counts take longer that start while rows are on their way."""
-        return self.exchanges.queue_seconds if self.exchanges is not None else 0.0
-
-
-def machine_of(
-    cluster: Cluster,
-    constants: Constants,
-    release: str | None = None,
-    load: float = 1.0,
-    lookup: Lookup | None = None,
-    precision: str = "bf16",
-    is_moe: bool = False,
-) -> tuple[Machine, tuple[str, ...]]:
-    """The machine that a prediction is made for, and why the prediction reaches beyond measured steps.
-
-    Args:
-        release: software release whose losses count; the GPU's median release where None.
-        load: rows of the busiest rank of an expert group over the mean.
-        lookup: the database of measured operators.
-        precision: of the products.
-        is_moe: whether the model has experts.
-    Raises:
-        ConfigError: not a release's name.
-    """
-    gpu = cluster.group_of(0).gpu
-    of_gpu, other_gpu = constants.of_gpu(gpu)
-    software = constants.of_release(release, gpu.architecture, precision, is_moe)
-    reasons = [f"no measured steps of {gpu.name}"] if other_gpu else []
-    reasons += [*constants.uncalibrated(gpu, precision, is_moe), *software.extrapolating]
-    error = None
-    if cluster.measured is None:
-        error = expected_error(shipped_errors(), gpu, precision, is_moe)
-    machine = Machine(
-        cluster=cluster,
-        constants=software.constants.apply(of_gpu),
-        common=constants.common,
-        software=software,
-        expected_error=error,
-        fragmentation=constants.fragmentation,
-        memory=constants.memory,
-        load=load,
-        lookup=lookup,
-    )
-    return machine, tuple(reasons)
-
-
 def price(
     plan: Plan,
     model: ModelDescription,
@@ -385,44 +321,73 @@ def price(
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
     """Costs of stages of one layout."""
-    constants, stage = machine.constants, family.stage
+    setting, factors = _setting(plan, model, family.stage, machine, features)
+    parts = [cost_of(table, setting) for table in family.tables]
+    evaluator = _evaluator(family, parts, setting, factors, machine, _strategy(family.stage))
+    # The only stage of a pipeline sends no hidden states.
+    boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
+    shapes = (
+        StageShapes(
+            runs=runs,
+            counts=np.array(counts)[:, None],
+            in_flight=family.in_flight[column : column + 1],
+            is_first=index == 0,
+            is_last=index == len(plan.stages) - 1,
+            boundary_bytes=boundary,
+        )
+        for column, index in enumerate(family.stages)
+        for runs, counts in [runs_of(family.parts[column])]
+    )
+    summed = joined([evaluator.costs(shape) for shape in shapes])
+    return Priced(family, summed, tuple(parts), evaluator.terms, evaluator.rates, setting)
+
+
+def stage_evaluator(
+    plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features, strategy: Strategy
+) -> StageEvaluator:
+    """The evaluator of stages of a family's layout and micro-batch under other strategies.
+
+    Args:
+        strategy: [N]; its `data` and `expert_data` are those of the layout.
+    """
+    setting, factors = _setting(plan, model, family.stage, machine, features)
+    parts = [cost_of(table, setting) for table in family.tables]
+    return _evaluator(family, parts, setting, factors, machine, strategy)
+
+
+def _setting(
+    plan: Plan, model: ModelDescription, stage: StagePlan, machine: Machine, features: Features
+) -> tuple[Setting, Interference]:
+    """The hardware and the settings of a stage, and how what runs at the same time on it slows down."""
     links = machine.cluster.group_of(stage.devices.ranks[0])
     groups = stage_groups(plan, stage, machine.cluster)
+    concurrent, factors = concurrency(machine, groups["dp_cp"])
     setting = Setting(
         gpu=links.gpu,
         groups=groups,
         features=features,
-        constants=constants,
+        constants=machine.constants,
         common=machine.common,
-        concurrent=concurrency(machine, groups["dp_cp"])[0],
+        concurrent=concurrent,
         topk=max(1, model.router_topk),
         load=machine.load,
         lookup=machine.lookup,
     )
-    parts = [cost_of(table, setting) for table in family.tables]
-    rates = _state_rates(groups, links, constants, features)
-    terms = layer_terms(_kind_terms(parts, family, features), _strategy(stage), rates, setting.concurrent)
-    # The only stage of a pipeline sends no hidden states.
-    boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
-    summed = stage_costs(terms, family.counts, family.in_flight, boundary, machine.fragmentation, family.held_once)
-    return Priced(family, summed, tuple(parts), terms, rates, setting)
+    return setting, factors
 
 
-def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interference]:
-    """Interference of concurrent work: by the factors of a host that was measured with these GPUs, else by one constant.
-
-    Args:
-        replicas: the ranks that share a stage's states, whose collectives run beside its computation.
-    Returns:
-        As a function of alone seconds for analytic costs, and as factors for a simulation.
-    """
-    if machine.cluster.measured is None:
-        # A measured cluster keeps its own constant: factors of another host with the same GPUs may differ twofold.
-        fitted = interference_of(replicas.links.gpu.name, replicas.nodes, min(replicas.per_node, replicas.size))
-        if fitted is not None:
-            return fitted.seconds, fitted
-    slowdown = machine.constants.overlap_slowdown
-    return partly_concurrent(slowdown), slowed_down(slowdown)
+def _evaluator(
+    family: Family,
+    parts: Sequence[PartCost],
+    setting: Setting,
+    factors: Interference,
+    machine: Machine,
+    strategy: Strategy,
+) -> StageEvaluator:
+    links = machine.cluster.group_of(family.stage.devices.ranks[0])
+    rates = _state_rates(setting.groups, links, machine.constants, setting.features, len(strategy.data))
+    kinds = _kind_terms(parts, family, setting.features)
+    return StageEvaluator(kinds, strategy, rates, setting.concurrent, factors, machine.fragmentation)
 
 
 def cost_of(table: OpTable, setting: Setting) -> PartCost:
@@ -432,10 +397,10 @@ def cost_of(table: OpTable, setting: Setting) -> PartCost:
 
 
 def _state_rates(
-    groups: Mapping[str, Group], links: NodeGroup, constants: GpuConstants, features: Features
+    groups: Mapping[str, Group], links: NodeGroup, constants: GpuConstants, features: Features, strategies: int
 ) -> StateRates:
     # A rate is taken at so many bytes that the latency, which is added once per collective, is a negligible part of it.
-    one, unit, rates = np.ones(1), 1 << 30, constants.link_rates
+    one, unit, rates = np.ones(strategies), 1 << 30, constants.link_rates
     return StateRates(
         dense_scatter=one * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
         expert_scatter=one * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,
@@ -455,6 +420,7 @@ def _kind_terms(costs: Sequence[PartCost], family: Family, features: Features) -
     sizes = family.sizes
     heads = [table.part.kind == "head" for table in family.tables]
     saved, working = stage_sizes(sizes, heads, features.overlap_experts)
+    kinds = [table.part.kind for table in family.tables]
     return KindTerms(
         forward_seconds=np.array([cost.forward.seconds for cost in costs]),
         backward_seconds=np.array([cost.backward.seconds for cost in costs]),
@@ -462,6 +428,9 @@ def _kind_terms(costs: Sequence[PartCost], family: Family, features: Features) -
         working_bytes=working,
         dense_parameters=np.array([size.dense_parameters for size in sizes]),
         expert_parameters=np.array([size.expert_parameters for size in sizes]),
+        sent_forward_seconds=np.array([cost.forward.exposed.get("expert", 0.0) for cost in costs]),
+        sent_backward_seconds=np.array([cost.backward.exposed.get("expert", 0.0) for cost in costs]),
+        is_layer=np.array([kind not in ("embedding", "head") for kind in kinds]),
     )
 
 
@@ -487,25 +456,21 @@ def _whole(
     extrapolating: tuple[str, ...],
 ) -> Prediction:
     """The prediction of a step from the costs of its stages."""
-    stage, cluster, constants = plan.stages[0], machine.cluster, machine.constants
-    virtual, count = len(stage.chunks), stage.gradient_accumulation_steps
+    cluster, constants, virtual = machine.cluster, machine.constants, len(plan.stages[0].chunks)
     place = {index: (family, column) for family in priced for column, index in enumerate(family.family.stages)}
     order = [place[index] for index in range(len(plan.stages))]
-    one_way = one_way_seconds(plan, priced[0].family.boundary_bytes, machine) if len(plan.stages) > 1 else 0.0
+    sent = [family.family.boundary_bytes for family, _ in order]
+    # Where tiles of unlike stages cross, the end that sends or receives more of them takes longer.
+    one_way = [one_way_seconds(plan, max(pair), machine) for pair in zip(sent, sent[1:], strict=False)]
     beside = constants.overlap_slowdown if features.overlap_transfers else None
-    transfers, filling = transfer_waits(len(plan.stages), virtual, one_way, beside)
-    stable = [
-        float(family.costs.stable_seconds[0, m]) + transfer
-        for (family, m), transfer in zip(order, transfers, strict=True)
-    ]
-    first = [float(family.costs.first_extra_seconds[0, m]) for family, m in order]
-    last = [float(family.costs.last_extra_seconds[0, m]) for family, m in order]
-    step = step_seconds(stable, first, last, count, virtual)
+    transfers, filling = transfer_waits(one_way, virtual, beside)
+    times = [_times(family.costs, m, transfer) for (family, m), transfer in zip(order, transfers, strict=True)]
+    step = step_seconds(times, [stage.gradient_accumulation_steps for stage in plan.stages], virtual)
     # Stages update at the same time, behind the norm that all of them wait for.
     update = max(float(family.costs.optimizer_seconds[0, m]) for family, m in order) + constants.step_seconds
     seconds = step.total + filling + update
-    slowest, column = order[int(np.argmax(stable))]
-    transfer = transfers[int(np.argmax(stable))]
+    slowest, column = order[step.slowest]
+    transfer, count = transfers[step.slowest], plan.stages[step.slowest].gradient_accumulation_steps
     inside = {kind: count * float(slowest.exposed(kind)[column]) for kind in KINDS}
     compute = count * float(slowest.compute[column])
     # Sharded or offloaded states add communication of the data ranks, or copies, to a stable micro-batch.
@@ -519,10 +484,7 @@ def _whole(
             step_seconds=seconds,
             tokens_per_second_per_gpu=tokens,
             model_tflops_per_gpu=tflops,
-            stages=tuple(
-                _stage(family, m, stable[i], first[i], last[i], transfers[i], provenance)
-                for i, (family, m) in enumerate(order)
-            ),
+            stages=tuple(_stage(family, m, times[i], transfers[i], provenance) for i, (family, m) in enumerate(order)),
             provenance=provenance,
         ),
         breakdown={
@@ -554,14 +516,25 @@ def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> floa
     return float(point_to_point_seconds(boundary_bytes, pair, machine.constants.link_rates))
 
 
-def _stage(
-    priced: Priced, column: int, stable: float, first: float, last: float, transfer: float, provenance: Provenance
-) -> PredictedStage:
+def _times(costs: StageCosts, column: int, transfer: float) -> StageTimes:
+    """Times of a stage, with the transfers between stages that a stable micro-batch waits for."""
+    return StageTimes(
+        forward=float(costs.forward_seconds[0, column]) + transfer / 2,
+        backward=float(costs.backward_seconds[0, column]) + transfer / 2,
+        first=float(costs.first_extra_seconds[0, column]),
+        waited=float(costs.waited_extra_seconds[0, column]),
+        turn=float(costs.turn_extra_seconds[0, column]),
+        drain=float(costs.drain_extra_seconds[0, column]),
+        tail=float(costs.tail_seconds[0, column]),
+    )
+
+
+def _stage(priced: Priced, column: int, times: StageTimes, transfer: float, provenance: Provenance) -> PredictedStage:
     peaks = {name: int(values[0, column]) for name, values in priced.costs.peaks.items()}
     return PredictedStage(
-        stable_seconds=stable,
-        first_seconds=stable + first,
-        last_seconds=stable + last,
+        stable_seconds=times.stable,
+        first_seconds=times.stable + times.first,
+        last_seconds=times.stable + times.drain + times.tail,
         peak_bytes=sum(peaks.values()),
         peak_bytes_by_category=PeakBytes(**peaks),
         exposed_communication_seconds=sum(float(priced.exposed(kind)[column]) for kind in KINDS) + transfer,

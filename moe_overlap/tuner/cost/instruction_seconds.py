@@ -19,6 +19,7 @@ import numpy as np
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer
 from moe_overlap.plan.lowering.deferral import backward_of
+from moe_overlap.plan.lowering.optimizer_state import NORM as NORM_STATE
 from moe_overlap.plan.operators import (
     BACKWARD,
     COUNT,
@@ -38,12 +39,13 @@ from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Machine, Priced, concurrency, cost_of, layer_variant, one_way_seconds
+from moe_overlap.tuner.cost.analytic import Priced, cost_of, layer_variant, one_way_seconds
 from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
 from moe_overlap.tuner.cost.layer import Key, PartCost, held_bytes, operator_seconds
 from moe_overlap.tuner.cost.links import axis_group, collective_seconds, host_seconds
+from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.stage import state_seconds
 
@@ -158,7 +160,7 @@ class StagePrices:
             gradient = str(buffer.gradient)
             return self.deferred_bytes(gradient) / self._products(gradient)
         what, part, moves = buffer.role, buffer.subject, buffer.home is Home.MOVED
-        if what not in KEPT or buffer.home not in (Home.DEVICE, Home.MOVED):
+        if what not in KEPT or buffer.home not in (Home.DEVICE, Home.MOVED) or name == NORM_STATE:
             return 0.0
         stage, rates, size = self.stage, self.priced.rates, self.priced.family.sizes[self.row(part)]
         whole = size.dense_parameters + size.expert_parameters
@@ -239,7 +241,7 @@ class StagePrices:
             return 0.0
         costs, terms, rates = self.priced.costs, self.priced.terms, self.priced.rates
         if not part:
-            whole = costs.last_extra_seconds if what is OperatorKind.GRADIENTS else costs.first_extra_seconds
+            whole = costs.tail_seconds if what is OperatorKind.GRADIENTS else costs.first_extra_seconds
             return float(whole[0, self.column])
         row = self.row(part)
         if what is OperatorKind.OPTIMIZER:

@@ -90,6 +90,11 @@ class Interference:
             mask |= 8 >> other
         return self._factors[stream][mask]
 
+    @property
+    def table(self) -> Floats:
+        """[4, 16] factors of the streams; a set is the number whose bits they are, computation the highest."""
+        return self._table.copy()
+
     def seconds(self, compute: Floats, device: Floats, to_device: Floats, to_host: Floats) -> Floats:
         """Seconds until everything has ended that began at the same time.
 

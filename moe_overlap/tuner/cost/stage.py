@@ -1,27 +1,18 @@
-"""Analytic seconds and peak bytes of pipeline stages, for many stages at once, and the step of a pipeline of them.
+"""What a stage's layers cost under decisions about their states, for many strategies at once: seconds and bytes by layer.
 
 Steps, so that a search pays for the first once.
-1. `layer_terms` prices each kind of layer under each strategy: data parallelism, ZeRO level, offloading. On the four streams of
-   interference.py, collectives and copies run beside computation.
-2. `stage_costs` sums the terms over the layers of a stage. `stage_totals` and `paired_totals` do so for millions of stages.
-3. `step_seconds` makes a step of stages under 1F1B and interleaved 1F1B:
+1. `layer_terms` prices each kind of layer under each strategy: data parallelism, ZeRO level, offloading.
+2. evaluate.py sums the terms over the layers of a stage. Where parameter groups step by themselves (ZeRO 2 and 3, offloading)
+   it takes the seconds of decoupled.py, which follow the waits of the list; elsewhere the sums are exact.
+3. pipeline.py makes a step of stages.
 
-       step = (G - 1) · max t_i + Σ t_i over the stages, of which a micro-batch passes all but the slowest 1/v as a bubble
-              + the largest delta_i of first and last micro-batch, less what the stages before it leave to wait
-
-   G micro-batches, v virtual stages, t_i seconds of a stable micro-batch (forward and backward, all chunks) at stage i, with the
-   transfers between stages that it waits for (`transfer_waits`). For v = 1 and equal stages it is (G + S - 1) · t.
-   `simulate/step.py` is its slow twin.
-
-Legend: K kinds of layer (kind and recompute variant), N strategies, M shapes of a stage. Arrays broadcast: [K, N], [K, M], [M].
-Source: Mist, section 5.2, and section 5.3, third term; the categories are those of plan.PeakBytes. Unlike Mist's release, it
-prices the optimizer step, point-to-point transfers and tensor-parallel collectives of the forward pass.
+Legend: K kinds of part (kind and recompute variant), N strategies. Arrays broadcast: [K, N].
+Source: Mist, section 5.2. Unlike Mist's release, it prices the optimizer step and tensor-parallel collectives of forward passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +20,6 @@ from numpy.typing import NDArray
 from moe_overlap.tuner.cost.interference import Concurrent
 
 Floats = NDArray[np.float64]
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +37,11 @@ class KindTerms:
     """Numbers of parameters on a rank: replicated over the data ranks."""
     expert_parameters: Floats
     """Replicated over the expert-data ranks."""
+    sent_forward_seconds: Floats
+    """Of the forward seconds those in which tokens travel: collectives of states share their links."""
+    sent_backward_seconds: Floats
+    is_layer: NDArray[np.bool_]
+    """Whether it saves activations that are worth moving: all parts but embedding and head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,101 +81,81 @@ class StateRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerTerms:
-    """One layer of each kind under each strategy; [K, N] each."""
+    """One layer of each kind under each strategy; [K, N] each. Seconds hold where all parameter groups step together."""
 
-    stable_seconds: Floats
+    forward_seconds: Floats
+    backward_seconds: Floats
     first_extra_seconds: Floats
-    """Seconds that the first micro-batch of a step adds: parameters are gathered, states loaded."""
+    """Seconds that the first micro-batch of a step adds: updated parameters are gathered."""
     last_extra_seconds: Floats
     """Seconds that the last micro-batch adds: gradients are reduced."""
     optimizer_seconds: Floats
     weights: Floats
-    """Bytes, as everything below."""
+    """Bytes, as everything below; of states what stays on the device."""
     gradients: Floats
     optimizer: Floats
     saved: Floats
     working: Floats
-    gathered: Floats
-    """Whole parameters and gradients of a sharded or offloaded layer while it computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StageCosts:
-    """Costs of stages; [N, M] each."""
+class StateSizes:
+    """Bytes of the states of one layer that a rank keeps, on the device or on the host; [K, N] each."""
 
-    stable_seconds: Floats
-    first_extra_seconds: Floats
-    last_extra_seconds: Floats
-    optimizer_seconds: Floats
-    peaks: dict[str, Floats]
-    """Bytes by CATEGORIES."""
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+    swept: Floats
+    """Bytes of device memory that an optimizer step reads and writes."""
 
-    @property
-    def peak_bytes(self) -> Floats:
-        """Peak bytes over all categories."""
-        return np.sum([*self.peaks.values()], axis=0)
+
+def state_sizes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> StateSizes:
+    """The states of every kind under every strategy: whole, or the shard of a rank."""
+    dense, experts = kinds.dense_parameters[:, None], kinds.expert_parameters[:, None]
+    level, numbers = strategy.zero_level, dense + experts
+    shard = dense / strategy.data + experts / strategy.expert_data
+    weights, gradients, optimizer = (np.where(level >= first, shard, numbers) for first in (3, 2, 1))
+    # Gradient, master weight and moments are read, all but the gradient written; the gradient is read for its norm, and
+    # as much of it as is kept is zeroed.
+    swept = optimizer * (2 * rates.optimizer_bytes + 2 * rates.gradient_bytes) + gradients * rates.gradient_bytes
+    return StateSizes(
+        weights=rates.weight_bytes * weights,
+        gradients=rates.gradient_bytes * gradients,
+        optimizer=rates.optimizer_bytes * optimizer,
+        swept=swept,
+    )
+
+
+def is_decoupled(strategy: Strategy) -> NDArray[np.bool_]:
+    """[N] whether parameter groups step by themselves, as `StagePlan.is_decoupled`."""
+    moved = strategy.offload_weights + strategy.offload_gradients
+    return (strategy.zero_level > 1) | (moved + strategy.offload_optimizer + strategy.offload_activations > 0)
 
 
 def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurrent: Concurrent) -> LayerTerms:
     """Price every kind of layer under every strategy."""
-    forward, backward = kinds.forward_seconds[:, None], kinds.backward_seconds[:, None]
+    sizes, level = state_sizes(kinds, strategy, rates), strategy.zero_level
+    zeros = np.zeros_like(sizes.weights)
+    forward, backward = kinds.forward_seconds[:, None] + zeros, kinds.backward_seconds[:, None] + zeros
     dense, experts = kinds.dense_parameters[:, None], kinds.expert_parameters[:, None]
-    numbers = dense + experts
-    level = strategy.zero_level
-    shard = dense / strategy.data + experts / strategy.expert_data
-    zeros = np.zeros_like(shard)
-
-    gather = state_seconds(dense, experts, rates.gathered_bytes, rates)
-    scatter = state_seconds(dense, experts, rates.gradient_bytes, rates)
-    copied = rates.host_copy * np.where(level >= 3, shard, numbers)
-    weights_in = rates.weight_bytes * copied * strategy.offload_weights
-    gradients_moved = rates.gradient_bytes * copied * strategy.offload_gradients
-    activations = rates.host_copy * kinds.saved_bytes[:, None] * strategy.offload_activations
-    optimizer_moved = rates.host_copy * rates.optimizer_bytes * shard * strategy.offload_optimizer
-    # Every micro-batch: ZeRO-3 holds no whole weights between the passes, ZeRO-2 no whole gradients. The streams are
-    # those of Mist, section 5.2.
-    each_gather, each_scatter = np.where(level >= 3, gather, 0.0), np.where(level >= 2, scatter, 0.0)
-
-    forward_stable = concurrent(forward + zeros, each_gather, weights_in, activations)
-    backward_stable = concurrent(
-        backward + zeros, each_gather + each_scatter, weights_in + gradients_moved + activations, gradients_moved
-    )
-    # Once a step: what is updated in shards is gathered, and gradients are reduced; without sharding by an all-reduce,
-    # which is a reduce-scatter and an all-gather.
-    once_gather = np.where(level < 3, gather, 0.0) * (level > 0)
-    once_scatter = np.where(level < 2, scatter, 0.0) * np.where(level == 0, 2.0, 1.0)
-    # The decoupled optimizer step stands before the first forward pass: it loads and stores what is kept on the host.
-    first = concurrent(
-        forward + zeros, zeros, weights_in + optimizer_moved, activations + optimizer_moved
-    ) - concurrent(forward + zeros, zeros, weights_in, activations)
-    # The stable pass counts as computation beside it. That is exact without offloading: a level that communicates once
-    # a step has no collectives of states in the same pass of every micro-batch.
-    if rates.overlap_param_gather:
-        first = first + concurrent(forward_stable, once_gather, zeros, zeros) - forward_stable
-    else:
-        first = first + once_gather
-    if rates.overlap_grad_reduce:
-        last = concurrent(backward_stable, once_scatter, zeros, zeros) - backward_stable
-    else:
-        last = once_scatter
-    # Gradient, master weight and moments are read, all but the gradient written; the gradient is zeroed, and read for its norm.
-    swept = shard * (2 * rates.optimizer_bytes + 2 * rates.gradient_bytes) + numbers * rates.gradient_bytes
-    keeps = 1.0 - strategy.offload_weights
-    sharded = (level >= 3) | (strategy.offload_weights > 0)
+    # What is updated in shards is gathered, and gradients are reduced; without sharding by an all-reduce, which is a
+    # reduce-scatter and an all-gather.
+    gather = np.where(level > 0, state_seconds(dense, experts, rates.gathered_bytes, rates), 0.0)
+    scatter = state_seconds(dense, experts, rates.gradient_bytes, rates) * np.where(level == 0, 2.0, 1.0)
+    first = concurrent(forward, gather, zeros, zeros) - forward if rates.overlap_param_gather else gather
+    last = concurrent(backward, scatter, zeros, zeros) - backward if rates.overlap_grad_reduce else scatter
+    moves = kinds.is_layer[:, None] * strategy.offload_activations
     return LayerTerms(
-        stable_seconds=forward_stable + backward_stable,
+        forward_seconds=forward,
+        backward_seconds=backward,
         first_extra_seconds=first,
         last_extra_seconds=last,
-        optimizer_seconds=rates.optimizer_sweep * swept,
-        weights=rates.weight_bytes * np.where(level >= 3, shard, numbers) * keeps,
-        gradients=rates.gradient_bytes * np.where(level >= 2, shard, numbers) * (1.0 - strategy.offload_gradients),
-        optimizer=rates.optimizer_bytes * np.where(level >= 1, shard, numbers) * (1.0 - strategy.offload_optimizer),
-        saved=kinds.saved_bytes[:, None] * (1.0 - strategy.offload_activations),
-        # The layer at work needs its offloaded activations whole on the device.
-        working=kinds.working_bytes[:, None] + kinds.saved_bytes[:, None] * strategy.offload_activations,
-        # Twice: the next layer's are fetched into a second buffer while this one computes (Mist's double buffers).
-        gathered=np.where(sharded, 2.0 * rates.weight_bytes * numbers, 0.0)
-        + np.where((level >= 2) | (strategy.offload_gradients > 0), 2.0 * rates.gradient_bytes * numbers, 0.0),
+        optimizer_seconds=rates.optimizer_sweep * sizes.swept,
+        weights=sizes.weights * (1.0 - strategy.offload_weights),
+        gradients=sizes.gradients * (1.0 - strategy.offload_gradients),
+        optimizer=sizes.optimizer * (1.0 - strategy.offload_optimizer),
+        saved=kinds.saved_bytes[:, None] * (1.0 - moves),
+        working=kinds.working_bytes[:, None] + zeros,
     )
 
 
@@ -190,219 +165,103 @@ def state_seconds(dense: Floats, experts: Floats, bytes_each: float, rates: Stat
     return seconds + rates.latency_seconds * (seconds > 0)
 
 
-def stage_costs(
-    terms: LayerTerms,
-    counts: Floats,
-    in_flight: Floats,
-    boundary_bytes: float,
-    fragmentation: float,
-    held_once: Sequence[bool],
-) -> StageCosts:
-    """Sum layers to stages.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UseSeconds:
+    """Seconds of the uses and the updates of each kind of part, each alone; [K, N] each."""
 
-    Args:
-        counts: [K, M] layers of each kind; embedding and head are kinds that count 0 or 1.
-        in_flight: [M] micro-batches whose activations are held at once; with virtual stages a fraction.
-        boundary_bytes: hidden states at a stage's edge: one received, one to be sent, each way.
-        fragmentation: part of activations and temporaries that the allocator reserves in vain.
-        held_once: [K] kinds of which one micro-batch alone is ever held: the head.
-    """
+    forward: Floats
+    backward: Floats
+    sent_forward: Floats
+    """Share of a forward use in which tokens travel, over links that collectives of states use as well."""
+    sent_backward: Floats
+    weights: Floats
+    """The offloaded share of weights, one way."""
+    gather: Floats
+    """Shards of weights, gathered for a use (ZeRO 3)."""
+    activations: Floats
+    """The offloaded share of what one micro-batch saves, one way."""
+    gradients: Floats
+    """The offloaded share of a gradient sum, one way."""
+    scatter: Floats
+    """Gradients of one micro-batch (ZeRO 2, 3)."""
+    reduce: Floats
+    """Gradient sums, once a step (ZeRO 0, 1)."""
+    states_in: Floats
+    """States and gradients that an update takes from the host."""
+    states_out: Floats
+    sweep: Floats
+    """The optimizer step."""
+    gather_updated: Floats
+    """Updated shards of weights, gathered (ZeRO 1, 2)."""
 
-    def total(per_layer: Floats) -> Floats:
-        return np.einsum("kn,km->nm", per_layer, counts, optimize=True)
 
-    once = np.array(held_once, dtype=np.bool_)[:, None]
-    present = counts > 0
-    activations = total(np.where(once, 0.0, terms.saved)) * in_flight + total(np.where(once, terms.saved, 0.0))
-    working = _largest(terms.working, present)
-    zeros = np.zeros_like(activations)
-    peaks = {
-        "parameters": total(terms.weights),
-        "gradients": total(terms.gradients),
-        "optimizer": total(terms.optimizer),
-        "activations": activations,
-        "temporaries": working,
-        "communication": _largest(terms.gathered, present) + 2.0 * boundary_bytes * (in_flight > 1) + zeros,
-    }
-    # States are allocated once and leave no holes.
-    peaks["fragmentation"] = fragmentation * (activations + working)
-    return StageCosts(
-        stable_seconds=total(terms.stable_seconds),
-        first_extra_seconds=total(terms.first_extra_seconds),
-        last_extra_seconds=total(terms.last_extra_seconds),
-        optimizer_seconds=total(terms.optimizer_seconds),
-        peaks=peaks,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UseBytes:
+    """Bytes on the device while parts of each kind are used or updated, beyond what always stays there; [K, N] each."""
+
+    weights: Floats
+    """The offloaded share of weights."""
+    gathered: Floats
+    """Weights that are gathered for a use (ZeRO 3)."""
+    activations: Floats
+    """The offloaded share of what one micro-batch saves."""
+    gradients: Floats
+    """The offloaded share of a gradient sum."""
+    own_gradients: Floats
+    """The gradient of one micro-batch until it is scattered (ZeRO 2, 3)."""
+    states: Floats
+    """The offloaded share of optimizer states."""
+    saved: Floats
+    """What of one micro-batch's activations stays on the device."""
+
+
+def use_bytes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseBytes:
+    """The bytes that move with the uses of every kind of part under every strategy."""
+    sizes, level = state_sizes(kinds, strategy, rates), strategy.zero_level
+    numbers = (kinds.dense_parameters + kinds.expert_parameters)[:, None]
+    replicated = (strategy.data > 1) | (strategy.expert_data > 1)
+    activations = kinds.saved_bytes[:, None] * kinds.is_layer[:, None] * strategy.offload_activations
+    return UseBytes(
+        weights=sizes.weights * strategy.offload_weights,
+        gathered=np.where(replicated & (level >= 3), rates.weight_bytes * numbers, 0.0),
+        activations=activations,
+        gradients=sizes.gradients * strategy.offload_gradients,
+        own_gradients=np.where(replicated & (level >= 2), rates.gradient_bytes * numbers, 0.0),
+        states=sizes.optimizer * strategy.offload_optimizer,
+        saved=kinds.saved_bytes[:, None] - activations,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageTotals:
-    """The figures of stages that a search compares; [N, M] each."""
-
-    stable_seconds: Floats
-    extra_seconds: Floats
-    """First and last micro-batch beyond stable ones, and the optimizer."""
-    peak_bytes: Floats
-
-
-BLOCK = 1 << 15
-"""Stages worked on at a time, few enough to stay in the cache."""
-PAIRED_BLOCK = 1 << 12
-"""The same where each has a strategy of its own."""
-
-
-def stage_totals(
-    terms: LayerTerms,
-    counts: Floats,
-    in_flight: Floats,
-    boundary_bytes: float,
-    fragmentation: float,
-    held_once: Sequence[bool],
-) -> StageTotals:
-    """Sums of `stage_costs`, for millions of stages: nothing is kept by category. Arguments as there."""
-    once = np.array(held_once, dtype=np.bool_)[:, None]
-    reserved = 1.0 + fragmentation
-    state = terms.weights + terms.gradients + terms.optimizer + np.where(once, reserved * terms.saved, 0.0)
-    saved = np.where(once, 0.0, reserved * terms.saved)
-    extra = terms.first_extra_seconds + terms.last_extra_seconds + terms.optimizer_seconds
-    present = counts > 0
-    edges = 2.0 * boundary_bytes * (in_flight > 1)
-    strategies, shapes = terms.weights.shape[1], counts.shape[1]
-    result = np.empty((3, strategies, shapes))
-    rows = max(1, BLOCK // shapes)
-    # Activations alone grow with the micro-batches in flight: one more matrix product covers them.
-    held = counts * in_flight
-    for first in range(0, strategies, rows):
-        block = slice(first, first + rows)
-        np.matmul(terms.stable_seconds[:, block].T, counts, out=result[0, block])
-        np.matmul(extra[:, block].T, counts, out=result[1, block])
-        peak = np.matmul(state[:, block].T, counts, out=result[2, block])
-        peak += saved[:, block].T @ held
-        peak += reserved * _largest(terms.working[:, block], present)
-        peak += _largest(terms.gathered[:, block], present)
-        peak += edges
-    return StageTotals(stable_seconds=result[0], extra_seconds=result[1], peak_bytes=result[2])
-
-
-def paired_totals(
-    kinds: KindTerms,
-    strategy: Strategy,
-    rates: StateRates,
-    concurrent: Concurrent,
-    counts: Floats,
-    in_flight: Floats,
-    boundary_bytes: float,
-    fragmentation: float,
-    held_once: Sequence[bool],
-) -> StageTotals:
-    """Both steps for stages that share nothing: stage n has strategy n, `counts[:, n]` layers and `in_flight[n]`; [N] each."""
-    size = counts.shape[1]
-    result = np.empty((3, size))
-    once = np.array(held_once, dtype=np.bool_)[:, None]
-    reserved = 1.0 + fragmentation
-    for first in range(0, size, PAIRED_BLOCK):
-        block = slice(first, first + PAIRED_BLOCK)
-        terms = layer_terms(kinds, _part_of(strategy, block), _rates_of(rates, block), concurrent)
-        layers, flying = counts[:, block], in_flight[block]
-        present = layers > 0
-        extra = terms.first_extra_seconds + terms.last_extra_seconds + terms.optimizer_seconds
-        state = terms.weights + terms.gradients + terms.optimizer + reserved * terms.saved * np.where(once, 1.0, flying)
-        result[0, block] = (terms.stable_seconds * layers).sum(axis=0)
-        result[1, block] = (extra * layers).sum(axis=0)
-        peak = (state * layers).sum(axis=0) + reserved * (terms.working * present).max(axis=0)
-        result[2, block] = peak + (terms.gathered * present).max(axis=0) + 2.0 * boundary_bytes * (flying > 1)
-    return StageTotals(stable_seconds=result[0], extra_seconds=result[1], peak_bytes=result[2])
-
-
-def _part_of(strategy: Strategy, block: slice) -> Strategy:
-    return Strategy(**{field.name: getattr(strategy, field.name)[block] for field in fields(Strategy)})
-
-
-def _rates_of(rates: StateRates, block: slice) -> StateRates:
-    return replace(rates, dense_scatter=rates.dense_scatter[block], expert_scatter=rates.expert_scatter[block])
-
-
-def _largest(per_layer: Floats, present: NDArray[np.bool_]) -> Floats:
-    """[N, M] maximum over the kinds that a stage has.
-
-    Stages that hold the same kinds have the same maximum, and there are few such sets: one pass over each in place of [K, N, M].
-    """
-    sets = np.unique(present, axis=1)
-    result = np.empty((per_layer.shape[1], present.shape[1]))
-    for members in sets.T:
-        most = per_layer[members].max(axis=0, initial=0.0)
-        result[:, (present == members[:, None]).all(axis=0)] = most[:, None]
-    return result
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSeconds:
-    """A step by what its seconds are spent on; they add up to its time without the optimizer."""
-
-    steady: float
-    """The slowest stage at work."""
-    bubble: float
-    """Filling and draining the pipeline."""
-    edges: float
-    """First and last micro-batch beyond a stable one."""
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step without the optimizer."""
-        return self.steady + self.bubble + self.edges
-
-
-def step_seconds(
-    stable: Sequence[float], first_extra: Sequence[float], last_extra: Sequence[float], micro_batches: int, virtual: int
-) -> StepSeconds:
-    """Seconds of a step without the optimizer.
-
-    Args:
-        stable: t_i of every stage.
-        first_extra: seconds of the first micro-batch beyond t_i; stages after the first spend them while they wait for input.
-        last_extra: seconds of the last one beyond t_i; stages after the first end early and do it while the others drain.
-        virtual: chunks per stage.
-    """
-    slowest = max(stable)
-    # Chunks are 1 / v of a stage, so filling and draining the pipeline takes 1 / v as long.
-    bubble = (sum(stable) - slowest) / virtual
-    edges, waited = 0.0, 0.0
-    for seconds, first, last in zip(stable, first_extra, last_extra, strict=True):
-        # A stage waits for the forward passes before it, about a third of their time, and drains before their backward ones.
-        edges = max(edges, max(0.0, first - waited / 3) + max(0.0, last - waited * 2 / 3))
-        waited += seconds / virtual
-    return StepSeconds(steady=micro_batches * slowest, bubble=bubble, edges=edges)
-
-
-def transfer_waits(stages: int, virtual: int, one_way: float, beside: float | None) -> tuple[list[float], float]:
-    """Seconds that transfers between stages add to a step.
-
-    megatron-core's 1F1B waits for each of them: behind a forward pass for the transfer to the next stage, behind a backward
-    pass for that to the stage before. Its interleaved pipeline may have them beside its passes, which then take longer by a
-    share of every transfer in or out; the passes that fill and drain the pipeline wait for them, but for those of stages that
-    wait anyway. That count is read off simulated lists; with transfers of 5 % of a forward pass it is right to 1 % of a step.
-
-    Args:
-        one_way: seconds of one transfer.
-        beside: share by which a transfer slows down what runs beside it; None: every pass waits for its transfers.
-    Returns:
-        Seconds of a stable micro-batch at each stage; seconds of filling and draining beside what those add to the bubble.
-    """
-    if stages == 1:
-        return [0.0], 0.0
-    if virtual == 1:
-        return [one_way * ((stage > 0) + (stage < stages - 1)) for stage in range(stages)], 0.0
-    if beside is None:
-        return [2.0 * one_way * virtual] * stages, 0.0
-    return [beside * one_way * (4 * virtual - 2)] * stages, one_way * (2 * virtual * stages - stages - 1)
-
-
-def in_flight(schedule_virtual: int, stages: int, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds at once, in whole passes of all its chunks.
-
-    1F1B: stages behind it, and its own. Interleaved: 2 (S - 1 - i) + (v - 1) S + 1 chunk passes of v.
-    """
-    if schedule_virtual == 1:
-        return float(min(micro_batches, stages - stage))
-    passes = min(2 * (stages - stage - 1) + (schedule_virtual - 1) * stages + 1, micro_batches * schedule_virtual)
-    return passes / schedule_virtual
+def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseSeconds:
+    """Price the uses and updates of every kind of part under every strategy."""
+    forward, backward = kinds.forward_seconds[:, None], kinds.backward_seconds[:, None]
+    sizes = state_sizes(kinds, strategy, rates)
+    dense, experts = kinds.dense_parameters[:, None], kinds.expert_parameters[:, None]
+    level, host = strategy.zero_level, rates.host_copy
+    gathered = state_seconds(dense, experts, rates.gathered_bytes, rates)
+    reduced = state_seconds(dense, experts, rates.gradient_bytes, rates)
+    nothing = np.zeros_like(gathered)
+    gather = np.where(level >= 3, gathered, nothing)
+    scatter = np.where(level >= 2, reduced, nothing)
+    reduce = np.where(level < 2, reduced, nothing) * np.where(level == 0, 2.0, 1.0)
+    gather_updated = np.where((level >= 1) & (level < 3), gathered, nothing)
+    weights = host * sizes.weights * strategy.offload_weights
+    gradients = host * sizes.gradients * strategy.offload_gradients
+    states = host * sizes.optimizer * strategy.offload_optimizer
+    activations = host * kinds.is_layer[:, None] * kinds.saved_bytes[:, None] * strategy.offload_activations
+    return UseSeconds(
+        forward=forward + nothing,
+        backward=backward + nothing,
+        sent_forward=kinds.sent_forward_seconds[:, None] / np.where(forward > 0, forward, 1.0) + nothing,
+        sent_backward=kinds.sent_backward_seconds[:, None] / np.where(backward > 0, backward, 1.0) + nothing,
+        weights=weights,
+        gather=gather,
+        activations=activations + nothing,
+        gradients=gradients,
+        scatter=scatter,
+        reduce=reduce,
+        states_in=states + gradients,
+        states_out=states,
+        sweep=rates.optimizer_sweep * sizes.swept,
+        gather_updated=gather_updated,
+    )

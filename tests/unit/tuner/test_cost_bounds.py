@@ -11,7 +11,6 @@ from moe_overlap.api import predict
 from moe_overlap.describe.cluster import known_gpus, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.report.prediction import prediction_json, prediction_text
-from moe_overlap.tuner.cost.analytic import machine_of
 from moe_overlap.tuner.cost.expected_error import (
     ENOUGH_ROWS,
     ExpectedError,
@@ -30,6 +29,7 @@ from moe_overlap.tuner.cost.hardware import (
     shipped_constants,
 )
 from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collective_seconds
+from moe_overlap.tuner.cost.machine import machine_of
 from moe_overlap.tuner.cost.operators import low_precision_rate
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand, predicted
 

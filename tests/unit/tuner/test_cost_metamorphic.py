@@ -98,8 +98,11 @@ def test_copies_to_a_slower_host_cost_at_most_both_ways_again(tmp_path: Path) ->
     near = predicted(plan=str(tmp_path / "plan.json"))
     slow_host = dataclasses.replace(H100, groups=(slower("host_gb_per_s"),))
     slow = predicted(plan=str(tmp_path / "plan.json"), cluster=slow_host)
-    assert peaks(slow) == peaks(near)
-    moved = max(before - held for held, before in zip(peaks(near), peaks(BASE), strict=True))
+    states = [stage.peak_bytes_by_category.optimizer for stage in BASE.predicted.stages]
+    # States on their way back may still be there when activations are: those of two parts at most.
+    for held, before, whole in zip(peaks(slow), peaks(near), states, strict=True):
+        assert before <= held <= before + whole
+    moved = max(states)
     one_way = moved / H100.groups[0].host_gb_per_s / 1e9
     # Out and back, beside one another or one after the other, at 0.8 of the link's rate.
     more = slow.predicted.step_seconds - near.predicted.step_seconds

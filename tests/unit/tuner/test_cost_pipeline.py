@@ -5,7 +5,24 @@ from __future__ import annotations
 import pytest
 
 from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, most_in_flight, one_f_one_b
-from moe_overlap.tuner.cost.stage import in_flight, step_seconds
+from moe_overlap.tuner.cost.pipeline import StageTimes, StepSeconds, in_flight, step_seconds
+
+
+def closed(
+    forward: list[float],
+    backward: list[float],
+    count: int,
+    virtual: int,
+    first: list[float] | None = None,
+    tail: list[float] | None = None,
+) -> StepSeconds:
+    """The closed form of a step; seconds of first and last micro-batches beyond stable ones are 0 where they are not given."""
+    nothing = [0.0] * len(forward)
+    times = [
+        StageTimes(forward=f, backward=b, first=more, tail=behind)
+        for f, b, more, behind in zip(forward, backward, first or nothing, tail or nothing, strict=True)
+    ]
+    return step_seconds(times, [count] * len(times), virtual)
 
 
 def orders(stages: int, virtual: int, micro_batches: int) -> list[tuple[Step, ...]]:
@@ -41,28 +58,23 @@ def played(stages: int, virtual: int, micro_batches: int, forward: list[float], 
 )
 def test_equal_stages_are_exact(stages: int, virtual: int, count: int) -> None:
     forward, backward = [1.0] * stages, [2.0] * stages
-    nothing = [0.0] * stages
-    closed = step_seconds([3.0] * stages, nothing, nothing, count, virtual)
-    assert closed.total == pytest.approx(played(stages, virtual, count, forward, backward))
+    assert closed(forward, backward, count, virtual).total == pytest.approx(
+        played(stages, virtual, count, forward, backward)
+    )
 
 
 @pytest.mark.parametrize("slow", [0, 1, 3])
 def test_a_slower_stage_sets_the_pace(slow: int) -> None:
     forward, backward = [1.0] * 4, [2.0] * 4
     forward[slow], backward[slow] = 1.3, 2.6
-    nothing = [0.0] * 4
-    stable = [f + b for f, b in zip(forward, backward, strict=True)]
-    assert step_seconds(stable, nothing, nothing, 32, 1).total == pytest.approx(
-        played(4, 1, 32, forward, backward), rel=0.03
-    )
+    assert closed(forward, backward, 32, 1).total == pytest.approx(played(4, 1, 32, forward, backward), rel=0.03)
 
 
 def test_edges_of_later_stages_hide_in_the_bubble() -> None:
-    stable, first = [3.0] * 4, [0.5] * 4
-    nothing = [0.0] * 4
-    assert step_seconds(stable, first, nothing, 8, 1).edges == pytest.approx(0.5)
-    assert step_seconds(stable, [0.0, 0.5, 0.5, 0.5], nothing, 8, 1).edges == 0
-    assert step_seconds(stable, nothing, first, 8, 1).edges == pytest.approx(0.5)
+    forward, backward, half = [1.0] * 4, [2.0] * 4, [0.5] * 4
+    assert closed(forward, backward, 8, 1, first=half).edges == pytest.approx(0.5)
+    assert closed(forward, backward, 8, 1, first=[0.0, 0.5, 0.5, 0.5]).edges == 0
+    assert closed(forward, backward, 8, 1, tail=half).edges == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
-from moe_overlap.tuner.cost.analytic import Machine, Prediction, concurrency
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants
 from moe_overlap.tuner.cost.interference import interference_of
 from moe_overlap.tuner.cost.links import axis_group
+from moe_overlap.tuner.cost.machine import Machine, concurrency
 from tests.unit.tuner.hand_made import captured_by_hand
 
 CONSTANTS = Constants(

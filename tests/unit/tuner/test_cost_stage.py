@@ -5,17 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_overlap.tuner.cost.interference import partly_concurrent
-from moe_overlap.tuner.cost.stage import (
-    CATEGORIES,
-    KindTerms,
-    StateRates,
-    Strategy,
-    layer_terms,
-    paired_totals,
-    stage_costs,
-    stage_totals,
-)
+from moe_overlap.tuner.cost.evaluate import CATEGORIES, StageCosts, StageEvaluator, StageShapes
+from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
+from moe_overlap.tuner.cost.slots import Part
+from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy
 
 KINDS, STRATEGIES, SHAPES = 3, 24, 10
 random = np.random.default_rng(7)
@@ -26,6 +19,9 @@ KIND_TERMS = KindTerms(
     working_bytes=1e9 * random.random(KINDS),
     dense_parameters=1e8 * random.random(KINDS),
     expert_parameters=1e8 * random.random(KINDS),
+    sent_forward_seconds=np.zeros(KINDS),
+    sent_backward_seconds=np.zeros(KINDS),
+    is_layer=np.array([True, True, False]),
 )
 STRATEGY = Strategy(
     data=random.integers(1, 9, STRATEGIES).astype(float),
@@ -52,13 +48,24 @@ RATES = StateRates(
 COUNTS = random.integers(0, 5, (KINDS, SHAPES)).astype(float)
 IN_FLIGHT = random.integers(1, 6, SHAPES).astype(float)
 ONCE = [False, False, True]
-ARGUMENTS = (1e7, 0.05, ONCE)
-CONCURRENT = partly_concurrent(0.2)
+RUNS = tuple(Part(kind, is_layer=not once, held_once=once) for kind, once in enumerate(ONCE))
+CONCURRENT, FACTORS = partly_concurrent(0.2), slowed_down(0.2)
+
+
+def shapes(counts: np.ndarray, in_flight: np.ndarray) -> StageShapes:
+    return StageShapes(runs=RUNS, counts=counts, in_flight=in_flight, is_first=False, is_last=False, boundary_bytes=1e7)
+
+
+def evaluator(strategy: Strategy, rates: StateRates) -> StageEvaluator:
+    return StageEvaluator(KIND_TERMS, strategy, rates, CONCURRENT, FACTORS, 0.05)
+
+
+def costs_of(strategy: Strategy, rates: StateRates, counts: np.ndarray, in_flight: np.ndarray) -> StageCosts:
+    return evaluator(strategy, rates).costs(shapes(counts, in_flight))
 
 
 def test_bytes_of_a_stage_are_those_counted_by_hand() -> None:
-    terms = layer_terms(KIND_TERMS, STRATEGY, RATES, CONCURRENT)
-    costs = stage_costs(terms, COUNTS, IN_FLIGHT, *ARGUMENTS)
+    costs = costs_of(STRATEGY, RATES, COUNTS, IN_FLIGHT)
     for n in range(STRATEGIES):
         level, data, experts = STRATEGY.zero_level[n], STRATEGY.data[n], STRATEGY.expert_data[n]
         for m in range(SHAPES):
@@ -73,31 +80,40 @@ def test_bytes_of_a_stage_are_those_counted_by_hand() -> None:
                 expected["gradients"] += count * 4 * held * (1 - STRATEGY.offload_gradients[n])
                 held = shard if level >= 1 else whole
                 expected["optimizer"] += count * 12 * held * (1 - STRATEGY.offload_optimizer[n])
-                kept = KIND_TERMS.saved_bytes[k] * (1 - STRATEGY.offload_activations[n])
+                moves = 0.0 if ONCE[k] else STRATEGY.offload_activations[n]
+                kept = KIND_TERMS.saved_bytes[k] * (1 - moves)
                 expected["activations"] += count * kept * (1 if ONCE[k] else IN_FLIGHT[m])
                 if count:
-                    whole_again = KIND_TERMS.saved_bytes[k] * STRATEGY.offload_activations[n]
-                    working = KIND_TERMS.working_bytes[k] + whole_again
-                    expected["temporaries"] = max(expected["temporaries"], working)
+                    expected["temporaries"] = max(expected["temporaries"], KIND_TERMS.working_bytes[k])
             expected["fragmentation"] = 0.05 * (expected["activations"] + expected["temporaries"])
             for category in set(CATEGORIES) - {"communication"}:
                 assert costs.peaks[category][n, m] == pytest.approx(expected[category]), (category, n, m)
 
 
 def test_sums_for_a_search_equal_the_full_ones() -> None:
-    terms = layer_terms(KIND_TERMS, STRATEGY, RATES, CONCURRENT)
-    full = stage_costs(terms, COUNTS, IN_FLIGHT, *ARGUMENTS)
-    fast = stage_totals(terms, COUNTS, IN_FLIGHT, *ARGUMENTS)
-    extra = full.first_extra_seconds + full.last_extra_seconds + full.optimizer_seconds
+    """Millions of stages at a time, and each by itself."""
+    full = costs_of(STRATEGY, RATES, COUNTS, IN_FLIGHT)
+    fast = evaluator(STRATEGY, RATES).totals(shapes(COUNTS, IN_FLIGHT))
     np.testing.assert_allclose(fast.stable_seconds, full.stable_seconds)
-    np.testing.assert_allclose(fast.extra_seconds, extra)
+    np.testing.assert_allclose(
+        fast.first_seconds, full.stable_seconds + full.first_extra_seconds + full.turn_extra_seconds
+    )
+    np.testing.assert_allclose(fast.last_seconds, full.stable_seconds + full.last_extra_seconds)
+    np.testing.assert_allclose(fast.optimizer_seconds, full.optimizer_seconds)
     np.testing.assert_allclose(fast.peak_bytes, full.peak_bytes)
-    places = random.integers(0, SHAPES, STRATEGIES)
-    paired = paired_totals(KIND_TERMS, STRATEGY, RATES, CONCURRENT, COUNTS[:, places], IN_FLIGHT[places], *ARGUMENTS)
-    rows = np.arange(STRATEGIES)
-    np.testing.assert_allclose(paired.peak_bytes, full.peak_bytes[rows, places])
-    np.testing.assert_allclose(paired.stable_seconds, full.stable_seconds[rows, places])
-    np.testing.assert_allclose(paired.extra_seconds, extra[rows, places])
+    for n, place in enumerate(random.integers(0, SHAPES, STRATEGIES)):
+        alone, rates = (
+            type(values)(
+                **{
+                    name: value[n : n + 1] if isinstance(value := getattr(values, name), np.ndarray) else value
+                    for name in type(values).__dataclass_fields__
+                }
+            )
+            for values in (STRATEGY, RATES)
+        )
+        one = evaluator(alone, rates).totals(shapes(COUNTS[:, [place]], IN_FLIGHT[[place]]))
+        for name in type(one).__dataclass_fields__:
+            np.testing.assert_allclose(getattr(one, name)[0, 0], getattr(fast, name)[n, place], rtol=1e-12)
 
 
 def test_more_sharding_and_offloading_hold_less_and_cost_time() -> None:
@@ -117,11 +133,11 @@ def test_more_sharding_and_offloading_hold_less_and_cost_time() -> None:
         dense_scatter=np.full(5, 1e-10),
         expert_scatter=np.full(5, 1e-10),
     )
-    terms = layer_terms(KIND_TERMS, strategy, rates, CONCURRENT)
+    terms = evaluator(strategy, rates).terms
     held = (terms.weights + terms.gradients + terms.optimizer).sum(axis=0)
     assert held[0] > held[1] > held[2] > held[3]
     assert held[1] > held[4]
-    stable = terms.stable_seconds.sum(axis=0)
+    stable = costs_of(strategy, rates, np.full((KINDS, 1), 2.0), np.ones(1)).stable_seconds[:, 0]
     assert stable[0] == stable[1] < stable[2] < stable[3]
     assert stable[4] > stable[1]
 

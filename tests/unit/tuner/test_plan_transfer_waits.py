@@ -8,8 +8,8 @@ from moe_overlap.plan.instructions import Instruction
 from moe_overlap.plan.lowering.dependencies import waiting_for_transfers
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.tuner.cost.interference import slowed_down
+from moe_overlap.tuner.cost.pipeline import StageTimes, step_seconds, transfer_waits
 from moe_overlap.tuner.cost.simulate.engine import simulate
-from moe_overlap.tuner.cost.stage import step_seconds, transfer_waits
 from tests.unit.plan import plan_samples
 
 FORWARD, BACKWARD, BESIDE = 1.0, 2.0, 0.15
@@ -31,10 +31,9 @@ def simulated(stages: int, virtual: int, micro_batches: int, one_way: float) -> 
 
 
 def closed(stages: int, virtual: int, micro_batches: int, one_way: float) -> float:
-    waits, filling = transfer_waits(stages, virtual, one_way, BESIDE)
-    stable = [virtual * (FORWARD + BACKWARD) + wait for wait in waits]
-    nothing = [0.0] * stages
-    return step_seconds(stable, nothing, nothing, micro_batches, virtual).total + filling
+    waits, filling = transfer_waits([one_way] * (stages - 1), virtual, BESIDE)
+    times = [StageTimes(forward=virtual * FORWARD, backward=virtual * BACKWARD + wait) for wait in waits]
+    return step_seconds(times, [micro_batches] * stages, virtual).total + filling
 
 
 @pytest.mark.parametrize("one_way", [0.02, 0.1, 0.5])

@@ -19,9 +19,9 @@ from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.overlap import Gate, SearchLimits, StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
-from moe_overlap.tuner.cost.analytic import Machine, machine_of
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.machine import Machine, machine_of
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer import partition_pipeline as range_prices

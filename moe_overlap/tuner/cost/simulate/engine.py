@@ -87,20 +87,18 @@ def simulate(
     seconds: Seconds,
     interference: Interference | Mapping[int, Interference] | None = None,
     queue_seconds: float = 0.0,
-    half_duplex: bool = False,
 ) -> Simulation:
     """Run the lists of a step together.
 
     Args:
         interference: how what runs at the same time on a rank slows down, on all ranks or by rank; None: not at all.
         queue_seconds: how much longer counts take that start while their rank sends something else: what a link has queued.
-        half_duplex: as gloo's connections are where a send stands before a receive: permission to send queues behind the data.
     Raises:
         ScheduleError: the lists wait for each other for ever, or a peer's list is not there.
     """
     if isinstance(interference, Interference):
         interference = dict.fromkeys(lists, interference)
-    return _Engine(lists, seconds, interference, queue_seconds, half_duplex).run()
+    return _Engine(lists, seconds, interference, queue_seconds).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -126,10 +124,9 @@ class _Engine:
         seconds: Seconds,
         interference: Mapping[int, Interference] | None,
         queue_seconds: float,
-        half_duplex: bool,
     ) -> None:
         self._lists, self._seconds, self._interference = lists, seconds, interference
-        self._queue_seconds, self._half_duplex = queue_seconds, half_duplex
+        self._queue_seconds = queue_seconds
         self._queues: dict[tuple[int, str], list[Instruction]] = defaultdict(list)
         self._waits: dict[tuple[int, int], int] = {}
         self._wakes: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
@@ -173,8 +170,6 @@ class _Engine:
             if theirs is None or not _meets(head, theirs, rank):
                 return
             ends.append((other, theirs))
-        if self._half_duplex and any(self._sends_to_sender(place, i) for place, i in ends):
-            return
         # The ends may have different prices (stages of unlike shape): a meeting lasts as long as its slowest end.
         alone = max(self._seconds(place, i) for place, i in ends)
         # Counts wait only for what the link has queued when they start.
@@ -202,14 +197,6 @@ class _Engine:
                 raise ScheduleError(f"rank {rank}: the list of its peer {peer} is not there\n> {i}")
         return i.peers
 
-    def _sends_to_sender(self, rank: int, i: Instruction) -> bool:
-        """Whether the rank that would receive something has data on their way to who sends it."""
-        return i.receives and any(
-            place == rank and other.sends and other.peers == i.peers
-            for task in self._running[rank].values()
-            for place, other in task.ends
-        )
-
     def _finish(self, task: _Task, now: float) -> None:
         """End a task, and start everything that may start now."""
         channels: list[tuple[int, str]] = []
@@ -222,9 +209,6 @@ class _Engine:
                 self._waits[rank, later.id] -= 1
                 channels.append((rank, later.channel))
         self._rates([rank for rank, _ in task.ends], now)
-        if self._half_duplex:
-            # A receive that the other direction of its link held back has no dependency that would wake it.
-            channels += [place for place in self._queues if place[0] in {rank for rank, _ in task.ends}]
         # A dict and not a set: what can start at the same time must start in the same order in every run.
         for rank, channel in dict.fromkeys(channels):
             self._try(rank, channel, now)

@@ -39,8 +39,8 @@ from moe_overlap.plan.lowering.layers import LayerLowering, LayerOperator, Layer
 from moe_overlap.plan.operators import GATE
 from moe_overlap.plan.overlap import LayerOverlap, Place
 from moe_overlap.plan.plan import Plan, StagePlan
-from moe_overlap.tuner.cost.analytic import Machine
 from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.machine import Machine
 from moe_overlap.tuner.cost.simulate.engine import BETWEEN_DEVICES, COMPUTING
 
 MOST_PIECES = 20

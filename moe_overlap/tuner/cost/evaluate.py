@@ -1,0 +1,316 @@
+"""Seconds and bytes of complete stages, for many strategies and shapes at once: what predictions and searches are made of.
+
+1. `StageEvaluator` is made once for a layout and a micro-batch: kinds of parts, and N strategies about their states.
+2. `costs` answers for M shapes of a stage (layers, recomputation, micro-batches in flight) with every category of bytes, `totals`
+   for millions of stages with what a search compares. Predictions ask `costs` for one strategy and the shapes of their stages.
+
+A shape is a sequence of runs: a run repeats one kind of part. Sums over layers are matrix products. Where parameter groups step
+by themselves the seconds are no sums; they grow by the same amount with every further layer of a long run, so decoupled.py plays
+each run at SHORT layers at most, and the rest is extrapolated from one layer less.
+
+Legend: K kinds of part, N strategies, R runs, M shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.tuner.cost.decoupled import PlayedStage, play_stage
+from moe_overlap.tuner.cost.interference import Concurrent, Interference
+from moe_overlap.tuner.cost.slots import ListKind, Part, SlotTable
+from moe_overlap.tuner.cost.stage import (
+    KindTerms,
+    LayerTerms,
+    StateRates,
+    Strategy,
+    UseBytes,
+    is_decoupled,
+    layer_terms,
+    use_bytes,
+    use_seconds,
+)
+
+Floats = NDArray[np.float64]
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
+SHORT = 3
+"""Layers of a run that are played."""
+BLOCK = 1 << 16
+"""Stages worked on at a time, few enough to stay in the cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageShapes:
+    """M shapes of a stage at one place of its pipeline.
+
+    Attributes:
+        runs: [R] parts in the order of a forward pass; each stands for a run of equal ones.
+        counts: [R, M] parts of each run; embedding and head are runs of 0 or 1.
+        in_flight: [M] micro-batches whose activations are held at once; with virtual stages a fraction.
+        is_first, is_last: whether the stage waits for no other, and whether its backward pass follows its forward pass.
+        boundary_bytes: hidden states at a stage's edge for one micro-batch: one received, one to be sent, each way.
+    """
+
+    runs: tuple[Part, ...]
+    counts: Floats
+    in_flight: Floats
+    is_first: bool
+    is_last: bool
+    boundary_bytes: float
+
+    def some(self, shapes: slice) -> StageShapes:
+        """A part of the shapes."""
+        return replace(self, counts=self.counts[:, shapes], in_flight=self.in_flight[shapes])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageCosts:
+    """Costs of stages; [N, M] each. Seconds are those of pipeline.StageTimes."""
+
+    forward_seconds: Floats
+    backward_seconds: Floats
+    first_extra_seconds: Floats
+    waited_extra_seconds: Floats
+    turn_extra_seconds: Floats
+    drain_extra_seconds: Floats
+    tail_seconds: Floats
+    optimizer_seconds: Floats
+    """Of the update behind the last micro-batch; where parameter groups step by themselves it is 0 and the first
+    micro-batch has them."""
+    peaks: dict[str, Floats]
+    """Bytes by CATEGORIES."""
+
+    @property
+    def stable_seconds(self) -> Floats:
+        """Seconds of a micro-batch in the middle of a step."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
+    def last_extra_seconds(self) -> Floats:
+        """Seconds that the last micro-batch adds."""
+        return self.drain_extra_seconds + self.tail_seconds
+
+    @property
+    def peak_bytes(self) -> Floats:
+        """Peak bytes over all categories."""
+        return np.sum([*self.peaks.values()], axis=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTotals:
+    """The figures of stages that a search compares; [N, M] each."""
+
+    stable_seconds: Floats
+    first_seconds: Floats
+    """The first micro-batch of a step: forward, backward, and what it adds."""
+    last_seconds: Floats
+    optimizer_seconds: Floats
+    peak_bytes: Floats
+
+
+class StageEvaluator:
+    """Prices stages of one layout and micro-batch.
+
+    Args:
+        kinds: [K] costs of the parts.
+        strategy: [N] decisions about states.
+        rates: of collectives, copies and the optimizer; [N] where they belong to a group of ranks.
+        concurrent, factors: how what runs at the same time slows down, as seconds and as factors.
+        fragmentation: part of activations and temporaries that the allocator reserves in vain.
+    """
+
+    def __init__(
+        self,
+        kinds: KindTerms,
+        strategy: Strategy,
+        rates: StateRates,
+        concurrent: Concurrent,
+        factors: Interference,
+        fragmentation: float,
+    ) -> None:
+        self._kinds, self._strategy, self.rates, self._factors = kinds, strategy, rates, factors
+        self._concurrent, self._fragmentation = concurrent, fragmentation
+        self.terms: LayerTerms = layer_terms(kinds, strategy, rates, concurrent)
+        self._decoupled = is_decoupled(strategy)
+        self._played: dict[tuple[tuple[Part, ...], bool, bool], list[PlayedStage]] = {}
+
+    def anew(self) -> StageEvaluator:
+        """The same evaluator before it has answered anything."""
+        arguments = (self._kinds, self._strategy, self.rates, self._concurrent, self._factors, self._fragmentation)
+        return StageEvaluator(*arguments)
+
+    @cached_property
+    def _groups(self) -> list[tuple[NDArray[np.intp], SlotTable, UseBytes]]:
+        """Strategies whose lists have one order, with the seconds of their uses."""
+        moves, scatters = self._strategy.offload_weights > 0, self._strategy.zero_level >= 2
+        groups = []
+        for kind in (ListKind(weights, levels) for weights in (False, True) for levels in (False, True)):
+            members = np.flatnonzero(self._decoupled & (moves == kind.offloads_weights) & (scatters == kind.scatters))
+            if len(members):
+                strategy, rates = _part_of(self._strategy, members), _rates_of(self.rates, members)
+                seconds = use_seconds(self._kinds, strategy, rates)
+                table = SlotTable(seconds, kind, self._factors)
+                groups.append((members, table, use_bytes(self._kinds, strategy, rates)))
+        return groups
+
+    def costs(self, shapes: StageShapes) -> StageCosts:
+        """Costs of every strategy [N] at every shape [M]."""
+        terms = self.terms
+        layers = np.zeros((terms.weights.shape[0], shapes.counts.shape[1]))
+        once = np.zeros_like(layers)
+        for run, count in zip(shapes.runs, shapes.counts, strict=True):
+            layers[run.row] += count
+            once[run.row] += count * run.held_once
+        flying = once + (layers - once) * shapes.in_flight
+        seconds = self._coupled(layers)
+        activations = terms.saved.T @ flying
+        working = _largest(terms.working, layers > 0)
+        buffers = np.zeros_like(activations)
+        if self._decoupled.any():
+            self._decouple(shapes, activations, seconds, buffers)
+        peaks = {
+            "parameters": terms.weights.T @ layers,
+            "gradients": terms.gradients.T @ layers,
+            "optimizer": terms.optimizer.T @ layers,
+            "activations": activations,
+            "temporaries": working,
+            "communication": buffers + 2.0 * shapes.boundary_bytes * (shapes.in_flight > 1),
+            # States are allocated once and leave no holes.
+            "fragmentation": self._fragmentation * (activations + working),
+        }
+        return StageCosts(**seconds, peaks=peaks)
+
+    def totals(self, shapes: StageShapes) -> StageTotals:
+        """The same for millions of stages: nothing is kept by category."""
+        names = [field.name for field in fields(StageTotals)]
+        size, strategies = shapes.counts.shape[1], self.terms.weights.shape[1]
+        result = {name: np.empty((strategies, size)) for name in names}
+        rows = max(1, BLOCK // strategies)
+        for first in range(0, size, rows):
+            block = slice(first, first + rows)
+            costs = self.costs(shapes.some(block))
+            stable = costs.stable_seconds
+            result["stable_seconds"][:, block] = stable
+            result["first_seconds"][:, block] = stable + costs.first_extra_seconds + costs.turn_extra_seconds
+            result["last_seconds"][:, block] = stable + costs.last_extra_seconds
+            result["optimizer_seconds"][:, block] = costs.optimizer_seconds
+            result["peak_bytes"][:, block] = costs.peak_bytes
+        return StageTotals(**result)
+
+    def _coupled(self, layers: Floats) -> dict[str, Floats]:
+        """Seconds of stages whose parameter groups step together: sums over the layers."""
+        terms = self.terms
+        seconds = {
+            "forward_seconds": terms.forward_seconds.T @ layers,
+            "backward_seconds": terms.backward_seconds.T @ layers,
+            "first_extra_seconds": terms.first_extra_seconds.T @ layers,
+            "tail_seconds": terms.last_extra_seconds.T @ layers,
+            "optimizer_seconds": terms.optimizer_seconds.T @ layers,
+        }
+        for name in ("waited_extra_seconds", "turn_extra_seconds", "drain_extra_seconds"):
+            seconds[name] = np.zeros_like(seconds["forward_seconds"])
+        return seconds
+
+    def _decouple(self, shapes: StageShapes, activations: Floats, seconds: dict[str, Floats], buffers: Floats) -> None:
+        """Put what is played in the place of sums, for strategies whose parameter groups step by themselves."""
+        short = np.minimum(shapes.counts, SHORT)
+        kept, which = np.unique(short, axis=1, return_inverse=True)
+        for column, counts in enumerate(kept.T):
+            places = np.flatnonzero(which == column)
+            beyond = shapes.counts[:, places] - counts[:, None]
+            longer = np.flatnonzero(beyond.any(axis=1))
+            base = self._play(shapes, counts)
+            less = [self._play(shapes, counts - (np.arange(len(counts)) == run)) for run in longer]
+            for number, (members, *_) in enumerate(self._groups):
+                grid = np.ix_(members, places)
+                values = _extended(base[number], [of_group[number] for of_group in less], beyond[longer])
+                forward, backward = values["forward"], values["backward"]
+                seconds["forward_seconds"][grid], seconds["backward_seconds"][grid] = forward, backward
+                seconds["first_extra_seconds"][grid] = values["first_forward"] - forward
+                seconds["waited_extra_seconds"][grid] = values["waited_forward"] - forward
+                seconds["turn_extra_seconds"][grid] = values["first_backward"] - backward
+                seconds["drain_extra_seconds"][grid] = values["last_backward"] - backward
+                seconds["tail_seconds"][grid] = values["tail"]
+                seconds["optimizer_seconds"][grid] = 0.0
+                # Updates stand in front of the passes, when few activations are held.
+                update = values["update_bytes"] - activations[grid]
+                buffers[grid] = np.maximum(values["buffer_bytes"], update)
+
+    def _play(self, shapes: StageShapes, counts: Sequence[float]) -> list[PlayedStage]:
+        """A stage of so many parts in each run, for each group of strategies."""
+        parts = tuple(part for part, count in zip(shapes.runs, counts, strict=True) for _ in range(int(count)))
+        key = (parts, shapes.is_first, shapes.is_last)
+        if key not in self._played:
+            ahead = 0 if shapes.is_last else 1
+            self._played[key] = [
+                play_stage(parts, table, sizes, ahead, waits=not shapes.is_first) for _, table, sizes in self._groups
+            ]
+        return self._played[key]
+
+
+def _extended(base: PlayedStage, less: Sequence[PlayedStage], beyond: Floats) -> dict[str, Floats]:
+    """[N, M] values of stages with longer runs than were played: each further part adds what the last one has added.
+
+    Args:
+        less: the stage with one part less in each of the runs [R] that are longer.
+        beyond: [R, M] parts that were not played.
+    """
+    values = {}
+    for field in fields(PlayedStage):
+        start = getattr(base, field.name)
+        added = np.stack([start - getattr(shorter, field.name) for shorter in less], axis=1) if less else None
+        if added is not None and field.name == "buffer_bytes":
+            # Buffers of three uses are there at a time: a further layer adds none.
+            added = np.zeros_like(added)
+        more = added @ beyond if added is not None else np.zeros((len(start), beyond.shape[1]))
+        values[field.name] = start[:, None] + more
+    return values
+
+
+def runs_of(parts: Sequence[Part]) -> tuple[tuple[Part, ...], list[float]]:
+    """The runs of equal parts of a stage, and how many each has."""
+    runs: list[Part] = []
+    counts: list[float] = []
+    for part in parts:
+        if runs and runs[-1] == part:
+            counts[-1] += 1.0
+        else:
+            runs.append(part)
+            counts.append(1.0)
+    return tuple(runs), counts
+
+
+def joined(costs: Sequence[StageCosts]) -> StageCosts:
+    """Costs of several lots of shapes, one after the other."""
+
+    def join(values: Sequence[Floats]) -> Floats:
+        return np.concatenate(values, axis=1)
+
+    seconds = {
+        field.name: join([getattr(cost, field.name) for cost in costs])
+        for field in fields(StageCosts)
+        if field.name != "peaks"
+    }
+    return StageCosts(**seconds, peaks={name: join([cost.peaks[name] for cost in costs]) for name in CATEGORIES})
+
+
+def _part_of(strategy: Strategy, members: NDArray[np.intp]) -> Strategy:
+    return Strategy(**{field.name: getattr(strategy, field.name)[members] for field in fields(Strategy)})
+
+
+def _rates_of(rates: StateRates, members: NDArray[np.intp]) -> StateRates:
+    return replace(rates, dense_scatter=rates.dense_scatter[members], expert_scatter=rates.expert_scatter[members])
+
+
+def _largest(per_layer: Floats, present: NDArray[np.bool_]) -> Floats:
+    """[N, M] maximum over the kinds that a stage has.
+
+    Stages that hold the same kinds have the same maximum, and there are few such sets: one pass over each in place of [K, N, M].
+    """
+    sets, which = np.unique(present, axis=1, return_inverse=True)
+    most = np.stack([per_layer[members].max(axis=0, initial=0.0) for members in sets.T], axis=1)
+    return most[:, which]

@@ -1,0 +1,120 @@
+"""The machine that a prediction is made for: described hardware, the constants that hold for it, and what was measured of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.tuner.cost.expected_error import ExpectedError, expected_error, shipped_errors
+from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
+from moe_overlap.tuner.cost.hardware import (
+    NOT_REFINED,
+    REFERENCE,
+    CommonConstants,
+    Constants,
+    GpuConstants,
+    Refined,
+    Software,
+)
+from moe_overlap.tuner.cost.interference import (
+    AllToAllCosts,
+    Concurrent,
+    Interference,
+    interference_of,
+    partly_concurrent,
+    slowed_down,
+)
+from moe_overlap.tuner.cost.links import Group
+from moe_overlap.tuner.cost.operators import Lookup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The machine and its rates that a prediction is made for.
+
+    Attributes:
+        constants: of the GPU, under the release.
+        common: constants that are the same for all GPUs.
+        software: the release that `constants` are of.
+        expected_error: of predictions for this machine, precision and kind of model.
+        load: rows of the busiest rank of an expert group over the mean.
+        lookup: the database of measured operators.
+        exchanges: costs of all-to-alls beside their rows; None where they were not measured.
+        refined: factors that traces give for the prices of instructions; the analytic cost does not read them.
+    """
+
+    cluster: Cluster
+    constants: GpuConstants
+    common: CommonConstants = CommonConstants()
+    software: Software = REFERENCE
+    expected_error: ExpectedError | None = None
+    fragmentation: float = 0.0
+    memory: MemoryQuantiles = MemoryQuantiles()
+    load: float = 1.0
+    lookup: Lookup | None = None
+    exchanges: AllToAllCosts | None = None
+    refined: Refined = NOT_REFINED
+
+    @property
+    def queue_seconds(self) -> float:
+        """Seconds by which counts take longer that start while rows are on their way."""
+        return self.exchanges.queue_seconds if self.exchanges is not None else 0.0
+
+
+def machine_of(
+    cluster: Cluster,
+    constants: Constants,
+    release: str | None = None,
+    load: float = 1.0,
+    lookup: Lookup | None = None,
+    precision: str = "bf16",
+    is_moe: bool = False,
+) -> tuple[Machine, tuple[str, ...]]:
+    """The machine that a prediction is made for, and why the prediction reaches beyond measured steps.
+
+    Args:
+        release: software release whose losses count; the GPU's median release where None.
+        load: rows of the busiest rank of an expert group over the mean.
+        lookup: the database of measured operators.
+        precision: of the products.
+        is_moe: whether the model has experts.
+    Raises:
+        ConfigError: not a release's name.
+    """
+    gpu = cluster.group_of(0).gpu
+    of_gpu, other_gpu = constants.of_gpu(gpu)
+    software = constants.of_release(release, gpu.architecture, precision, is_moe)
+    reasons = [f"no measured steps of {gpu.name}"] if other_gpu else []
+    reasons += [*constants.uncalibrated(gpu, precision, is_moe), *software.extrapolating]
+    error = None
+    if cluster.measured is None:
+        error = expected_error(shipped_errors(), gpu, precision, is_moe)
+    machine = Machine(
+        cluster=cluster,
+        constants=software.constants.apply(of_gpu),
+        common=constants.common,
+        software=software,
+        expected_error=error,
+        fragmentation=constants.fragmentation,
+        memory=constants.memory,
+        load=load,
+        lookup=lookup,
+    )
+    return machine, tuple(reasons)
+
+
+def concurrency(machine: Machine, replicas: Group) -> tuple[Concurrent, Interference]:
+    """Interference of concurrent work: by the factors of a host that was measured with these GPUs, else by one constant.
+
+    Args:
+        replicas: the ranks that share a stage's states, whose collectives run beside its computation.
+    Returns:
+        As a function of alone seconds for analytic costs, and as factors for a simulation.
+    """
+    if machine.cluster.measured is None:
+        # A measured cluster keeps its own constant: factors of another host with the same GPUs may differ twofold.
+        fitted = interference_of(replicas.links.gpu.name, replicas.nodes, min(replicas.per_node, replicas.size))
+        if fitted is not None:
+            return fitted.seconds, fitted
+    slowdown = machine.constants.overlap_slowdown
+    return partly_concurrent(slowdown), slowed_down(slowdown)

@@ -1,0 +1,251 @@
+"""Slowdowns of work that starts together: a use of a part, the loads of the next use, and what the use before leaves.
+
+Terms. A slot is the time of one use. Its tasks are
+
+    compute    the use itself; tokens travel in a share of it
+    weights    from the host for the next use, then `gather` among ranks
+    rest       what else the next use needs from the host, behind the weights on their channel
+    scatter    of what the use before left, then `out` to the host; the gather waits for it on their channel
+
+Method. All tasks that may start do so at once. Whatever runs is slowed down by the factors of the streams that are busy
+(interference.py); while tokens travel, they and collectives of states halve each other. When a task ends the rates are new,
+until none is left: at most as many rounds as tasks. A slot's tasks are slower than alone by the ratio that is returned.
+
+`SlotTable` keeps the slots of a group of strategies, `Slots` finds those of the uses of one stage.
+
+Legend: P slots, N strategies.
+Source: Mist, algorithm 1, with the order of tasks on a channel beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.stage import UseSeconds
+
+Floats = NDArray[np.float64]
+TASKS = ("compute", "weights", "rest", "scatter", "gather", "out")
+COMPUTE, WEIGHTS, REST, SCATTER, GATHER, OUT = range(len(TASKS))
+BETWEEN_RANKS = 4
+"""Bit of the collectives among the streams of interference.py; computation is 8, copies to the device 2 and to the host 1."""
+
+
+STABLE, LAST = 2, 3
+"""Micro-batches that are played: the one that stands for all further ones, and the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter group of a stage, in order of its forward pass.
+
+    Attributes:
+        row: its kind.
+        chunk: its model chunk.
+        is_layer: whether it saves activations that are worth moving.
+        is_embedding: whether its backward pass needs no weights.
+        held_once: whether one micro-batch alone is ever held of it, as of the head.
+    """
+
+    row: int
+    chunk: int = 0
+    is_layer: bool = True
+    is_embedding: bool = False
+    held_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ListKind:
+    """What changes the order of a list.
+
+    Attributes:
+        offloads_weights: whether each part is updated in front of its first use, and not all of them first.
+        scatters: whether the gradient of every micro-batch is reduced into shards (ZeRO 2, 3).
+    """
+
+    offloads_weights: bool
+    scatters: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One pass of one micro-batch through the part of this index."""
+
+    index: int
+    backward: bool
+    micro_batch: int
+
+
+def slowdowns(
+    seconds: Mapping[str, Floats], sent: Floats, out_waits: NDArray[np.bool_], factors: Interference
+) -> dict[str, Floats]:
+    """How many times as long each task of a slot takes as alone; 1 where there is none.
+
+    Args:
+        seconds: TASKS -> [P, N] seconds alone.
+        sent: [P, N] share of `compute` in which tokens travel.
+        out_waits: [P, 1] whether `out` waits for `scatter`.
+    """
+    alone = np.stack([seconds[name] for name in TASKS])
+    left, passed, table = alone.copy(), np.zeros_like(alone), factors.table
+    active = np.empty(alone.shape, dtype=np.bool_)
+    while True:
+        waiting = left > 0
+        if not waiting.any():
+            break
+        active[:] = waiting
+        active[REST] &= ~waiting[WEIGHTS]
+        active[GATHER] &= ~waiting[WEIGHTS] & ~waiting[SCATTER]
+        active[OUT] &= ~(waiting[SCATTER] & out_waits)
+        rates = _rates(active, sent, table)
+        # A task that is not active has no rate; dividing by 1 keeps numpy quiet and infinity keeps it out of the minimum.
+        ends = np.where(active, left / np.where(active, rates, 1.0), np.inf).min(axis=0)
+        ends = np.where(np.isfinite(ends), ends, 0.0)
+        passed += np.where(active, ends, 0.0)
+        left -= np.where(active, rates * ends, 0.0)
+        # Rounding leaves a little of what has ended.
+        left[left <= 1e-12 * alone] = 0.0
+    ratio = np.where(alone > 0, passed / np.where(alone > 0, alone, 1.0), 1.0)
+    return dict(zip(TASKS, ratio, strict=True))
+
+
+def _rates(active: NDArray[np.bool_], sent: Floats, table: Floats) -> Floats:
+    """Seconds of its own work that each task does in a second."""
+    computes = active[COMPUTE]
+    collective = active[SCATTER] | active[GATHER]
+    others = 4 * collective + 2 * (active[WEIGHTS] | active[REST]) + active[OUT]
+    alone, with_compute = others.astype(np.intp), (others + 8).astype(np.intp)
+    # A use alternates between computation and sending: its rate is the mean over its own work, the others' over time.
+    computing = (1.0 - sent) * table[0].take(with_compute)
+    sending = sent * table[1].take(alone | BETWEEN_RANKS) * (1.0 + collective)
+    slow = computing + sending
+    share = np.where(computes, computing / np.where(slow > 0, slow, 1.0), 1.0)
+    state, sends = np.where(computes, with_compute, alone), alone | BETWEEN_RANKS
+    rates = np.empty(active.shape)
+    rates[COMPUTE] = 1.0 / np.where(slow > 0, slow, 1.0)
+    between = share / table[1].take(state) + (1.0 - share) / (2.0 * table[1].take(sends))
+    rates[SCATTER] = rates[GATHER] = between
+    rates[WEIGHTS] = rates[REST] = share / table[2].take(state) + (1.0 - share) / table[2].take(sends)
+    rates[OUT] = share / table[3].take(state) + (1.0 - share) / table[3].take(sends)
+    return rates
+
+
+class SlotTable:
+    """How much slower the tasks of slots are than alone (slots.py), for one group of strategies; a slot is priced once."""
+
+    def __init__(self, seconds: UseSeconds, kind: ListKind, factors: Interference) -> None:
+        self.seconds, self.kind, self.factors = seconds, kind, factors
+        self.table = factors.table
+        self._known: dict[SlotKey, dict[str, Floats]] = {}
+
+    def add(self, slots: Mapping[SlotKey, Mapping[str, Floats]]) -> None:
+        """Price slots that are not known yet."""
+        new = {key: tasks for key, tasks in slots.items() if key not in self._known}
+        if not new:
+            return
+        nothing = np.zeros(self.seconds.forward.shape[1])
+        arrays = {
+            name: np.stack([tasks.get(name, nothing) for tasks in new.values()]) for name in (*TASKS, "sent", "waits")
+        }
+        sent, waits = arrays.pop("sent"), arrays.pop("waits") > 0
+        slow = slowdowns(arrays, sent, waits, self.factors)
+        for number, key in enumerate(new):
+            self._known[key] = {name: slow[name][number] for name in TASKS}
+
+    def __getitem__(self, key: SlotKey) -> dict[str, Floats]:
+        return self._known[key]
+
+
+SlotKey = tuple[object, ...]
+"""What tells a slot from others: kinds and passes of its uses, and what they load and leave."""
+
+
+class Slots:
+    """The slots of the uses of one stage, and of its updates."""
+
+    def __init__(self, parts: Sequence[Part], uses: Sequence[Use], table: SlotTable) -> None:
+        self._parts, self.uses, self._kind = parts, uses, table.kind
+        self.table = table.table
+        seconds, new = table.seconds, {}
+        nothing = np.zeros(seconds.forward.shape[1])
+        places: list[SlotKey] = []
+        for place, use in enumerate(uses):
+            before = uses[place - 1] if place else None
+            behind = uses[place + 1] if place + 1 < len(uses) else None
+            key, tasks = self._slot(seconds, before, use, behind, nothing)
+            new[key] = tasks
+            places.append(key)
+        updates: list[SlotKey] = []
+        for index in range(len(parts)):
+            row, after = parts[index].row, parts[min(index + 1, len(parts) - 1)].row
+            updates.append(("update", row, after))
+            new["update", row, after] = {
+                "compute": seconds.sweep[row],
+                "rest": seconds.states_in[after],
+                "gather": seconds.gather_updated[row],
+                "out": seconds.states_out[row],
+            }
+        table.add(new)
+        self._places, self._updates = [table[key] for key in places], [table[key] for key in updates]
+
+    def _slot(
+        self, seconds: UseSeconds, before: Use | None, use: Use, behind: Use | None, nothing: Floats
+    ) -> tuple[tuple[object, ...], dict[str, Floats]]:
+        """What tells a slot from others, and its tasks."""
+        row = self._parts[use.index].row
+        slot = {
+            "compute": (seconds.backward if use.backward else seconds.forward)[row],
+            "sent": (seconds.sent_backward if use.backward else seconds.sent_forward)[row],
+            **dict.fromkeys(("weights", "rest", "scatter", "gather", "out", "waits"), nothing),
+        }
+        key: list[object] = [row, use.backward]
+        updates = self._kind.offloads_weights
+        if not use.backward and use.micro_batch == 0 and updates:
+            slot["out"] = seconds.states_out[row] + seconds.weights[row]
+            key.append("stores")
+        if behind is not None:
+            other = self._parts[behind.index].row
+            first = behind.micro_batch == 0 and not behind.backward
+            loads = loads_weights(self._parts, behind, use)
+            key += [other, first, loads, behind.backward, behind.micro_batch > 0]
+            if first and updates:
+                slot["rest"], slot["gather"] = seconds.states_in[other], seconds.gather_updated[other]
+            elif loads and updates:
+                slot["weights"] = seconds.weights[other]
+            if loads:
+                slot["gather"] = slot["gather"] + seconds.gather[other]
+            if behind.backward:
+                slot["rest"] = seconds.activations[other]
+                if behind.micro_batch > 0:
+                    slot["rest"] = slot["rest"] + seconds.gradients[other]
+        if before is not None:
+            other, is_last = self._parts[before.index].row, before.micro_batch == LAST
+            key += ["leaves", other, before.backward, is_last]
+            if before.backward:
+                slot["scatter"] = seconds.scatter[other] + (seconds.reduce[other] if is_last else 0.0)
+                slot["out"], slot["waits"] = slot["out"] + seconds.gradients[other], nothing + 1.0
+            else:
+                slot["out"] = slot["out"] + seconds.activations[other]
+        return tuple(key), slot
+
+    def of(self, place: int, task: str) -> Floats | float:
+        """Slowdown of a task in the slot of the use at this place; 1 outside the step."""
+        return self._places[place][task] if 0 <= place < len(self._places) else 1.0
+
+    def of_update(self, index: int, task: str) -> Floats:
+        """Slowdown of a task of a part's update."""
+        return self._updates[index][task]
+
+
+def loads_weights(parts: Sequence[Part], use: Use, before: Use | None) -> bool:
+    """Whether a use loads weights: what the use before has loaded stays; the gradient of an embedding needs none."""
+    there = before is not None and before.index == use.index and not _skips_weights(parts, before)
+    return not there and not _skips_weights(parts, use)
+
+
+def _skips_weights(parts: Sequence[Part], use: Use) -> bool:
+    return use.backward and parts[use.index].is_embedding

@@ -1,0 +1,227 @@
+"""One code prices predictions and searches: many stages at once equal each predicted plan; what holds of every configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from moe_overlap.api import problem_of
+from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.plan.plan import Offload, Plan, Recompute
+from moe_overlap.tuner.cost.analytic import prepare, price, stage_evaluator
+from moe_overlap.tuner.cost.evaluate import StageEvaluator, StageShapes, StageTotals, runs_of
+from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
+from moe_overlap.tuner.cost.layer import Setting, kernel_seconds, part_cost
+from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collective_seconds, point_to_point_seconds
+from moe_overlap.tuner.cost.operators import CostClassCode, tabulate
+from moe_overlap.tuner.cost.slots import Part
+from moe_overlap.tuner.cost.stage import KindTerms, StateRates, Strategy
+from moe_overlap.tuner.problem import Problem
+from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
+
+PLANS = 200
+CONFIGURATIONS = 1000
+SHARES = np.array([0.0, 0.25, 0.5, 1.0])
+
+
+@cache
+def problem(stages: int) -> Problem:
+    words = f"--num-layers {5 * stages} --pipeline-model-parallel-size {stages} --expert-model-parallel-size 8"
+    return problem_of([*JOB, *words.split()], shipped_cluster("H100", 32), {"graphs": by_hand, "constants": CONSTANTS})
+
+
+def plan_of(stages: int, strategy: Strategy, number: int, again: int) -> Plan:
+    plan = problem(stages).plan
+    offload = Offload(
+        **{
+            name: float(getattr(strategy, f"offload_{name}")[number])
+            for name in ("weights", "gradients", "optimizer", "activations")
+        }
+    )
+    recompute = Recompute(layers=again, granularity="full") if again else Recompute()
+    level = int(strategy.zero_level[number])
+    changed = (replace(stage, zero_level=level, offload=offload, recompute=recompute) for stage in plan.stages)
+    return replace(plan, stages=tuple(changed))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_batch_equals_each_predicted_plan(stages: int) -> None:
+    """Random strategies and recomputed layers, all at once with a shape for each number of recomputed layers."""
+    random, here = np.random.default_rng(stages), problem(stages)
+    count = PLANS // 2
+    stage = here.plan.stages[0]
+    strategy = Strategy(
+        data=np.full(count, float(stage.data * stage.context)),
+        expert_data=np.full(count, float(stage.expert_data)),
+        zero_level=random.integers(0, 4, count).astype(np.float64),
+        offload_weights=random.choice(SHARES, count) * random.integers(0, 2, count),
+        offload_gradients=random.choice(SHARES, count) * random.integers(0, 2, count),
+        offload_optimizer=random.choice(SHARES, count) * random.integers(0, 2, count),
+        offload_activations=random.choice(SHARES, count) * random.integers(0, 2, count),
+    )
+    # Four of five layers recomputed: every kind is there, and the runs are embedding, recomputed, other, head.
+    whole = plan_of(stages, strategy, 0, 4)
+    (family,) = prepare(whole, here.model, here.graphs, here.features)
+    evaluator = stage_evaluator(whole, here.model, family, here.machine, here.features, strategy)
+    batches: list[StageTotals] = []
+    choices = (1, 2, 4)
+    for column in family.stages:
+        runs, counts = runs_of(family.parts[column])
+        again, rest = [run for run, part in enumerate(runs) if part.is_layer]
+        table = np.repeat(np.array(counts)[:, None], len(choices), axis=1)
+        table[again], table[rest] = choices, 5 - np.array(choices)
+        shapes = StageShapes(
+            runs=runs,
+            counts=table,
+            in_flight=np.full(len(choices), family.in_flight[column]),
+            is_first=column == 0,
+            is_last=column == stages - 1,
+            boundary_bytes=family.boundary_bytes if stages > 1 else 0.0,
+        )
+        batches.append(evaluator.totals(shapes))
+    transfers = price(whole, here.model, (family,), here.machine, here.features).breakdown["exposed_transfer_seconds"]
+    assert (transfers > 0) == (stages > 1)
+    for number in range(count):
+        place = number % len(choices)
+        plan = plan_of(stages, strategy, number, choices[place])
+        families = prepare(plan, here.model, here.graphs, here.features)
+        found = price(plan, here.model, families, here.machine, here.features)
+        waits = found.breakdown["exposed_transfer_seconds"] / plan.stages[0].gradient_accumulation_steps
+        for batch, one in zip(batches, found.predicted.stages, strict=True):
+            assert batch.stable_seconds[number, place] + waits == pytest.approx(one.stable_seconds, rel=1e-9)
+            assert batch.last_seconds[number, place] + waits == pytest.approx(one.last_seconds, rel=1e-9)
+            assert batch.peak_bytes[number, place] == pytest.approx(one.peak_bytes, abs=8)
+
+
+def random_evaluator(random: np.random.Generator) -> tuple[StageEvaluator, KindTerms, Strategy, StateRates]:
+    """Kinds of any size under CONFIGURATIONS strategies."""
+    kinds = KindTerms(
+        forward_seconds=10 ** random.uniform(-4, -2, 3),
+        backward_seconds=10 ** random.uniform(-4, -2, 3),
+        saved_bytes=10 ** random.uniform(6, 9, 3),
+        working_bytes=10 ** random.uniform(6, 9, 3),
+        dense_parameters=10 ** random.uniform(6, 8, 3),
+        expert_parameters=10 ** random.uniform(6, 8, 3),
+        sent_forward_seconds=np.zeros(3),
+        sent_backward_seconds=np.zeros(3),
+        is_layer=np.array([True, True, False]),
+    )
+    size = CONFIGURATIONS
+    strategy = Strategy(
+        data=random.choice([1.0, 2.0, 8.0], size),
+        expert_data=random.choice([1.0, 2.0], size),
+        zero_level=random.integers(0, 4, size).astype(np.float64),
+        offload_weights=random.choice(SHARES, size) * random.integers(0, 2, size),
+        offload_gradients=random.choice(SHARES, size) * random.integers(0, 2, size),
+        offload_optimizer=random.choice(SHARES, size) * random.integers(0, 2, size),
+        offload_activations=random.choice(SHARES, size) * random.integers(0, 2, size),
+    )
+    rates = StateRates(
+        dense_scatter=10 ** random.uniform(-12, -10, size),
+        expert_scatter=10 ** random.uniform(-12, -10, size),
+        latency_seconds=1e-5,
+        host_copy=2e-11,
+        optimizer_sweep=4e-13,
+        weight_bytes=2.0,
+        gradient_bytes=4.0,
+        optimizer_bytes=12.0,
+        gathered_bytes=2.0,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    )
+    return evaluator_of(kinds, strategy, rates), kinds, strategy, rates
+
+
+def evaluator_of(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> StageEvaluator:
+    return StageEvaluator(kinds, strategy, rates, partly_concurrent(0.15), slowed_down(0.15), 0.05)
+
+
+RUNS = (Part(0), Part(1), Part(2, is_layer=False, held_once=True))
+
+
+def shapes_of(*counts: tuple[int, int, int]) -> StageShapes:
+    return StageShapes(
+        runs=RUNS,
+        counts=np.array(counts, dtype=np.float64).T,
+        in_flight=np.full(len(counts), 3.0),
+        is_first=False,
+        is_last=False,
+        boundary_bytes=1e6,
+    )
+
+
+def step(totals: StageTotals) -> np.ndarray:
+    """Seconds of a step of eight micro-batches of a stage by itself."""
+    return 6 * totals.stable_seconds + totals.first_seconds + totals.last_seconds + totals.optimizer_seconds
+
+
+def test_more_layers_take_longer_and_hold_more_than_their_weights() -> None:
+    evaluator, kinds, strategy, _ = random_evaluator(np.random.default_rng(3))
+    totals = evaluator.totals(shapes_of((1, 1, 1), (2, 1, 1), (2, 2, 1), (3, 2, 1), (4, 2, 1), (4, 4, 1), (8, 4, 1)))
+    # A round-off of queues that are full or not; never more than a thousandth.
+    assert (np.diff(totals.stable_seconds, axis=1) > -1e-3 * totals.stable_seconds[:, 1:]).all()
+    assert (np.diff(step(totals), axis=1) > -1e-3 * step(totals)[:, 1:]).all()
+    # Which buffers are there together depends on when they come and go.
+    assert (np.diff(totals.peak_bytes, axis=1) > -0.1 * totals.peak_bytes[:, 1:]).all()
+    shares = np.where(strategy.zero_level >= 3, 1.0, 0.0)[:, None]
+    dense, experts = kinds.dense_parameters, kinds.expert_parameters
+    replicas = (strategy.data[:, None], strategy.expert_data[:, None])
+    kept = sum(
+        parameters[None, :] * (shares / ranks + 1 - shares)
+        for parameters, ranks in zip((dense, experts), replicas, strict=True)
+    )
+    weights = 2.0 * (kept * (1 - strategy.offload_weights[:, None])) @ shapes_of((8, 4, 1)).counts[:, 0]
+    assert (totals.peak_bytes[:, -1] >= weights).all()
+
+
+@pytest.mark.parametrize("slower", ["dense_scatter", "expert_scatter", "host_copy", "optimizer_sweep"])
+def test_slower_links_and_copies_never_save_time(slower: str) -> None:
+    evaluator, kinds, strategy, rates = random_evaluator(np.random.default_rng(4))
+    twice = evaluator_of(kinds, strategy, replace(rates, **{slower: 2 * getattr(rates, slower)}))
+    shapes = shapes_of((2, 1, 1), (3, 3, 1), (5, 3, 1))
+    fast, slow = step(evaluator.totals(shapes)), step(twice.totals(shapes))
+    assert (slow[:, :2] > 0.999 * fast[:, :2]).all()
+    # The last shape is extrapolated from two shorter ones, whose queues may be full to different degrees.
+    assert (slow > 0.96 * fast).all() and (slow < 0.995 * fast).mean() < 0.01
+    assert (slow > fast).any()
+
+
+def test_products_links_and_loads_keep_to_their_rates() -> None:
+    """Random sizes: no product beyond its peak, no link beyond its rate, more tokens and more load take longer."""
+    random, here = np.random.default_rng(5), problem(1)
+    (family,) = prepare(here.plan, here.model, here.graphs, here.features)
+    gpu, links = here.cluster.groups[0].gpu, here.cluster.groups[0]
+    constants, release = CONSTANTS.gpus["H100"], CONSTANTS.releases["26.08"]
+    groups = {axis: axis_group(8, 1, 32, links) for axis in ("tp", "cp", "ep", "etp", "tp_ep", "dp", "dp_cp", "edp")}
+    setting = Setting(
+        gpu=gpu, groups=groups, features=here.features, constants=constants, release=release,
+        concurrent=partly_concurrent(0.15), topk=2,
+    )  # fmt: skip
+    parts = [table.part for table in family.tables]
+    for number in range(CONFIGURATIONS // 10):
+        b, s = int(random.integers(1, 9)), int(2 ** random.integers(8, 14))
+        part = parts[number % len(parts)]
+        table = tabulate(part, b, s)
+        seconds, _ = kernel_seconds(table, setting)
+        products = np.isin(table.classes, (CostClassCode.GEMM, CostClassCode.GROUPED_GEMM, CostClassCode.ATTENTION))
+        assert (table.flops[products] <= seconds[products] * gpu.bf16_tflops * 1e12).all()
+        assert part_cost(tabulate(part, b + 1, s), setting).seconds >= part_cost(table, setting).seconds
+        loads = [part_cost(table, replace(setting, load=load)).seconds for load in (1.0, 1.5)]
+        assert loads[1] >= loads[0]
+    rates = dataclasses.replace(constants.link_rates, latency_seconds=0.0)
+    for _ in range(CONFIGURATIONS):
+        size, stride = int(2 ** random.integers(1, 6)), int(2 ** random.integers(0, 4))
+        group, sent = axis_group(min(size, 32 // stride), stride, 32, links), 10 ** random.uniform(3, 10)
+        if group.size < 2:
+            continue
+        fastest = max(links.domain_gb_per_s or 0.0, links.node_gb_per_s, links.network_gb_per_s) * 1e9
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            moved = sent * (group.size - 1) / group.size * (2 if kind == "all_reduce" else 1)
+            assert float(collective_seconds(kind, sent, group, rates)) >= moved / fastest / group.size
+            assert collective_seconds(kind, 2 * sent, group, rates) > collective_seconds(kind, sent, group, rates)
+        assert float(all_to_all_seconds(sent, group, rates)) > 0
+        assert float(point_to_point_seconds(sent, axis_group(2, stride, 32, links), rates)) >= sent / fastest
