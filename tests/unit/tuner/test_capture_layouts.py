@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -12,25 +13,22 @@ from moe_overlap.tuner.capture.capture import capture, gives, sequence_unit
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.capture.library import BlockLibrary
 from moe_overlap.tuner.capture.request import Request
-from tests.unit.tuner.capture_cases import GATED, LATENT, MOE, SHARED, recorded, request
+from tests.unit.tuner.capture_cases import recorded, request
 
-GROUPED = MOE.replace("--num-query-groups 2", "--num-query-groups 4")
-FAMILIES = {
-    "Mixtral": GROUPED,
-    "Qwen3": f"{GROUPED} --qk-layernorm --moe-router-dtype fp32",
-    "DeepSeek-V3": f"{LATENT} {SHARED} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --mtp-num-layers 1",
-    "GPT-OSS": GATED.replace("--num-query-groups 2", "--num-query-groups 4"),
-}
+EXAMPLES = Path(__file__).parents[3] / "examples"
+FAMILIES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-mtp", "gpt-oss-120b")
 LAYOUTS = 20
 
 
 def requests_of(family: str) -> list[Request]:
     """Layouts of a family, drawn from all that its sizes allow."""
-    base = request(f"{FAMILIES[family]} --bf16", "te")
-    tensor, split = (1, 2, 4), (1,) if base.model.linear_bias else (1, 2)
-    axes = [(t, c, e, x) for t in tensor for c in (1, 2) for e in (1, 2, 4) for x in split]
-    random.Random(0).shuffle(axes)
-    chosen = axes[:LAYOUTS] if len(axes) >= LAYOUTS else [*axes, *((t, 4, 2, 1) for t in tensor)][:LAYOUTS]
+    lines = (EXAMPLES / f"tiny-{family}.args").read_text().splitlines()
+    flags = " ".join(line.replace("'", "") for line in lines if not line.startswith("#"))
+    base = request(f"{flags} --bf16", "te", vocabulary=512)
+    # megatron-core adds biases of experts on one rank of expert tensor parallelism only.
+    split = (1,) if base.model.linear_bias else (1, 2)
+    axes = [(t, c, e, x) for t in (1, 2) for c in (1, 2, 4) for e in (1, 2, 4, 8) for x in split]
+    chosen = random.Random(0).sample(axes, LAYOUTS)
     layouts = [Layout(tensor=t, context=c, expert=e, expert_tensor=x, sequence_parallel=t > 1) for t, c, e, x in chosen]
     return [replace(base, layout=layout) for layout in layouts]
 
