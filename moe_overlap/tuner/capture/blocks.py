@@ -14,7 +14,6 @@ same; a layer under any layout is then its attention from one capture and its ex
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.operators import ATTENTION, COMBINE, COUNT, DISPATCH, EXPERTS, GATE, MERGE, MLP, SHARED
 from moe_overlap.tuner.capture.dependencies import finished
 from moe_overlap.tuner.capture.expression import Expression
-from moe_overlap.tuner.capture.graph import Layout, Op, Part, Storage
+from moe_overlap.tuner.capture.graph import Layout, Op, Part, Storage, world_size
 from moe_overlap.tuner.capture.kernels import flops
 
 OpName = tuple[str, str, str, str, int]
@@ -94,7 +93,7 @@ def has_vocabulary(block: str) -> bool:
 def group_size(layout: Layout, axis: str) -> int:
     """Ranks of a collective's group, in the smallest world that holds the layout."""
     dense, experts = layout.tensor * layout.context, layout.expert * layout.expert_tensor
-    world = math.lcm(dense, experts)
+    world = world_size(layout)
     sizes = {"tp": layout.tensor, "cp": layout.context, "ep": layout.expert, "etp": layout.expert_tensor}
     sizes |= {"tp_cp": dense, "tp_ep": experts, "dp": world // dense, "dp_cp": world // layout.tensor}
     sizes |= {"tp_dp_cp": world, "edp": world // experts}

@@ -7,7 +7,6 @@ name their peers, so one process without a GPU can build any layout.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,7 @@ from megatron.training.cli.config import Config, OverlapConfig
 from megatron.training.model.build import AdaptLayer, build_model, unwrap
 from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.tuner.capture.graph import Layout
+from moe_overlap.tuner.capture.graph import Layout, world_size
 from moe_overlap.tuner.capture.request import FULL, NO_RECOMPUTATION, layer_kinds, prediction_kinds
 from moe_overlap.tuner.capture.stand_ins import replaced
 
@@ -52,11 +51,6 @@ class World:
     groups: ProcessGroupCollection
     axis_of: dict[str, str]
     size: int
-
-
-def world_size(layout: Layout) -> int:
-    """The fewest ranks that hold a layout."""
-    return math.lcm(layout.tensor * layout.context, layout.expert * layout.expert_tensor)
 
 
 @contextlib.contextmanager

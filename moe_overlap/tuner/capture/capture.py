@@ -31,13 +31,13 @@ from megatron.training.cli.config import Config
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.tuner.capture.build import World, build_one_of_each, config_for, pretended_world, stock_layer
 from moe_overlap.tuner.capture.expression import B, Expression, S, evaluate
-from moe_overlap.tuner.capture.fused_functions import COPIES_PER
 from moe_overlap.tuner.capture.fused_modules import accumulate_in_products, fused_kernels
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage, check
 from moe_overlap.tuner.capture.kernels import flops
 from moe_overlap.tuner.capture.parts import PartRecorder, RunnablePart, keep_gradients_apart, prediction_layers
 from moe_overlap.tuner.capture.record import Recorder
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds, versions
+from moe_overlap.tuner.capture.scaling import COPIES_PER
 from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced, without_data
 
 Point = tuple[int, int]

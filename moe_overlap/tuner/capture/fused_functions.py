@@ -24,10 +24,8 @@ from torch import Tensor
 
 from moe_overlap.describe.model import expected_places
 from moe_overlap.tuner.capture.record import Recorder
+from moe_overlap.tuner.capture.scaling import COPIES_PER
 from moe_overlap.tuner.capture.stand_ins import Counts
-
-COPIES_PER = 16
-"""Copies of a token are counted in sixteenths, so that tokens of a sample batch make whole rows."""
 
 
 def sent_rows(tokens: int, choices: int, ranks: int) -> int:

@@ -10,6 +10,7 @@ its user.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -42,6 +43,11 @@ class Layout:
     expert_tensor: int = 1
     sequence_parallel: bool = False
     precision: str = "bf16"
+
+
+def world_size(layout: Layout) -> int:
+    """The fewest ranks that hold a layout."""
+    return math.lcm(layout.tensor * layout.context, layout.expert * layout.expert_tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moe_overlap.tuner.capture.blocks import expert_replicas, group_size
 from moe_overlap.tuner.capture.dependencies import finished
 from moe_overlap.tuner.capture.expression import B, Expression, S
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Role, Storage, check
@@ -26,6 +25,12 @@ class Tape:
     operator: str = "attention"
     ops: list[Op] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Ranks of the groups that the layer's collectives run in."""
+        layout = self.layout
+        return {"tp": layout.tensor, "cp": layout.context, "ep": layout.expert, "etp": layout.expert_tensor}
 
     def hold(self, size: Expression | int, role: Role, name: str = "", replicas: Any = "") -> int:
         """A storage that is there."""
@@ -51,7 +56,7 @@ class Tape:
         if axis:
             kind = "collective"
             collective = Collective(
-                kind="all_gather", axis=axis, size=group_size(self.layout, axis), payload_bytes=Expression.of(size)
+                kind="all_gather", axis=axis, size=self.ranks[axis], payload_bytes=Expression.of(size)
             )
         sizes = () if axis else tuple(Expression.of(x) for x in (shape or (size,)))
         self.ops.append(
@@ -81,7 +86,7 @@ def part(layout: Layout, vocabulary: int, extra: Extra | None = None) -> Part:
     t, c, e, x = layout.tensor, layout.context, layout.expert, layout.expert_tensor
     local, rows, own = EXPERTS // e, B * S / c, B * S / (c * t)
     qkv = tape.hold(HIDDEN * HEADS // t * 8, "parameter", "self_attention.linear_qkv.weight", "dp")
-    size, replicas = HIDDEN * WIDTH // x * 2, expert_replicas(layout)
+    size, replicas = HIDDEN * WIDTH // x * 2, "dp" if (e, x) == (1, t) else "edp"
     weights, gradients = [], []
     for expert in range(local):
         name = f"mlp.experts.linear_fc1.weight{expert}"

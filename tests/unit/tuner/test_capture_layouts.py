@@ -1,0 +1,60 @@
+"""Graphs put together from blocks against real captures of small models of four families."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from moe_overlap.tuner.capture.capture import capture, gives, sequence_unit
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout
+from moe_overlap.tuner.capture.library import BlockLibrary
+from moe_overlap.tuner.capture.request import Request
+from tests.unit.tuner.capture_cases import recorded, request
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+FAMILIES = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-mtp", "gpt-oss-120b")
+LAYOUTS = 20
+
+
+def requests_of(family: str) -> list[Request]:
+    """Layouts of a family, drawn from all that its sizes allow."""
+    lines = (EXAMPLES / f"tiny-{family}.args").read_text().splitlines()
+    flags = " ".join(
+        line.replace("'", "").replace("query-groups 2", "query-groups 4") for line in lines if not line.startswith("#")
+    )
+    base = request(f"{flags} --bf16", "te", vocabulary=512)
+    # megatron-core adds biases of experts on one rank of expert tensor parallelism only.
+    split = (1,) if base.model.linear_bias else (1, 2)
+    axes = [(t, c, e, x) for t in (1, 2, 4) for c in (1, 2) for e in (1, 2, 4, 8) for x in split]
+    chosen = random.Random(0).sample(axes, LAYOUTS)
+    layouts = [Layout(tensor=t, context=c, expert=e, expert_tensor=x, sequence_parallel=t > 1) for t, c, e, x in chosen]
+    return [replace(base, layout=layout) for layout in layouts]
+
+
+def captured_in_process(asked: Request) -> CapturedModel:
+    """The capture of a request, whatever ran before it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return capture(asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_from_blocks_are_those_of_captures(family: str) -> None:
+    """Each number of each operator and storage, at a batch at which the layout itself is recorded."""
+    asked = requests_of(family)
+    library = BlockLibrary(captured_in_process)
+    library.prepare(asked)
+    # Models as small as these have few numbers of ranks on an axis, so more of their layouts must be captured.
+    assert library.unlike == () and len(library.captured_layouts) < LAYOUTS
+    for request_of_layout in asked:
+        if request_of_layout.layout in library.captured_layouts:
+            continue
+        point = (3, sequence_unit(request_of_layout.config, request_of_layout.model, request_of_layout.layout))
+        model = library.model(request_of_layout)
+        for kind, (part,) in recorded(request_of_layout, [point]).items():
+            assert gives(model.part(kind, samples=point[0]), part, point), (request_of_layout.layout, kind)
