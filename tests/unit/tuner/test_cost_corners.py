@@ -9,15 +9,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
 
 from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.plan.instructions import BufferRole, parse_buffer
+from moe_overlap.plan.operators import GroupKind
 from moe_overlap.plan.plan import Offload, Plan, Recompute, StagePlan, Tile, Transfer
 from moe_overlap.tuner.cost.analytic import prepare, price
+from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.simulate.memory import live_bytes
 from moe_overlap.tuner.cost.simulate.step import simulate_step
 from moe_overlap.tuner.problem import Problem
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
@@ -81,9 +85,16 @@ def errors(corner: Corner) -> tuple[float, float]:
         peaks = stage.peak_bytes_by_category
         sent = edge if stage is closed.stages[0] or corner.interleaved else 0.0
         working = peaks.temporaries + peaks.fragmentation + sent
-        kept = max(size for _, size in listed.kept_bytes(rank))
+        kept = max(size for _, size in live_bytes(listed.ran(rank), partial(_layer_bytes, listed.prices[rank])))
         bytes_.append((stage.peak_bytes - working - kept) / (kept + working))
     return seconds, max(bytes_, key=abs)
+
+
+def _layer_bytes(prices: StagePrices, name: str) -> float:
+    """Bytes of a buffer. What the head keeps is there while the head works, and among the temporaries of the closed form."""
+    buffer = parse_buffer(name)
+    of_head = buffer.role is BufferRole.ACTIVATIONS and buffer.subject == GroupKind.HEAD
+    return 0.0 if of_head else prices.buffer_bytes(name)
 
 
 def corners() -> Iterator[Corner]:
@@ -98,7 +109,7 @@ def corners() -> Iterator[Corner]:
 
 NEAR, FAR = 0.013, 0.06
 REPAIRED = {
-    "states of ZeRO-0 are whole on every rank": (Corner(zero_level=0, offload=(0, 0, 1, 0)), NEAR, NEAR),
+    "states of ZeRO-0 are whole on every rank": (Corner(zero_level=0, offload=(0, 0, 1, 0)), NEAR, 0.04),
     "gradients of ZeRO-2 move in shards": (Corner(zero_level=2, offload=(0, 1, 0, 0)), 0.02, 0.03),
     "weights stay between passes": (Corner(zero_level=1, offload=(1, 0, 0, 0)), NEAR, 0.05),
     "head and embedding keep their activations": (Corner(zero_level=1, offload=(0, 0, 0, 1)), NEAR, FAR),
@@ -106,7 +117,7 @@ REPAIRED = {
     "reductions go on under forward passes": (Corner(zero_level=2, offload=(0, 0, 0, 0)), NEAR, 0.05),
     "everything by halves": (Corner(zero_level=1, offload=(0.5, 0.5, 0.5, 0.5)), NEAR, 0.05),
     "recomputed": (Corner(zero_level=3, offload=(0, 0, 0, 1), recompute="full"), NEAR, 0.03),
-    "unequal": (Corner(zero_level=0, offload=(0, 0, 1, 0), unequal=True), NEAR, NEAR),
+    "unequal": (Corner(zero_level=0, offload=(0, 0, 1, 0), unequal=True), 0.015, NEAR),
     "interleaved": (Corner(zero_level=1, offload=(0, 0, 0.5, 0), interleaved=True), NEAR, FAR),
     "nothing": (Corner(zero_level=1, offload=(0, 0, 0, 0)), NEAR, NEAR),
 }

@@ -195,10 +195,10 @@ def test_products_links_and_loads_keep_to_their_rates() -> None:
     random, here = np.random.default_rng(5), problem(1)
     (family,) = prepare(here.plan, here.model, here.graphs, here.features)
     gpu, links = here.cluster.groups[0].gpu, here.cluster.groups[0]
-    constants, release = CONSTANTS.gpus["H100"], CONSTANTS.releases["26.08"]
+    constants = CONSTANTS.gpus["H100"]
     groups = {axis: axis_group(8, 1, 32, links) for axis in ("tp", "cp", "ep", "etp", "tp_ep", "dp", "dp_cp", "edp")}
     setting = Setting(
-        gpu=gpu, groups=groups, features=here.features, constants=constants, release=release,
+        gpu=gpu, groups=groups, features=here.features, constants=constants, common=CONSTANTS.common,
         concurrent=partly_concurrent(0.15), topk=2,
     )  # fmt: skip
     parts = [table.part for table in family.tables]

@@ -43,7 +43,7 @@ from moe_overlap.tuner.cost.simulate.compress import (
     run_alone,
     sample_blocks,
 )
-from moe_overlap.tuner.cost.simulate.engine import Simulation, simulate
+from moe_overlap.tuner.cost.simulate.engine import Ran, Simulation, simulate
 from moe_overlap.tuner.cost.simulate.memory import ListedBytes, listed_bytes, live_bytes
 from moe_overlap.tuner.problem import Problem
 
@@ -61,7 +61,11 @@ class SimulatedStep:
 
     def kept_bytes(self, rank: int) -> list[tuple[float, float]]:
         """When what a rank keeps changes, and the bytes from then on: states, and activations for backward passes."""
-        return live_bytes([one for one in self.simulation.ran if one.rank == rank], self.prices[rank].buffer_bytes)
+        return live_bytes(self.ran(rank), self.prices[rank].buffer_bytes)
+
+    def ran(self, rank: int) -> list[Ran]:
+        """The instructions of a rank, in time."""
+        return [event for event in self.simulation.ran if event.rank == rank]
 
 
 def simulate_step(plan: Plan, problem: Problem) -> SimulatedStep:
