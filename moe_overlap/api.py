@@ -60,6 +60,7 @@ from moe_overlap.tuner.search.layer.partition_ranges import check_limits
 
 PLACED_BY_LISTS = ("--overlap-param-gather",)
 """Flags that only place communication, which an instruction list places itself."""
+ALWAYS_SHARDED = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
 STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
 
 
@@ -222,6 +223,9 @@ def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = 
     for stage in decided.stages:
         groups = model.num_attention_heads if model.latent_attention is not None else model.num_query_groups
         require_context_heads(reading.flags, stage.context, max(1, groups // stage.tensor))
+    is_listed = plan is None and any(stage.overlap.is_listed for stage in decided.stages)
+    if is_listed and zero_level(reading.flags) == 0:
+        assumed = (*assumed, ALWAYS_SHARDED)
     if model.num_experts and SINKHORN in config.moe.moe_router_load_balancing_type:
         assumed = (*assumed, "a router without the iterations of sinkhorn, whose number depends on the data")
     return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed))
@@ -252,17 +256,18 @@ def _decided(config: Config, model: ModelDescription, num_gpus: int, flags: Flag
     # Overlap by instruction lists is this fork's own, whose optimizer is always distributed: what `plan_from_flags` says.
     if any(stage.overlap.is_listed for stage in decided.stages) and not is_sharded_by_fsdp(flags):
         return decided
-    return _with_offloaded(
-        _with_zero_level(decided, zero_level(flags)), offloaded_layers(flags, model.num_layers) / model.num_layers
-    )
+    activations = offloaded_layers(flags, model.num_layers) / model.num_layers
+    return _with_offloaded(_with_zero_level(decided, zero_level(flags)), activations, offloaded_states(flags))
 
 
-def _with_offloaded(plan: Plan, share: float) -> Plan:
-    """A plan whose stages move this share of their saved activations to the host."""
+def _with_offloaded(plan: Plan, activations: float, optimizer: float) -> Plan:
+    """A plan whose stages keep these shares of their saved activations and of the optimizer's states on the host."""
     return dataclasses.replace(
         plan,
         stages=tuple(
-            dataclasses.replace(stage, offload=dataclasses.replace(stage.offload, activations=share))
+            dataclasses.replace(
+                stage, offload=dataclasses.replace(stage.offload, activations=activations, optimizer=optimizer)
+            )
             for stage in plan.stages
         ),
     )
@@ -278,8 +283,7 @@ def _executed_here(job: Job) -> Job:
     """The job as this fork runs it: its optimizer is always distributed, whether or not a flag says so."""
     if all(stage.zero_level > 0 for stage in job.plan.stages):
         return job
-    said = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
-    return dataclasses.replace(job, plan=_with_zero_level(job.plan, 1), assumed=(*job.assumed, said))
+    return dataclasses.replace(job, plan=_with_zero_level(job.plan, 1), assumed=(*job.assumed, ALWAYS_SHARDED))
 
 
 def problem_of(words: Sequence[str], cluster: Cluster, options: Options) -> Problem:
@@ -427,6 +431,24 @@ def offloaded_layers(flags: Flags, num_layers: int) -> int:
     return int(layers)
 
 
+def offloaded_states(flags: Flags) -> float:
+    """The share of the optimizer's states that waits in host memory for the update.
+
+    Raises:
+        ConfigError: not a share.
+    """
+    if "--optimizer-cpu-offload" not in flags:
+        return 0.0
+    (written,) = flags.get("--optimizer-offload-fraction", ("1.0",)) or ("",)
+    try:
+        share = float(written)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError("--optimizer-offload-fraction", written, "is no share", "use a number from 0 to 1")
+    return share
+
+
 def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
     """The features of a run that its flags ask for.
 
@@ -493,7 +515,8 @@ def _cuda_graphs(flags: Flags) -> CudaGraphs:
         implementation = "local"
     if implementation == "none":
         return "none"
-    scope = flags.get("--cuda-graph-scope", ("full",))
+    # The newer flag names the same modules.
+    scope = flags.get("--cuda-graph-modules", flags.get("--cuda-graph-scope", ("full",)))
     return "full" if implementation == "full_iteration" or {"full", "full_iteration"} & set(scope) else "partial"
 
 

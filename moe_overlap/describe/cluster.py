@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -172,7 +172,7 @@ _MEASURED_FIELDS = {"database": str, "device": str, "latency_seconds": (int, flo
 def _measured(row: Any, subject: str) -> Measured:
     _require_fields(row, _MEASURED_FIELDS, subject)
     for name, value in row["constants"].items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
             rule = "must be a number from 0"
             raise ConfigError(f"{subject}.constants.{name}", json.dumps(value)[:40], rule, "correct the value")
     return Measured(**row)
@@ -237,6 +237,6 @@ def _require_fields(row: Any, fields: Mapping[str, Any], subject: str) -> None:
         numeric = kind is int or (isinstance(kind, tuple) and int in kind)
         wrong = not isinstance(value, kind) or isinstance(value, bool)
         # Not `value <= 0`: JSON readers take NaN, of which every comparison is false.
-        if wrong or (numeric and value is not None and not 0 < value < math.inf):
+        if wrong or (numeric and value is not None and not 0 < value <= sys.float_info.max):
             rule = "must be a positive number" if numeric else "is of the wrong kind"
             raise ConfigError(f"{subject}.{name}", json.dumps(value)[:40], rule, "correct the value")

@@ -228,7 +228,7 @@ class OperatorId:
 
     @property
     def is_collective(self) -> bool:
-        """Whether it communicates inside a process group; a weight gradient never does."""
+        """Whether it communicates inside a process group by itself; gathers inside a weight gradient belong to that."""
         return self.kind in _COLLECTIVE_KINDS
 
     @property

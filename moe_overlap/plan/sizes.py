@@ -39,7 +39,7 @@ COUNT_BYTES = 8
 STATE_BYTES = 8
 """Adam's two moments; below fp32 the fp32 weights, MASTER_BYTES, are states, too."""
 MASTER_BYTES = 4
-ROUTER_BYTES = 4
+ROUTER_BYTES = 8
 """An element of the router's logits, at most."""
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "weights": 3}
 """ZeRO level from which each of them is kept in shards."""

@@ -64,11 +64,11 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     if expected := prediction.expected_error:
         lines.insert(
             2,
-            f"error         of the step, as measured on {expected.rows} runs of {expected.group} that were not fitted",
+            f"error         of the step, in the mean of {expected.rows} calibration runs left out of the fit ({expected.group})",
         )
     if (software := prediction.software).release:
         which = f", the median release of {cluster.group_of(0).gpu.architecture}" if software.is_median else ""
-        loss = f"losses beyond peak rates × {software.constants.loss:.2f}"
+        loss = f"time lost beyond peak rates × {software.constants.loss:.2f} of the reference release's"
         lines.insert(-1, f"software      {software.release}{which}; {loss}")
     for name, part in prediction.breakdown.items():
         lines.append(f"  {name.removesuffix('_seconds').replace('_', ' '):<20}{part:>10.3f} s {part / seconds:>7.1%}")
@@ -83,7 +83,7 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     lines += [f"extrapolating: {reason}" for reason in prediction.extrapolating]
     lines += [f"assumed: {text}" for text in prediction.assumed]
     lines += [f"not modelled: {flag}: {effect_of(flag)}" for flag in prediction.not_modelled]
-    lines += [f"computed early for lack of room: {text}" for text in prediction.computed_early]
+    lines += [f"computed early: {text}" for text in prediction.computed_early]
     return "\n".join(lines).rstrip()
 
 

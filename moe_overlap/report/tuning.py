@@ -142,7 +142,7 @@ def tuned_text(tuned: Tuned, folder: Path) -> str:
     gained = tuned.plain_seconds / chosen.seconds
     lines = [] if tuned.refinement is None else [*refinement_lines(tuned.refinement), ""]
     lines += [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
-    lines += [f"does not fit: {text}" for text in chosen.prediction.overflow]
+    lines += [f"{chosen.prediction.memory_verdict}: {text}" for text in chosen.prediction.overflow]
     lines += [f"without    {flag}: a list places that communication itself" for flag in tuned.dropped]
     lines += [f"assumed    {text}" for text in tuned.assumed]
     lines += [f"           {line}" for line in _decisions(chosen)]
@@ -170,7 +170,7 @@ def _why(other: Candidate, chosen: Candidate) -> str:
     if other.prediction is None:
         return other.refused
     if not other.prediction.fits:
-        return f"{_figures(other)}; does not fit: {other.prediction.overflow[0]}"
+        return f"{_figures(other)}; {other.prediction.memory_verdict}: {other.prediction.overflow[0]}"
     compared = f"{_figures(other)} ({other.seconds / chosen.seconds - 1:+.1%})"
     return f"{compared}, no more than predictions err" if other.seconds < chosen.seconds else compared
 

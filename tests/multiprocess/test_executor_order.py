@@ -25,6 +25,9 @@ LATENT = (
 SHAPES = {
     "latent attention": f"{EP2} {LATENT} {DEFER}",
     "shared experts, dense layers": f"{EP2} --moe-shared-expert-intermediate-size 24 --moe-layer-freq 2 {DEFER}",
+    "shared experts, a gate over the whole micro-batch": f"{EP2} --moe-shared-expert-intermediate-size 64 "
+    f"--moe-gate batch_prioritized --moe-expert-capacity-factor 1.0 {CUT} after {DEFER}",
+    "a router in double precision": f"{EP2} --moe-router-dtype fp64 {DEFER}",
     "tensor ranks": f"--tensor-model-parallel-size 2 --sequence-parallel {DEFER}",
     "tensor ranks, experts whole": f"{EP2} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
     f"--sequence-parallel {DEFER}",

@@ -56,7 +56,6 @@ EFFECTS = (
         "overlap-dispatch-backward-with-experts-wgrad",
     ),
     _effect("activations on the host: less memory, copies beside the passes", "fine-grained-activation-offloading"),
-    _effect("optimizer states on the host: less memory, a slower update", "optimizer-cpu-offload"),
     _effect(
         "optimizer states on the host between updates: less memory, copies around the update",
         "chunked-optimizer-state-offload",
@@ -125,7 +124,12 @@ EFFECTS = (
     ),
 )
 """The first pattern that fits a flag counts."""
-MODELLED = ("--use-megatron-fsdp", "--cpu-offloading-num-layers")
+MODELLED = (
+    "--use-megatron-fsdp",
+    "--cpu-offloading-num-layers",
+    "--optimizer-cpu-offload",
+    "--optimizer-offload-fraction",
+)
 """Flags that training refuses and a prediction prices."""
 AFTER_THE_TABLE = ("--chunked-optimizer-state-offload", "--optimizer-state-offload-chunk-size-mb")
 """Flags of published recipes whose release of Megatron-LM is newer than the table of upstream's flags."""

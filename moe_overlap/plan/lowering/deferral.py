@@ -251,12 +251,14 @@ def _place_in_forward(saved: BufferId) -> int:
 def early_gradients(instructions: Iterable[Instruction]) -> list[Instruction]:
     """Weight gradients that a list computes right behind the operator that left their operands, and not in their slot.
 
-    A slot stands behind a communication: an all-to-all or a send. Reductions of gradients among the passes are no slots.
+    Partitions of a gradient that waited are computed with it. Reductions of gradients among the passes are no operators.
     """
-    early, is_in_slot = [], False
+    early: list[Instruction] = []
+    left: set[OperatorId] = set()
     for instruction in instructions:
         if instruction.kind == "weight-gradient":
-            early += [] if is_in_slot else [instruction]
+            early += [instruction] if instruction.operator in left else []
         elif not instruction.operator.is_bucket:
-            is_in_slot = instruction.kind != "compute"
+            buffers = map(parse_buffer, instruction.writes)
+            left = {buffer.gradient for buffer in buffers if buffer.role is BufferRole.SAVED}
     return early

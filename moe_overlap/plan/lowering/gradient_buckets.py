@@ -1,7 +1,8 @@
 """The end of a step as instructions, and gradients reduced in buckets before it, where no token waits for the link.
 
-The update (`lower_update`): gradient reduction, norm, optimizer steps, parameter gathering. It stands in every list, with 0 bytes
-where the replicas have nothing to send: gradients that other groups share are completed, and master weights copied, all the same.
+The update (`lower_update`): gradient reduction, norm, optimizer steps, parameter gathering. It stands in every list
+(`parameters` from ZeRO 1 on), with 0 bytes where the replicas have nothing to send: gradients that other groups share are
+completed, and master weights copied, all the same.
 
 Buckets. Terms. A parameter group (`embedding`, `L3`, `head`) is complete behind the last instruction of the step that writes its
 gradient, deferred weight gradients included. An all-to-all is pending from its instruction to the first that waits for it, or for

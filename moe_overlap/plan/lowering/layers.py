@@ -351,7 +351,7 @@ class LayerLowering:
         return [*reads, *before], [*writes, *behind]
 
     def _weight_gradient(self, gradient: OperatorId, chunk: int, micro_batch: int) -> Draft:
-        # One instruction for all partitions: the queue runs everything it holds under a name.
+        # One instruction for all partitions; `within_bound` takes out those that may not wait.
         saved = self.buffers.parts(saved_for(gradient, micro_batch))
         total = "gradient.head" if gradient.layer is None else f"gradient.L{gradient.layer}"
         return Draft(

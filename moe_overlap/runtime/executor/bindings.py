@@ -236,7 +236,9 @@ class ChunkOperators:
         state.segments[place_of(i, operator)] = segment
         state.buffers.write_each(i, written_stem(i, R.ROWS), rows)
         if layer.mlp.use_shared_expert:
-            state.normed.update(zip(keys, normed_SBH.chunk(len(keys), dim=BATCH), strict=True))
+            # Of their own: a view would keep the whole micro-batch alive while a deferred weight gradient of a partition waits.
+            parts = (part.contiguous() for part in normed_SBH.chunk(len(keys), dim=BATCH))
+            state.normed.update(zip(keys, parts, strict=True))
 
     def _route(
         self, moe: Any, normed_SBH: Tensor, i: Instruction, state: StepState, layer: int
@@ -401,7 +403,7 @@ def _normed_of_gate(key: tuple[int, int, int], state: StepState) -> Tensor:
     gate = state.segments.get((GATE, *key)) or state.segments[GATE, layer, micro_batch, 0]
     *rows, normed_SBH = gate.outputs
     parts: tuple[Tensor, ...] = normed_SBH.chunk(len(rows), dim=BATCH)
-    return parts[partition] if len(rows) > 1 else parts[0]
+    return parts[partition].contiguous() if len(rows) > 1 else parts[0]
 
 
 _EXCHANGED = {

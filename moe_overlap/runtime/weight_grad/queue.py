@@ -105,7 +105,7 @@ class WeightGradQueue:
         if self._max_bytes is not None and self._held.bytes > self._max_bytes:
             raise DeferredBytesExceeded(
                 f"--max-deferred-bytes {self._max_bytes}: weight gradients that wait hold {self._held.bytes} bytes on this "
-                f"rank, which received more than {ROUTED_LOAD_BOUND:g} times its share of tokens; give {2 * self._held.bytes}"
+                f"rank; the list allows for {ROUTED_LOAD_BOUND:g} times the balanced rows; give {2 * self._held.bytes} or more"
             )
 
     def run(self, name: str, count: int | None = None, *, announce: bool = True, is_early: bool = False) -> int:
@@ -208,8 +208,8 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
 def drain_after_backward(chunk: torch.nn.Module, queue: WeightGradQueue) -> None:
     """Have the queue run empty at the end of every backward pass of a chunk.
 
-    For runners that know no instruction for weight gradients. The closures run inside the backward call of the schedule, hence
-    under the same `no_sync` as the gradients that were not put aside, and before the gradients are reduced.
+    For tests, and for runners that know no instruction for weight gradients. The closures run inside the backward call of the
+    schedule, hence under the same `no_sync` as the gradients that were not put aside, and before the gradients are reduced.
 
     Args:
         chunk: a model chunk, wrapped or not; its output is where a backward pass begins.

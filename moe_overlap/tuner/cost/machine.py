@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from moe_overlap.describe.cluster import Cluster
@@ -25,7 +26,7 @@ from moe_overlap.tuner.cost.interference import (
     slowed_down,
 )
 from moe_overlap.tuner.cost.links import Group
-from moe_overlap.tuner.cost.operators import Lookup
+from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, Lookup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +87,11 @@ def machine_of(
     software = constants.of_release(release, gpu.architecture, precision, is_moe)
     reasons = [f"no measured steps of {gpu.name}"] if other_gpu else []
     reasons += [*constants.uncalibrated(gpu, precision, is_moe), *software.extrapolating]
+    if len({dataclasses.replace(group, nodes=1) for group in cluster.groups}) > 1:
+        reasons.append(f"groups of unlike GPUs or links: all are priced as {gpu.name}, and fit or not as {gpu.name}")
+    units = gpu.fp4_tflops if precision == "nvfp4" else gpu.fp8_tflops
+    if precision in LOW_PRECISIONS and not units:
+        reasons.append(f"{gpu.name} has no {precision} units: products are priced in the next wider format it has")
     error = None
     if cluster.measured is None:
         error = expected_error(shipped_errors(), gpu, precision, is_moe)

@@ -88,7 +88,10 @@ def test_without_room_the_backward_pass_takes_what_its_weight_gradients_took() -
     assert tight.predicted.step_seconds == pytest.approx(bare.predicted.step_seconds)
     some = predicted(f"{words} {DEFERRED} --max-deferred-bytes 1000000000")
     assert deferred.predicted.step_seconds < some.predicted.step_seconds < tight.predicted.step_seconds
-    assert some.computed_early[0].startswith("stage 0 could hold ") and some.not_modelled == ()
+    assert (
+        some.computed_early[0].startswith("stage 0: --max-deferred-bytes 1000000000 does not let ")
+        and some.not_modelled == ()
+    )
     assert dataclasses.asdict(tight)["computed_early"]
 
 

@@ -25,6 +25,7 @@ from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import Plan, PredictedStage
+from moe_overlap.plan.sizes import ROUTED_LOAD_BOUND
 from moe_overlap.tuner.cost.analytic import Prediction, Priced, prepare, price, price_family
 from moe_overlap.tuner.cost.fused_kernels import UNMEASURED, refuse_unpriced
 from moe_overlap.tuner.cost.hardware import NOT_REFINED
@@ -141,8 +142,8 @@ def with_lists(closed: Prediction, plan: Plan, problem: Problem) -> Prediction:
     )
     fused = any(stage.overlap.fused_layers for stage in plan.stages)
     early = tuple(
-        f"stage {one.compressed.stage} could hold {one.bytes.deferred:.3g} bytes and may hold "
-        f"{plan.stages[one.compressed.stage].overlap.max_deferred_bytes}: {len(one.early)} of {one.deferred} weight gradients "
+        f"stage {one.compressed.stage}: --max-deferred-bytes {plan.stages[one.compressed.stage].overlap.max_deferred_bytes} does "
+        f"not let {len(one.early)} of {one.deferred} weight gradients wait, at {ROUTED_LOAD_BOUND:g} times the balanced rows "
         f"({', '.join(one.early[:SHOWN])}{', …' * (len(one.early) > SHOWN)})"
         for one in ones
         if one.early
