@@ -1,8 +1,9 @@
 """Layers, embedding and head, to the byte, against what Mist's tracer says of its own models (data/mist_layer_memory.json).
 
 Every difference stands here as bytes, for all b and tp:
-- Mist's Llama turns queries and keys in place; megatron-core keeps the turned copies beside the projection that the values are
-  a view of: two thirds of that projection more. Its norms keep a mean that RMSNorm has not, and it counts random states.
+- Mist's Llama turns queries and keys in place and keeps the projection; megatron-core keeps the turned copies, and Transformer
+  Engine a copy of the values, so that the projection goes: as many bytes. Its norms keep a mean that RMSNorm has not, and it
+  counts random states.
 - GPT is captured with a fused attention kernel, which keeps a sum for each row of scores; Mist's without one keeps none.
 - A recomputed layer of ours counts its own input while its backward pass runs; Mist counts it with the layer below.
 - Embedding: products of weight gradients are counted here, and added by Mist elsewhere; with one sample a transposition copies
@@ -108,7 +109,7 @@ def facts_of(case: tuple[str, str, int], b: int) -> tuple[dict[str, Any], float,
     facts = models()[f"mist-gpt-{size}"]
     hidden = 2.0 * S * facts["hidden"] * b
     if family == "llama":
-        return facts, hidden, 2 * hidden / tp - 2 * 4 * S * b - 16
+        return facts, hidden, -2 * 4 * S * b - 16
     return facts, hidden, 4 * S * facts["heads"] * b / tp - 4
 
 
