@@ -114,7 +114,7 @@ def test_without_a_release_the_median_one_counts_and_the_answer_says_so() -> Non
     assert prediction.software.is_median
     assert prediction_json(prediction)["software"] == {"release": "26.04", "is_median": True, "loss": 1.0}
     text = prediction_text(prediction, shipped_cluster("H100", 32))
-    assert "26.04, the median release of Hopper; losses beyond peak rates × 1.00" in text
+    assert "26.04, the median release of Hopper; time lost beyond peak rates × 1.00 of the reference release's" in text
     seconds = prediction.predicted.step_seconds
     assert predicted(constants=constants, software="26.08").predicted.step_seconds < seconds
     assert predicted(constants=constants, software="26.02").predicted.step_seconds > seconds
