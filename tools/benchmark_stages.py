@@ -62,7 +62,7 @@ def strategies(data: float, expert_data: float) -> Strategy:
 
 
 def stages(gpu: str) -> tuple[Callable[[Strategy], StageEvaluator], StageShapes, Strategy]:
-    """What makes an evaluator of a strategy, shapes of a middle stage, and the strategies."""
+    """A maker of evaluators by strategy, shapes of a middle stage, and the strategies."""
     words = f"@{MODEL} --recompute-granularity full --recompute-method block --recompute-num-layers 1".split()
     problem = problem_of(words, shipped_cluster(gpu, GPUS), {})
     # One stage in two chunks: block recomputation of the first layers of each gives all kinds of layers.

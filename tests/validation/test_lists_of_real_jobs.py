@@ -106,7 +106,7 @@ def test_every_list_and_recipe_is_answered(
     """From captured graphs: the first run captures some 50 layouts, which takes minutes; later ones read them."""
     # Changes that would make a list fit ask for captures of their own, and are tested elsewhere.
     monkeypatch.setattr(api, "cheapest_change", lambda *_: (None, ()))
-    for words in LISTS.values():
-        answers(tmp_path, words, "H100", smallest(words), capsys)
-    for words, gpu, gpus in recipes().values():
-        answers(tmp_path, words, gpu, gpus, capsys)
+    of_lists = [answers(tmp_path, words, "H100", smallest(words), capsys) for words in LISTS.values()]
+    of_recipes = [answers(tmp_path, words, gpu, gpus, capsys) for words, gpu, gpus in recipes().values()]
+    assert len(of_lists) == 88 and len(of_recipes) == 8
+    assert all(not answer["not_modelled"] or answer["not_modelled_effects"] for answer in (*of_lists, *of_recipes))

@@ -27,7 +27,7 @@ Flags = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What flags that change seconds or bytes, and that no price knows, change."""
+    """Changes of seconds or bytes by flags that no price knows."""
 
     change: str
     patterns: tuple[str, ...]
@@ -235,7 +235,7 @@ def not_modelled(flags: Flags) -> tuple[str, ...]:
 
 
 def effect_of(flag: str) -> str:
-    """What a flag that is not modelled changes; empty where that is not known."""
+    """The change that a flag makes which is not modelled; empty where that is not known."""
     return next((effect.change for effect in EFFECTS if _fits(flag, effect.patterns)), "")
 
 

@@ -79,7 +79,7 @@ class StageCosts:
     drain_extra_seconds: Floats
     tail_seconds: Floats
     optimizer_seconds: Floats
-    """Of the update behind the last micro-batch; where parameter groups step by themselves it is 0 and the first
+    """Seconds of the update behind the last micro-batch; where parameter groups step by themselves it is 0 and the first
     micro-batch has them."""
     peaks: dict[str, Floats]
     """Bytes by CATEGORIES."""

@@ -206,12 +206,12 @@ def effective(efficiency: float, loss: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReleaseConstants:
-    """What remains of a software release on one architecture where features are priced; a loss of 1 is the reference."""
+    """The remainder of a software release on one architecture where features are priced; a loss of 1 is the reference."""
 
     loss: float = 1.0
     """Factor of the seconds that kernels take beyond those at the peak rate."""
     measured: tuple[str, ...] = ()
-    """What was calibrated under it, as `scope` writes it."""
+    """Scopes that were calibrated under it, as `scope` writes them."""
 
     def apply(self, constants: GpuConstants) -> GpuConstants:
         """The constants of a GPU under this release."""
@@ -227,7 +227,7 @@ def precision_of(precision: str) -> str:
 
 
 def scope(precision: str, is_moe: bool) -> str:
-    """What releases and errors are told apart by beside the GPU: `bf16 dense`, `mxfp8 MoE`."""
+    """Releases and errors are told apart by this beside the GPU: `bf16 dense`, `mxfp8 MoE`."""
     return f"{precision_of(precision)} {'MoE' if is_moe else 'dense'}"
 
 

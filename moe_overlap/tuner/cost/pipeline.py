@@ -28,13 +28,13 @@ class StageTimes:
     forward: float
     backward: float
     first: float = 0.0
-    """Of the first forward pass beyond `forward` where its input is there from the start, with the updates in front of it."""
+    """Seconds of the first forward pass beyond `forward`, its input there from the start, with the updates in front of it."""
     waited: float = 0.0
     """The same where the stage has waited for its input."""
     turn: float = 0.0
-    """Of the first backward pass of the last stage beyond `backward`."""
+    """Seconds of the first backward pass of the last stage beyond `backward`."""
     drain: float = 0.0
-    """Of the last backward pass beyond `backward`."""
+    """Seconds of the last backward pass beyond `backward`."""
     tail: float = 0.0
     """From the end of the last backward pass to the end of all reductions and copies."""
 

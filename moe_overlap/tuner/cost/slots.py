@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ListKind:
-    """What changes the order of a list.
+    """The properties of a plan that change the order of a list.
 
     Attributes:
         offloads_weights: whether each part is updated in front of its first use, and not all of them first.
@@ -161,7 +161,7 @@ class SlotTable:
 
 
 SlotKey = tuple[object, ...]
-"""What tells a slot from others: kinds and passes of its uses, and what they load and leave."""
+"""The key of a slot: kinds and passes of its uses, and what they load and leave."""
 
 
 class Slots:
@@ -195,7 +195,7 @@ class Slots:
     def _slot(
         self, seconds: UseSeconds, before: Use | None, use: Use, behind: Use | None, nothing: Floats
     ) -> tuple[tuple[object, ...], dict[str, Floats]]:
-        """What tells a slot from others, and its tasks."""
+        """The key that tells a slot from others, and its tasks."""
         row = self._parts[use.index].row
         slot = {
             "compute": (seconds.backward if use.backward else seconds.forward)[row],

@@ -1,4 +1,4 @@
-"""What a stage's layers cost under decisions about their states, for many strategies at once: seconds and bytes by layer.
+"""Seconds and bytes of a stage's layers under decisions about their states, for many strategies at once.
 
 Steps, so that a search pays for the first once.
 1. `layer_terms` prices each kind of layer under each strategy: data parallelism, ZeRO level, offloading.
@@ -38,7 +38,7 @@ class KindTerms:
     expert_parameters: Floats
     """Replicated over the expert-data ranks."""
     sent_forward_seconds: Floats
-    """Of the forward seconds those in which tokens travel: collectives of states share their links."""
+    """Those of the forward seconds in which tokens travel: collectives of states share their links."""
     sent_backward_seconds: Floats
     is_layer: NDArray[np.bool_]
     """Whether it saves activations that are worth moving: all parts but embedding and head."""
@@ -212,7 +212,7 @@ class UseBytes:
     states: Floats
     """The offloaded share of optimizer states."""
     saved: Floats
-    """What of one micro-batch's activations stays on the device."""
+    """The activations of one micro-batch that stay on the device."""
 
 
 def use_bytes(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseBytes:

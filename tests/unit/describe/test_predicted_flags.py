@@ -78,7 +78,7 @@ def asked(flag: UpstreamFlag) -> list[str]:
 
 
 def fate(flag: UpstreamFlag) -> str:
-    """What a prediction does with a flag that asks for something."""
+    """A prediction reads, prices, lists or refuses every flag that asks for something."""
     reading = read(asked(flag))
     if not reading.arguments:
         return "listed" if not_modelled(reading.flags) else "left out"
@@ -172,7 +172,7 @@ def test_a_gather_of_keys_is_priced_under_both_of_its_names() -> None:
 
 
 def test_a_plan_among_the_flags_decides(tmp_path: Path) -> None:
-    """As in training: it completes the flags, and those that were written must agree with it."""
+    """A plan completes the flags, as in training, and those that were written must agree with it."""
     path = tmp_path / "plan.json"
     cut = read_job([*LISTED, *CUT.split()], 32).plan
     save_plan(cut, path)

@@ -126,7 +126,7 @@ def test_a_list_that_computes_what_was_not_put_is_noticed():
 
 
 def test_an_operator_may_put_several_gradients_of_a_name():
-    """As experts do that are products of their own: a partition of them is computed as one."""
+    """Experts that are products of their own do so: a partition of them is computed as one."""
     queue = WeightGradQueue()
     ran = filled(queue, "aa")
     queue.begin_operator()
