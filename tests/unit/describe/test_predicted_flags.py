@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.cli.arguments import parse
-from moe_overlap.api import predict, read_job, tune
+from moe_overlap.api import features_of, predict, read_job, tune
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import (
@@ -196,3 +196,29 @@ def test_a_vocabulary_that_lies_in_files_is_assumed_and_said() -> None:
     assert assumed_vocabulary("HuggingFaceTokenizer", "org/model-7b") is None
     assert read_job(without, 32).assumed[0].startswith("a vocabulary of 257 bytes, as no tokenizer is named")
     assert read_job(JOB, 32).assumed == ()
+
+
+def test_optimizer_states_wait_on_the_host_as_the_flags_say() -> None:
+    """Whole, or the written share; the advice to offload them is priced when it is followed."""
+    job = read_job([*JOB, "--optimizer-cpu-offload"], 32)
+    assert {stage.offload.optimizer for stage in job.plan.stages} == {1.0}
+    half = read_job([*JOB, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"], 32)
+    assert {stage.offload.optimizer for stage in half.plan.stages} == {0.5}
+    assert {stage.offload.optimizer for stage in read_job(JOB, 32).plan.stages} == {0.0}
+    for share in ("2", "nan", "x"):
+        with pytest.raises(ConfigError, match=f"--optimizer-offload-fraction {share}"):
+            read_job([*JOB, "--optimizer-cpu-offload", "--optimizer-offload-fraction", share], 32)
+
+
+@pytest.mark.parametrize("flag", ["--cuda-graph-scope", "--cuda-graph-modules"])
+def test_graphs_of_some_modules_are_partial_under_both_names(flag: str) -> None:
+    flags = {"--cuda-graph-impl": ("transformer_engine",), flag: ("attn",)}
+    job = read_job(JOB, 32)
+    assert features_of(job.config, "bf16", flags).graphs == "partial"
+    assert features_of(job.config, "bf16", {"--cuda-graph-impl": ("local",)}).graphs == "full"
+
+
+def test_our_overlap_without_the_distributed_optimizer_says_what_it_has() -> None:
+    said = read_job([*LISTED, *CUT.split()], 32).assumed
+    assert any(text.startswith("ZeRO-1, as this fork runs") for text in said)
+    assert read_job([*LISTED, *CUT.split(), "--use-distributed-optimizer"], 32).assumed == ()

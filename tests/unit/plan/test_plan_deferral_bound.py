@@ -17,6 +17,7 @@ from moe_overlap.plan.sizes import ROUTED_LOAD_BOUND, deferred_bytes
 from moe_overlap.plan.uniform_overlap import OverlapWords
 from tests.unit.plan.dataflow import Interpreter
 from tests.unit.plan.test_plan_partitions import EP2, with_words
+from tests.unit.plan.test_plan_send_slots import filled
 
 UNBOUNDED = 1 << 40
 CASES = {
@@ -118,6 +119,15 @@ def test_without_bytes_every_gradient_stands_behind_its_operator() -> None:
         (saved,) = (name for name in i.reads if parse_buffer(name).role is BufferRole.SAVED)
         behind = next(other for other in reversed(made[: i.id]) if other.kind != "weight-gradient")
         assert saved in behind.writes
+
+
+def test_what_stands_in_bubble_slots_of_two_micro_batches_is_not_early() -> None:
+    """There the head's loss of the other micro-batch, a computation, may stand right in front of the slot."""
+    words = OverlapWords(gate="topk", micro_batches=2, defer=True, max_deferred_bytes=UNBOUNDED)
+    before, model = with_words(words, "mdmm", stages=2, micro_batches=4, stage=EP2)
+    plan = filled(before, model)
+    for stage in plan.stages:
+        assert early_gradients(lower(plan, model, stage.devices.ranks[0])) == []
 
 
 def test_bytes_of_a_product_written_by_hand() -> None:

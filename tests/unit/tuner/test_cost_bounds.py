@@ -182,3 +182,15 @@ def test_every_partition_of_our_executor_is_launched_by_the_host() -> None:
 
     # Operators inside the range are launched once for each partition, and nothing on the device is as slow as that.
     assert seconds(4) > 1.5 * seconds(2)
+
+
+def test_units_that_a_gpu_has_not_and_unlike_groups_are_named() -> None:
+    _, reasons = machine_of(shipped_cluster("H100", 16), SHIPPED, precision="nvfp4")
+    assert any(reason.startswith("H100 has no nvfp4 units") for reason in reasons)
+    cluster = shipped_cluster("H100", 16)
+    (group,) = cluster.groups
+    slower = dataclasses.replace(group, gpu=shipped_cluster("L4", 16).group_of(0).gpu)
+    _, reasons = machine_of(dataclasses.replace(cluster, groups=(group, slower)), SHIPPED)
+    assert any(reason.startswith("groups of unlike GPUs") for reason in reasons)
+    _, reasons = machine_of(dataclasses.replace(cluster, groups=(group, group)), SHIPPED)
+    assert not any(reason.startswith("groups of unlike GPUs") for reason in reasons)
