@@ -115,6 +115,7 @@ class Request:
         )
 
 
+@cache
 def versions() -> tuple[tuple[str, str], ...]:
     """Versions of the libraries whose operators are recorded; nothing is imported."""
     return tuple((name, importlib.metadata.version(name)) for name in ("torch", "megatron-core"))
