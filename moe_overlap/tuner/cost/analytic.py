@@ -53,7 +53,7 @@ from moe_overlap.tuner.cost.links import (
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, OpTable, tabulate
-from moe_overlap.tuner.cost.pipeline import StageTimes, in_flight, step_seconds, transfer_waits
+from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds
 from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
 
@@ -463,18 +463,24 @@ def _whole(
     # Where tiles of unlike stages cross, the end that sends or receives more of them takes longer.
     one_way = [one_way_seconds(plan, max(pair), machine) for pair in zip(sent, sent[1:], strict=False)]
     beside = constants.overlap_slowdown if features.overlap_transfers else None
-    transfers, filling = transfer_waits(one_way, virtual, beside)
-    times = [_times(family.costs, m, transfer) for (family, m), transfer in zip(order, transfers, strict=True)]
-    step = step_seconds(times, [stage.gradient_accumulation_steps for stage in plan.stages], virtual)
-    # Stages update at the same time, behind the norm that all of them wait for.
-    update = max(float(family.costs.optimizer_seconds[0, m]) for family, m in order) + constants.step_seconds
-    seconds = step.total + filling + update
-    slowest, column = order[step.slowest]
-    transfer, count = transfers[step.slowest], plan.stages[step.slowest].gradient_accumulation_steps
+    rules = PipelineRules(virtual=virtual, beside=beside, fixed=constants.step_seconds)
+    whole = pipeline_seconds(
+        [_times(family.costs, m) for family, m in order],
+        [float(family.costs.optimizer_seconds[0, m]) for family, m in order],
+        one_way,
+        [stage.gradient_accumulation_steps for stage in plan.stages],
+        rules,
+    )
+    times, step = whole.stages, whole.step
+    transfers, filling = [float(transfer) for transfer in whole.transfers], float(whole.filling)
+    steady, update, seconds = float(step.steady), float(whole.update), float(whole.total)
+    slowest_stage = int(step.slowest)
+    slowest, column = order[slowest_stage]
+    transfer, count = transfers[slowest_stage], plan.stages[slowest_stage].gradient_accumulation_steps
     inside = {kind: count * float(slowest.exposed(kind)[column]) for kind in KINDS}
     compute = count * float(slowest.compute[column])
     # Sharded or offloaded states add communication of the data ranks, or copies, to a stable micro-batch.
-    states = step.steady - compute - sum(inside.values()) - count * transfer
+    states = steady - compute - sum(inside.values()) - count * transfer
     tokens = plan.global_batch_size * plan.sequence_length / plan.world_size / seconds
     tflops = tokens * training_flops_per_token(model, plan.sequence_length) / 1e12
     gpu = cluster.group_of(0).gpu
@@ -489,9 +495,9 @@ def _whole(
         ),
         breakdown={
             "compute_seconds": compute,
-            "bubble_seconds": step.bubble,
+            "bubble_seconds": float(step.bubble),
             **{f"exposed_{kind}_seconds": value for kind, value in inside.items()},
-            "exposed_data_seconds": step.edges + states,
+            "exposed_data_seconds": float(step.edges) + states,
             "exposed_transfer_seconds": count * transfer + filling,
             "optimizer_seconds": update,
         },
@@ -516,11 +522,11 @@ def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> floa
     return float(point_to_point_seconds(boundary_bytes, pair, machine.constants.link_rates))
 
 
-def _times(costs: StageCosts, column: int, transfer: float) -> StageTimes:
-    """Times of a stage, with the transfers between stages that a stable micro-batch waits for."""
+def _times(costs: StageCosts, column: int) -> StageTimes:
+    """Times of a stage without transfers."""
     return StageTimes(
-        forward=float(costs.forward_seconds[0, column]) + transfer / 2,
-        backward=float(costs.backward_seconds[0, column]) + transfer / 2,
+        forward=float(costs.forward_seconds[0, column]),
+        backward=float(costs.backward_seconds[0, column]),
         first=float(costs.first_extra_seconds[0, column]),
         waited=float(costs.waited_extra_seconds[0, column]),
         turn=float(costs.turn_extra_seconds[0, column]),
@@ -532,9 +538,9 @@ def _times(costs: StageCosts, column: int, transfer: float) -> StageTimes:
 def _stage(priced: Priced, column: int, times: StageTimes, transfer: float, provenance: Provenance) -> PredictedStage:
     peaks = {name: int(values[0, column]) for name, values in priced.costs.peaks.items()}
     return PredictedStage(
-        stable_seconds=times.stable,
-        first_seconds=times.stable + times.first,
-        last_seconds=times.stable + times.drain + times.tail,
+        stable_seconds=float(times.stable),
+        first_seconds=float(times.stable + times.first),
+        last_seconds=float(times.stable + times.drain + times.tail),
         peak_bytes=sum(peaks.values()),
         peak_bytes_by_category=PeakBytes(**peaks),
         exposed_communication_seconds=sum(float(priced.exposed(kind)[column]) for kind in KINDS) + transfer,
