@@ -1,8 +1,9 @@
 """The layouts that all stages of a plan may share, and the plan that a layout stands for.
 
 1. `SearchSpace` names what a search is free to decide (design: `--search-space`); each name adds to the one before.
-2. `uniform_layouts` enumerates the degrees that megatron-core executes for a model on so many GPUs. Tensor-parallel groups stay
-   inside an NVLink domain, whose ranks talk in every layer; all other groups may cross it.
+2. `uniform_layouts` enumerates the degrees that megatron-core executes for a model on so many GPUs, but for two kinds that are
+   never better than another: tensor-parallel groups, whose ranks talk in every layer, across NVLink domains; and CP c with a
+   micro-batch of c samples or a multiple, as CP 1 with 1/c of the samples computes as many tokens per rank and sends fewer.
 3. `uniform_plan` makes the plan of a layout with its decisions about memory.
 
 Rules of divisibility are those of `plan/rules/stages.py`; a test holds every enumerated layout against it, and every layout that
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import gcd, lcm
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -119,6 +120,7 @@ def uniform_layouts(model: ModelDescription, run: Run) -> Iterator[UniformLayout
                 for micro_batch in _divisors(samples, MOST_SAMPLES)
                 for virtual in _virtual_stages(model, pipeline, samples // micro_batch)
             ]
+            cuts = [(virtual, micro_batch) for virtual, micro_batch in cuts if gcd(context, micro_batch) == 1]
             for expert, expert_tensor in _expert_degrees(model, run, ranks, tensor):
                 for virtual, micro_batch in cuts:
                     yield UniformLayout(
@@ -208,8 +210,8 @@ class MemoryChoice:
         shown = [f"recompute {', '.join(self.modules)}"] if self.modules else []
         shown += [f"recompute {self.layers} layer{'s' * (self.layers > 1)} of a chunk"] if self.layers else []
         shown += [f"ZeRO-{self.zero_level}"] if self.zero_level != 1 else []
-        shares = (("weights", self.offload.weights), ("gradients", self.offload.gradients))
-        shares += (("optimizer", self.offload.optimizer), ("activations", self.offload.activations))
+        shares = [("weights", self.offload.weights), ("gradients", self.offload.gradients)]
+        shares += [("optimizer", self.offload.optimizer), ("activations", self.offload.activations)]
         shown += [f"{share:.0%} of {what} on the host" for what, share in shares if share]
         return ", ".join(shown)
 
@@ -238,7 +240,7 @@ def uniform_plan(template: Plan, num_layers: int, layout: UniformLayout, memory:
             expert=layout.expert,
             expert_tensor=layout.expert_tensor,
             zero_level=memory.zero_level,
-            recompute=_recompute(memory, chunks),
+            recompute=recompute_of(memory, chunks),
             offload=memory.offload,
         )
         for index, chunks in enumerate(chunks_of(num_layers, pipeline, layout.virtual))
@@ -255,7 +257,8 @@ def uniform_plan(template: Plan, num_layers: int, layout: UniformLayout, memory:
     )
 
 
-def _recompute(memory: MemoryChoice, chunks: Sequence[tuple[int, int]]) -> Recompute:
+def recompute_of(memory: MemoryChoice, chunks: Sequence[tuple[int, int]]) -> Recompute:
+    """What a stage with these chunks recomputes."""
     longest = max(last - first for first, last in chunks)
     if memory.modules:
         return Recompute(layers=longest, granularity="selective", modules=memory.modules)
