@@ -141,7 +141,10 @@ def step_seconds(stages: Sequence[StageTimes], micro_batches: Sequence[int], vir
         micro_batches: G_i of every stage; all are equal unless stages are of unlike shape.
         virtual: chunks per stage.
     """
-    work = np.stack([np.asarray(count * stage.stable) for count, stage in zip(micro_batches, stages, strict=True)])
+    # Some stages may be the same in all n pipelines.
+    work = np.stack(
+        np.broadcast_arrays(*[count * stage.stable for count, stage in zip(micro_batches, stages, strict=True)])
+    )
     slowest = np.argmax(work, axis=0)
     own = np.asarray(micro_batches)[slowest]
     # Chunks are 1 / v of a stage, so filling and draining the pipeline takes 1 / v as long.
