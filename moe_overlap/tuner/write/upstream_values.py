@@ -25,7 +25,7 @@ Values = Mapping[str, Value]
 LAYERS_ARE_CUT = "layers are cut"
 """Key of values that come from a plan: it says the layers of every chunk, so no rule on dividing them is left."""
 _NUMBERS: dict[str, Callable[[str], int | float]] = {"int": int, "float": float}
-_OLDER_SPELLINGS: dict[str, dict[str, Value]] = {
+OLDER_SPELLINGS: dict[str, dict[str, Value]] = {
     "--recompute-activations": {"--recompute-granularity": "selective"},
     "--moe-layer-recompute": {"--recompute-granularity": "selective", "--recompute-modules": ("core_attn", "moe")},
     "--use-rotary-position-embeddings": {"--position-embedding-type": "rope"},
@@ -33,6 +33,7 @@ _OLDER_SPELLINGS: dict[str, dict[str, Value]] = {
     "--enable-cuda-graph": {"--cuda-graph-impl": "local"},
     "--external-cuda-graph": {"--cuda-graph-impl": "transformer_engine"},
 }
+"""Older spellings of flags -> the values that they mean."""
 SCOPES = "--cuda-graph-scope"
 """Documented name of the parts of a step that CUDA graphs record; `--cuda-graph-modules` is its newer spelling."""
 
@@ -80,7 +81,7 @@ def values_of(flags: Flags) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for name, texts in flags.items():
         if name in known and _value_error(known[name], name, texts) is None:
-            values |= _OLDER_SPELLINGS.get(name) or {_documented(name, known[name]): _typed(name, known[name], texts)}
+            values |= OLDER_SPELLINGS.get(name) or {_documented(name, known[name]): _typed(name, known[name], texts)}
     return values
 
 
@@ -175,19 +176,19 @@ def _precision_values(plan: Plan) -> dict[str, Value]:
 
 def _state_values(plan: Plan, stage: StagePlan) -> dict[str, Value]:
     """Sharding and offloading of states: ZeRO 2 and 3 are Megatron-FSDP's."""
+    layers = sum(last - first for first, last in stage.chunks)
+    offloaded = stage.offload.optimizer
     values: dict[str, Value] = {
         "--use-distributed-optimizer": stage.zero_level > 0,
         "--use-megatron-fsdp": stage.zero_level > 1,
+        "--optimizer-cpu-offload": offloaded > 0,
+        "--cpu-offloading-num-layers": round(stage.offload.activations * layers),
     }
     if stage.zero_level > 1:
         strategy = "optim_grads" if stage.zero_level == 2 else "optim_grads_params"
         values |= {"--data-parallel-sharding-strategy": strategy, "--ckpt-format": "fsdp_dtensor"}
-    if stage.offload.optimizer:
-        values |= {"--optimizer-cpu-offload": True, "--optimizer-offload-fraction": stage.offload.optimizer}
-        values |= {"--use-precision-aware-optimizer": True}
-    if stage.offload.activations:
-        layers = sum(last - first for first, last in stage.chunks)
-        values |= {"--cpu-offloading-num-layers": round(stage.offload.activations * layers)}
+    if offloaded:
+        values |= {"--optimizer-offload-fraction": offloaded, "--use-precision-aware-optimizer": True}
     return values
 
 
