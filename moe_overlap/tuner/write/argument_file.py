@@ -56,7 +56,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         "model",
-        "num-layers hidden-size ffn-hidden-size num-attention-heads *query-group* kv-channels seq-length "
+        "num-layers hidden-size ffn-hidden-size num-attention-heads *query-group* group-query-* kv-channels seq-length "
         "max-position-embeddings *position-embedding* rotary-* rope-* yarn-* mscale* norm* apply-layernorm-1p swiglu *gelu "
         "squared-relu parallel-attention-mlp activation-func-* glu-* disable-bias-linear add-qkv-bias qk-* untie-* "
         "make-vocab-size-divisible-by vocab-size *-dropout init-method-* embedding-init-* multi-latent-attention *-lora-rank "

@@ -278,9 +278,9 @@ def test_zero_2_and_offloading_become_flags() -> None:
         for stage in plan.stages
     )
     assert " ".join(state_arguments(dataclasses.replace(plan, stages=stages))) == (
-        "--use-distributed-optimizer --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads "
-        "--ckpt-format fsdp_dtensor --optimizer-cpu-offload --optimizer-offload-fraction 0.5 "
-        "--use-precision-aware-optimizer"
+        "--use-distributed-optimizer --use-megatron-fsdp --optimizer-cpu-offload "
+        "--data-parallel-sharding-strategy optim_grads --ckpt-format fsdp_dtensor "
+        "--optimizer-offload-fraction 0.5 --use-precision-aware-optimizer"
     )
 
 
