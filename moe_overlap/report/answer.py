@@ -96,7 +96,7 @@ def plan_sentence(plan: Plan) -> str:
     words += [f"ZeRO-{stage.zero_level}", _recomputation(stage)]
     if stage.offload != Offload():
         shares = {name: getattr(stage.offload, name) for name in ("weights", "gradients", "optimizer", "activations")}
-        words += [f"{share:.0%} of {name} on the host" for name, share in shares.items() if share]
+        words += [f"{100 * share:.0f} % of {name} on the host" for name, share in shares.items() if share]
     mechanisms = sorted(
         {layer.mechanism.replace("_", " ") for each in plan.stages for layer in each.overlap.layers} - {"none"}
     )
@@ -254,14 +254,14 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
     change = other.seconds / chosen - 1
     # The prediction cannot tell them apart, and says so.
     tie = ", within the prediction's error" if expected is not None and abs(change) <= expected.relative else ""
-    return f"{other.name}: {other.seconds:.3f} s ({100 * (change):+.1f} %{tie}): {other.why}"
+    return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}): {other.why}"
 
 
 def suggestions(plan: Plan, prediction: Prediction) -> list[str]:
     """What may be worth a look, from what a plan waits for or lacks; the largest term decides, and none below a twentieth."""
     if prediction.remedy is not None:
         remedy = prediction.remedy
-        cost = f"{remedy.step_seconds:.3f} s a step ({100 * (remedy.slower_by):+.1f} %), up to {remedy.high_bytes / GIB:.1f} GiB"
+        cost = f"{remedy.step_seconds:.3f} s a step ({100 * remedy.slower_by:+.1f} %), up to {remedy.high_bytes / GIB:.1f} GiB"
         return [f"{change_name(remedy.change)}: then it fits, {cost}; {change_flags(remedy.change)}"]
     if prediction.tried:
         return [f"another layout: no single change makes it fit ({len(prediction.tried)} tried: --verbose)"]

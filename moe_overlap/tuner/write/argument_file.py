@@ -257,7 +257,7 @@ REASONS: Mapping[str, Callable[[Plan, StagePlan], str]] = {
     "--use-distributed-optimizer": lambda plan, stage: "the optimizer's states are shared by the replicas (ZeRO-1)",
     "--use-megatron-fsdp": lambda plan, stage: f"states are shared by the replicas (ZeRO-{stage.zero_level})",
     "--optimizer-cpu-offload": lambda plan, stage: (
-        f"{stage.offload.optimizer:.0%} of the optimizer's states on the host"
+        f"{100 * stage.offload.optimizer:.0f} % of the optimizer's states on the host"
     ),
     "--cpu-offloading-num-layers": lambda plan, stage: "these layers' activations wait on the host",
     "--plan": lambda plan, stage: "what flags cannot say; it lies beside this file",
