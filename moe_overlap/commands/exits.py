@@ -48,6 +48,9 @@ def end_process(status: int) -> NoReturn:
     reads signal 6 in place of the status.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # A full disk behind stdout, or a reader that has gone, does not change how the run ended.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
     os._exit(status)

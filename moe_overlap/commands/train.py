@@ -106,6 +106,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
 def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     """Build a run from its flags. Collective over the default process group.
 
+    0. Every output is written to: a run that cannot save does not begin.
     1. Tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
     2. The plan gives the machinery: groups, model, optimizer, runner.
     3. Data, then the checkpoint: loading moves the machinery to where the run continues.
@@ -118,11 +119,13 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.data.sources import tokenizer_of_run
     from megatron.training.job import Job, Schedule
     from megatron.training.plan_flags import plan_of_run, with_global_batch
+    from megatron.training.report.outputs import prove_outputs
     from megatron.training.training import TrainingLoop
     from moe_overlap.plan.lowering.lower import lower
     from moe_overlap.runtime.build import build_context
 
     config = parsed.config
+    prove_outputs(config, rank)  # 0
     tokenizer = tokenizer_of_run(config.data)  # 1
     vocabulary = known_vocab_size(config) or tokenizer.vocab_size
     model = describe_model(config, vocabulary, parsed.name)
