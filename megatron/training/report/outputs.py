@@ -43,7 +43,7 @@ class Sink:
             work()
         except Exception as error:  # A report is not worth the run, whatever a library raises in it.
             self.works = False
-            reason = " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
+            reason = " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())
             with contextlib.suppress(OSError):
                 print(
                     f"warning: {self._name}: cannot be written: {reason}; training goes on without it",
