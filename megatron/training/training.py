@@ -58,9 +58,10 @@ class TrainingLoop:
 
         Raises:
             TrainingFailed: loss or gradient norm is not finite.
+            ConfigError: another job saves into the same folder, or the folder cannot be written.
         """
         training, job = self._config.training, self.job
-        with contextlib.closing(job.reporting.log):
+        with contextlib.closing(job.reporting.log), job.checkpoints.claimed():
             spans: Sequence[Span] = ()
             try:
                 if not training.skip_train:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron.training
-from moe_overlap.commands.exits import end_process, ends_with_its_reader, leave
+from moe_overlap.commands.exits import end_process, end_with_launcher, ends_with_its_reader, leave
 from moe_overlap.describe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     from megatron.training.cli.packages import require_packages
     from megatron.training.cli.start import quiet_libraries
 
+    end_with_launcher()
     require_packages(parsed.config)
     quiet_libraries()
     if cpu_backend.is_needed():

@@ -41,6 +41,7 @@ from megatron.training.checkpoint.loader import (
     tensor_shapes,
     without_extra_states,
 )
+from megatron.training.checkpoint.lock import FolderLock
 from megatron.training.checkpoint.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
 from megatron.training.checkpoint.saver import Keep, Saver, differences, first_reason, model_state, without_keys
 from megatron.training.cli.arguments import config_to_flags
@@ -147,7 +148,36 @@ class Checkpointer:
         self._config, self._chunks, self._groups = config, list(chunks), groups
         self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
         self._saver = Saver(config.checkpoint, groups)
+        self._locks: list[FolderLock] = []
         self.notes: tuple[str, ...] = ()
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """The folders of this run's checkpoints, as long as they are this job's alone. Collective.
+
+        Raises:
+            ConfigError: on every rank, when another job has one of them.
+        """
+        flags = self._config.checkpoint
+        folders = [("--save", flags.save), ("--non-persistent-global-ckpt-dir", flags.non_persistent_global_ckpt_dir)]
+
+        def acquire() -> None:
+            for flag, folder in folders:
+                if folder is None or flags.save is None:
+                    continue
+                with checkpoint_folder.writing(Path(folder)):
+                    Path(folder).mkdir(parents=True, exist_ok=True)
+                lock = FolderLock(Path(folder), flag)
+                lock.acquire()
+                self._locks.append(lock)
+
+        try:
+            on_first_rank(acquire)
+            yield
+        finally:
+            for lock in self._locks:
+                lock.release()
+            self._locks.clear()
 
     def save(self, progress: Progress, persistent: bool = True) -> None:
         """Write `<save>/step-N`, or with --async-save start to; killed at any moment, the step is absent or complete.
@@ -173,6 +203,7 @@ class Checkpointer:
             "random_states": not flags.no_save_rng,
             "versions": _versions(),
         }
+        on_first_rank(self._require_folders)
         # Collective and before anything is gathered: a folder that cannot be written fails on all ranks while nothing
         # has been done.
         temporary = self._saver.open(folder, progress.iteration)
@@ -208,6 +239,10 @@ class Checkpointer:
         with checkpoint_rules.told_of(start.flag):
             self._load(start)
         return Progress() if start.weights_alone else Progress(**start.stored.mark["progress"])
+
+    def _require_folders(self) -> None:
+        for lock in self._locks:
+            lock.require()
 
     def _load(self, start: Start) -> None:
         flags, stored, load = self._config.checkpoint, start.stored, start.folder
