@@ -48,6 +48,7 @@ from megatron.training.cli.arguments import config_to_flags
 from megatron.training.cli.config import Config
 from megatron.training.cli.rules import checkpoint as checkpoint_rules
 from megatron.training.cli.rules.checkpoint import Start, model_fingerprint
+from megatron.training.cli.rules.resume import require_same_run
 from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.build import unwrap
 from moe_overlap.describe.errors import ConfigError
@@ -132,6 +133,7 @@ class Checkpointer:
         scheduler: megatron-core's OptimizerParamScheduler, not yet stepped.
         groups: this rank's process groups.
         fingerprint: what a checkpoint must share with the run that loads it, JSON values by flag (`model_fingerprint`).
+        facts: what else a run that goes on must share with it (rules/resume.py).
     Attributes:
         notes: what the user should know of the last load.
     """
@@ -144,9 +146,11 @@ class Checkpointer:
         scheduler: Any,
         groups: ProcessGroupCollection,
         fingerprint: Mapping[str, Any],
+        facts: Mapping[str, Any],
     ) -> None:
         self._config, self._chunks, self._groups = config, list(chunks), groups
         self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
+        self._facts = dict(facts)
         self._saver = Saver(config.checkpoint, groups)
         self._locks: list[FolderLock] = []
         self.notes: tuple[str, ...] = ()
@@ -196,6 +200,7 @@ class Checkpointer:
         content = {
             "progress": dataclasses.asdict(progress),
             "fingerprint": self._fingerprint,
+            "run": self._facts,
             "arguments": config_to_flags(self._config),
             "layout": self._layout(),
             "scheduler": self._scheduler.state_dict(),
@@ -255,6 +260,7 @@ class Checkpointer:
         with_random = not (start.weights_alone or flags.no_load_rng)
         same_layout = stored.mark["layout"] == self._layout()
         checkpoint_rules.require_same_fingerprint(stored, load, self._fingerprint)
+        changed = require_same_run(stored, load, self._config, self._facts, start.weights_alone)
         optimizer = self._optimizer_mark() if with_optimizer else None
         checkpoint_rules.require_parts(stored, load, optimizer, with_random and same_layout)
 
@@ -283,7 +289,7 @@ class Checkpointer:
             on_every_rank(lambda: _take_over_random_states(stored, loaded[RANDOM_STATES]))
         elif with_random:
             told = (*told, "random-number states begin anew: they were saved in another layout")
-        self.notes = (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *told)
+        self.notes = (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *changed, *told)
 
     def _state(self, with_optimizer: bool, with_random: bool, *, loading: bool) -> dict[str, Any]:
         models = {f"model{index}": model_state(unwrap(c), self._groups) for index, c in enumerate(self._chunks)}

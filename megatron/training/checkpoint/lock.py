@@ -180,7 +180,9 @@ class FolderLock:
 def this_process() -> Owner:
     """This process as an owner."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    space = f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').readlink()}" if boot.exists() else secrets.token_hex(8)
+    space = (
+        f"{boot.read_text().strip()} {Path('/proc/self/ns/pid').readlink()}" if boot.exists() else secrets.token_hex(8)
+    )
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     return Owner(socket.gethostname(), space, os.getpid(), start_of(os.getpid()) or 0, since)
 
