@@ -18,6 +18,7 @@ setup(
         "moe_overlap.describe": ["*.json"],
         "moe_overlap.describe.readers": ["*.json"],
         "moe_overlap.tuner.cost": ["*.json"],
+        "moe_overlap.tuner.write": ["*.sh"],
     },
     entry_points={
         "console_scripts": [
