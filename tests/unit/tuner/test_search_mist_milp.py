@@ -68,7 +68,14 @@ def random_problem(draw: np.random.Generator) -> PipelineProblem:
 def of_all(problem: PipelineProblem) -> tuple[float, tuple[int, ...]]:
     """The best of every choice; infinite, and no choice, where none is feasible."""
     every = np.array([*product(*[range(len(stage)) for stage in problem.stages])])
-    feasible = np.array([is_feasible(problem, tuple(row)) for row in every.tolist()])
+    layers, devices = np.zeros(len(every), dtype=int), np.zeros(len(every), dtype=int)
+    feasible = np.ones(len(every), dtype=bool)
+    for stage, row in zip(problem.stages, every.T, strict=True):
+        feasible &= np.isfinite(stage.column("forward")[row])
+        if stage.first_layer is not None:
+            feasible &= stage.first_layer[row] == layers
+        layers, devices = layers + stage.layers[row], devices + stage.devices[row]
+    feasible &= (layers == problem.layers) & (devices == problem.devices)
     if not feasible.any():
         return math.inf, ()
     seconds = step_of_choice(problem, every[feasible].T)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import combinations, product
 
@@ -107,24 +108,33 @@ def cluster_table(layers: int, nodes: int, per_node: int, depths: int = 1, memor
     )
 
 
-def by_all_thresholds(problem: CutProblem) -> float:
-    """Alpa's program as the paper writes it, from the front: every threshold, no bound of any kind but its stop rule."""
+def smallest_sum(problem: CutProblem, threshold: float) -> float:
+    """The smallest sum of stages that take no longer than the threshold, from the front of the model, all devices used."""
     (total,), layers = problem.devices, problem.layers
     cut = np.concatenate([[0.0], problem.transfer_seconds, [0.0]])
     seconds = problem.seconds[0] + (cut[:-1, None] + cut[None, 1:])[:, :, None]
-    best = math.inf
-    for threshold in np.unique(seconds[np.isfinite(seconds)]):
-        if threshold * problem.micro_batches >= best:
+    sums = np.full((layers + 1, total + 1), math.inf)
+    sums[0, 0] = 0.0
+    for last in range(layers):
+        for option, (size,) in enumerate(problem.devices_of):
+            own = seconds[: last + 1, last, option]
+            own = np.where(own <= threshold, own, math.inf)
+            ways = (own[:, None] + sums[: last + 1, : total + 1 - size]).min(axis=0)
+            sums[last + 1, size:] = np.minimum(sums[last + 1, size:], ways)
+    return float(sums[layers, total])
+
+
+def by_all_thresholds(problem: CutProblem) -> float:
+    """Alpa's program as the paper writes it: every threshold that has a plan, up to where none can be better."""
+    cut = np.concatenate([[0.0], problem.transfer_seconds, [0.0]])
+    seconds = problem.seconds[0] + (cut[:-1, None] + cut[None, 1:])[:, :, None]
+    levels = np.unique(seconds[np.isfinite(seconds)])
+    more, best, least = problem.micro_batches - 1, math.inf, smallest_sum(problem, math.inf)
+    first = bisect_left(levels, True, key=lambda level: smallest_sum(problem, level) < math.inf)
+    for threshold in levels[first:]:
+        if least + more * threshold >= best:
             break
-        sums = np.full((layers + 1, total + 1), math.inf)
-        sums[0, 0] = 0.0
-        for last in range(layers):
-            for option, (size,) in enumerate(problem.devices_of):
-                own = seconds[: last + 1, last, option]
-                own = np.where(own <= threshold, own, math.inf)
-                ways = (own[:, None] + sums[: last + 1, : total + 1 - size]).min(axis=0)
-                sums[last + 1, size:] = np.minimum(sums[last + 1, size:], ways)
-        best = min(best, float(sums[layers, total]) + (problem.micro_batches - 1) * float(threshold))
+        best = min(best, smallest_sum(problem, threshold) + more * float(threshold))
     return best
 
 
