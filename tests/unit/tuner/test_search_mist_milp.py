@@ -10,7 +10,7 @@ import pytest
 
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes
 from moe_overlap.tuner.search.pipeline import mist_milp
-from moe_overlap.tuner.search.pipeline.mist_milp import choose_stages
+from moe_overlap.tuner.search.pipeline.mist_milp import choose_pipeline, choose_stages
 from moe_overlap.tuner.search.pipeline.stage_cuts import CutProblem, cut_stages
 from moe_overlap.tuner.search.pipeline.stage_options import (
     AdditiveBound,
@@ -33,12 +33,9 @@ def random_options(draw: np.random.Generator, count: int, edges: float, unlike: 
     return StageOptions(
         layers=layers,
         devices=draw.integers(1, 3, count),
-        times=StageTimes(
-            forward=np.where(draw.random(count) < 0.1, math.inf, work),
-            backward=work * draw.uniform(1, 2, count),
-            **extras,
-        ),
+        times=StageTimes(forward=work, backward=work * draw.uniform(1, 2, count), **extras),
         optimizer=edges * draw.uniform(0, 2, count),
+        fits=draw.random(count) < 0.85,
         sent=draw.uniform(0, 0.3, count) * draw.integers(0, 2),
         first_layer=draw.integers(0, 5, count) if unlike else None,
     )
@@ -71,7 +68,7 @@ def of_all(problem: PipelineProblem) -> tuple[float, tuple[int, ...]]:
     layers, devices = np.zeros(len(every), dtype=int), np.zeros(len(every), dtype=int)
     feasible = np.ones(len(every), dtype=bool)
     for stage, row in zip(problem.stages, every.T, strict=True):
-        feasible &= np.isfinite(stage.column("forward")[row])
+        feasible &= stage.fits[row]
         if stage.first_layer is not None:
             feasible &= stage.first_layer[row] == layers
         layers, devices = layers + stage.layers[row], devices + stage.devices[row]
@@ -154,6 +151,29 @@ def test_a_start_is_never_lost_and_seconds_of_no_interest_are_not_searched() -> 
         assert rough.objective <= solution.objective * 1.12 and rough.gap <= 0.1 + 1e-6
 
 
+def test_best_of_many_problems_is_the_best_choice_of_any() -> None:
+    draw = np.random.default_rng(57)
+    for _ in range(12):
+        problems = [random_problem(draw) for _ in range(int(draw.integers(1, 6)))]
+        everything = [of_all(problem) for problem in problems]
+        best = min(seconds for seconds, _ in everything)
+        solution = choose_pipeline(problems)
+        assert solution.objective == pytest.approx(best, rel=2e-6)
+        if solution.value is None:
+            assert solution.status == Status.INFEASIBLE
+            continue
+        index, choice = solution.value
+        assert solution.status == Status.OPTIMAL and solution.objective == float(
+            step_of_choice(problems[index], choice)
+        )
+        # The slowest of the problems' best choices is a start that is kept where there is no time.
+        seconds, worst = max((entry[0], i) for i, entry in enumerate(everything) if entry[0] < math.inf)
+        stopped = choose_pipeline(problems, start=(worst, everything[worst][1]), time_limit=0.0)
+        assert stopped.objective == seconds and stopped.bound <= best * (1 + 1e-12)
+        assert stopped.status == (Status.OPTIMAL if stopped.gap == 0.0 else Status.TIME_LIMIT)
+        assert choose_pipeline(problems, start=(worst, everything[worst][1])).objective == pytest.approx(best, rel=2e-6)
+
+
 def test_choice_and_cuts_agree_where_both_apply() -> None:
     """Stable seconds alone, the same meshes and cuts, the best number of stages."""
     draw = np.random.default_rng(56)
@@ -181,6 +201,7 @@ def test_choice_and_cuts_agree_where_both_apply() -> None:
                     devices=np.array(sizes)[option],
                     times=StageTimes(forward=0.0 * first, backward=seconds[count - 1 - place, first, last, option]),
                     optimizer=np.zeros(len(first)),
+                    fits=np.ones(len(first), dtype=bool),
                     sent=np.zeros(len(first)),
                     first_layer=first,
                 )

@@ -6,14 +6,16 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations, product
 
 import numpy as np
 import pytest
 
 from moe_overlap.tuner.search.pipeline.operator_clusters import Tensor, cluster, received_bytes
-from moe_overlap.tuner.search.pipeline.placement import SubMesh, place, submeshes
+from moe_overlap.tuner.search.pipeline.placement import SubMesh, logical_shapes, place, submeshes
 from moe_overlap.tuner.search.pipeline.stage_cuts import CutProblem, CutStage, cut_stages, step_of_cuts
+from moe_overlap.tuner.search.pipeline.thresholds import search_thresholds
 from moe_overlap.tuner.search.solution import Status
 
 INSTANCES = 150
@@ -168,6 +170,50 @@ def test_no_time_is_a_plan_with_what_is_proven() -> None:
     assert solution.bound <= optimum <= solution.objective
 
 
+@dataclass(frozen=True)
+class Stair:
+    """A plan of a threshold."""
+
+    total: float
+    slowest: float
+
+
+@dataclass(frozen=True)
+class Stairs:
+    """Sums that fall as levels grow; a plan's slowest stage is the first level of its stair."""
+
+    levels: np.ndarray
+    sums: np.ndarray
+    asked: list[float]
+
+    def shortest(self, threshold: float, most: float) -> Stair | None:
+        """The plan of a threshold, and what was asked for."""
+        self.asked.append(threshold)
+        total = float(self.sums[np.searchsorted(self.levels, threshold)])
+        slowest = float(self.levels[np.flatnonzero(self.sums == total)[0]])
+        return Stair(total, slowest) if total < most else None
+
+
+def test_best_threshold_is_that_of_all() -> None:
+    """And few of the thresholds are evaluated."""
+    draw = np.random.default_rng(11)
+    asked = possible = 0
+    for _ in range(200):
+        size = int(draw.integers(1, 60))
+        sums = np.cumsum(draw.uniform(0, 3, size) * (draw.random(size) < 0.6))[::-1] + 1.0
+        sums[: int(draw.integers(0, 3))] = math.inf
+        stairs = Stairs(np.cumsum(draw.uniform(0.01, 1, size)), sums, [])
+        weight = float(draw.choice([0.0, 0.5, 3.0]))
+        best = float((sums + weight * stairs.levels).min())
+        end = search_thresholds(stairs.levels, weight, float(sums[-1]), stairs.shortest, math.inf, math.inf)
+        assert end.is_complete and end.bound == pytest.approx(best, rel=1e-12)
+        assert (end.found is None) == math.isinf(best)
+        asked, possible = asked + len(stairs.asked), possible + size
+        stopped = search_thresholds(stairs.levels, weight, float(sums[-1]), stairs.shortest, math.inf, -math.inf)
+        assert stopped.bound <= best * (1 + 1e-12) and stopped.is_complete == math.isinf(best)
+    assert asked < 0.5 * possible
+
+
 def test_epsilon_would_lose_the_optimum() -> None:
     """Thresholds of 1.0 and 1.0000005 are a millionth of a second apart: Alpa's release answers 190."""
     seconds = np.full((1, 2, 2, 1), math.inf)
@@ -212,6 +258,12 @@ def test_every_multiset_covers_the_cluster(nodes: int, per_node: int) -> None:
         (where.first_node, where.first_device) for where in place([SubMesh(1, 1)] * (nodes * per_node), nodes, per_node)
     ]
     assert places == sorted(places)
+
+
+def test_sub_meshes_and_their_logical_shapes_are_those_of_the_paper() -> None:
+    shapes = [(mesh.nodes, mesh.per_node) for mesh in submeshes(3, 4)]
+    assert shapes == [(1, 1), (1, 2), (1, 4), (2, 4), (3, 4)]
+    assert logical_shapes(SubMesh(3, 4)) == ((1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1))
 
 
 def random_graph(draw: np.random.Generator) -> tuple[list[Tensor], np.ndarray, int]:

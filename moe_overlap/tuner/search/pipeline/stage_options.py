@@ -2,7 +2,7 @@
 
 Problem (`PipelineProblem`). Stage i of S takes one of its candidates, a point of its frontier for a number of layers on a number
 of devices; layers add up to those of the model, devices to those of the cluster. The objective is pipeline.py's formula and
-nothing else (`step_of_choice`); all stages have G micro-batches. A candidate that does not fit is +inf in its forward seconds.
+nothing else (`step_of_choice`); all stages have G micro-batches. Candidates that do not fit their memory are never chosen.
 
 Bound. Of the two maxima over stages in that formula, D and L, take the term of the first stage, and of a transfer each stage's
 own end. What is left is never more than the formula, and a sum over stages but for the slowest:
@@ -41,6 +41,7 @@ class StageOptions:
         layers, devices: how many of them a candidate takes.
         times: seconds without transfers, as in pipeline.py.
         optimizer: seconds of the update behind the last micro-batch.
+        fits: whether its peak is within the memory, with the micro-batches that this stage holds.
         sent: seconds of one transfer at the stage's edge, one way; between two stages the longer one counts.
         first_layer: the first of its layers, where layers differ; None: all layers are equal.
     """
@@ -49,6 +50,7 @@ class StageOptions:
     devices: Integers
     times: StageTimes
     optimizer: Floats
+    fits: NDArray[np.bool_]
     sent: Floats
     first_layer: Integers | None = None
 
@@ -62,11 +64,6 @@ class StageOptions:
     def column(self, name: str) -> Floats:
         """[n] one of the times, written out where it is the same for all."""
         return np.broadcast_to(getattr(self.times, name), len(self))
-
-    @property
-    def fits(self) -> NDArray[np.bool_]:
-        """[n] whether a candidate fits its memory."""
-        return np.isfinite(self.column("forward"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +153,11 @@ class AdditiveBound:
         """The smallest possible slowest stage; infinite where nothing fits."""
         table = self._tables(self.stable, math.inf, largest=True)[-1]
         return float(table[self._problem.layers, self._problem.devices])
+
+    def at_once(self) -> float:
+        """A lower bound of every choice: the smallest sum, and the smallest slowest stage of another choice."""
+        least, lowest = self.shortest(math.inf), self.lowest()
+        return math.inf if least is None else least.total + self.weight * lowest + self.fixed
 
     def shortest(self, threshold: float, most: float = math.inf) -> BoundedChoice | None:
         """The choice with the smallest sum of stages that take no longer than the threshold; None where none is below `most`."""
