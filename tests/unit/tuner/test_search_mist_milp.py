@@ -24,7 +24,7 @@ from moe_overlap.tuner.search.solution import Status
 INSTANCES = 100
 
 
-def random_options(draw: np.random.Generator, count: int, edges: float, unlike: bool) -> StageOptions:
+def random_options(draw: np.random.Generator, count: int, edges: float, unlike: bool, types: int) -> StageOptions:
     """Points that trade stable seconds for seconds of the first and last micro-batch; some do not fit."""
     layers = draw.integers(1, 4, count)
     work = layers * draw.uniform(0.5, 1.5, count)
@@ -32,7 +32,7 @@ def random_options(draw: np.random.Generator, count: int, edges: float, unlike: 
     extras = {name: edges * draw.uniform(0, 4, count) * draw.integers(0, 2, count) for name in names}
     return StageOptions(
         layers=layers,
-        devices=draw.integers(1, 3, count),
+        devices=np.where(draw.integers(0, types, count)[:, None] == range(types), draw.integers(1, 3, (count, 1)), 0),
         times=StageTimes(forward=work, backward=work * draw.uniform(1, 2, count), **extras),
         optimizer=edges * draw.uniform(0, 2, count),
         fits=draw.random(count) < 0.85,
@@ -44,7 +44,8 @@ def random_options(draw: np.random.Generator, count: int, edges: float, unlike: 
 def random_problem(draw: np.random.Generator) -> PipelineProblem:
     stages = int(draw.integers(1, 5))
     edges, unlike = float(draw.choice([0.0, 1.0, 4.0])), bool(draw.random() < 0.25)
-    options = [random_options(draw, int(draw.integers(2, 8)), edges, unlike) for _ in range(stages)]
+    types = 2 if draw.random() < 0.3 else 1
+    options = [random_options(draw, int(draw.integers(2, 8)), edges, unlike, types) for _ in range(stages)]
     if unlike:
         # The first stage begins with the first layer, and so on: half of the candidates continue an earlier one.
         end = 0
@@ -56,7 +57,7 @@ def random_problem(draw: np.random.Generator) -> PipelineProblem:
         stages=tuple(options),
         # Sometimes a layer more than the first candidates hold, which may fit no choice.
         layers=sum(int(stage.layers[0]) for stage in options) + int(draw.integers(0, 6) == 0),
-        devices=sum(int(stage.devices[0]) for stage in options),
+        devices=tuple(sum(stage.devices[0] for stage in options).tolist()),
         micro_batches=int(draw.choice([1, 2, 8, 64])),
         rules=PipelineRules(virtual=int(draw.choice([1, 1, 2])), beside=draw.choice([None, 0.15]), fixed=0.02),
     )
@@ -65,14 +66,14 @@ def random_problem(draw: np.random.Generator) -> PipelineProblem:
 def of_all(problem: PipelineProblem) -> tuple[float, tuple[int, ...]]:
     """The best of every choice; infinite, and no choice, where none is feasible."""
     every = np.array([*product(*[range(len(stage)) for stage in problem.stages])])
-    layers, devices = np.zeros(len(every), dtype=int), np.zeros(len(every), dtype=int)
+    layers, devices = np.zeros(len(every), dtype=int), np.zeros((len(every), len(problem.devices)), dtype=int)
     feasible = np.ones(len(every), dtype=bool)
     for stage, row in zip(problem.stages, every.T, strict=True):
         feasible &= stage.fits[row]
         if stage.first_layer is not None:
             feasible &= stage.first_layer[row] == layers
         layers, devices = layers + stage.layers[row], devices + stage.devices[row]
-    feasible &= (layers == problem.layers) & (devices == problem.devices)
+    feasible &= (layers == problem.layers) & (devices == problem.devices).all(axis=1)
     if not feasible.any():
         return math.inf, ()
     seconds = step_of_choice(problem, every[feasible].T)
@@ -198,7 +199,7 @@ def test_choice_and_cuts_agree_where_both_apply() -> None:
             stages = [
                 StageOptions(
                     layers=last - first + 1,
-                    devices=np.array(sizes)[option],
+                    devices=np.array(sizes)[option, None],
                     times=StageTimes(forward=0.0 * first, backward=seconds[count - 1 - place, first, last, option]),
                     optimizer=np.zeros(len(first)),
                     fits=np.ones(len(first), dtype=bool),
@@ -210,7 +211,7 @@ def test_choice_and_cuts_agree_where_both_apply() -> None:
             problem = PipelineProblem(
                 stages=tuple(stages),
                 layers=layers,
-                devices=devices,
+                devices=(devices,),
                 micro_batches=cuts.micro_batches,
                 rules=PipelineRules(virtual=1, beside=None),
             )

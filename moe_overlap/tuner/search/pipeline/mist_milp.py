@@ -252,8 +252,9 @@ class _Program:
         problem, model = self._problem, self.model
         for of_stage in self.z:
             model.add_linear_constraint(mathopt.fast_sum(of_stage) == 1.0)
-        devices = [self._sum(i, stage.devices) for i, stage in enumerate(problem.stages)]
-        model.add_linear_constraint(mathopt.fast_sum(devices) == float(problem.devices))
+        for kind, count in enumerate(problem.devices):
+            devices = [self._sum(i, stage.devices[:, kind]) for i, stage in enumerate(problem.stages)]
+            model.add_linear_constraint(mathopt.fast_sum(devices) == float(count))
         end: mathopt.LinearTypes = 0.0
         for i, stage in enumerate(problem.stages):
             # Where layers differ, a stage begins where the one in front of it ends.

@@ -9,8 +9,8 @@ own end. What is left is never more than the formula, and a sum over stages but 
 
     (G - 1/v) max t_i + Σ (t_i + drain_i + [i > 0] waited_i) / v + first_0 + tail_0 + turn_S + what is there whatever is chosen
 
-so `AdditiveBound` finds its smallest value by a dynamic program over (stage, layers, devices) below a threshold for t. Most
-pipelines hide the first and last micro-batches of later stages in their bubbles; there the bound is the formula itself.
+so `AdditiveBound` finds its smallest value by a dynamic program over (stage, layers, devices of each type) below a threshold for
+t. Most pipelines hide the first and last micro-batches of later stages in their bubbles; there the bound is the formula itself.
 
 Source: Mist, section 5.3, equations (1) to (3); Alpa, section 5.2 for the program.
 """
@@ -31,6 +31,8 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.intp]
 Choice = tuple[int, ...]
 """The row of every stage's candidate."""
+_Cell = tuple[Integers, int | None, int, tuple[int, ...]]
+"""Candidates that take the same layers and devices: rows, first layer, layers, devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +40,8 @@ class StageOptions:
     """n candidates for a stage; [n] each.
 
     Attributes:
-        layers, devices: how many of them a candidate takes.
+        layers: how many a candidate takes.
+        devices: [n, K] devices that it takes of each of K node types; of one type where nodes are alike.
         times: seconds without transfers, as in pipeline.py.
         optimizer: seconds of the update behind the last micro-batch.
         fits: whether its peak is within the memory, with the micro-batches that this stage holds.
@@ -68,11 +71,11 @@ class StageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineProblem:
-    """Stages in the order of the pipeline, what they divide, and how they work together."""
+    """Stages in the order of the pipeline, what they divide, and how they work together; `devices` are [K], of each node type."""
 
     stages: tuple[StageOptions, ...]
     layers: int
-    devices: int
+    devices: tuple[int, ...]
     micro_batches: int
     rules: PipelineRules
 
@@ -93,12 +96,12 @@ def step_of_choice(problem: PipelineProblem, rows: Sequence[int] | Integers) -> 
 
 def is_feasible(problem: PipelineProblem, choice: Choice) -> bool:
     """Whether a choice fits, and divides layers and devices without a rest."""
-    layer = devices = 0
+    layer, devices = 0, np.zeros(len(problem.devices), dtype=np.intp)
     for stage, row in zip(problem.stages, choice, strict=True):
         if not stage.fits[row] or (stage.first_layer is not None and stage.first_layer[row] != layer):
             return False
-        layer, devices = layer + int(stage.layers[row]), devices + int(stage.devices[row])
-    return layer == problem.layers and devices == problem.devices
+        layer, devices = layer + int(stage.layers[row]), devices + stage.devices[row]
+    return layer == problem.layers and tuple(devices.tolist()) == problem.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,7 @@ class AdditiveBound:
 
     def __init__(self, problem: PipelineProblem) -> None:
         self._problem = problem
+        self._end = (problem.layers, *problem.devices)
         virtual, count = problem.rules.virtual, len(problem.stages)
         self.weight = problem.micro_batches - 1.0 / virtual
         # Seconds that transfers of one second each add to every stage, and to filling and draining.
@@ -152,7 +156,7 @@ class AdditiveBound:
     def lowest(self) -> float:
         """The smallest possible slowest stage; infinite where nothing fits."""
         table = self._tables(self.stable, math.inf, largest=True)[-1]
-        return float(table[self._problem.layers, self._problem.devices])
+        return float(table[self._end])
 
     def at_once(self) -> float:
         """A lower bound of every choice: the smallest sum, and the smallest slowest stage of another choice."""
@@ -163,22 +167,23 @@ class AdditiveBound:
         """The choice with the smallest sum of stages that take no longer than the threshold; None where none is below `most`."""
         problem = self._problem
         tables = self._tables(self.sums, threshold)
-        layer, devices = problem.layers, problem.devices
-        total = float(tables[-1][layer, devices])
+        layer, devices = problem.layers, np.array(problem.devices)
+        total = float(tables[-1][self._end])
         if total >= most or not math.isfinite(total):
             return None
         rows, slowest = [], 0.0
         for place in range(len(problem.stages) - 1, -1, -1):
             stage = problem.stages[place]
             before, left = layer - stage.layers, devices - stage.devices
-            possible = (before >= 0) & (left >= 0) & (self.stable[place] <= threshold)
+            possible = (before >= 0) & (left >= 0).all(axis=1) & (self.stable[place] <= threshold)
             if stage.first_layer is not None:
                 possible &= before == stage.first_layer
             kept = np.flatnonzero(possible)
-            row = int(kept[np.argmin(tables[place][before[kept], left[kept]] + self.sums[place][kept])])
+            ways = tables[place][(before[kept], *left[kept].T)] + self.sums[place][kept]
+            row = int(kept[np.argmin(ways)])
             rows.append(row)
             slowest = max(slowest, float(self.stable[place][row]))
-            layer, devices = int(before[row]), int(left[row])
+            layer, devices = int(before[row]), left[row]
         return BoundedChoice(total, slowest, tuple(reversed(rows)))
 
     def through(self, threshold: float) -> list[Floats]:
@@ -200,13 +205,13 @@ class AdditiveBound:
     def _tables(
         self, values: list[Floats], threshold: float, largest: bool = False, backwards: bool = False
     ) -> list[Floats]:
-        """[S + 1] of [L + 1, D + 1] smallest sum (or maximum) of the first stages that end at a layer and take so many devices.
+        """[S + 1] of [L + 1, D_1 + 1, ..., D_K + 1] smallest sum (or maximum) of stages up to a layer with so many devices.
 
         Backwards: of the last stages that begin at a layer with so many devices taken by those in front.
         """
         problem = self._problem
-        table = np.full((problem.layers + 1, problem.devices + 1), math.inf)
-        table[(problem.layers, problem.devices) if backwards else (0, 0)] = 0.0
+        table = np.full([size + 1 for size in self._end], math.inf)
+        table[self._end if backwards else (0,) * table.ndim] = 0.0
         tables = [table]
         places = range(len(problem.stages))
         for place in reversed(places) if backwards else places:
@@ -222,8 +227,8 @@ class AdditiveBound:
             tables.append(table)
         return tables
 
-    def _cells(self, place: int, threshold: float) -> list[tuple[Integers, int | None, int, int]]:
-        """Candidates below the threshold that take the same layers and devices: rows, first layer, layers, devices."""
+    def _cells(self, place: int, threshold: float) -> list[_Cell]:
+        """The candidates of a stage below the threshold."""
         cells = []
         for members, where, layers, devices in self._all_cells[place]:
             below = members[self.stable[place][members] <= threshold]
@@ -232,29 +237,30 @@ class AdditiveBound:
         return cells
 
     @cached_property
-    def _all_cells(self) -> list[list[tuple[Integers, int | None, int, int]]]:
+    def _all_cells(self) -> list[list[_Cell]]:
         result = []
         for stage in self._problem.stages:
             firsts = np.full(len(stage), -1) if stage.first_layer is None else stage.first_layer
-            keys, which = np.unique(np.stack([firsts, stage.layers, stage.devices]), axis=1, return_inverse=True)
+            keys, which = np.unique(np.stack([firsts, stage.layers, *stage.devices.T]), axis=1, return_inverse=True)
             order = np.argsort(which, kind="stable")
             groups = np.split(order, np.searchsorted(which[order], np.arange(1, keys.shape[1])))
             result.append(
                 [
-                    (group, None if first < 0 else int(first), int(layers), int(devices))
-                    for group, (first, layers, devices) in zip(groups, keys.T, strict=True)
-                    if layers <= self._problem.layers and devices <= self._problem.devices
+                    (group, None if first < 0 else first, layers, tuple(devices))
+                    for group, (first, layers, *devices) in zip(groups, keys.T.tolist(), strict=True)
+                    if layers <= self._end[0] and all(np.array(devices) <= self._end[1:])
                 ]
             )
         return result
 
 
 def _windows(
-    table: Floats, where: int | None, layers: int, devices: int
-) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+    table: Floats, where: int | None, layers: int, devices: tuple[int, ...]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """States in front of a stage and behind it, one for one; of one first layer alone if it is given."""
-    rows, columns = table.shape
+    rows, *columns = table.shape
     first, end = (0, rows - layers) if where is None else (where, min(where + 1, rows - layers))
-    source = (slice(first, max(first, end)), slice(0, columns - devices))
-    target = (slice(first + layers, max(first, end) + layers), slice(devices, columns))
-    return source, target
+    end = max(first, end)
+    source = [slice(0, size - taken) for size, taken in zip(columns, devices, strict=True)]
+    target = [slice(taken, size) for size, taken in zip(columns, devices, strict=True)]
+    return (slice(first, end), *source), (slice(first + layers, end + layers), *target)
