@@ -187,7 +187,7 @@ def test_choice_and_cuts_agree_where_both_apply() -> None:
             devices_of=np.array(sizes)[:, None],
             devices=(devices,),
             micro_batches=int(draw.choice([1, 4, 32])),
-            transfer_seconds=np.zeros(layers - 1),
+            transfer_seconds=np.zeros((layers - 1, 1)),
         )
         first, last, option = (
             axis.ravel() for axis in np.meshgrid(range(layers), range(layers), range(len(sizes)), indexing="ij")
