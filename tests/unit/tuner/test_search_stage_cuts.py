@@ -161,10 +161,10 @@ def test_large_cuts_are_those_of_every_threshold() -> None:
 
 @pytest.mark.parametrize(("depths", "memory", "limit"), [(1, math.inf, 0.1), (48, 2.5, 0.5)])
 def test_48_layers_on_64_devices_take_a_tenth_of_a_second(depths: int, memory: float, limit: float) -> None:
-    """The best of five, as the machine does other things; where stages behind count, half a second."""
+    """The best of four, as the machine does other things; where stages behind count, half a second."""
     problem = cluster_table(48, 8, 8, depths, memory)
     seconds = []
-    for _ in range(5):
+    for _ in range(4):
         started = time.process_time()
         assert cut_stages(problem).status == Status.OPTIMAL
         seconds.append(time.process_time() - started)
