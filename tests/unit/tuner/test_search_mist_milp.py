@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 from itertools import product
 
 import numpy as np
 import pytest
 
+from moe_overlap.tuner.cost.evaluate import StageCosts
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes
 from moe_overlap.tuner.search.pipeline import mist_milp
 from moe_overlap.tuner.search.pipeline.mist_milp import choose_pipeline, choose_stages
@@ -17,7 +19,9 @@ from moe_overlap.tuner.search.pipeline.stage_options import (
     PipelineProblem,
     StageOptions,
     is_feasible,
+    options_of,
     step_of_choice,
+    undominated,
 )
 from moe_overlap.tuner.search.solution import Status
 
@@ -150,6 +154,58 @@ def test_a_start_is_never_lost_and_seconds_of_no_interest_are_not_searched() -> 
         )
         rough = choose_stages(problem, gap=0.1)
         assert rough.objective <= solution.objective * 1.12 and rough.gap <= 0.1 + 1e-6
+
+
+def test_candidates_that_a_pipeline_may_need_hold_a_best_choice() -> None:
+    """Few values, so that candidates dominate one another in all columns."""
+    draw = np.random.default_rng(58)
+    left = total = 0
+    for _ in range(60):
+        problem = random_problem(draw)
+        rough = [
+            replace(
+                stage,
+                times=StageTimes(**{f.name: np.ceil(stage.column(f.name)) for f in fields(StageTimes)}),
+                optimizer=np.ceil(stage.optimizer),
+                sent=np.ceil(5 * stage.sent) / 5,
+            )
+            for stage in problem.stages
+        ]
+        rows = [undominated(stage, place, len(rough)) for place, stage in enumerate(rough)]
+        best, _ = of_all(replace(problem, stages=tuple(rough)))
+        # What is left out counts as what does not fit.
+        kept = [
+            replace(stage, fits=stage.fits & np.isin(np.arange(len(stage)), of_stage))
+            for stage, of_stage in zip(rough, rows, strict=True)
+        ]
+        reduced, _ = of_all(replace(problem, stages=tuple(kept)))
+        assert reduced == pytest.approx(best, rel=1e-12)
+        left, total = left + sum(map(len, rows)), total + sum(int(stage.fits.sum()) for stage in rough)
+    assert left < total
+
+
+def test_candidates_of_costs_are_strategy_by_strategy() -> None:
+    draw = np.random.default_rng(59)
+    arrays = {f.name: draw.random((3, 4)) for f in fields(StageCosts) if f.name != "peaks"}
+    costs = StageCosts(**arrays, peaks={})
+    fits = draw.random((3, 4)) < 0.5
+    options = options_of(costs, np.array([1, 2, 3, 4]), (8,), 0.1, fits)
+    names = {f.name for f in fields(StageTimes)}
+    assert names == {"forward", "backward", "first", "waited", "turn", "drain", "tail"}
+    for row, (strategy, shape) in enumerate(product(range(3), range(4))):
+        times = options.at(np.array(row))
+        assert (times.forward, times.backward) == (
+            costs.forward_seconds[strategy, shape],
+            costs.backward_seconds[strategy, shape],
+        )
+        assert times.first == costs.first_extra_seconds[strategy, shape]
+        assert times.waited == costs.waited_extra_seconds[strategy, shape]
+        assert times.turn == costs.turn_extra_seconds[strategy, shape]
+        assert times.drain == costs.drain_extra_seconds[strategy, shape]
+        assert times.tail == costs.tail_seconds[strategy, shape]
+        assert (options.layers[row], options.fits[row]) == (shape + 1, fits[strategy, shape])
+        assert options.optimizer[row] == costs.optimizer_seconds[strategy, shape]
+        assert options.devices[row].tolist() == [8] and options.sent[row] == 0.1
 
 
 def test_best_of_many_problems_is_the_best_choice_of_any() -> None:

@@ -25,7 +25,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_overlap.tuner.cost.evaluate import StageCosts
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, pipeline_seconds, transfer_waits
+from moe_overlap.tuner.search.stage.frontier import objective_columns, pareto
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.intp]
@@ -67,6 +69,65 @@ class StageOptions:
     def column(self, name: str) -> Floats:
         """[n] one of the times, written out where it is the same for all."""
         return np.broadcast_to(getattr(self.times, name), len(self))
+
+
+def options_of(
+    costs: StageCosts, layers: Integers, devices: Sequence[int], sent: float, fits: NDArray[np.bool_]
+) -> StageOptions:
+    """Candidates of costs [N, M]: strategy n at shape m is row n · M + m.
+
+    Args:
+        layers: [M] layers of every shape.
+        devices: [K] of each node type, the same for all.
+        sent: seconds of one transfer at the stage's edge.
+        fits: [N, M] whether the peak is within the memory.
+    """
+    strategies, shapes = fits.shape
+    return StageOptions(
+        layers=np.tile(layers, strategies),
+        devices=np.tile(np.asarray(devices, dtype=np.intp), (fits.size, 1)),
+        times=StageTimes(
+            forward=costs.forward_seconds.ravel(),
+            backward=costs.backward_seconds.ravel(),
+            first=costs.first_extra_seconds.ravel(),
+            waited=costs.waited_extra_seconds.ravel(),
+            turn=costs.turn_extra_seconds.ravel(),
+            drain=costs.drain_extra_seconds.ravel(),
+            tail=costs.tail_seconds.ravel(),
+        ),
+        optimizer=costs.optimizer_seconds.ravel(),
+        fits=fits.ravel(),
+        sent=np.full(strategies * shapes, sent),
+    )
+
+
+def undominated(options: StageOptions, place: int, stages: int) -> Integers:
+    """Rows, increasing, of the candidates that a pipeline may need of its stage `place`.
+
+    Those that fit and lie on the frontier among the candidates that take the same layers and devices. The best choice among
+    these rows is as fast as the best of all.
+    """
+    columns = objective_columns(options.times, options.optimizer, place, stages)
+    columns = np.column_stack([columns, options.sent])
+    kept = []
+    for members, *_ in cells_of(options):
+        rows = members[options.fits[members]]
+        kept.append(rows[pareto(columns[rows])])
+    return np.sort(np.concatenate(kept)) if kept else np.empty(0, dtype=np.intp)
+
+
+def cells_of(options: StageOptions) -> list[_Cell]:
+    """The candidates that take the same layers and devices, in groups."""
+    if not len(options):
+        return []
+    firsts = np.full(len(options), -1) if options.first_layer is None else options.first_layer
+    keys, which = np.unique(np.stack([firsts, options.layers, *options.devices.T]), axis=1, return_inverse=True)
+    order = np.argsort(which, kind="stable")
+    groups = np.split(order, np.searchsorted(which[order], np.arange(1, keys.shape[1])))
+    return [
+        (group, None if first < 0 else first, layers, tuple(devices))
+        for group, (first, layers, *devices) in zip(groups, keys.T.tolist(), strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,20 +299,10 @@ class AdditiveBound:
 
     @cached_property
     def _all_cells(self) -> list[list[_Cell]]:
-        result = []
-        for stage in self._problem.stages:
-            firsts = np.full(len(stage), -1) if stage.first_layer is None else stage.first_layer
-            keys, which = np.unique(np.stack([firsts, stage.layers, *stage.devices.T]), axis=1, return_inverse=True)
-            order = np.argsort(which, kind="stable")
-            groups = np.split(order, np.searchsorted(which[order], np.arange(1, keys.shape[1])))
-            result.append(
-                [
-                    (group, None if first < 0 else first, layers, tuple(devices))
-                    for group, (first, layers, *devices) in zip(groups, keys.T.tolist(), strict=True)
-                    if layers <= self._end[0] and all(np.array(devices) <= self._end[1:])
-                ]
-            )
-        return result
+        return [
+            [cell for cell in cells_of(stage) if cell[2] <= self._end[0] and all(np.array(cell[3]) <= self._end[1:])]
+            for stage in self._problem.stages
+        ]
 
 
 def _windows(
