@@ -32,7 +32,7 @@ h1{font-size:1.4em}h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid #d
 pre{background:#f6f6f6;padding:.8em;overflow-x:auto;font-size:13px;white-space:pre-wrap}
 table{border-collapse:collapse;margin:.6em 0;font-size:14px}
 th,td{padding:.15em .8em;text-align:right;border-bottom:1px solid #eee}
-th:first-child,td:first-child,td.words{text-align:left}tr.chosen{background:#fdf3d8}
+th:first-child,td:first-child{white-space:nowrap;text-align:left}.words{text-align:left}tr.chosen{background:#fdf3d8}
 svg{width:100%;height:auto}svg text{font:13px system-ui,sans-serif;fill:#222}
 .heading{font-weight:bold}.tick{text-anchor:middle}.end{text-anchor:end}
 """
@@ -128,7 +128,12 @@ def _table(identifier: str, head: Sequence[str], rows: Sequence[Row], chosen: fr
     Args:
         chosen: indices of the rows that are marked.
     """
-    lines = [f'<table id="{identifier}"><tr>{"".join(f"<th>{escape(name)}</th>" for name in head)}</tr>']
+    are_words = [all(row[column].value is None for row in rows) for column in range(len(head))]
+    names = (
+        f'<th class="words">{escape(name)}</th>' if words else f"<th>{escape(name)}</th>"
+        for name, words in zip(head, are_words, strict=True)
+    )
+    lines = [f'<table id="{identifier}"><tr>{"".join(names)}</tr>']
     for index, row in enumerate(rows):
         cells = "".join(
             f'<td class="words">{escape(cell.shown)}</td>'
