@@ -45,6 +45,6 @@ setup(
         "data": ["pyarrow", "sentencepiece", "tiktoken", "tokenizers", "transformers<5"],
         "logging": ["tensorboard", "wandb"],
         "gpu": ["transformer-engine[pytorch]", "triton"],
-        "dev": ["mypy", "pytest", "ruff", "setuptools", "tensorboard", "transformers<5", "wheel"],
+        "dev": ["mypy", "pytest", "pytest-xdist", "ruff", "setuptools", "tensorboard", "transformers<5", "wheel"],
     },
 )
