@@ -163,7 +163,9 @@ class Algorithms:
         rewrites: all-reduces may end as reduce-scatters, of activations and of gradients.
     """
 
-    def __init__(self, graph: OperatorGraph, mesh: Mesh, workload: Workload, pricer: Pricer, rewrites: bool = True) -> None:
+    def __init__(
+        self, graph: OperatorGraph, mesh: Mesh, workload: Workload, pricer: Pricer, rewrites: bool = True
+    ) -> None:
         self.graph, self.mesh, self.workload, self.rewrites = graph, mesh, workload, rewrites
         self._pricer = pricer
         self._reshardings: dict[tuple[float, tuple[tuple[Dim, int], ...]], Resharding] = {}
@@ -275,7 +277,7 @@ class Algorithms:
         return seconds
 
     def _of_keys(self, node: Node, loops: Spec) -> float:
-        """All-gathers of keys and values over the ranks that share the tokens; backward reduce-scatters of their gradients, too."""
+        """All-gathers of keys and values over the ranks that share the tokens; backward also the scatters of their gradients."""
         if Dim.TOKENS not in loops:
             return 0.0
         graph, op = self.graph, self.graph.part.ops[node.heavy[0]]
@@ -383,7 +385,10 @@ class Algorithms:
         shares = {spec: weight.elements / mesh.shards(spec) for spec in (split, finer)}
         # As `state_sizes` in cost/stage.py: the update reads the gradient, master weight and moments and writes all but the
         # gradient, whose norm is read before.
-        swept = shares[states] * 2 * (features.optimizer_bytes + features.gradient_bytes) + shares[gradient] * features.gradient_bytes
+        swept = (
+            shares[states] * 2 * (features.optimizer_bytes + features.gradient_bytes)
+            + shares[gradient] * features.gradient_bytes
+        )
         rate = self.workload.gpu.memory_gb_per_s * 1e9 * self.workload.constants.memory
         return WeightChoice(
             split=split,

@@ -25,17 +25,21 @@ from moe_overlap.tuner.cost.layer import weight_of
 from moe_overlap.tuner.search.layer.sharding_specs import UNLIMITED, Dim, Extents
 
 NodeKind = Literal["input", "product", "attention", "rows"]
-"""`product`: a gemm, a grouped gemm, or an embedding, which is a product with one-hot rows. `rows`: tokens to rows of the experts,
-back, or among the rows."""
+"""`product`: a gemm, a grouped gemm, or an embedding, which is a product with one-hot rows. `rows`: a kernel that moves tokens to
+rows of the experts, back, or among the rows."""
 Role = Literal["x", "dy", "same", "out"]
-"""How a node uses a tensor: as a product's input, as the gradient of its output, in the spec of the node itself, or in the spec of
-its result (operands of merged operators)."""
+"""How a node uses a tensor: as a product's input, as the gradient of its output, in the spec of the node itself, or in the spec
+of its result (operands of merged operators)."""
 MOVE_ROWS = "te.move_rows"
 EMBEDDINGS = ("embedding", "embedding_dense_backward")
 WIDTHWISE = frozenset(
-    "clone _to_copy copy_ add add_ mul mul_ cat te.rotary te.add_bias silu gelu silu_backward gelu_backward zeros_like "
-    "latent.rotary_queries latent.rotary_keys compiled.swiglu compiled.swiglu_back compiled.weighted_swiglu "
-    "native_dropout native_dropout_backward compiled.weighted_swiglu_back compiled.bias_dropout_add_fused_train compiled.bias_gelu compiled.bias_gelu_back".split()
+    (
+        *("clone", "_to_copy", "copy_", "cat", "add", "add_", "mul", "mul_", "zeros_like"),
+        *("silu", "silu_backward", "gelu", "gelu_backward", "native_dropout", "native_dropout_backward"),
+        *("te.rotary", "te.add_bias", "latent.rotary_queries", "latent.rotary_keys"),
+        *("compiled.swiglu", "compiled.swiglu_back", "compiled.weighted_swiglu", "compiled.weighted_swiglu_back"),
+        *("compiled.bias_gelu", "compiled.bias_gelu_back", "compiled.bias_dropout_add_fused_train"),
+    )
 )
 """Light operators that work on every entry of a token's width by itself, or head by head."""
 
@@ -177,7 +181,9 @@ def operator_graph(part: Part, samples: int, tokens: int) -> OperatorGraph:
     """
     for op in part.ops:
         if op.is_recomputed or (op.collective is not None and op.collective.size > 1):
-            raise NotShardableError(f"{part.kind}: {op.name} is recomputed or runs in a group; capture one rank, no recomputation")
+            raise NotShardableError(
+                f"{part.kind}: {op.name} is recomputed or runs in a group; capture one rank, no recomputation"
+            )
     return _Builder(part, samples, tokens).graph()
 
 
@@ -250,16 +256,16 @@ class _Builder:
         depth = 1 + max((self.depths.get(index, 0) for index in op.reads), default=0)
         parameters = tuple(index for index in op.reads if storages[index].role == "parameter")
         if op.cost_class in ("gemm", "grouped_gemm") and (parameters or op.is_weight_gradient):
-            node: Node | None = self._product(op, parameters)
+            self._product(op, parameters)
         elif op.name in EMBEDDINGS:
-            node = self._embedding(op, parameters)
+            self._embedding(op, parameters)
         elif op.cost_class == "attention":
-            node = self._heavy(op, "attention", self._is_rows(op))
+            self._heavy(op, "attention", self._is_rows(op))
         elif op.name == MOVE_ROWS:
             # Under the operator of the experts rows are sorted; under any other they become rows, or tokens again.
-            node = self._heavy(op, "rows", True if op.operator == EXPERTS else not self._is_rows(op))
+            self._heavy(op, "rows", True if op.operator == EXPERTS else not self._is_rows(op))
         else:
-            node = self._merge(op)
+            self._merge(op)
         for index in op.writes:
             if storages[index].role in ("activation", "input") and self._grows(index):
                 self.depths[index] = max(depth, self.depths.get(index, 0))
@@ -306,7 +312,9 @@ class _Builder:
             node = self._backward_node(self._forward_of(op, parameters, read), op)
             forward = self.result.nodes[node.partner if node.partner is not None else 0]
             given = forward.source.storage if forward.source is not None else -1
-            node.read.update(((index, "x" if op.is_weight_gradient and index == given else "dy"), None) for index in read)
+            node.read.update(
+                ((index, "x" if op.is_weight_gradient and index == given else "dy"), None) for index in read
+            )
             gradients = [index for index in read if index != given]
             node.source = self.result.tensors[gradients[0]] if gradients else node.source
         if not op.is_weight_gradient:
@@ -336,7 +344,9 @@ class _Builder:
                     return node
             elif set(ids) & set(parameters):
                 return node
-        raise NotShardableError(f"{self.part.kind}: no forward product belongs to the backward product {op.name} ({op.module})")
+        raise NotShardableError(
+            f"{self.part.kind}: no forward product belongs to the backward product {op.name} ({op.module})"
+        )
 
     def _backward_node(self, forward: Node, op: Op) -> Node:
         if forward.id not in self.backward:
@@ -356,6 +366,7 @@ class _Builder:
             entry = self._bytes(parameters[0])
             width = max(1, round(written.bytes / tokens / 2))
             node = self._weighted(op, parameters, width, max(1, round(entry / 2 / width)), 0)
+            node.weight_name = "word" if "word_embeddings" in op.module.split(".") else "position"
             self._write(node, op, False)
             node.result = self.result.tensors[op.writes[0]]
             return node

@@ -2,10 +2,12 @@
 
     minimise  Σ_v c_v · s_v + Σ_(v,u) s_vᵀ R_vu s_u     with s_v one-hot and, for every memory row, Σ_v m_v · s_v ≤ limit
 
-1. The quadratic term becomes linear by one variable e_ij for every pair of choices: its rows sum to s_v, its columns to s_u. Where
-   both are one-hot, e is one-hot, too, so it may be continuous. Choices that an edge cannot tell apart share a variable there,
-   which leaves pairs of specs in place of pairs of algorithms. Pairs of infinite cost have no variable.
-2. Choices that another choice of the node beats in cost and in every memory row, and that no edge tells from it, are left out.
+1. The quadratic term becomes linear by one variable e_ij for every pair of choices: its rows sum to s_v, its columns to s_u.
+   Where both are one-hot, e is one-hot, too, so it may be continuous. Choices that an edge cannot tell apart share a variable
+   there, which leaves pairs of specs in place of pairs of algorithms. Pairs of infinite cost have no variable.
+2. Where a cost is known that must be beaten, the program without integrality is solved first: its bound is nearly tight, so most
+   problems that cannot beat it end there.
+3. Choices that another choice of the node beats in cost and in every memory row, and that no edge tells from it, are left out.
 
 Source: Alpa, section 4.2, equation 1 and its linearisation.
 """
@@ -24,7 +26,8 @@ from ortools.math_opt.python import mathopt
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.intp]
-Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+Status = Literal["optimal", "feasible", "infeasible", "unknown", "cut off"]
+"""`cut off`: nothing is better than what was known before."""
 UNIT = 1e-6
 """Seconds of one unit of the objective: solvers round to a millionth of a unit."""
 
@@ -88,11 +91,12 @@ class Solution:
     seconds: float
 
 
-def solve_choices(problem: ChoiceProblem, seconds: float = 60.0) -> Solution:
+def solve_choices(problem: ChoiceProblem, seconds: float = 60.0, cutoff: float = float("inf")) -> Solution:
     """The cheapest choice of every node.
 
     Args:
         seconds: time limit.
+        cutoff: a cost that is of interest only if it is beaten.
     """
     started = time.monotonic()
     kept = [_undominated(problem, node) for node in range(len(problem.costs))]
@@ -120,11 +124,29 @@ def solve_choices(problem: ChoiceProblem, seconds: float = 60.0) -> Solution:
         ]
         model.add_linear_constraint(mathopt.fast_sum(used) <= 1.0)
     model.minimize(mathopt.fast_sum(terms) + constant / UNIT)
+    if np.isfinite(cutoff):
+        bound = _relaxed_bound(model, taken)
+        if bound * UNIT >= cutoff:
+            return Solution(None, float("inf"), bound * UNIT, 0.0, "cut off", time.monotonic() - started)
     parameters = mathopt.SolveParameters(
-        time_limit=timedelta(seconds=max(0.1, seconds)), relative_gap_tolerance=1e-9, absolute_gap_tolerance=1e-6
+        time_limit=timedelta(seconds=max(0.1, seconds)), relative_gap_tolerance=1e-7, absolute_gap_tolerance=1e-6
     )
     result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
     return _solution(problem, result, taken, started)
+
+
+def _relaxed_bound(model: mathopt.Model, taken: list[dict[int, mathopt.Variable]]) -> float:
+    """Step 2: the objective where choices may be mixed; infinite where even that is infeasible."""
+    binaries = [variable for of_node in taken for variable in of_node.values()]
+    for variable in binaries:
+        variable.integer = False
+    result = mathopt.solve(model, mathopt.SolverType.GLOP)
+    for variable in binaries:
+        variable.integer = True
+    reason = result.termination.reason
+    if reason == mathopt.TerminationReason.OPTIMAL:
+        return result.objective_value()
+    return float("inf") if reason == mathopt.TerminationReason.INFEASIBLE else -float("inf")
 
 
 def _solution(
@@ -158,10 +180,12 @@ def _add_edge(
     pairs = columns.T
     finite = np.isfinite(pairs)
     least = float(pairs[finite].min()) if finite.any() else 0.0
-    variables = {
-        (int(i), int(j)): model.add_variable(lb=0.0, ub=1.0) for i, j in zip(*np.nonzero(finite), strict=True)
-    }
-    terms += [variable * ((float(pairs[place]) - least) / UNIT) for place, variable in variables.items() if pairs[place] > least]
+    variables = {(int(i), int(j)): model.add_variable(lb=0.0, ub=1.0) for i, j in zip(*np.nonzero(finite), strict=True)}
+    terms += [
+        variable * ((float(pairs[place]) - least) / UNIT)
+        for place, variable in variables.items()
+        if pairs[place] > least
+    ]
     for axis, end, classes in ((0, first, of_row), (1, second, of_column)):
         for index in range(pairs.shape[axis]):
             chosen = mathopt.fast_sum(v for v, c in zip(end.values(), classes, strict=True) if c == index)
@@ -177,7 +201,7 @@ def _classes(matrix: Floats) -> tuple[Floats, Integers]:
 
 
 def _undominated(problem: ChoiceProblem, node: int) -> Integers:
-    """Step 2: the choices of a node that may be best."""
+    """Step 3: the choices of a node that may be best."""
     costs = problem.costs[node]
     rows = [problem.costs[node], *(row.coefficients[node] for row in problem.rows)]
     sides = [matrix for a, _, matrix in problem.edges if a == node]

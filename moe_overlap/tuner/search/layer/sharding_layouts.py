@@ -114,7 +114,8 @@ def _of_experts(layout: MeshLayout, graph: OperatorGraph, node: Node, tokens: Sp
         """EXPERT over expert ranks, as `beside` over expert-tensor ranks, the tokens' split over expert-data ranks."""
         roles = layout.experts
         first, second = (
-            {"expert": Dim.EXPERT, "expert_tensor": beside[axis], "expert_data": tokens[axis]}[roles[axis]] for axis in (0, 1)
+            {"expert": Dim.EXPERT, "expert_tensor": beside[axis], "expert_data": tokens[axis]}[roles[axis]]
+            for axis in (0, 1)
         )
         return first, second
 

@@ -1,7 +1,8 @@
 """A whole model on one mesh as a problem of choices: its parts in a chain, each kind of layer once.
 
 Layers of a kind are sharded alike, so the problem has one copy of each kind whose seconds and bytes count as often as there are
-layers. Hidden states go from part to part, their gradients back; an edge between two kinds counts as often as they are neighbours.
+layers. Hidden states go from part to part, their gradients back; an edge between two kinds counts as often as they are
+neighbours.
 All seconds are those of one optimizer step: micro-batches times nodes and edges, plus what weights take once.
 
 Memory: weights, gradients, optimizer states and what one micro-batch saves for its backward pass, over all layers, within the
@@ -61,7 +62,8 @@ def model_graphs(captured: CapturedModel, workload: Workload, kinds: Sequence[st
     names = tuple(kinds) if kinds is not None else (EMBEDDING, *captured.layer_kinds, HEAD)
     distinct = list(dict.fromkeys(names))
     graphs = tuple(
-        operator_graph(captured.part(kind, samples=workload.samples), workload.samples, workload.tokens) for kind in distinct
+        operator_graph(captured.part(kind, samples=workload.samples), workload.samples, workload.tokens)
+        for kind in distinct
     )
     pricers = tuple(Pricer(graph, workload) for graph in graphs)
     return ModelGraphs(graphs, tuple(distinct.index(name) for name in names), pricers)
@@ -104,7 +106,9 @@ class StageProblem:
                 yield layout, tuple(place for place in places if place is not None)
 
 
-def stage_problem(model: ModelGraphs, mesh: Mesh, workload: Workload, rewrites: bool = True, capacity: float | None = None) -> StageProblem:
+def stage_problem(
+    model: ModelGraphs, mesh: Mesh, workload: Workload, rewrites: bool = True, capacity: float | None = None
+) -> StageProblem:
     """The problem of choices of a model on a mesh.
 
     Args:
@@ -158,7 +162,8 @@ def _inner_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
             prices = algorithms.resharding(graph.extents(tensor), tensor.bytes)
             written = [algorithms.written(candidate, tensor) for candidate in algorithms.of_node[edge.producer]]
             needed = [
-                algorithms.needed(consumer, candidate, tensor, edge.role) for candidate in algorithms.of_node[edge.consumer]
+                algorithms.needed(consumer, candidate, tensor, edge.role)
+                for candidate in algorithms.of_node[edge.consumer]
             ]
             matrix = prices.matrix(written, needed) * number * counts[place]
             yield first + edge.producer, first + edge.consumer, matrix
@@ -194,7 +199,9 @@ def _chain_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
             )
 
 
-def restricted(stage: StageProblem, layouts: Sequence[tuple[MeshLayout, tuple[int, ...]]], free: frozenset[int] = frozenset()) -> ChoiceProblem:
+def restricted(
+    stage: StageProblem, layouts: Sequence[tuple[MeshLayout, tuple[int, ...]]], free: frozenset[int] = frozenset()
+) -> ChoiceProblem:
     """The problem in which every node takes what one layout gives to it; the layout is a further node, the last.
 
     Args:
