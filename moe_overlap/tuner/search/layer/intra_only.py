@@ -32,7 +32,6 @@ from moe_overlap.tuner.search.layer.sharding_stage import (
     ModelGraphs,
     StageProblem,
     model_graphs,
-    restricted,
     stage_problem,
 )
 
@@ -250,7 +249,7 @@ def intra_only(
         nearest=_nearest(nearest[0], *nearest[1]) if nearest[1] is not None else None,
         solution=_of_all(results, best[1] if best is not None else None, time.monotonic() - started),
         shapes=tuple(results),
-        not_executed=lost_operators(best[0], best[1], best[2], started + seconds) if best is not None else (),
+        not_executed=lost_operators(*best) if best is not None else (),
     )
 
 
@@ -270,7 +269,7 @@ def executable(stage: StageProblem, seconds: float = 60.0, zero_levels: tuple[in
         return Executable(free, nothing, None, math.inf, ())
     layout, chosen = cheapest
     cost = stage.problem.cost(chosen)
-    lost = lost_operators(stage, free, layouts, started + seconds) if free.value is not None else ()
+    lost = lost_operators(stage, free, layouts) if free.value is not None else ()
     exact = Solution(chosen, cost, cost, 0.0, "optimal", spent)
     return Executable(free, exact, layout, cost - free.objective, lost)
 
@@ -332,40 +331,31 @@ def _differing(problem: ChoiceProblem, chosen: Chosen, layout: Chosen) -> list[f
     return groups + single
 
 
-def lost_operators(stage: StageProblem, free: Solution, layouts: Layouts, deadline: float) -> tuple[LostOperator, ...]:
-    """The operators of the free sharding that differ from the cheapest layout, those first whose algorithm no layout has.
-
-    Args:
-        deadline: of the monotonic clock; gains that are not solved by then are NaN.
-    """
+def lost_operators(stage: StageProblem, free: Solution, layouts: Layouts) -> tuple[LostOperator, ...]:
+    """The operators of the free sharding that differ from the cheapest layout, those first whose algorithm no layout has."""
     cheapest = cheapest_layout(stage, layouts)
     if cheapest is None or free.value is None:
         return ()
-    whole = stage.problem.cost(cheapest[1])
-    lost = []
+    whole, lost = stage.problem.cost(cheapest[1]), []
     for place, algorithms in enumerate(stage.algorithms):
         first = stage.first_node[place]
         for node in algorithms.graph.nodes:
-            mine, theirs = free.value[first + node.id], cheapest[1][first + node.id]
-            if mine == theirs or not node.heavy:
+            chosen, executed = free.value[first + node.id], cheapest[1][first + node.id]
+            if chosen == executed or not node.heavy:
                 continue
-            related = {first + node.id}
+            related = [first + node.id]
             if node.weight is not None:
-                related.add(stage.first_weight[place] + node.weight)
-            gain = math.nan
-            if time.monotonic() < deadline:
-                relaxed = solve_choices(restricted(stage, layouts, frozenset(related)), deadline - time.monotonic())
-                gain = max(0.0, whole - relaxed.objective)
+                related.append(stage.first_weight[place] + node.weight)
             candidates = algorithms.of_node[node.id]
             lost.append(
                 LostOperator(
                     part=algorithms.graph.kind,
                     operator=_name(node.label),
                     phase=node.phase,
-                    free=(_words(candidates[mine].loops), _words(candidates[mine].out)),
-                    executed=(_words(candidates[theirs].loops), _words(candidates[theirs].out)),
-                    alone=all(chosen[first + node.id] != mine for _, chosen in layouts),
-                    gain_seconds=gain,
+                    free=(_words(candidates[chosen].loops), _words(candidates[chosen].out)),
+                    executed=(_words(candidates[executed].loops), _words(candidates[executed].out)),
+                    alone=all(places[first + node.id] != chosen for _, places in layouts),
+                    gain_seconds=whole - min(stage.problem.best_of(places, related) for _, places in layouts),
                 )
             )
     return tuple(sorted(lost, key=lambda operator: (not operator.alone, -operator.gain_seconds)))

@@ -62,6 +62,31 @@ class ChoiceProblem:
         total = sum(float(costs[choice]) for costs, choice in zip(self.costs, chosen, strict=True))
         return total + sum(float(matrix[chosen[a], chosen[b]]) for a, b, matrix in self.edges)
 
+    def best_of(self, chosen: Sequence[int], free: Sequence[int]) -> float:
+        """Least cost where a few nodes choose anew and all others keep their choice; infinite where nothing fits."""
+        axis_of = {node: axis for axis, node in enumerate(free)}
+
+        def spread(values: Floats, *nodes: int) -> Floats:
+            """Values over the choices of free nodes, as an array over the choices of all of them."""
+            shape = [len(self.costs[node]) if node in nodes else 1 for node in free]
+            ordered = values.T if list(nodes) != sorted(nodes, key=axis_of.__getitem__) else values
+            return ordered.reshape(shape)
+
+        def summed(values: Sequence[Floats]) -> Floats:
+            kept = sum(float(v[chosen[node]]) for node, v in enumerate(values) if node not in axis_of)
+            return kept + sum((spread(values[node], node) for node in free), start=np.zeros([1] * len(free)))
+
+        total = summed(self.costs)
+        for a, b, matrix in self.edges:
+            inside = [node for node in (a, b) if node in axis_of]
+            rows = slice(None) if a in axis_of else chosen[a]
+            columns = slice(None) if b in axis_of else chosen[b]
+            total = total + spread(np.asarray(matrix[rows, columns]), *inside)
+        fits = np.ones_like(total, dtype=np.bool_)
+        for row in self.rows:
+            fits = fits & (summed(row.coefficients) <= row.limit * (1 + 1e-9))
+        return float(np.where(fits, total, np.inf).min())
+
     def is_feasible(self, chosen: Sequence[int]) -> bool:
         """Whether every memory row holds and nothing is forbidden."""
         fits = all(

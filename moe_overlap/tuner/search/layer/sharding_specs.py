@@ -5,7 +5,8 @@ holds summands (`PARTIAL`) whose sum is the tensor. A dimension that both axes s
 along axis 1 (Alpa's S01); the other nesting is not used.
 
 A change of spec is a chain of collectives along one axis or along both. `Resharding` prices every pair of specs by the cheapest
-chain, found by shortest paths over all specs of the tensor: local slices are free; a partial result becomes whole by an
+chain, found by shortest paths over all specs of the tensor: local slices are free, so that copies along a fast axis share the
+work of a slow one; a partial result becomes whole by an
 all-reduce, or split by a reduce-scatter, which costs half as much. That second way is Alpa's rewrite of an all-reduce as
 reduce-scatter and all-gather.
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.search.layer.sharding_algorithms import Algorithm, Algorithms, Pricer, WeightChoice, Workload
+from moe_overlap.tuner.search.layer.sharding_algorithms import Algorithms, Pricer, Workload
 from moe_overlap.tuner.search.layer.sharding_graph import NotShardableError, OperatorGraph, operator_graph
 from moe_overlap.tuner.search.layer.sharding_ilp import ChoiceProblem, MemoryRow
 from moe_overlap.tuner.search.layer.sharding_layouts import MeshLayout, choices_of, layouts_of
@@ -199,20 +199,15 @@ def _chain_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
             )
 
 
-def restricted(
-    stage: StageProblem, layouts: Sequence[tuple[MeshLayout, tuple[int, ...]]], free: frozenset[int] = frozenset()
-) -> ChoiceProblem:
+def restricted(stage: StageProblem, layouts: Sequence[tuple[MeshLayout, tuple[int, ...]]]) -> ChoiceProblem:
     """The problem in which every node takes what one layout gives to it; the layout is a further node, the last.
 
     Args:
         layouts: with their choices.
-        free: nodes that may take any algorithm.
     """
     problem = stage.problem
     edges = list(problem.edges)
     for node, costs in enumerate(problem.costs):
-        if node in free:
-            continue
         ties = np.full((len(costs), len(layouts)), np.inf)
         for column, (_, places) in enumerate(layouts):
             ties[places[node], column] = 0.0
@@ -220,16 +215,3 @@ def restricted(
     nothing = np.zeros(len(layouts))
     rows = tuple(MemoryRow((*row.coefficients, nothing), row.limit) for row in problem.rows)
     return ChoiceProblem((*problem.costs, nothing), tuple(edges), rows)
-
-
-def algorithm_at(stage: StageProblem, node: int, choice: int) -> Algorithm | WeightChoice:
-    """The algorithm behind a choice of the problem."""
-    for place, algorithms in enumerate(stage.algorithms):
-        index = node - stage.first_node[place]
-        if 0 <= index < len(algorithms.of_node):
-            return algorithms.of_node[index][choice]
-    for place, algorithms in enumerate(stage.algorithms):
-        index = node - stage.first_weight[place]
-        if 0 <= index < len(algorithms.of_weight):
-            return algorithms.of_weight[index][choice]
-    raise IndexError(node)
