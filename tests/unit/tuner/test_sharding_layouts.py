@@ -133,6 +133,28 @@ def test_layouts_keep_the_order_of_ranks_and_the_rules_of_sequence_parallelism()
     }
 
 
+def test_hidden_states_go_from_part_to_part() -> None:
+    """Three layers and the ends: a changed spec is paid once per micro-batch and border, forward and backward."""
+    stage = stage_of((1, 8), ("embedding", "dense", "dense", "dense", "head"))
+    graphs, number = [algorithms.graph for algorithms in stage.algorithms], stage.workload.micro_batches
+    hidden = 16 * 4096 * 4096 * 2
+    gather = float(collective_seconds("all_gather", hidden, stage.mesh.axes[1], stage.mesh.rates))
+    embedding, dense, head = range(3)
+    for before, after, times in ((embedding, dense, 1), (dense, dense, 2), (dense, head, 1)):
+        for source, target, start, end in (
+            (before, after, graphs[before].leaves, graphs[after].enters),
+            (after, before, graphs[after].gradient_leaves, graphs[before].gradient_enters),
+        ):
+            assert start is not None and end is not None
+            ends = stage.first_node[source] + start[0], stage.first_node[target] + end
+            (matrix,) = [m if a == ends[0] else m.T for a, b, m in stage.problem.edges if {a, b} == set(ends)]
+            outs = [algorithm.out for algorithm in stage.algorithms[source].of_node[start[0]]]
+            needs = [algorithm.out for algorithm in stage.algorithms[target].of_node[end]]
+            split, copied = (REPLICATED, Dim.TOKENS), (REPLICATED, REPLICATED)
+            assert matrix[outs.index(split), needs.index(copied)] == pytest.approx(gather * number * times)
+            assert matrix[outs.index(split), needs.index(split)] == 0.0
+
+
 def test_light_operators_follow_and_norms_keep_the_width() -> None:
     graph = operator_graph(whole().part("moe"), 16, 4096)
     heavy = sorted(index for node in graph.nodes for index in node.heavy)
