@@ -38,12 +38,13 @@ from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.fitting import module_sets
+from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
+    SEARCH_SPACES,
     MemoryChoice,
     Run,
     SearchSpace,
     UniformLayout,
-    search_space,
     uniform_layouts,
     uniform_plan,
 )
@@ -54,6 +55,8 @@ from moe_overlap.tuner.write.upstream_rules import upstream_plan_errors
 from moe_overlap.tuner.write.upstream_values import values_of
 
 Target = Literal["moe-overlap", "megatron-lm"]
+NOT_YET = "full intra-only inter-only data zero2 zero3 equal-layer equal-operator".split()
+"""Search spaces that are still missing."""
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
 TIE = 0.01
@@ -80,7 +83,7 @@ class SearchSettings:
     """
 
     target: Target = "moe-overlap"
-    space: str = "offload"
+    space: str = "recompute"
     seconds: float = math.inf
     overlap_limits: SearchLimits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
     solver_seconds: float = 2.0
@@ -170,9 +173,16 @@ def _described(words: Sequence[str], bare: Sequence[str], num_gpus: int, options
 
 
 def _space(settings: SearchSettings) -> SearchSpace:
-    """What the search is free to decide, as far as the target executes it."""
-    space = search_space(settings.space)
-    return dataclasses.replace(space, zero_levels=(1,), offloads=False)
+    """What the search is free to decide, as far as the target executes it.
+
+    Raises:
+        ConfigError: the space is not searched.
+    """
+    if settings.space not in SEARCH_SPACES:
+        rule = "is not searched yet" if settings.space in NOT_YET else "is no search space"
+        raise ConfigError("--search-space", settings.space, rule, f"use {' or '.join(SEARCH_SPACES)}")
+    # Neither this runtime nor Megatron-LM's own optimizer shards or offloads more in a pipeline.
+    return dataclasses.replace(SEARCH_SPACES[settings.space], zero_levels=(1,), offloads=False)
 
 
 def _task(
@@ -317,6 +327,9 @@ def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Predi
 def _does_not_fit(found: UniformSearch, cluster: Cluster) -> ConfigError:
     """The error where no plan fits: the plan that needs the least, and what it lacks."""
     gpu = cluster.group_of(0).gpu
+    if found.solution.status is Status.TIME_LIMIT:
+        rule = f"ended before a plan that fits was found, after {found.counts.evaluated} layouts"
+        return ConfigError("--time-limit", "", rule, "give more time")
     subject = f"{cluster.gpus} × {gpu.name}"
     if found.smallest is None:
         rule = f"none of {found.counts.layouts:,} layouts fits {gpu.memory_gib:g} GiB, by a lower bound of their bytes"

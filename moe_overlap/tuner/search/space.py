@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, lcm
 
-from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Devices, Offload, Plan, Recompute, StagePlan
 
@@ -51,17 +50,6 @@ SEARCH_SPACES = {
         SearchSpace("offload", recomputes=True, zero_levels=(0, 1, 2, 3), offloads=True),
     )
 }
-
-
-def search_space(name: str) -> SearchSpace:
-    """The space of a name.
-
-    Raises:
-        ConfigError: no such space.
-    """
-    if name not in SEARCH_SPACES:
-        raise ConfigError("--search-space", name, "is not searched", f"use {', '.join(SEARCH_SPACES)}")
-    return SEARCH_SPACES[name]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

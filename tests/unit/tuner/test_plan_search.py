@@ -1,0 +1,194 @@
+"""`tools/autotune.py` without --overlap-only: from flags to a plan that is read back, predicted the same, and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.cli.arguments import expand_files
+from megatron.training.cli.config import Config
+from moe_overlap.api import predict
+from moe_overlap.commands import autotune
+from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.plan.capabilities import refuse_unsupported
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan_search import SearchSettings, Target, search_plan, without_layout
+from moe_overlap.report.search import PlanSearch, search_json, search_lines, write_search
+from moe_overlap.tuner.capture.cache import Flags
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout
+from moe_overlap.tuner.search.layer.candidates import PLAIN
+from moe_overlap.tuner.write.upstream_rules import upstream_errors
+from moe_overlap.tuner.write.upstream_values import parser_errors, values_of
+from tests.unit.tuner.hand_made import captured_by_hand
+from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB
+
+H100 = shipped_cluster("H100", 8)
+SMALL = [
+    *JOB,
+    "--num-layers",
+    "4",
+    "--num-experts",
+    "4",
+    "--expert-model-parallel-size",
+    "2",
+    "--global-batch-size",
+    "16",
+]
+
+
+@cache
+def graph_of(model: ModelDescription, layout: Layout) -> CapturedModel:
+    whole = captured_by_hand(model, layout)
+    # Modules that are recomputed cost nothing by hand.
+    modules = [
+        dataclasses.replace(part, variant="layernorm+moe_act")
+        for part in whole.parts
+        if part.variant == "none" and part.kind not in ("embedding", "head")
+    ]
+    return dataclasses.replace(whole, parts=(*whole.parts, *modules))
+
+
+def by_hand(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
+    return {
+        index: graph_of(
+            model,
+            Layout(tensor=stage.tensor, context=stage.context, expert=stage.expert, expert_tensor=stage.expert_tensor),
+        )
+        for index, stage in enumerate(plan.stages)
+    }
+
+
+OPTIONS: dict[str, Any] = {"graphs": by_hand, "constants": CONSTANTS}
+
+
+@cache
+def searched(target: Target, *words: str) -> PlanSearch:
+    return search_plan([*SMALL, *words], H100, SearchSettings(target=target, solver_seconds=0.5), **OPTIONS)
+
+
+def test_the_layout_of_the_flags_binds_nothing() -> None:
+    words = [*SMALL, "--recompute-activations", "--moe-shared-expert-overlap", "--optimizer-cpu-offload"]
+    bare, dropped = without_layout(words, "moe-overlap")
+    flags = grouped(bare)
+    gone = {"--pipeline-model-parallel-size", "--expert-model-parallel-size", "--micro-batch-size"}
+    gone |= {"--recompute-activations", "--optimizer-cpu-offload", "--moe-shared-expert-overlap"}
+    assert not gone & flags.keys() and gone <= grouped(words).keys()
+    assert {"--global-batch-size", "--seq-length", "--bf16", "--num-layers", "--lr"} <= flags.keys()
+    assert list(dropped) == ["--moe-shared-expert-overlap"]
+    assert "--moe-shared-expert-overlap" in without_layout(words, "megatron-lm")[0]
+
+
+@pytest.mark.parametrize("target", ["moe-overlap", "megatron-lm"])
+def test_the_written_flags_are_predicted_as_the_search_has_them(target: Target, tmp_path: Path) -> None:
+    found = searched(target)
+    write_search(tmp_path, found)
+    words = list(expand_files([f"@{tmp_path / 'megatron_args.txt'}"]))
+    again = predict(words, H100, **OPTIONS)
+    assert again.predicted == found.prediction.predicted
+    for finalist in (found.chosen, *found.others):
+        ranked = next(plan for plan in found.found.ranked if plan.name == finalist.name)
+        assert finalist.seconds == pytest.approx(ranked.seconds, rel=1e-9)
+        assert finalist.prediction.fullest.needed_bytes == pytest.approx(ranked.needed_bytes, rel=1e-6)
+    assert (tmp_path / "launch.sbatch").exists() and (tmp_path / "plan.json").exists()
+    if target == "megatron-lm":
+        flags = grouped(words)
+        assert not parser_errors(flags) and not upstream_errors(values_of(flags), 8)
+        assert found.tuned is None
+    else:
+        refuse_unsupported(found.plan)
+
+
+def test_overlap_is_decided_for_this_runtime() -> None:
+    """Where all-to-alls are slow, a plan that overlaps them is predicted to be faster than any plain one."""
+    group = H100.groups[0]
+    slow = dataclasses.replace(H100, groups=(dataclasses.replace(group, domain_gb_per_s=8.0, node_gb_per_s=8.0),))
+    # Experts do not fit one GPU, so that tokens must travel.
+    wide = [*SMALL, "--num-experts", "16", "--moe-ffn-hidden-size", "32767", "--global-batch-size", "16"]
+    found = search_plan(wide, slow, SearchSettings(solver_seconds=0.5), **OPTIONS)
+    assert found.tuned is not None and found.tuned.chosen.name != PLAIN
+    assert found.prediction.predicted.step_seconds < min(
+        found.chosen.seconds, *(other.seconds for other in found.others)
+    )
+
+
+def test_ties_are_broken_towards_less_memory() -> None:
+    found = searched("megatron-lm")
+    best = min(finalist.seconds for finalist in (found.chosen, *found.others))
+    assert found.chosen.seconds <= best * 1.01
+    tied = [other for other in found.others if other.seconds <= best * 1.01]
+    assert all(found.chosen.prediction.fullest.needed_bytes <= other.prediction.fullest.needed_bytes for other in tied)
+
+
+def test_answer_and_json(tmp_path: Path) -> None:
+    found = searched("megatron-lm")
+    write_search(tmp_path, found)
+    lines = search_lines(found, tmp_path, 1e12)
+    assert len(lines) <= 13 and lines[0].startswith("plan ") and lines[-1].startswith("next ")
+    assert any(line.startswith("your flags") for line in lines) and any("ruled out by bounds" in line for line in lines)
+    values = json.loads(json.dumps(search_json(found)))
+    assert values["step_seconds"] == found.prediction.predicted.step_seconds
+    assert values["search"]["status"] == "optimal" and values["search"]["gap"] == 0
+    assert values["search"]["layouts"] == values["search"]["pruned"] + values["search"]["evaluations"]
+    assert len(values["runners_up"]) == len(found.others) and values["plan"]["stages"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--moe-ffn-hidden-size", "999999"], "8 × H100: none of"),
+        (["--num-layer", "3"], "--num-layer"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(words: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        search_plan([*SMALL, *words], H100, SearchSettings(), **OPTIONS)
+    assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_no_layout_divides() -> None:
+    with pytest.raises(ConfigError, match="--global-batch-size 16: no layout of 7 GPUs divides"):
+        search_plan(SMALL, shipped_cluster("H100", 7), SearchSettings(), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--search-space", "full"], "--search-space full: is not searched yet; use megatron or"),
+        (["--search-space", "wide"], "--search-space wide: is no search space"),
+        (["--time-limit", "0"], "--time-limit 0.0: must be greater than 0 seconds"),
+        (["--time-limit", "nan"], "--time-limit nan: must be greater than 0 seconds"),
+        (["--train-tokens", "many"], "--train-tokens many: is no number of tokens"),
+        (["--refine", "trace.json"], "--refine trace.json: traces refine the overlap of one layout"),
+        (["--global-batch-size", "-4"], "--global-batch-size"),
+    ],
+)
+def test_mistakes_of_the_command_line(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = tmp_path / "job.args"
+    flags.write_text("\n".join(SMALL))
+    job = ["--megatron-args", str(flags), "--gpu", "H100", "--num-gpus", "8", "--output", str(tmp_path / "tuned")]
+    assert autotune.main([*job, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and expected in error and error.count("\n") == 1
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 5.0, 11.0, 11.0])
+    monkeypatch.setattr(autotune.time, "monotonic", lambda: next(now))
+    stream = io.StringIO()
+    progress = autotune.Progress(stream)
+    progress(1, 10, None)
+    progress(2, 10, None)
+    assert stream.getvalue() == "2 of at most 10 layouts evaluated; nothing that fits yet\n"
