@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, bounded_json
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +38,8 @@ def words_of(arguments: argparse.Namespace) -> list[str]:
 
 def _model_words(path: str) -> list[str]:
     try:
-        flags = json.loads(Path(path).read_text(encoding="utf-8"))["flags"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        flags = bounded_json(path)["flags"]
+    except (Unreadable, ValueError, KeyError, TypeError) as error:
         raise ConfigError("--model", path, f"is no model file ({error})", "see examples/models") from None
     words = []
     for name, value in flags.items():

@@ -295,7 +295,7 @@ def _text(flag: str, path: str) -> str:
     try:
         return bounded_text(path)
     except Unreadable as error:
-        raise ConfigError(flag, path, str(error), "correct the path or the file") from error
+        raise ConfigError(flag, path, str(error), error.fix) from error
 
 
 def tokenizer_of_run(data: DataConfig) -> Tokenizer:
