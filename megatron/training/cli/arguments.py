@@ -160,7 +160,8 @@ def expand_files(
     """Replace each `@FILE` of a command line by the arguments in the file.
 
     Files are read as a shell would: quotes, comments after `#`, several arguments per line. `@OTHER` inside a file is
-    relative to that file. A shell script gives the flags of its training command (`shell_script.py`).
+    relative to that file, and so is a `--plan` whose file lies beside it. A shell script gives the flags of its training command
+    (`shell_script.py`).
 
     Args:
         folder: folder that a relative `@FILE` starts from.
@@ -184,13 +185,23 @@ def expand_files(
         try:
             text = bounded_text(path, MOST_ARGUMENT_BYTES)
             is_script = path.suffix in (".sh", ".sbatch", ".slurm")
-            words = script_flags(text, {}, argument).arguments if is_script else shlex.split(text, comments=True)
-        except Unreadable as error:
+            words = script_flags(text, {}, argument).arguments if is_script else _beside(text, path.parent)
+        except (Unreadable, OSError) as error:
             reason = str(error).removeprefix("cannot be read: ")
             raise ConfigError(argument, "", f"cannot read {path}: {reason}", "correct the path") from None
         except ValueError as error:
             raise ConfigError(argument, "", f"cannot be split into words: {error}", "close the quotation") from None
         yield from expand_files(words, path.parent, (*inside, path.resolve()), read)
+
+
+def _beside(text: str, folder: Path) -> list[str]:
+    """The words of an argument file in a folder, with the path of a plan that lies there."""
+    words = shlex.split(text, comments=True)
+    for place, (flag, value) in enumerate(zip(words, words[1:], strict=False), 1):
+        # So a folder with a plan and its flags can be moved, and the run started from anywhere.
+        if flag == "--plan" and not value.startswith("--") and (folder / value).is_file():
+            words[place] = str(folder / value)
+    return words
 
 
 def _values_by_flag(
