@@ -13,6 +13,7 @@ from pathlib import Path
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, bounded_text, plain_json
 from moe_overlap.report.trace import comparison_json, comparison_text, read_trace
 
 LOSSES = """Compare the losses of two runs: `tools/compare_losses.py A.jsonl B.jsonl [--bitwise | --relative 1e-5]`.
@@ -40,17 +41,15 @@ def read_losses(path: Path) -> dict[int, float]:
         ConfigError: no such file, or a line that is not one of --log-json's.
     """
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(
-            str(path), "", f"cannot be read: {error.strerror}", "give a file written by --log-json"
-        ) from None
+        lines = bounded_text(path).splitlines()
+    except Unreadable as error:
+        raise ConfigError(str(path), "", str(error), "give a file written by --log-json") from None
     losses: dict[int, float] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = plain_json(line)
             losses[int(row["step"])] = float(row["loss"])
-        except (ValueError, KeyError, TypeError):
+        except (Unreadable, ValueError, KeyError, TypeError):
             raise ConfigError(f"{path}:{number}", "", "is no line of --log-json", "give a file it wrote") from None
     return losses
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import ends_with_its_reader
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.readers.shell_script import script_flags
+from moe_overlap.describe.files import Unreadable, bounded_text
+from moe_overlap.describe.readers.shell_script import MOST_SCRIPT_BYTES, script_flags
 
 
 @ends_with_its_reader()
@@ -31,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     words = parser.parse_args(argv)
     try:
-        text = words.script.read_text(encoding="utf-8")
+        text = bounded_text(words.script, MOST_SCRIPT_BYTES)
         flags = script_flags(text, dict(pair.split("=", 1) for pair in words.set if "=" in pair), str(words.script))
-    except OSError as error:
-        print(f"error: {words.script}: cannot be read: {error.strerror}; correct the path", file=sys.stderr)
+    except Unreadable as error:
+        print(f"error: {words.script}: {error}; correct the path", file=sys.stderr)
         return 2
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

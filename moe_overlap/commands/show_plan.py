@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import ends_with_its_reader
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, bounded_json
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import format_list
 from moe_overlap.plan.lowering.lower import lower
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def load_model(path: str) -> ModelDescription:
     """The description in a JSON file with the fields of ModelDescription."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(path, "", f"cannot be read: {error}", "name a model description") from error
+        values = bounded_json(path)
+    except Unreadable as error:
+        raise ConfigError(path, "", str(error), "name a model description") from error
     return read_record(ModelDescription, values, path)

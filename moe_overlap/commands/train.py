@@ -13,7 +13,7 @@ import datetime
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import megatron.training
 from moe_overlap.commands.exits import end_process, end_with_launcher, ends_with_its_reader, leave
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import printable
 
 if TYPE_CHECKING:
     from megatron.training.cli.arguments import ParsedArguments
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Execute the command; returns the exit status: 0, 1 for a run that failed, 2 for a user's mistake."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = 0
     try:
+        rank, world_size = place_among_ranks(os.environ)
         require_our_portion()
         from megatron.training.checkpoint.arguments import with_checkpoint_arguments
         from megatron.training.cli.arguments import parse
@@ -48,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
         from megatron.training.cli.validation import validate
         from megatron.training.plan_argument import with_plan
 
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         with ends_with_its_reader():
             parsed = with_plan(with_checkpoint_arguments(parse(argv)), world_size)
             if parsed.dry_run:
@@ -59,6 +60,28 @@ def main(argv: Sequence[str]) -> int:
         return train(parsed, argv)
     except ConfigError as error:
         return leave(rank, f"error: {error}", 2)
+
+
+def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Rank and number of ranks, as the launcher set them.
+
+    Raises:
+        ConfigError: a variable of the launcher is no whole number, or the rank is none of the job's.
+    """
+    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    for name, least in numbers.items():
+        text = environment.get(name)
+        if text is None:
+            numbers[name] = least
+        elif text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least:
+            numbers[name] = int(text)
+        else:
+            rule = f"must be a whole number from {least}"
+            raise ConfigError(name, printable(text, 20), rule, "start by torchrun, which sets it, or unset it")
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        rule = f"WORLD_SIZE says {numbers['WORLD_SIZE']} ranks, which count from 0"
+        raise ConfigError("RANK", numbers["RANK"], rule, "start by torchrun, which sets both")
+    return numbers["RANK"], numbers["WORLD_SIZE"]
 
 
 def require_our_portion() -> None:

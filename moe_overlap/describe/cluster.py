@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, bounded_json
 
 GIB = 1 << 30
 
@@ -137,11 +138,9 @@ def load_cluster(path: str | Path) -> Cluster:
         ConfigError: the file cannot be read, or a field is unknown, missing or of the wrong kind; it names the field.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--cluster", path, f"cannot be read ({error})", "correct the path") from None
-    except ValueError as error:
-        raise ConfigError("--cluster", path, f"is no JSON ({error})", "correct the file") from None
+        content = bounded_json(path, finite=False)
+    except Unreadable as error:
+        raise ConfigError("--cluster", path, str(error), error.fix) from None
     cluster = cluster_of(content, str(path))
     if cluster.measured is None:
         return cluster

@@ -18,12 +18,14 @@ A resumed run appends. Steps that were executed again stand in the file twice; t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, bounded_text, plain_json
 
 SUBJECT = "--log-expert-load"
 COUNTS = ("first_step", "last_step", "layer", "tokens")
@@ -65,14 +67,14 @@ def read_expert_loads(path: str | Path) -> tuple[ExpertLoad, ...]:
         ConfigError: the file cannot be read, or a line is none of this format; it names the line.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(SUBJECT, path, f"cannot be read ({error})", "correct the path") from error
+        text = bounded_text(path)
+    except Unreadable as error:
+        raise ConfigError(SUBJECT, path, str(error), error.fix) from error
     kept: list[ExpertLoad] = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            row = _load_of(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
+            row = _load_of(plain_json(line))
+        except (Unreadable, ValueError, TypeError, KeyError) as error:
             rule = f"is no record of expert loads ({error})"
             raise ConfigError(SUBJECT, f"{path}:{number}", rule, "remove the line, or log the run anew") from error
         if kept and row.first_step <= kept[-1].last_step:
@@ -89,6 +91,9 @@ def _load_of(row: Any) -> ExpertLoad:
         raise ValueError("steps, layer, tokens and loads must be whole numbers, none negative")
     if not row["load"] or len(row["load"]) != len(row["dropped"]):
         raise ValueError("load and dropped must name the same experts")
+    entropy = row["entropy"]
+    if type(entropy) not in (int, float) or not 0 <= entropy < math.inf:
+        raise ValueError("entropy must be a number from 0")
     return ExpertLoad(**{**row, **{name: tuple(row[name]) for name in BY_EXPERT}, "entropy": float(row["entropy"])})
 
 

@@ -22,6 +22,12 @@ MOST_DEPTH = 200
 class Unreadable(Exception):
     """A file that is not read; the message is a phrase that follows its name."""
 
+    @property
+    def fix(self) -> str:
+        """What to do about it: the name is wrong, or the content."""
+        named_wrongly = str(self).startswith("cannot be read: ") and not str(self).endswith("text")
+        return "correct the path" if named_wrongly else "correct the file"
+
 
 def bounded_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
     """The content of a regular file.
@@ -60,16 +66,18 @@ def bounded_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> 
     return _text(bounded_bytes(path, most_bytes))
 
 
-def bounded_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -> Any:
+def bounded_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES, *, finite: bool = True) -> Any:
     """The value of a JSON file.
 
+    Args:
+        finite: refuse NaN and infinity; else the caller checks its numbers, and names the field.
     Raises:
         Unreadable: as in `bounded_bytes`, or the content is not the JSON that `plain_json` reads.
     """
-    return plain_json(_text(bounded_bytes(path, most_bytes)))
+    return plain_json(_text(bounded_bytes(path, most_bytes)), finite=finite)
 
 
-def plain_json(text: str | bytes) -> Any:
+def plain_json(text: str | bytes, *, finite: bool = True) -> Any:
     """The value of a JSON text whose numbers are finite, whose keys are unique, and which nests at most MOST_DEPTH deep.
 
     Raises:
@@ -78,11 +86,12 @@ def plain_json(text: str | bytes) -> Any:
     if isinstance(text, bytes):
         text = _text(text)
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        numbers: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
+        value = json.loads(text, object_pairs_hook=_unique, **numbers)
     except json.JSONDecodeError as error:
-        raise Unreadable(f"is not JSON: {error.msg} (line {error.lineno})") from None
+        raise Unreadable(f"is no JSON: line {error.lineno}: {error.msg}") from None
     except RecursionError:
-        raise Unreadable("nests too deep") from None
+        raise Unreadable("is no JSON: it nests too deep") from None
     except ValueError:  # Python converts no integer of more than some thousand digits.
         raise Unreadable("holds a number of thousands of digits") from None
     if _is_deep(value):
@@ -100,7 +109,7 @@ def _text(content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:
-        raise Unreadable("is not UTF-8 text") from None
+        raise Unreadable("cannot be read: not UTF-8 text") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

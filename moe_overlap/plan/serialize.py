@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import MOST_JSON_BYTES, Unreadable, bounded_text, printable
 from moe_overlap.plan.plan import SCHEMA_VERSION, Plan
 
 LINE_WIDTH = 120
@@ -53,10 +54,9 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a file; ConfigError names the file and the field."""
     name = os.fspath(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(name, "", f"cannot be read: {reason}", "name a plan made by tools/autotune.py") from error
+        text = bounded_text(path, MOST_JSON_BYTES)
+    except Unreadable as error:
+        raise ConfigError(name, "", str(error), "name a plan made by tools/autotune.py") from error
     return from_json(text, name)
 
 
@@ -200,11 +200,12 @@ def _read_scalar(hint: Any, value: Any, source: str, path: str) -> Any:
 
 def _parse(text: str, source: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise ConfigError(source, "", f'key "{key}" stands twice in one object', "remove one")
-        return dict(pairs)
+        values: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in values:
+                raise ConfigError(source, "", f'key "{printable(key)}" stands twice in one object', "remove one")
+            values[key] = value
+        return values
 
     try:
         return json.loads(text, object_pairs_hook=unique)
@@ -213,6 +214,8 @@ def _parse(text: str, source: str) -> Any:
         raise ConfigError(source, "", rule, "write the file again") from error
     except RecursionError as error:
         raise ConfigError(source, "", "nested too deeply", "write the file again") from error
+    except ValueError as error:  # Python converts no integer of more than some thousand digits.
+        raise ConfigError(source, "", "holds a number of thousands of digits", "write the file again") from error
 
 
 def _subject(source: str, path: str) -> str:

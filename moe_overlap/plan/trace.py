@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import MOST_BYTES, Unreadable, bounded_json
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Span
 from moe_overlap.plan.plan import Plan
@@ -89,7 +91,7 @@ def read_traces(path: Path) -> list[TraceFile]:
 def _read(path: Path) -> TraceFile:
     spans: dict[int, list[Span]] = {}
     try:
-        written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        written: dict[str, Any] = bounded_json(path, MOST_BYTES)
         events: list[dict[str, Any]] = written["traceEvents"]
         tracks = {
             (event["pid"], event["tid"]): str(event["args"]["name"])
@@ -99,15 +101,18 @@ def _read(path: Path) -> TraceFile:
         for event in events:
             if event["ph"] == "X":
                 start, placed = float(event["ts"]) / 1e6, event.get("args", {})
+                if not (math.isfinite(start) and 0 <= float(event["dur"]) < math.inf):
+                    raise ValueError("a span must begin and last for a number of microseconds")
                 channel = tracks.get((event["pid"], event["tid"]), "")
                 place = (int(placed.get("chunk", 0)), int(placed.get("micro_batch", 0)))
                 partition = tuple(map(int, placed.get("partition", ())))
                 span = Span(str(event["name"]), channel, *place, start, start + float(event["dur"]) / 1e6, partition)
                 spans.setdefault(event["pid"], []).append(span)
         about = dict(written.get("otherData", {}))
-    except OSError as error:
-        raise ConfigError(str(path), "", f"cannot be read: {error.strerror}", "give a file of --trace") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except Unreadable as error:
+        rule = str(error) if str(error).startswith("cannot be read") else f"is no trace: it {error}"
+        raise ConfigError(str(path), "", rule, "give a file of --trace") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(str(path), "", f"is no trace ({error!r})", "give a file of --trace") from None
     if not spans:
         raise ConfigError(str(path), "", "has no spans", "give a file of --trace")

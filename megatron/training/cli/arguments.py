@@ -22,6 +22,7 @@ from megatron.training.cli.config import Config
 from megatron.training.cli.flags.table import Flag, config_flags, flag_texts, help_text
 from moe_overlap import VERSION_LINE
 from moe_overlap.describe.errors import ConfigError, one_of
+from moe_overlap.describe.files import Unreadable, bounded_text
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.describe.readers.shell_script import script_flags
 from moe_overlap.describe.readers.upstream_flags import (
@@ -148,7 +149,14 @@ def config_to_flags(config: Config) -> list[str]:
     return arguments
 
 
-def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path, ...] = ()) -> Iterator[str]:
+MOST_FILES, MOST_DEPTH = 1000, 50
+MOST_ARGUMENT_BYTES = 1 << 18
+"""Argument files of one command line: how many, how deep they include each other, and the bytes of each."""
+
+
+def expand_files(
+    argv: Sequence[str], folder: Path = Path(), inside: tuple[Path, ...] = (), read: list[Path] | None = None
+) -> Iterator[str]:
     """Replace each `@FILE` of a command line by the arguments in the file.
 
     Files are read as a shell would: quotes, comments after `#`, several arguments per line. `@OTHER` inside a file is
@@ -158,9 +166,11 @@ def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path,
     Args:
         folder: folder that a relative `@FILE` starts from.
         inside: the files being read, outermost first; none may include itself.
+        read: every file that has been read so far; two files that name each other twice would be read without end.
     Raises:
-        ConfigError: a file that cannot be read or split, or that includes itself.
+        ConfigError: a file that cannot be read or split, or that includes itself; too many files.
     """
+    read = [] if read is None else read
     for argument in argv:
         if not argument.startswith("@"):
             yield argument
@@ -168,15 +178,20 @@ def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path,
         path = folder / argument[1:]
         if path.resolve() in inside:
             raise ConfigError(argument, "", "the file includes itself", "remove that line")
+        if len(read) >= MOST_FILES or len(inside) >= MOST_DEPTH:
+            rule = f"is one of more than {MOST_FILES} files, or {MOST_DEPTH} files deep"
+            raise ConfigError(argument, "", rule, "write the flags into fewer files")
+        read.append(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = bounded_text(path, MOST_ARGUMENT_BYTES)
             is_script = path.suffix in (".sh", ".sbatch", ".slurm")
-            read = script_flags(text, {}, argument).arguments if is_script else _beside(text, path.parent)
-        except OSError as error:
-            raise ConfigError(argument, "", f"cannot read {path}: {error.strerror}", "correct the path") from None
+            words = script_flags(text, {}, argument).arguments if is_script else _beside(text, path.parent)
+        except (Unreadable, OSError) as error:
+            reason = str(error).removeprefix("cannot be read: ")
+            raise ConfigError(argument, "", f"cannot read {path}: {reason}", "correct the path") from None
         except ValueError as error:
             raise ConfigError(argument, "", f"cannot be split into words: {error}", "close the quotation") from None
-        yield from expand_files(read, path.parent, (*inside, path.resolve()))
+        yield from expand_files(words, path.parent, (*inside, path.resolve()), read)
 
 
 def _beside(text: str, folder: Path) -> list[str]:

@@ -7,7 +7,6 @@ A batch size depends on nothing but the samples trained so far, so that a resume
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from bisect import bisect_right
@@ -18,6 +17,7 @@ from pathlib import Path
 from megatron.training.cli.config import Config
 from megatron.training.data.tokenizers import TIKTOKEN_VOCAB_SIZE, ByteTokenizer
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import MOST_BYTES, Unreadable, bounded_json
 from moe_overlap.describe.model import LatentAttention, ModelDescription
 
 # The global batch
@@ -284,11 +284,9 @@ def known_vocab_size(config: Config) -> int | None:
 def vocab_file_entries(path: str) -> int:
     """Number of entries of a GPT-2 vocab.json."""
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("--vocab-file", path, f"cannot be read: {error.strerror}", "correct the path") from None
-    except ValueError:
-        entries = None
+        entries = bounded_json(path, MOST_BYTES)
+    except Unreadable as error:
+        raise ConfigError("--vocab-file", path, str(error), error.fix) from None
     if not isinstance(entries, dict) or not entries:
         raise ConfigError("--vocab-file", path, "must be a JSON object of token to number", "give GPT-2's vocab.json")
     return len(entries)

@@ -163,6 +163,9 @@ def _read_facts(prefix: str, subject: str) -> IndexedFacts:
     if last_offset + last_length * token_bytes != data_bytes:
         stated = last_offset + last_length * token_bytes
         raise corrupt(f"{prefix}.bin has {data_bytes} bytes, its index says {stated}")
+    wrong = _wrong_inside(prefix + ".idx", sequences, boundaries, token_bytes)
+    if wrong is not None:
+        raise corrupt(f"{prefix}.idx {wrong}")
     return IndexedFacts(sequences, data_bytes // token_bytes, token_bytes)
 
 
@@ -190,6 +193,47 @@ def dataset_digest(source: DataSource) -> str:
                     file.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
                     digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+_WHOLE_ENTRIES, _BLOCKS, _BLOCK_ENTRIES = 1 << 22, 64, 1 << 14
+
+
+def _wrong_inside(path: str, sequences: int, boundaries: int, token_bytes: int) -> str | None:
+    """The first mistake inside an index: a length, a byte offset or a document boundary that no writer writes.
+
+    Every entry of an index of up to 4 million sequences is checked, of a larger one 64 evenly spread blocks. Sequences lie one
+    after the other, so that each offset follows from the one before; boundaries count sequences and never go back.
+    """
+    import numpy  # flags are checked without it
+
+    lengths = numpy.memmap(path, "<i4", "r", HEADER.size, (sequences,))
+    offsets = numpy.memmap(path, "<i8", "r", HEADER.size + 4 * sequences, (sequences,))
+    documents = numpy.memmap(path, "<i8", "r", HEADER.size + 12 * sequences, (boundaries,)) if boundaries else None
+    if documents is None or documents[0] != 0 or documents[-1] != sequences:
+        return f"has document boundaries that do not span its {sequences} sequences"
+    if offsets[0] != 0:
+        return f"places sequence 0 at byte {offsets[0]}"
+    for first, last in _blocks(sequences):
+        block = lengths[first:last].astype(numpy.int64)
+        if (block < 0).any():
+            return f"gives sequence {first + int((block < 0).argmax())} a negative length"
+        places = offsets[first : last + 1]
+        jumps = places[1:] - places[:-1] != block[: len(places) - 1] * token_bytes
+        if jumps.any():
+            return f"places sequence {first + int(jumps.argmax()) + 1} elsewhere than behind the one before it"
+    for first, last in _blocks(boundaries):
+        steps = numpy.diff(documents[first : last + 1])
+        if (steps < 0).any():
+            return f"ends document {first + int((steps < 0).argmax())} before it begins"
+    return None
+
+
+def _blocks(entries: int) -> list[tuple[int, int]]:
+    """First and last + 1 entry of what is checked."""
+    if entries <= _WHOLE_ENTRIES:
+        return [(0, entries)]
+    firsts = [(entries - _BLOCK_ENTRIES) * index // (_BLOCKS - 1) for index in range(_BLOCKS)]
+    return [(first, first + _BLOCK_ENTRIES) for first in firsts]
 
 
 # The source of a run's text
@@ -295,7 +339,7 @@ def _text(flag: str, path: str) -> str:
     try:
         return bounded_text(path)
     except Unreadable as error:
-        raise ConfigError(flag, path, str(error), "correct the path or the file") from error
+        raise ConfigError(flag, path, str(error), error.fix) from error
 
 
 def tokenizer_of_run(data: DataConfig) -> Tokenizer:

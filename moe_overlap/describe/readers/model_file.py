@@ -5,13 +5,13 @@ The file's keys decide which of the two it is: `flags` stand in the former, `mod
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, bounded_json
 from moe_overlap.describe.readers.hugging_face import flags_of_config
 
 
@@ -44,12 +44,9 @@ def read_model(path: str, subject: str = "--model") -> ModelFile:
     if file.is_dir():
         raise ConfigError(subject, path, "is a folder", f"give a file, such as {file / 'config.json'}")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(subject, path, f"cannot be read: {error.strerror}", "correct the path") from None
-    except (ValueError, RecursionError) as error:
-        line = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else "it is no text"
-        raise ConfigError(subject, path, f"is no JSON: {line}", "correct the file") from None
+        values = bounded_json(file)
+    except Unreadable as error:
+        raise ConfigError(subject, path, str(error), error.fix) from None
     if isinstance(values, dict) and "flags" in values:
         return _own(values, path)
     if isinstance(values, dict) and "model_type" in values:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import printable
 
 # Conditions
 
-_AND_OR = re.compile(r"\s*(&&|\|\|)\s*")
+_AND_OR = re.compile(r"(&&|\|\|)")
 _NUMBERS = {
     "-eq": lambda a, b: a == b, "-ne": lambda a, b: a != b, "-lt": lambda a, b: a < b,
     "-le": lambda a, b: a <= b, "-gt": lambda a, b: a > b, "-ge": lambda a, b: a >= b,
@@ -51,7 +52,7 @@ def _test(text: str) -> bool | None:
     if text in ("true", "false"):
         return text == "true"
     if text.startswith("((") and text.endswith("))"):
-        compared = re.fullmatch(r"\s*(-?\d+)\s*(==|!=|<=|>=|<|>)\s*(-?\d+)\s*", text[2:-2])
+        compared = re.fullmatch(r"\s*(-?\d{1,18})\s*(==|!=|<=|>=|<|>)\s*(-?\d{1,18})\s*", text[2:-2])
         return _NUMBERS[_SIGNS[compared[2]]](int(compared[1]), int(compared[3])) if compared else None
     inner = re.fullmatch(r"\[\[\s(.*)\s\]\]|\[\s(.*)\s\]", text, re.DOTALL)
     if inner is None:
@@ -70,7 +71,11 @@ def _compared(words: list[str]) -> bool | None:
     """Decide one comparison; a variable that was empty and not quoted leaves a word out."""
     if len(words) == 3 and words[1] in ("=", "==", "!="):
         return fnmatchcase(words[0], words[2]) == (words[1] != "!=")
-    if len(words) == 3 and words[1] in _NUMBERS and all(re.fullmatch(r"-?\d+", word) for word in (words[0], words[2])):
+    if (
+        len(words) == 3
+        and words[1] in _NUMBERS
+        and all(re.fullmatch(r"-?\d{1,18}", word) for word in (words[0], words[2]))
+    ):
         return _NUMBERS[words[1]](int(words[0]), int(words[2]))
     if len(words) == 2 and words[0] in ("-z", "-n"):
         return (words[1] == "") == (words[0] == "-z")
@@ -93,6 +98,32 @@ _SUM = re.compile(r"\$\(\(([^()]*)\)\)")
 _SUM_PARTS = re.compile(r"\d+|[-+*/%]")
 _PATTERN = re.compile(r"\(?([^()=]*)\)\s*")
 _DEPTH = 20
+MOST_SCRIPT_BYTES = 1 << 18
+"""Bytes of the longest script that is read; those of large jobs have some ten thousand."""
+_MOST_STATEMENT = 1 << 15
+_MOST_FILLED = 1 << 22
+"""Characters that filling in all variables of a script may make: `A=$A$A` in 40 lines would make 2⁴⁰."""
+_MOST_DIGITS = 18
+
+
+class _TooLong(Exception):
+    """A script whose text grows without end while its variables are filled in."""
+
+
+class _Values(dict[str, str]):
+    """The values of variables, and how many characters filling them in has made so far."""
+
+    made = 0
+
+    def spend(self, characters: int) -> None:
+        """Count characters.
+
+        Raises:
+            _TooLong: they are too many.
+        """
+        self.made += characters
+        if self.made > _MOST_FILLED:
+            raise _TooLong
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +146,29 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
         environment: values of variables that the script expects from outside; they win over its own.
         source: the script's name, for the error.
     Raises:
-        ConfigError: no command with a Python program, or several; a variable in it that cannot be known.
+        ConfigError: no command with a Python program, or several; a variable in it that cannot be known; a script that is
+            too long, or becomes so with its variables filled in.
     """
+    if len(text) > MOST_SCRIPT_BYTES:
+        raise ConfigError(source, "", f"has more than {MOST_SCRIPT_BYTES >> 10} KiB", "give the script of a job")
     reader = _Reader(environment, source)
-    for line, statement in _simple(_statements(text)):
-        reader.read(line, statement)
+    line = 0
+    try:
+        for line, statement in _simple(_statements(text)):
+            reader.read(line, statement)
+    except _TooLong:
+        place = f"{source} line {line}" if line else source
+        rule = "grows without end: a variable holds itself more than once, or a line is longer than 32 KiB"
+        raise ConfigError(place, "", rule, "write the flags out") from None
     command = reader.command()
-    words = shlex.split(command)
-    program = next(index for index, word in enumerate(words) if word.endswith(".py"))
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        rule = f"its command cannot be split into words: {error}"
+        raise ConfigError(source, "", rule, "close the quotation") from None
+    program = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
+    if program is None:
+        raise ConfigError(source, "", f"starts no Python program in {printable(command)}", "call it by its name")
     # A flag and its value may share the quotes of an element, as in ARGS+=("--split '99,1,0'").
     flags = [
         part for word in words[program + 1 :] for part in (shlex.split(word) if re.match(r"--\S+\s", word) else [word])
@@ -149,7 +195,7 @@ class _Reader:
 
     def __init__(self, environment: Mapping[str, str], source: str) -> None:
         self._environment, self._source = environment, source
-        self._values = dict(environment)
+        self._values = _Values(environment)
         self._unknown: dict[str, int] = {}
         self._blocks: list[_Block] = []
         self._commands: list[tuple[int, str]] = []
@@ -309,6 +355,8 @@ def _statements(text: str) -> list[tuple[int, str]]:
             line = _COMMENT.sub(r"\1", line)
         joined = open_text + line.strip() if open_text else line.strip()
         # A comment inside a continued command ends nothing: the next line goes on.
+        if len(joined) > _MOST_STATEMENT:
+            raise _TooLong
         if line.rstrip().endswith("\\"):
             open_text = joined[:-1].rstrip() + " "
         elif open_text and not line.strip() and not _quoted(open_text) and not _bracketed(open_text):
@@ -337,19 +385,26 @@ def _is_command(statement: str, filled: str) -> bool:
     return bool(re.search(r"\S+\.py[\"']?(\s|$)", filled)) and bool(re.search(r"torchrun|python|srun|\$", statement))
 
 
-def _assign(values: dict[str, str], name: str, sign: str, value: str) -> None:
+def _assign(values: _Values, name: str, sign: str, value: str) -> None:
     value = value.strip().rstrip(";").strip()
     quotes = ("(", ")") if value.startswith("(") else ('"', '"') if value.startswith('"') else ("'", "'")
     if len(value) > 1 and value.startswith(quotes[0]) and value.endswith(quotes[1]):
         value = value[1:-1]
     value = _filled(value, values).strip()
     values[name] = f"{values.get(name, '')} {value}".strip() if sign == "+=" else value
+    # `A+=x` copies A at each of its lines.
+    values.spend(len(values[name]))
 
 
-def _filled(text: str, values: Mapping[str, str]) -> str:
+def _filled(text: str, values: _Values) -> str:
     """The text with variables, defaults and sums filled in, from the inside out; a variable without a value stays as it is."""
 
     def value(match: re.Match[str]) -> str:
+        filled = replaced(match)
+        values.spend(len(filled))
+        return filled
+
+    def replaced(match: re.Match[str]) -> str:
         name = match[1] or match[4]
         if name == "@":
             return ""
@@ -369,7 +424,9 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 def _summed(match: re.Match[str], values: Mapping[str, str]) -> str:
     """The value of a sum of whole numbers, products first; anything else stays as it is."""
-    text = re.sub(r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), match[1])
+    text = re.sub(r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0])[: _MOST_DIGITS + 1], match[1])
+    if len(text) > _MOST_STATEMENT or re.search(rf"\d{{{_MOST_DIGITS + 1}}}", text):
+        return match[0]
     parts = _SUM_PARTS.findall(text)
     if "".join(parts) != text.replace(" ", "") or not parts or not parts[0].isdigit():
         return match[0]
@@ -384,4 +441,6 @@ def _summed(match: re.Match[str], values: Mapping[str, str]) -> str:
             )
         else:
             terms.append(int(number) if sign == "+" else -int(number))
+        if abs(terms[-1]) >= 10**_MOST_DIGITS:
+            return match[0]
     return str(sum(terms))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, bounded_bytes, plain_json
 from moe_overlap.tuner.capture.graph import Op
 from moe_overlap.tuner.cost.hardware import Refined
 
@@ -109,6 +110,8 @@ def can_be_measured(key: OperatorKey) -> bool:
 
 
 FORMAT = 1
+MOST_DATABASE_BYTES = 1 << 28
+"""Bytes of the largest database that is read: some million measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,20 +262,26 @@ class Database:
 
 def _read(path: Path) -> tuple[Database | None, int]:
     """The readable part of a file, and how many lines are not; None where the first line names no device."""
-    lines = path.read_bytes().splitlines()
     try:
-        first = json.loads(lines[0])
+        lines = bounded_bytes(path, MOST_DATABASE_BYTES).splitlines()
+    except Unreadable as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        print(f"warning: {path}: {error}", file=sys.stderr)
+        return None, 0
+    try:
+        first = plain_json(lines[0])
         device = Device(**first["device"])
         if first["format"] != FORMAT:
             raise ValueError(first["format"])
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (Unreadable, ValueError, KeyError, TypeError, IndexError):
         print(f"warning: {path} is no database of measurements", file=sys.stderr)
         return None, len(lines)
     database, damaged = Database(path, device), 0
     for line in lines[1:]:
         try:
-            _take(database, json.loads(line))
-        except (ValueError, KeyError, TypeError):
+            _take(database, plain_json(line))
+        except (Unreadable, ValueError, KeyError, TypeError):
             damaged += 1
     if damaged:
         print(f"warning: {path}: {damaged} damaged lines are dropped", file=sys.stderr)

@@ -124,7 +124,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path, rule in (
         ("missing.json", "cannot be read: No such file or directory; correct the path"),
         (str(tmp_path), f"is a folder; give a file, such as {tmp_path}/config.json"),
-        (str(tmp_path / "binary"), "is no JSON: it is no text; correct the file"),
+        (str(tmp_path / "binary"), "cannot be read: not UTF-8 text; correct the file"),
     ):
         with pytest.raises(ConfigError) as caught:
             parse(["--model", path])

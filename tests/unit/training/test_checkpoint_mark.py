@@ -92,14 +92,14 @@ def test_what_no_save_writes(tmp_path: Path, changed: dict[str, Any], words: str
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[1]}", "is not JSON"),
-        ("[" * 100_000 + "]" * 100_000 + "}", "is not JSON|nests too deep"),
-        ('{"a": ' * 100_000 + "1" + "}" * 100_000, "nests too deep"),
+        ("[1]}", "is no JSON"),
+        ("[" * 100_000 + "]" * 100_000 + "}", "is no JSON"),
+        ('{"a": ' * 100_000 + "1" + "}" * 100_000, "is no JSON: it nests too deep"),
         ('{"step": ' + "9" * 10_000 + "}", "holds a number of thousands of digits"),
         ('{"step": NaN}', "holds NaN, which is no number"),
         ('{"step": 1e999}', "holds 1e999, which no number can be"),
         ('{"step": 1, "step": 2}', "holds the key step twice"),
-        (b"\xff{}", "is not UTF-8 text"),
+        (b"\xff{}", "cannot be read: not UTF-8 text"),
         ("{}", "lacks entries that every save writes"),
     ],
 )
