@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 
 from moe_overlap import VERSION_LINE
-from moe_overlap.api import PRECISIONS, Job, Options, predict, problem_of, read_job, simulated
+from moe_overlap.api import Options, predict, problem_of, simulated
 from moe_overlap.commands.job_arguments import add_job_arguments, cluster_of, words_of
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.job import PRECISIONS, Job, read_job
 from moe_overlap.plan.plan import Plan
 from moe_overlap.report.answer import Answer, answer_lines
 from moe_overlap.report.prediction import prediction_json, prediction_text

@@ -222,8 +222,12 @@ class Libraries:
         """The library that answers a request."""
         return self._libraries.setdefault(library_key(request), BlockLibrary(self._capture))
 
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Capture what all of these requests need."""
+    def prepare(self, requests: Sequence[Request], all_layouts: bool = True) -> None:
+        """Capture what these requests need.
+
+        Args:
+            all_layouts: whether to look at every request; else what few of them need is captured when they are asked for.
+        """
         groups: dict[str, list[Request]] = {}
         for request in requests:
             groups.setdefault(library_key(request), []).append(request)
@@ -231,7 +235,7 @@ class Libraries:
         certain = [request for of_one in groups.values() for request, is_new in _in_order(of_one) if is_new]
         self._files.captures(certain)
         for members in groups.values():
-            self.of(members[0]).prepare(members)
+            self.of(members[0]).prepare(members if all_layouts else [one for one in members if one in certain])
 
     def graphs(self, config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
         """Captured models of the stages, as `cache.Graphs` has it.

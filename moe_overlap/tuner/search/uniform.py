@@ -68,7 +68,7 @@ class UniformSearch:
     """The answer of a search over uniform plans.
 
     Attributes:
-        ranked: the fastest that fit, a layout once.
+        ranked: the fastest that fit, one for each choice of ranks and stages.
         smallest: of the evaluated layouts what needs the least memory; the answer where nothing fits.
         frontier: of seconds and bytes over all evaluated plans.
     """
@@ -156,26 +156,24 @@ def search_uniform(
 
 
 class _Kept:
-    """The plans that a search keeps."""
+    """The plans that a search keeps: of layouts that differ in micro-batch and model chunks only, the best."""
 
     def __init__(self, keep: int, capacity: float) -> None:
         self._keep, self._capacity = keep, capacity
-        self._slowest_first: list[tuple[float, int, RankedLayout]] = []
+        self._best: dict[object, RankedLayout] = {}
         self._points: list[RankedLayout] = []
-        self._number = 0
         self.smallest: RankedLayout | None = None
         self.fitting = 0
 
     @property
     def bar(self) -> float:
         """Seconds that a plan must stay below to be kept."""
-        return -self._slowest_first[0][0] if len(self._slowest_first) == self._keep else math.inf
+        return max(plan.seconds for plan in self._best.values()) if len(self._best) == self._keep else math.inf
 
     @property
     def ranked(self) -> tuple[RankedLayout, ...]:
         """From the fastest on; of equal steps the one that needs less memory first."""
-        kept = (plan for _, _, plan in self._slowest_first)
-        return tuple(sorted(kept, key=lambda plan: (plan.seconds, plan.needed_bytes, plan.layout)))
+        return tuple(sorted(self._best.values(), key=lambda plan: (plan.seconds, plan.needed_bytes, plan.layout)))
 
     @property
     def best(self) -> RankedLayout | None:
@@ -219,7 +217,10 @@ class _Kept:
         self.fitting += fits
 
     def _keep_fastest(self, plan: RankedLayout) -> None:
-        self._number += 1
-        heapq.heappush(self._slowest_first, (-plan.seconds, -self._number, plan))
-        if len(self._slowest_first) > self._keep:
-            heapq.heappop(self._slowest_first)
+        key = plan.layout.ranks, plan.layout.pipeline
+        if key in self._best and self._best[key].seconds <= plan.seconds:
+            return
+        self._best[key] = plan
+        if len(self._best) > self._keep:
+            slowest = max(self._best, key=lambda key: self._best[key].seconds)
+            del self._best[slowest]

@@ -22,7 +22,7 @@ from typing import Literal
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.describe.readers.upstream_flags import load_upstream_flags
-from moe_overlap.plan.plan import Plan, StagePlan
+from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute, StagePlan
 from moe_overlap.tuner.write.upstream_rules import upstream_errors
 from moe_overlap.tuner.write.upstream_values import (
     OLDER_SPELLINGS,
@@ -72,6 +72,10 @@ NOT_SAID_BY_PLANS = (
     "--data-parallel-sharding-strategy",
 )
 """Flags beside those of `values_of_plan` that a plan replaces."""
+OF_THE_RUN = frozenset(
+    "--seq-length --global-batch-size --bf16 --fp16 --fp8-format --fp4-format --encoder-seq-length".split()
+)
+"""Flags among those of a plan that say what is trained, not how."""
 SAME_AS_ROUTER = ("--moe-gate", ("topk",))
 """The gate that decides as Megatron's router does: nothing is lost where Megatron-LM has no flag for it."""
 
@@ -149,6 +153,40 @@ def decided_flags(plan: Plan) -> frozenset[str]:
     said = values_of_plan(plan).keys() | set(NOT_SAID_BY_PLANS)
     older = (name for name, values in OLDER_SPELLINGS.items() if values.keys() & said)
     return frozenset(said).union(older)
+
+
+def layout_flags() -> frozenset[str]:
+    """The flags by which a user says a layout, in all their spellings: those of every plan, but for its batch and precision."""
+    stage = StagePlan(
+        chunks=((0, 1),),
+        devices=Devices(mesh=(1, 1), ranks=(0,)),
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        tensor=1,
+        context=1,
+        data=1,
+        expert=1,
+        expert_tensor=1,
+        zero_level=1,
+        recompute=Recompute(),
+        offload=Offload(),
+    )
+    nothing = Named(name="", sha256="")
+    plan = Plan(
+        model=nothing,
+        cluster=nothing,
+        sequence_length=1,
+        global_batch_size=1,
+        precision="bf16",
+        pipeline_schedule="1f1b",
+        embedding_stage=0,
+        mtp_stage=None,
+        loss_stage=0,
+        stages=(stage,),
+        transfers=(),
+        predicted=None,
+    )
+    return decided_flags(plan) - OF_THE_RUN
 
 
 def _state_words(plan: Plan, target: Target) -> list[str]:
