@@ -16,6 +16,27 @@ if cpu_backend.is_needed():
     cpu_backend.install()
 
 
+class FailuresAtOnce:
+    """Shows a failure when it happens: what pytest shows at the end is lost where a long run is stopped before."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"{report.nodeid} ({report.when})", red=True)
+            self._terminal.write_line(report.longreprtext)
+            self._terminal.write_line(report.capstderr)
+
+
+@pytest.hookimpl(trylast=True)  # behind pytest's own, which makes the reporter
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        config.pluginmanager.register(FailuresAtOnce(terminal))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Divide tests between workers as tests/workers.py says; without workers pytest-xdist is not needed."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -119,7 +120,8 @@ def run_layouts(layouts: Sequence[Layout], steps: int, folder: Path) -> dict[str
         names = [layout.name for layout in layouts if layout.world_size == world_size]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
         command += [__file__, "--steps", str(steps), "--worker", str(folder), *names]
-        subprocess.run(command, check=True)
+        # A rank that a signal ends says where it was; torchrun tells only which signal.
+        subprocess.run(command, check=True, env=os.environ | {"PYTHONFAULTHANDLER": "1"})
     return {layout.name: read_losses(_losses(folder, layout)) for layout in layouts}
 
 

@@ -113,7 +113,7 @@ def test_trace_refines_predictions_of_its_run(undisturbed: Undisturbed, tmp_path
     (step,) = found.steps
     assert step.seconds == pytest.approx(stretch * recorded.steps[0].seconds)
     spent = spent_seconds(found)
-    assert spent == pytest.approx(times * step.before_seconds, rel=0.05), (
+    assert spent == pytest.approx(times * step.before_seconds, rel=0.25), (
         "rounding decides what is exposed, here and there"
     )
     assert abs(step.after_seconds - spent) < abs(step.before_seconds - spent) / 3

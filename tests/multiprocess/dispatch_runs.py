@@ -307,7 +307,7 @@ def lose_a_peer(case: Case, how: str, seconds: float) -> str:
     """The last rank dies after the counts, or stays away until the others have given up; these return the error's text.
 
     Raises:
-        DistStoreError: the last rank, where the others have not given up long after their timeout.
+        RuntimeError: on the last rank, where the others have not given up long after their timeout.
     """
     import datetime
 
