@@ -22,15 +22,25 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.training.checkpoint import folder as checkpoint_folder
 from megatron.training.checkpoint.folder import Stored, non_persistent_folder
+from megatron.training.checkpoint.loader import (
+    NEEDED_FILES,
+    CommonLoad,
+    RestrictedLoad,
+    decoded_states,
+    encoded_states,
+    index_of,
+    tensor_shapes,
+    without_extra_states,
+)
 from megatron.training.checkpoint.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
 from megatron.training.checkpoint.saver import Keep, Saver, differences, first_reason, model_state, without_keys
 from megatron.training.cli.arguments import config_to_flags
@@ -83,7 +93,7 @@ def random_states() -> dict[str, Any]:
         "numpy": numpy.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": get_cuda_rng_tracker().get_states(),
+        "tracker": dict(get_cuda_rng_tracker().get_states()),
     }
 
 
@@ -203,6 +213,7 @@ class Checkpointer:
         flags, stored, load = self._config.checkpoint, start.stored, start.folder
         # Ranks share the files, so that a checkpoint is read once for its checksums, not once per rank. The order is
         # the same on all.
+        on_first_rank(lambda: checkpoint_folder.require_whole(stored, NEEDED_FILES))
         names = sorted(stored.mark["files"])
         on_every_rank(lambda: checkpoint_folder.verify(stored, names[dist.get_rank() :: dist.get_world_size()]))
         with_optimizer = not (start.weights_alone or flags.no_load_optim)
@@ -214,11 +225,17 @@ class Checkpointer:
 
         request = self._state(with_optimizer, with_random and same_layout, loading=True)
         ignored = () if with_optimizer else (KEY_PREFIX,)
-        differing = differences(request, stored.path, ignored)
+        metadata = on_every_rank(lambda: index_of(stored))
+        differing = differences(request, tensor_shapes(metadata), ignored)
         told = checkpoint_rules.require_fit(stored, load, differing, flags.dist_ckpt_strictness)
-        loaded = self._read(stored, without_keys(request, differing.absent_keys))
+        loaded = self._read(stored, metadata, without_keys(request, differing.absent_keys))
+        dropped = 0
         for index, chunk in enumerate(self._chunks):
-            unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not differing.absent_keys)
+            weights, count = without_extra_states(loaded[f"model{index}"])
+            unwrap(chunk).load_state_dict(weights, strict=not differing.absent_keys)
+            dropped += count
+        if dropped:
+            told = (*told, f"the extra states of {dropped} layers begin anew: they are pickles, which are not loaded")
         if with_optimizer:
             name, steps = self._config.optimizer.optimizer, stored.mark["optimizer"]["steps"]
             restore_optimizer(self._optimizer, name, loaded["optimizer"], steps)
@@ -228,7 +245,7 @@ class Checkpointer:
             # Master weights are copies: without this the first step would write the old weights back.
             self._optimizer.reload_model_params()
         if with_random and same_layout:
-            set_random_states(loaded[RANDOM_STATES])
+            on_every_rank(lambda: _take_over_random_states(stored, loaded[RANDOM_STATES]))
         elif with_random:
             told = (*told, "random-number states begin anew: they were saved in another layout")
         self.notes = (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *told)
@@ -241,17 +258,18 @@ class Checkpointer:
             state["optimizer"] = optimizer_state(self._optimizer, name, models, loading=loading)
         if with_random:
             # One object per rank: in another layout there is no rank whose streams these are.
-            states = None if loading else random_states()
+            states = None if loading else encoded_states(random_states())
             state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, states, (dist.get_world_size(),), (dist.get_rank(),))
         return state
 
-    def _read(self, stored: Stored, request: dict[str, Any]) -> dict[str, Any]:
-        strategy = None
+    def _read(self, stored: Stored, metadata: Metadata, request: dict[str, Any]) -> dict[str, Any]:
+        strategy: Any = RestrictedLoad(metadata)
         if self._config.checkpoint.ckpt_fully_parallel_load and self._groups.dp_cp.size() > 1:
-            stock = get_default_load_sharded_strategy(str(stored.path))
-            strategy = FullyParallelLoadStrategyWrapper(stock, self._groups.dp_cp)
+            strategy = FullyParallelLoadStrategyWrapper(strategy, self._groups.dp_cp)
+        common = CommonLoad()
+        on_every_rank(lambda: common.load_common(stored.path))
         try:
-            loaded: dict[str, Any] = dist_checkpointing.load(request, str(stored.path), sharded_strategy=strategy)
+            loaded: dict[str, Any] = dist_checkpointing.load(request, str(stored.path), strategy, common)
         except CheckpointException as error:
             fix = "choose another checkpoint by --ckpt-step"
             raise ConfigError("--load", stored.path, f"cannot be read: {first_reason(error)}", fix) from error
@@ -292,6 +310,14 @@ class Checkpointer:
                 if group.get(bound) == of_run[bound]:
                     group[bound] = getattr(self._scheduler, bound)
         self._scheduler.step(increment=0)
+
+
+def _take_over_random_states(stored: Stored, states: Any) -> None:
+    try:
+        set_random_states(decoded_states(states))
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        rule = f"holds random-number states that no generator takes ({type(error).__name__})"
+        raise ConfigError("--load", stored.path, rule, "add --no-load-rng") from None
 
 
 def _versions() -> dict[str, str]:

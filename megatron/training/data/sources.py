@@ -323,7 +323,11 @@ def builtin_corpus_documents(folder: Path | None = None) -> Iterator[str]:
         Texts. Empty files, and files that do not decode as their coding line says (test inputs), are left out.
     """
     root = folder or standard_library_folder()
-    paths = [p for p in root.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts)]
+    paths = []
+    # Every run begins with this walk: folders that are left out are not entered, installed packages hold most of the files.
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        paths += [Path(parent, name) for name in names if name.endswith(".py")]
     for path in sorted(paths, key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest()):
         try:
             with tokenize.open(path) as source:

@@ -193,14 +193,14 @@ def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part
     if index == plan.mtp_stage:
         predictions = [graph.part(kind, prediction_variant(stage), samples) for kind in graph.mtp_kinds]
         if index != plan.embedding_stage and graph.part("head", samples=samples).holds(WORDS) is None:
-            predictions[0] = _holding_words(predictions[0])
+            predictions[0] = holding_words(predictions[0])
         counted += [(part, 1.0) for part in predictions]
     if index == plan.loss_stage:
         counted.append((graph.part("head", samples=samples), 1.0))
     return counted
 
 
-def _holding_words(part: Part) -> Part:
+def holding_words(part: Part) -> Part:
     """A prediction layer on another stage than the embedding, whose copy of the words is counted here."""
     words = part.holds(WORDS, "constant")
     assert words is not None, f"{part.kind} reads no word embedding"
@@ -321,9 +321,9 @@ def price(
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
     """Costs of stages of one layout."""
-    setting, factors = _setting(plan, model, family.stage, machine, features)
+    setting, factors = setting_of(plan, model, family.stage, machine, features)
     parts = [cost_of(table, setting) for table in family.tables]
-    evaluator = _evaluator(family, parts, setting, factors, machine, _strategy(family.stage))
+    evaluator = evaluator_of(family, parts, setting, factors, machine, _strategy(family.stage))
     # The only stage of a pipeline sends no hidden states.
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
     shapes = (
@@ -350,12 +350,12 @@ def stage_evaluator(
     Args:
         strategy: [N]; its `data` and `expert_data` are those of the layout.
     """
-    setting, factors = _setting(plan, model, family.stage, machine, features)
+    setting, factors = setting_of(plan, model, family.stage, machine, features)
     parts = [cost_of(table, setting) for table in family.tables]
-    return _evaluator(family, parts, setting, factors, machine, strategy)
+    return evaluator_of(family, parts, setting, factors, machine, strategy)
 
 
-def _setting(
+def setting_of(
     plan: Plan, model: ModelDescription, stage: StagePlan, machine: Machine, features: Features
 ) -> tuple[Setting, Interference]:
     """The hardware and the settings of a stage, and how what runs at the same time on it slows down."""
@@ -376,7 +376,7 @@ def _setting(
     return setting, factors
 
 
-def _evaluator(
+def evaluator_of(
     family: Family,
     parts: Sequence[PartCost],
     setting: Setting,
@@ -384,6 +384,12 @@ def _evaluator(
     machine: Machine,
     strategy: Strategy,
 ) -> StageEvaluator:
+    """The evaluator of stages of a family whose parts are priced.
+
+    Args:
+        parts: costs of the family's tables.
+        strategy: [N]; its `data` and `expert_data` are those of the layout.
+    """
     links = machine.cluster.group_of(family.stage.devices.ranks[0])
     rates = _state_rates(setting.groups, links, machine.constants, setting.features, len(strategy.data))
     kinds = _kind_terms(parts, family, setting.features)
