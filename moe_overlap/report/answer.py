@@ -25,6 +25,8 @@ from moe_overlap.tuner.cost.analytic import Prediction
 SHOWN_RUNNERS_UP = 3
 SHOWN_TERMS = 2
 """Terms of the breakdown by which a runner-up is explained."""
+SMALLEST_TERM = 0.001
+"""Share of the step below which a difference of a term is not told."""
 WORTH_A_LOOK = 0.05
 """Share of the step from which on a term is worth a suggestion."""
 DAY_SECONDS, HOUR_SECONDS = 86400.0, 3600.0
@@ -237,10 +239,11 @@ def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
     """The terms of the breakdown that cost another plan most, in seconds of a step, and what they cost; with what it saves."""
     differences = {name: other.get(name, 0.0) - chosen.get(name, 0.0) for name in {**chosen, **other}}
     ordered = sorted(differences.items(), key=lambda item: -item[1])
-    dearer = [(name, seconds) for name, seconds in ordered[:SHOWN_TERMS] if seconds > 0]
-    cheaper = [(name, seconds) for name, seconds in ordered[-1:] if seconds < 0]
+    visible = SMALLEST_TERM * sum(chosen.values())
+    dearer = [(name, seconds) for name, seconds in ordered[:SHOWN_TERMS] if seconds > visible]
+    cheaper = [(name, seconds) for name, seconds in ordered[-1:] if seconds < -visible]
     if not dearer:
-        return "no term costs it more: a tie within the prediction's error" if not cheaper else "no term costs it more"
+        return "no term costs it more"
     texts = [f"{_term(name)} {seconds:+.3f} s" for name, seconds in dearer]
     saved = "".join(f", though {_term(name)} {seconds:+.3f} s" for name, seconds in cheaper)
     return ", ".join(texts) + saved

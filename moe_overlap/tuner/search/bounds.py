@@ -111,12 +111,8 @@ class Bounds:
             if features.dispatcher in ("deepep", "hybridep"):
                 topk = max(1, model.router_topk)
                 share = expected_places(topk, group.nodes) / expected_places(topk, group.size)
-            inside = axis_group(layout.expert_tensor, 1, world, links)
-            each = float(all_to_all_seconds(rows, group, rates, share))
-            # Ranks that share an expert have all of its rows.
-            each += float(collective_seconds("all_gather", rows * layout.expert_tensor, inside, rates))
             # Dispatch and combine, in both passes.
-            seconds += 4.0 * sum(model.moe_layers) * each
+            seconds += 4.0 * sum(model.moe_layers) * float(all_to_all_seconds(rows, group, rates, share))
         return seconds
 
 

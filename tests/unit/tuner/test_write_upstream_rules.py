@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import shlex
-import time
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,10 @@ GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-scope"
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 OVERLAPPED = f"{OVERLAP} --num-virtual-stages-per-pipeline-rank 2"
 NARROW = "--fp8-format hybrid --fp8-recipe"
-ONE = "--pipeline-model-parallel-size 1"
+ONE, TWO = "--pipeline-model-parallel-size 1", "--pipeline-model-parallel-size 2"
+ALONE = "--tensor-model-parallel-size 1"
+FINE = "--fine-grained-activation-offloading"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 
 def complaints(words: list[str], world: int = 64) -> list[str]:
@@ -154,6 +157,34 @@ CASES = [
     (f"{GRAPHS} moe", "experts are recorded where their rows are padded"),
     (f"{GRAPHS} moe_preprocess", "moe_preprocess: follows moe_router"),
     (f"{GRAPHS} moe_router --recompute-granularity selective --recompute-modules moe", "inside the recomputed module"),
+    # and every further refusal
+    ("--overlap-p2p-communication-warmup-flush", "belongs to overlapped transfers of an interleaved pipeline"),
+    ("--pipeline-model-parallel-layout Et*8|(t*8|)*2t*8mL", "must hold 0 prediction layers m"),
+    (
+        "--mtp-num-layers 2 --pipeline-model-parallel-layout Et*8|(t*8|)*2t*8mL",
+        "must hold 2 prediction layers m behind the layers t",
+    ),
+    (f"--mtp-num-layers 2 {TWO} --pipeline-model-parallel-layout Et*16|t*16m|m|L", "stand in one part, the last"),
+    (f"--cpu-offloading-num-layers 4 {ONE} --cuda-graph-impl local", "does not go with CUDA graphs"),
+    (f"--cpu-offloading-num-layers 4 {ONE} {FINE} --offload-modules core_attn", "does not go with --cpu-offloading"),
+    (
+        f"{SELECTIVE} shared_experts --moe-shared-expert-overlap",
+        "shared_experts: run beside --moe-shared-expert-overlap",
+    ),
+    (f"--optimizer-cpu-offload --fp8-param-gather {NARROW} mxfp8", "under delayed scaling only"),
+    ("--optimizer muon", "--optimizer muon: is not sharded over replicas"),
+    ("--ckpt-format fsdp_dtensor", "--ckpt-format fsdp_dtensor: is the format of --use-megatron-fsdp"),
+    ("--use-torch-fsdp2", "does not go with --pipeline-model-parallel-size 4"),
+    ("--use-torch-fsdp2", "does not go with --use-distributed-optimizer"),
+    ("--use-torch-fsdp2", "add --no-gradient-accumulation-fusion"),
+    ("--use-torch-fsdp2 --ckpt-format torch", "writes torch_dist or torch_dcp"),
+    ("--fp4-param-gather", "--fp4-param-gather: belongs to --fp4-format"),
+    ("--moe-router-padding-for-quantization", "belongs to fp8 and fp4"),
+    (f"{OVERLAPPED} --delay-wgrad-compute --moe-use-legacy-grouped-gemm", "does not go with --moe-use-legacy"),
+    (f"--defer-embedding-wgrad-compute {ONE}", "waits for the end of a pipeline"),
+    (f"{GRAPHS} full_iteration", "full_iteration: is recorded by --cuda-graph-impl local"),
+    (f"{GRAPHS} moe moe_router", "moe: holds moe_router"),
+    (f"--distribute-saved-activations {ALONE}", "splits what full recomputation keeps over tensor ranks"),
     # the parser
     ("--log-json losses.jsonl", "--log-json: Megatron-LM has no such flag"),
     ("--num-layers many", "--num-layers many: must be a whole number"),
@@ -174,10 +205,22 @@ def test_every_rule_names_what_is_wrong(changed: str, message: str) -> None:
         ("--use-distributed-optimizer", "--overlap-param-gather: gathers sharded weights"),
         ("--overlap-grad-reduce", "--overlap-param-gather: goes with --overlap-grad-reduce"),
         ("--num-experts", "--expert-model-parallel-size 8: the model has no experts"),
+        ("--bf16", "--moe-grouped-gemm: the grouped product is one of bf16"),
+        ("--bf16", "--overlap-moe-expert-parallel-comm: trains in bf16 or fp16"),
+        ("--disable-bias-linear", "--expert-tensor-parallel-size 2: experts with biases cannot be split"),
+        ("--use-distributed-optimizer", "--use-precision-aware-optimizer: shards its states"),
+        ("--use-distributed-optimizer", "--fp8-param-gather: gathers sharded weights"),
+        ("--untie-embeddings-and-output-weights", "--use-torch-fsdp2: ties no weights"),
     ],
 )
 def test_what_is_missing_is_named(missing: str, message: str) -> None:
-    assert any(message in line for line in complaints(without(JOB, missing)))
+    given = f"{OVERLAPPED} --moe-grouped-gemm --use-precision-aware-optimizer --fp8-format hybrid --fp8-param-gather"
+    given += " --expert-tensor-parallel-size 2"
+    # torch's FSDP gathers fp8 weights as well, so it stands beside the one rule of its own.
+    given += " --use-torch-fsdp2" if "fsdp2" in message else ""
+    words = [*JOB, *given.split()]
+    complete, lacking = complaints(words), complaints(without(words, missing))
+    assert any(message in line for line in lacking) and not any(message in line for line in complete)
 
 
 def test_a_layout_counts_its_chunks_as_virtual_stages() -> None:
@@ -285,14 +328,20 @@ def test_zero_2_and_offloading_become_flags() -> None:
 
 
 def test_a_search_can_ask_for_every_plan() -> None:
-    """A plan is answered in less than a millisecond (measured: 0.06 ms on one core)."""
+    """A plan is answered by some hundred calls (0.06 ms on one core), once upstream's defaults are read."""
     plan = plain(drawn_plan(3)[0])
     own = settings(plan, 3)
     upstream_plan_errors(plan, own)
-    begun = time.process_time()
-    for _ in range(100):
-        upstream_plan_errors(plan, own)
-    assert (time.process_time() - begun) / 100 < 1e-3
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    upstream_plan_errors(plan, own)
+    sys.setprofile(None)
+    assert 50 < calls < 1000
 
 
 def test_layers_are_counted_without_those_of_the_first_stage() -> None:
