@@ -14,6 +14,9 @@ export OMP_NUM_THREADS ?= 1
 train: .venv/installed
 	$(BIN)/torchrun --nproc-per-node $(PROCESSES) pretrain_moe.py @examples/tiny-mixtral-8x7b.args --save checkpoints $(ARGS)
 
+# A hundred processes import the same modules: compiled once, whatever the caller's environment says.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 

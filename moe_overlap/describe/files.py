@@ -14,7 +14,7 @@ from typing import Any
 
 MOST_BYTES = 64 << 20
 """Bytes of the largest text file that is read whole."""
-MOST_JSON_BYTES = 32 << 20
+MOST_JSON_BYTES = 8 << 20
 """Bytes of the largest JSON file that is read whole: as objects it takes about ten times as much memory."""
 MOST_DEPTH = 200
 

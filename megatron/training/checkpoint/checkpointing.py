@@ -41,12 +41,14 @@ from megatron.training.checkpoint.loader import (
     tensor_shapes,
     without_extra_states,
 )
+from megatron.training.checkpoint.lock import FolderLock
 from megatron.training.checkpoint.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
 from megatron.training.checkpoint.saver import Keep, Saver, differences, first_reason, model_state, without_keys
 from megatron.training.cli.arguments import config_to_flags
 from megatron.training.cli.config import Config
 from megatron.training.cli.rules import checkpoint as checkpoint_rules
 from megatron.training.cli.rules.checkpoint import Start, model_fingerprint
+from megatron.training.cli.rules.resume import require_same_run
 from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.build import unwrap
 from moe_overlap.describe.errors import ConfigError
@@ -131,6 +133,7 @@ class Checkpointer:
         scheduler: megatron-core's OptimizerParamScheduler, not yet stepped.
         groups: this rank's process groups.
         fingerprint: what a checkpoint must share with the run that loads it, JSON values by flag (`model_fingerprint`).
+        facts: what else a run that goes on must share with it (rules/resume.py).
     Attributes:
         notes: what the user should know of the last load.
     """
@@ -143,11 +146,42 @@ class Checkpointer:
         scheduler: Any,
         groups: ProcessGroupCollection,
         fingerprint: Mapping[str, Any],
+        facts: Mapping[str, Any],
     ) -> None:
         self._config, self._chunks, self._groups = config, list(chunks), groups
         self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
+        self._facts = dict(facts)
         self._saver = Saver(config.checkpoint, groups)
+        self._locks: list[FolderLock] = []
         self.notes: tuple[str, ...] = ()
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """The folders of this run's checkpoints, as long as they are this job's alone. Collective.
+
+        Raises:
+            ConfigError: on every rank, when another job has one of them.
+        """
+        flags = self._config.checkpoint
+        folders = [("--save", flags.save), ("--non-persistent-global-ckpt-dir", flags.non_persistent_global_ckpt_dir)]
+
+        def acquire() -> None:
+            for flag, folder in folders:
+                if folder is None or flags.save is None:
+                    continue
+                with checkpoint_folder.writing(Path(folder)):
+                    Path(folder).mkdir(parents=True, exist_ok=True)
+                lock = FolderLock(Path(folder), flag)
+                lock.acquire()
+                self._locks.append(lock)
+
+        try:
+            on_first_rank(acquire)
+            yield
+        finally:
+            for lock in self._locks:
+                lock.release()
+            self._locks.clear()
 
     def save(self, progress: Progress, persistent: bool = True) -> None:
         """Write `<save>/step-N`, or with --async-save start to; killed at any moment, the step is absent or complete.
@@ -166,6 +200,7 @@ class Checkpointer:
         content = {
             "progress": dataclasses.asdict(progress),
             "fingerprint": self._fingerprint,
+            "run": self._facts,
             "arguments": config_to_flags(self._config),
             "layout": self._layout(),
             "scheduler": self._scheduler.state_dict(),
@@ -173,6 +208,7 @@ class Checkpointer:
             "random_states": not flags.no_save_rng,
             "versions": _versions(),
         }
+        on_first_rank(self._require_folders)
         # Collective and before anything is gathered: a folder that cannot be written fails on all ranks while nothing
         # has been done.
         temporary = self._saver.open(folder, progress.iteration)
@@ -209,6 +245,10 @@ class Checkpointer:
             self._load(start)
         return Progress() if start.weights_alone else Progress(**start.stored.mark["progress"])
 
+    def _require_folders(self) -> None:
+        for lock in self._locks:
+            lock.require()
+
     def _load(self, start: Start) -> None:
         flags, stored, load = self._config.checkpoint, start.stored, start.folder
         # Ranks share the files, so that a checkpoint is read once for its checksums, not once per rank. The order is
@@ -220,6 +260,7 @@ class Checkpointer:
         with_random = not (start.weights_alone or flags.no_load_rng)
         same_layout = stored.mark["layout"] == self._layout()
         checkpoint_rules.require_same_fingerprint(stored, load, self._fingerprint)
+        changed = require_same_run(stored, load, self._config, self._facts, start.weights_alone)
         optimizer = self._optimizer_mark() if with_optimizer else None
         checkpoint_rules.require_parts(stored, load, optimizer, with_random and same_layout)
 
@@ -248,7 +289,7 @@ class Checkpointer:
             on_every_rank(lambda: _take_over_random_states(stored, loaded[RANDOM_STATES]))
         elif with_random:
             told = (*told, "random-number states begin anew: they were saved in another layout")
-        self.notes = (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *told)
+        self.notes = (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *changed, *told)
 
     def _state(self, with_optimizer: bool, with_random: bool, *, loading: bool) -> dict[str, Any]:
         models = {f"model{index}": model_state(unwrap(c), self._groups) for index, c in enumerate(self._chunks)}

@@ -1,6 +1,7 @@
 """Checkpoints on disk: complete or absent, whenever the writer is killed. No torch.
 
     <folder>/step-000300/              a checkpoint; `complete.json` inside is its completion mark
+    <folder>/.lock                     the job that saves here (lock.py)
     <folder>/.tmp-step-000300-<hex>/   a checkpoint being written or deleted: never loaded, swept by the next save
     <folder>/.replaced-step-000300-<hex>/   a checkpoint that a save of the same step displaced; loaded only while step-000300 is
                                        missing
@@ -189,7 +190,7 @@ def open_temporary(folder: Path, step: int) -> Path:
     """Sweep the remains of killed saves and make a fresh folder for this save."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # A run has one save at a time, so whatever is temporary here belongs to a run that is dead.
+        # The folder is locked and a run has one save at a time, so whatever is temporary here belongs to a run that is dead.
         for leftover, _ in list(_matches(folder, _TEMPORARY)):
             shutil.rmtree(leftover)
         temporary = folder / f".tmp-{step_name(step)}-{secrets.token_hex(4)}"

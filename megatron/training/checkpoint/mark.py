@@ -78,6 +78,12 @@ def _is_optimizer(value: Any) -> bool:
     return all(check(value[key]) for key, check in _OPTIMIZER.items() if key in value)
 
 
+def _is_run(value: Any) -> bool:
+    if type(value) is not dict or not value.keys() <= {"samples_per_step", "data"}:
+        return False
+    return _is_count(value.get("samples_per_step", 1)) and _is_text(value.get("data", ""))
+
+
 _OPTIMIZER: dict[str, Check] = {
     "name": _is_text,
     "precision": _is_text,
@@ -92,6 +98,7 @@ _SCHEMA: dict[str, Check] = {
     "progress": _table(_is_count, ("iteration", "skipped", "train_samples", "valid_samples")),
     "fingerprint": _table(_is_flag_value),
     "arguments": lambda value: type(value) is list and all(map(_is_text, value)),
+    "run": _is_run,
     "layout": _table(lambda size: _is_count(size) and size >= 1),
     "scheduler": _table(lambda value: value is None or _is_number(value) or _is_text(value)),
     "optimizer": _is_optimizer,

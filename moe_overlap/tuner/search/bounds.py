@@ -14,6 +14,7 @@ A bound that were too high would lose plans in silence: `test_search_uniform.py`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moe_overlap.describe.model import (
     ModelDescription,
@@ -55,7 +56,7 @@ class Bounds:
     def needed_bytes(self, layout: UniformLayout) -> float:
         """Bytes that no plan of the layout needs less of on its fullest stage."""
         features, plan, space = self.features, self.template, self.space
-        dense, experts = _parameters(self.model, layout)
+        dense, experts = _parameters(self.model, layout.tensor, layout.expert, layout.expert_tensor)
         ranks = plan.world_size // layout.pipeline
         data, expert_data = ranks // layout.tensor, ranks // (layout.expert * layout.expert_tensor)
         whole, shard = dense + experts, dense / data + experts / expert_data
@@ -87,7 +88,7 @@ class Bounds:
         rate = gpu.bf16_tflops * 1e12 * best
         if precision in LOW_PRECISIONS:
             rate = max(rate, low_precision_rate(gpu, precision, constants))
-        flops = training_flops_per_token(self.model, self.template.sequence_length)
+        flops = _flops(self.model, self.template.sequence_length)
         tokens = layout.micro_batch * self.template.sequence_length / (layout.tensor * layout.context)
         return flops * tokens / rate
 
@@ -115,12 +116,16 @@ class Bounds:
         return seconds
 
 
-def _parameters(model: ModelDescription, layout: UniformLayout) -> tuple[float, float]:
+_flops = lru_cache(training_flops_per_token)
+
+
+@lru_cache(maxsize=1024)
+def _parameters(model: ModelDescription, tensor: int, expert: int, expert_tensor: int) -> tuple[float, float]:
     """Parameters of a rank if one stage held all layers: of dense parts, and of experts."""
     every = ((0, model.num_layers),)
-    share = Share(chunks=every, tensor=layout.tensor, expert=layout.expert, expert_tensor=layout.expert_tensor)
+    share = Share(chunks=every, tensor=tensor, expert=expert, expert_tensor=expert_tensor)
     layers = sum(model.moe_layers) + (model.mtp_layers if model.moe_layers[-1] else 0)
     experts = 0.0
     if model.num_experts:
-        experts = layers * model.num_experts // layout.expert * expert_parameters(model, layout.expert_tensor)
+        experts = layers * model.num_experts // expert * expert_parameters(model, expert_tensor)
     return rank_parameters(model, share).total - experts, experts

@@ -37,6 +37,7 @@ from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageSha
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import PartCost, Setting
+from moe_overlap.tuner.cost.links import axis_group
 from moe_overlap.tuner.cost.machine import Machine
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
@@ -94,6 +95,7 @@ class UniformCosts:
         self._graphs: dict[tuple[tuple[int, ...], int], CapturedModel] = {}
         self._tables: dict[tuple[int, int], tuple[OpTable, PartBytes]] = {}
         self._costs: dict[tuple[int, int, int, int], PartCost] = {}
+        self._through: dict[tuple[object, ...], float] = {}
         self._prices: dict[tuple[object, ...], _Prices] = {}
 
     def step_bound(self, layout: UniformLayout) -> float:
@@ -102,15 +104,25 @@ class UniformCosts:
         Tighter than `Bounds.step_seconds`, and dearer: the parts are priced, but no stage is.
         """
         template, model = self.task.templates(layout.tensor)
+        ranks = template.world_size // layout.pipeline
+        data = ranks // (layout.tensor * layout.context)
+        links = self.task.machine.cluster.group_of(0)
+        key = (
+            layout.ranks,
+            layout.micro_batch,
+            axis_group(ranks // layout.tensor, layout.tensor, template.world_size, links),
+        )
+        if key not in self._through:
+            self._through[key] = self._through_seconds(layout, template, model)
+        return pipelined(self._through[key], layout, template.global_batch_size // (data * layout.micro_batch))
+
+    def _through_seconds(self, layout: UniformLayout, template: Plan, model: ModelDescription) -> float:
+        """Seconds of a micro-batch through all parts, of which nothing is recomputed."""
         plan = uniform_plan(template, model.num_layers, layout)
         graph, setting = self._graph(layout, plan, model, 1), self._setting(layout, plan, model)
-        parts = [graph.part(kind, samples=layout.micro_batch) for kind in ("embedding", "head")]
-        through = sum(self._cost(part, layout, plan, setting).seconds for part in parts)
-        kinds = Counter((*graph.layer_kinds, *graph.mtp_kinds))
-        for kind, count in kinds.items():
-            part = graph.part(kind, samples=layout.micro_batch)
-            through += count * self._cost(part, layout, plan, setting).seconds
-        return pipelined(through, layout, plan.stages[0].gradient_accumulation_steps)
+        kinds = Counter(("embedding", "head", *graph.layer_kinds, *graph.mtp_kinds))
+        parts = [(graph.part(kind, samples=layout.micro_batch), count) for kind, count in kinds.items()]
+        return sum(count * self._cost(part, layout, plan, setting).seconds for part, count in parts)
 
     def evaluate(self, layout: UniformLayout) -> Evaluated:
         """Steps and bytes of a layout under every decision about memory."""

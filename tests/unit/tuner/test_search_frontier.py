@@ -67,7 +67,9 @@ def test_frontier_is_the_same_in_any_order_and_in_any_lots() -> None:
             growing = merged(growing, lot)
         assert growing.labels.tolist() == whole.labels.tolist()
         assert np.array_equal(growing.points, whole.points)
-        assert np.array_equal(whole.points, points[np.argsort(labels)][whole.labels])
+        in_order = points[np.argsort(labels)]
+        assert whole.labels.tolist() == by_definition(in_order)
+        assert np.array_equal(whole.points, in_order[whole.labels])
 
 
 def test_best_of_the_frontier_is_the_best_of_all_for_monotone_objectives() -> None:
@@ -94,13 +96,12 @@ def test_candidates_off_the_frontier_make_no_pipeline_faster() -> None:
     for _ in range(INSTANCES):
         stages, n = int(draw.integers(1, 5)), 12
         place = int(draw.integers(stages))
-        # Few values, so that points dominate one another in eight columns.
-        candidates = StageTimes(
-            **{name: draw.integers(0, 3, n) / 2 for name in ("first", "waited", "turn", "drain", "tail")},
-            forward=1.0 + draw.integers(0, 3, n) / 2,
-            backward=1.0 + draw.integers(0, 3, n) / 2,
-        )
-        optimizer = draw.integers(0, 3, n) / 2
+        # Few columns differ, and in few values, so that points dominate one another.
+        names = ("forward", "backward", "first", "waited", "turn", "drain", "tail", "optimizer")
+        differ = draw.choice(names, int(draw.integers(1, 4)), replace=False)
+        drawn = {name: 1.0 + (draw.integers(0, 5, n) if name in differ else np.zeros(n)) for name in names}
+        optimizer = drawn.pop("optimizer")
+        candidates = StageTimes(**drawn)
         rows = pareto(objective_columns(candidates, optimizer, place, stages))
         others = [
             StageTimes(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations, product
 
 import numpy as np
 import pytest
 
 from moe_overlap.tuner.search.pipeline.operator_clusters import Tensor, cluster, received_bytes
-from moe_overlap.tuner.search.pipeline.placement import SubMesh, place, submeshes
+from moe_overlap.tuner.search.pipeline.placement import SubMesh, logical_shapes, place, submeshes
 from moe_overlap.tuner.search.pipeline.stage_cuts import CutProblem, CutStage, cut_stages, step_of_cuts
+from moe_overlap.tuner.search.pipeline.thresholds import search_thresholds
 from moe_overlap.tuner.search.solution import Status
 
 INSTANCES = 150
@@ -31,12 +34,14 @@ def all_plans(problem: CutProblem) -> Iterator[tuple[CutStage, ...]]:
 
 def by_hand(problem: CutProblem, stages: tuple[CutStage, ...]) -> float:
     """Equation (2), with one transfer at each cut in front of a stage and behind it."""
-    cut = [0.0, *problem.transfer_seconds, 0.0]
+    sent = np.broadcast_to(problem.transfer_seconds, (problem.layers - 1, len(problem.devices_of)))
+    pairs = zip(stages, stages[1:], strict=False)
+    cut = {a.last: max(sent[a.last, a.option], sent[a.last, b.option]) for a, b in pairs}
     seconds = []
     for behind, stage in zip(range(len(stages) - 1, -1, -1), stages, strict=True):
         p = min(behind, len(problem.seconds) - 1)
         own = float(problem.seconds[p, stage.first, stage.last, stage.option])
-        seconds.append(own + cut[stage.first] + cut[stage.last + 1])
+        seconds.append(own + cut.get(stage.first - 1, 0.0) + cut.get(stage.last, 0.0))
     return sum(seconds) + (problem.micro_batches - 1) * max(seconds) if max(seconds) < math.inf else math.inf
 
 
@@ -64,7 +69,13 @@ def random_problem(draw: np.random.Generator) -> CutProblem:
         devices_of=devices_of,
         devices=devices,
         micro_batches=int(draw.choice([1, 2, 8, 64])),
-        transfer_seconds=draw.uniform(0, 1, layers - 1) * draw.integers(0, 2),
+        # None; by the cut; by the option, with two values or any.
+        transfer_seconds=[
+            np.zeros((layers - 1, 1)),
+            draw.uniform(0, 1, (layers - 1, 1)),
+            draw.integers(1, 3, (layers - 1, len(devices_of))) / 2,
+            draw.uniform(0, 1, (layers - 1, len(devices_of))),
+        ][draw.integers(4)],
     )
 
 
@@ -103,28 +114,37 @@ def cluster_table(layers: int, nodes: int, per_node: int, depths: int = 1, memor
         devices_of=sizes[:, None],
         devices=(nodes * per_node,),
         micro_batches=64,
-        transfer_seconds=draw.uniform(0, 0.02, layers - 1),
+        transfer_seconds=draw.uniform(0, 0.02, (layers - 1, 1)),
     )
 
 
-def by_all_thresholds(problem: CutProblem) -> float:
-    """Alpa's program as the paper writes it, from the front: every threshold, no bound of any kind but its stop rule."""
+def smallest_sum(problem: CutProblem, threshold: float) -> float:
+    """The smallest sum of stages that take no longer than the threshold, from the front of the model, all devices used."""
     (total,), layers = problem.devices, problem.layers
-    cut = np.concatenate([[0.0], problem.transfer_seconds, [0.0]])
+    cut = np.concatenate([[0.0], problem.transfer_seconds[:, 0], [0.0]])
     seconds = problem.seconds[0] + (cut[:-1, None] + cut[None, 1:])[:, :, None]
-    best = math.inf
-    for threshold in np.unique(seconds[np.isfinite(seconds)]):
-        if threshold * problem.micro_batches >= best:
+    sums = np.full((layers + 1, total + 1), math.inf)
+    sums[0, 0] = 0.0
+    for last in range(layers):
+        for option, (size,) in enumerate(problem.devices_of):
+            own = seconds[: last + 1, last, option]
+            own = np.where(own <= threshold, own, math.inf)
+            ways = (own[:, None] + sums[: last + 1, : total + 1 - size]).min(axis=0)
+            sums[last + 1, size:] = np.minimum(sums[last + 1, size:], ways)
+    return float(sums[layers, total])
+
+
+def by_all_thresholds(problem: CutProblem) -> float:
+    """Alpa's program as the paper writes it: every threshold that has a plan, up to where none can be better."""
+    cut = np.concatenate([[0.0], problem.transfer_seconds[:, 0], [0.0]])
+    seconds = problem.seconds[0] + (cut[:-1, None] + cut[None, 1:])[:, :, None]
+    levels = np.unique(seconds[np.isfinite(seconds)])
+    more, best, least = problem.micro_batches - 1, math.inf, smallest_sum(problem, math.inf)
+    first = bisect_left(levels, True, key=lambda level: smallest_sum(problem, level) < math.inf)
+    for threshold in levels[first:]:
+        if least + more * threshold >= best:
             break
-        sums = np.full((layers + 1, total + 1), math.inf)
-        sums[0, 0] = 0.0
-        for last in range(layers):
-            for option, (size,) in enumerate(problem.devices_of):
-                own = seconds[: last + 1, last, option]
-                own = np.where(own <= threshold, own, math.inf)
-                ways = (own[:, None] + sums[: last + 1, : total + 1 - size]).min(axis=0)
-                sums[last + 1, size:] = np.minimum(sums[last + 1, size:], ways)
-        best = min(best, float(sums[layers, total]) + (problem.micro_batches - 1) * float(threshold))
+        best = min(best, smallest_sum(problem, threshold) + more * float(threshold))
     return best
 
 
@@ -139,12 +159,12 @@ def test_large_cuts_are_those_of_every_threshold() -> None:
     assert cut_stages(problem).objective == pytest.approx(by_all_thresholds(problem), rel=1e-12)
 
 
-@pytest.mark.parametrize(("depths", "memory", "limit"), [(1, math.inf, 0.1), (48, 2.5, 0.3)])
+@pytest.mark.parametrize(("depths", "memory", "limit"), [(1, math.inf, 0.1), (48, 2.5, 0.5)])
 def test_48_layers_on_64_devices_take_a_tenth_of_a_second(depths: int, memory: float, limit: float) -> None:
-    """The best of three, as the machine does other things; where stages behind count, three tenths."""
+    """The best of four, as the machine does other things; where stages behind count, half a second."""
     problem = cluster_table(48, 8, 8, depths, memory)
     seconds = []
-    for _ in range(3):
+    for _ in range(4):
         started = time.process_time()
         assert cut_stages(problem).status == Status.OPTIMAL
         seconds.append(time.process_time() - started)
@@ -158,6 +178,50 @@ def test_no_time_is_a_plan_with_what_is_proven() -> None:
     assert solution.bound <= optimum <= solution.objective
 
 
+@dataclass(frozen=True)
+class Stair:
+    """A plan of a threshold."""
+
+    total: float
+    slowest: float
+
+
+@dataclass(frozen=True)
+class Stairs:
+    """Sums that fall as levels grow; a plan's slowest stage is the first level of its stair."""
+
+    levels: np.ndarray
+    sums: np.ndarray
+    asked: list[float]
+
+    def shortest(self, threshold: float, most: float) -> Stair | None:
+        """The plan of a threshold, and what was asked for."""
+        self.asked.append(threshold)
+        total = float(self.sums[np.searchsorted(self.levels, threshold)])
+        slowest = float(self.levels[np.flatnonzero(self.sums == total)[0]])
+        return Stair(total, slowest) if total < most else None
+
+
+def test_best_threshold_is_that_of_all() -> None:
+    """And few of the thresholds are evaluated."""
+    draw = np.random.default_rng(11)
+    asked = possible = 0
+    for _ in range(200):
+        size = int(draw.integers(1, 60))
+        sums = np.cumsum(draw.uniform(0, 3, size) * (draw.random(size) < 0.6))[::-1] + 1.0
+        sums[: int(draw.integers(0, 3))] = math.inf
+        stairs = Stairs(np.cumsum(draw.uniform(0.01, 1, size)), sums, [])
+        weight = float(draw.choice([0.0, 0.5, 3.0]))
+        best = float((sums + weight * stairs.levels).min())
+        end = search_thresholds(stairs.levels, weight, float(sums[-1]), stairs.shortest, math.inf, math.inf)
+        assert end.is_complete and end.bound == pytest.approx(best, rel=1e-12)
+        assert (end.found is None) == math.isinf(best)
+        asked, possible = asked + len(stairs.asked), possible + size
+        stopped = search_thresholds(stairs.levels, weight, float(sums[-1]), stairs.shortest, math.inf, -math.inf)
+        assert stopped.bound <= best * (1 + 1e-12) and stopped.is_complete == math.isinf(best)
+    assert asked < 0.5 * possible
+
+
 def test_epsilon_would_lose_the_optimum() -> None:
     """Thresholds of 1.0 and 1.0000005 are a millionth of a second apart: Alpa's release answers 190."""
     seconds = np.full((1, 2, 2, 1), math.inf)
@@ -167,7 +231,7 @@ def test_epsilon_would_lose_the_optimum() -> None:
         devices_of=np.array([[1], [2]]),
         devices=(2,),
         micro_batches=100,
-        transfer_seconds=np.zeros(1),
+        transfer_seconds=np.zeros((1, 1)),
     )
     assert cut_stages(problem).objective == pytest.approx(2.0000005 + 99 * 1.0000005, rel=1e-12)
 
@@ -202,6 +266,12 @@ def test_every_multiset_covers_the_cluster(nodes: int, per_node: int) -> None:
         (where.first_node, where.first_device) for where in place([SubMesh(1, 1)] * (nodes * per_node), nodes, per_node)
     ]
     assert places == sorted(places)
+
+
+def test_sub_meshes_and_their_logical_shapes_are_those_of_the_paper() -> None:
+    shapes = [(mesh.nodes, mesh.per_node) for mesh in submeshes(3, 4)]
+    assert shapes == [(1, 1), (1, 2), (1, 4), (2, 4), (3, 4)]
+    assert logical_shapes(SubMesh(3, 4)) == ((1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1))
 
 
 def random_graph(draw: np.random.Generator) -> tuple[list[Tensor], np.ndarray, int]:

@@ -21,7 +21,9 @@ grows, so few thresholds decide. Steps of `cut_stages`:
    too long: forward sum + t + backward sum + (G - 1) max(t, lowest) >= best. Few stages are left.
 4. Branch and bound over intervals of thresholds (thresholds.py).
 
-Transfers are part of a stage's seconds (`transfer_seconds`): what they take depends on the cut alone, so no state is needed.
+Transfers lengthen the stages at both ends of a cut. What one takes depends on the cut and, where sub-meshes have unlike links,
+on the slower of its two ends. So a state is a layer together with a rank among the transfers that this cut may have: a stage may
+take its own rank at each end or a higher one, and as a longer transfer never helps, an optimum takes the higher of both ends.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +43,9 @@ from moe_overlap.tuner.search.solution import Solution, Status
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.intp]
+
+CELLS = 1 << 22
+"""Sums held at a time: 32 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +58,8 @@ class CutProblem:
         devices_of: [O, K] devices that an option takes of each of K node types.
         devices: [K] devices of each node type; all of them are used.
         micro_batches: G.
-        transfer_seconds: [L - 1] seconds of one transfer, one way, if the model is cut behind layer k.
+        transfer_seconds: [L - 1, O] seconds of one transfer, one way, by the links of an option, if the model is cut behind layer
+            k; [L - 1, 1] where options do not matter. The longer one of both ends counts. Each further value of a cut costs time.
     """
 
     seconds: Floats
@@ -78,15 +85,19 @@ class CutStage:
 
 def step_of_cuts(problem: CutProblem, stages: Sequence[CutStage]) -> float:
     """Seconds of a step of these stages, by the formula of all searches and predictions."""
-    behind = problem.seconds.shape[0] - 1
+    depth = problem.seconds.shape[0] - 1
     times = [
         StageTimes(
             forward=0.0,
-            backward=float(problem.seconds[min(len(stages) - 1 - i, behind), stage.first, stage.last, stage.option]),
+            backward=float(problem.seconds[min(len(stages) - 1 - i, depth), stage.first, stage.last, stage.option]),
         )
         for i, stage in enumerate(stages)
     ]
-    one_way = [float(problem.transfer_seconds[stage.last]) for stage in stages[:-1]]
+    sent = np.broadcast_to(problem.transfer_seconds, (problem.layers - 1, len(problem.devices_of)))
+    one_way = [
+        max(float(sent[stage.last, stage.option]), float(sent[stage.last, behind.option]))
+        for stage, behind in zip(stages, stages[1:], strict=False)
+    ]
     counts = [problem.micro_batches] * len(stages)
     rules = PipelineRules(virtual=1, beside=None)
     return float(pipeline_seconds(times, [0.0] * len(stages), one_way, counts, rules).total)
@@ -166,13 +177,15 @@ class _Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ways:
-    """Possible stages as edges of a graph: E edges from layer `first` to layer `stop`, sorted by `first`.
+    """Possible stages as edges of a graph: E edges from node `first` to node `stop`, sorted by `first`.
 
-    States are numbers of devices left, of all types in one mixed radix; W of them, and state W is no state. `after` [O, W] is the
-    state that an option leaves of another.
+    Node k · ranks + r is layer k with the r-th shortest of the transfers in front of it; the model ends in node `end`.
+    States are numbers of devices left, of all types in one mixed radix; W of them, and state W is no state. `after` [O, W] is
+    the state that an option leaves of another.
     """
 
-    layers: int
+    ranks: int
+    end: int
     first: Integers
     stop: Integers
     option: Integers
@@ -187,17 +200,34 @@ class _Ways:
         """All stages that may fit, with the transfers at their ends."""
         seconds = problem.seconds
         assert seconds.ndim == 4 and seconds.shape[1] == seconds.shape[2] and not np.isnan(seconds).any()
-        layers = problem.layers
+        layers, options = problem.layers, len(problem.devices_of)
+        sent = np.broadcast_to(problem.transfer_seconds, (layers - 1, options))
+        # Nothing is sent in front of the first layer and behind the last.
+        none = np.zeros((1, options))
+        values = [np.unique(row, return_inverse=True) for row in (*none, *sent, *none)]
+        ranks = max(len(distinct) for distinct, _ in values)
+        seconds_of = np.stack(
+            [np.pad(distinct, (0, ranks - len(distinct)), constant_values=math.inf) for distinct, _ in values]
+        )
+        rank_of = np.stack([rank for _, rank in values])
         first, last, option = np.nonzero(np.isfinite(seconds).any(axis=0) & _is_range(layers)[:, :, None])
-        edge = np.concatenate([[0.0], problem.transfer_seconds, [0.0]])
-        edges = seconds[:, first, last, option] + (edge[first] + edge[last + 1])
+        lots = []
+        for before, behind in product(range(ranks), repeat=2):
+            possible = (before >= rank_of[first, option]) & (behind >= rank_of[last + 1, option])
+            waits = seconds_of[first, before] + seconds_of[last + 1, behind]
+            rows = np.flatnonzero(possible & np.isfinite(waits))
+            ends = (first[rows] * ranks + before, (last[rows] + 1) * ranks + behind)
+            lots.append((*ends, option[rows], seconds[:, first[rows], last[rows], option[rows]] + waits[rows]))
+        start, stop, taken, edges = (np.concatenate(columns, axis=-1) for columns in zip(*lots, strict=True))
+        order = np.argsort(start, kind="stable")
         return cls(
-            layers=layers,
-            first=first,
-            stop=last + 1,
-            option=option,
-            seconds=edges,
-            fastest=edges.min(axis=0),
+            ranks=ranks,
+            end=layers * ranks,
+            first=start[order],
+            stop=stop[order],
+            option=taken[order],
+            seconds=edges[:, order],
+            fastest=edges[:, order].min(axis=0),
             after=_states_after(problem.devices_of, problem.devices),
         )
 
@@ -209,7 +239,8 @@ class _Ways:
     def restricted(self, kept: NDArray[np.bool_]) -> _Ways:
         """Only these stages."""
         return _Ways(
-            layers=self.layers,
+            ranks=self.ranks,
+            end=self.end,
             first=self.first[kept],
             stop=self.stop[kept],
             option=self.option[kept],
@@ -219,24 +250,25 @@ class _Ways:
         )
 
     def suffixes(self, seconds: Floats, combine: Callable[[Floats, Floats], Floats]) -> Floats:
-        """[L + 1, W + 1] smallest sum (or maximum) of stages from a layer to the end that take exactly the devices of a state."""
-        result = np.full((self.layers + 1, self.after.shape[1] + 1), math.inf)
-        result[self.layers, 0] = 0.0
-        starts = np.searchsorted(self.first, np.arange(self.layers + 1))
-        for layer in range(self.layers - 1, -1, -1):
-            own = slice(starts[layer], starts[layer + 1])
-            if starts[layer] < starts[layer + 1]:
+        """[nodes, W + 1] smallest sum (or maximum) of stages from a node to the end that take exactly the devices of a state."""
+        result = np.full((self.end + 1, self.after.shape[1] + 1), math.inf)
+        result[self.end, 0] = 0.0
+        starts = np.searchsorted(self.first, np.arange(self.end + 1))
+        for node in range(self.end - 1, -1, -1):
+            own = slice(starts[node], starts[node + 1])
+            if starts[node] < starts[node + 1]:
                 behind = result[self.stop[own, None], self.after[self.option[own]]]
-                result[layer, :-1] = combine(seconds[own, None], behind).min(axis=0)
+                result[node, :-1] = combine(seconds[own, None], behind).min(axis=0)
         return result
 
     def prefixes(self, seconds: Floats) -> Floats:
-        """[L + 1, W + 1] smallest sum of stages in front of a layer that take exactly the devices of a state."""
+        """[nodes, W + 1] smallest sum of stages in front of a node that take exactly the devices of a state."""
         order = np.argsort(-self.stop, kind="stable")
         backwards = _Ways(
-            layers=self.layers,
-            first=self.layers - self.stop[order],
-            stop=self.layers - self.first[order],
+            ranks=self.ranks,
+            end=self.end,
+            first=self.end - self.stop[order],
+            stop=self.end - self.first[order],
             option=self.option[order],
             seconds=self.seconds[:, order],
             fastest=self.fastest[order],
@@ -247,10 +279,16 @@ class _Ways:
     def through(self) -> Floats:
         """[E] smallest sum of a whole pipeline with this stage in it, all stages being as fast as they can be."""
         front, behind = self.prefixes(self.fastest), self.suffixes(self.fastest, np.add)
-        states = np.arange(self.after.shape[1])
         # With w devices in front of a stage, all - w are left to it and to those behind.
-        left = self.after[:, self.all_devices - states][self.option]
-        return self.fastest + (front[self.first, :-1] + behind[self.stop[:, None], left]).min(axis=1, initial=math.inf)
+        states = self.after.shape[1]
+        left = self.after[:, self.all_devices - np.arange(states)]
+        result = np.empty(len(self.first))
+        step = max(1, CELLS // states)
+        for begin in range(0, len(result), step):
+            own = slice(begin, begin + step)
+            ways = front[self.first[own], :-1] + behind[self.stop[own, None], left[self.option[own]]]
+            result[own] = self.fastest[own] + ways.min(axis=1, initial=math.inf)
+        return result
 
     def shortest(self, threshold: float, most: float = math.inf) -> _Plan | None:
         """The plan with the smallest sum of stages that take no longer than the threshold; None where no sum is below `most`."""
@@ -267,24 +305,24 @@ class _Ways:
     def _shortest_of_any_length(self) -> _Plan | None:
         """As fast as stages can be with any number of stages behind."""
         sums = self.suffixes(self.fastest, np.add)
-        layer, state, chosen = 0, self.all_devices, []
-        if not math.isfinite(sums[layer, state]):
+        node, state, chosen = 0, self.all_devices, []
+        if not math.isfinite(sums[node, state]):
             return None
-        while layer < self.layers:
-            own = np.flatnonzero(self.first == layer)
+        while node < self.end:
+            own = np.flatnonzero(self.first == node)
             rest = sums[self.stop[own], self.after[self.option[own], state]]
             edge = own[np.argmin(self.fastest[own] + rest)]
             chosen.append(edge)
-            layer, state = self.stop[edge], self.after[self.option[edge], state]
+            node, state = self.stop[edge], self.after[self.option[edge], state]
         return self.plan(chosen, [float(self.fastest[edge]) for edge in chosen])
 
     def _shortest_by_length(self, threshold: float) -> _Plan | None:
-        """F(s, k, w; T) for s = 1, 2, ... stages, each from the one before; all layers at once."""
+        """F(s, k, w; T) for s = 1, 2, ... stages, each from the one before; all nodes at once."""
         states = self.after.shape[1]
-        sums = [np.full((self.layers + 1, states + 1), math.inf)]
-        sums[0][self.layers, 0] = 0.0
+        sums = [np.full((self.end + 1, states + 1), math.inf)]
+        sums[0][self.end, 0] = 0.0
         best, length = math.inf, 0
-        for stages in range(1, self.layers + 1):
+        for stages in range(1, self.end // self.ranks + 1):
             reached = sums[-1].min(axis=1) < math.inf
             seconds = self._of(stages - 1, threshold)
             edges = np.flatnonzero(reached[self.stop] & np.isfinite(seconds))
@@ -292,22 +330,22 @@ class _Ways:
                 break
             rest = sums[-1][self.stop[edges, None], self.after[self.option[edges]]]
             starts = np.searchsorted(self.first[edges], np.unique(self.first[edges]))
-            table = np.full((self.layers + 1, states + 1), math.inf)
+            table = np.full((self.end + 1, states + 1), math.inf)
             table[self.first[edges][starts], :-1] = np.minimum.reduceat(seconds[edges, None] + rest, starts, axis=0)
             sums.append(table)
             if table[0, self.all_devices] < best:
                 best, length = float(table[0, self.all_devices]), stages
         if not length:
             return None
-        layer, state, chosen, times = 0, self.all_devices, [], []
+        node, state, chosen, times = 0, self.all_devices, [], []
         for stages in range(length, 0, -1):
-            own = np.flatnonzero(self.first == layer)
+            own = np.flatnonzero(self.first == node)
             seconds = self._of(stages - 1, threshold)
             ways = seconds[own] + sums[stages - 1][self.stop[own], self.after[self.option[own], state]]
             edge = own[np.argmin(ways)]
             chosen.append(edge)
             times.append(float(seconds[edge]))
-            layer, state = self.stop[edge], self.after[self.option[edge], state]
+            node, state = self.stop[edge], self.after[self.option[edge], state]
         return self.plan(chosen, times)
 
     def _of(self, behind: int, threshold: float) -> Floats:
@@ -317,7 +355,10 @@ class _Ways:
 
     def plan(self, edges: Sequence[int], seconds: Sequence[float]) -> _Plan:
         """The stages of edges, from the first to the last."""
-        stages = [CutStage(int(self.first[e]), int(self.stop[e]) - 1, int(self.option[e])) for e in edges]
+        stages = [
+            CutStage(int(self.first[e]) // self.ranks, int(self.stop[e]) // self.ranks - 1, int(self.option[e]))
+            for e in edges
+        ]
         return _Plan(tuple(edges), tuple(seconds), tuple(stages))
 
     def _exact_seconds(self, edges: Sequence[int]) -> tuple[float, ...]:

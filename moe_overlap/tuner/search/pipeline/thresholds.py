@@ -1,7 +1,6 @@
 """The smallest f(T) + weight · T over thresholds T, where f falls as T grows: with few evaluations of f.
 
-f(T) is the smallest sum of a plan whose stages all take T at most; weight · max t_i is the rest of the objective. Branch and
-bound:
+f(T) is the smallest sum of a plan whose stages all take T at most; weight · max t_i is the rest of the objective. Steps:
 
 1. Thresholds are the sorted seconds of stages, `levels`. In an interval levels[first..last] no plan is better than
    f(levels[last]) + weight · levels[first].

@@ -1,0 +1,244 @@
+"""One choice for every node, exactly: Alpa's integer linear program, solved by HiGHS.
+
+    minimise  Σ_v c_v · s_v + Σ_(v,u) s_vᵀ R_vu s_u     with s_v one-hot and, for every memory row, Σ_v m_v · s_v ≤ limit
+
+1. The quadratic term becomes linear by one variable e_ij for every pair of choices: its rows sum to s_v, its columns to s_u.
+   Where both are one-hot, e is one-hot, too, so it may be continuous. Choices that an edge cannot tell apart share a variable
+   there, which leaves pairs of specs in place of pairs of algorithms. Pairs of infinite cost have no variable.
+2. Where a cost is known that must be beaten, the program without integrality is solved first: its bound is nearly tight, so most
+   problems that cannot beat it end there.
+3. Choices that another choice of the node beats in cost and in every memory row, and that no edge tells from it, are left out.
+
+Source: Alpa, section 4.2, equation 1 and its linearisation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.math_opt.python import mathopt
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.intp]
+Status = Literal["optimal", "feasible", "infeasible", "unknown", "cut off"]
+"""`cut off`: nothing is better than what was known before."""
+UNIT = 1e-6
+"""Seconds of one unit of the objective: solvers round to a millionth of a unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """A bound on a sum over all nodes.
+
+    Attributes:
+        coefficients: [choices] of every node.
+    """
+
+    coefficients: tuple[Floats, ...]
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceProblem:
+    """Nodes with choices.
+
+    Attributes:
+        costs: [choices] of every node; infinite where a choice is forbidden.
+        edges: two different nodes, and the costs of every pair of their choices.
+    """
+
+    costs: tuple[Floats, ...]
+    edges: tuple[tuple[int, int, Floats], ...]
+    rows: tuple[MemoryRow, ...] = ()
+
+    def cost(self, chosen: Sequence[int]) -> float:
+        """Cost of one choice per node."""
+        total = sum(float(costs[choice]) for costs, choice in zip(self.costs, chosen, strict=True))
+        return total + sum(float(matrix[chosen[a], chosen[b]]) for a, b, matrix in self.edges)
+
+    def best_of(self, chosen: Sequence[int], free: Sequence[int]) -> float:
+        """Least cost where a few nodes choose anew and all others keep their choice; infinite where nothing fits."""
+        axis_of = {node: axis for axis, node in enumerate(free)}
+
+        def spread(values: Floats, *nodes: int) -> Floats:
+            """Values over the choices of free nodes, as an array over the choices of all of them."""
+            shape = [len(self.costs[node]) if node in nodes else 1 for node in free]
+            ordered = values.T if list(nodes) != sorted(nodes, key=axis_of.__getitem__) else values
+            return ordered.reshape(shape)
+
+        def summed(values: Sequence[Floats]) -> Floats:
+            kept = sum(float(v[chosen[node]]) for node, v in enumerate(values) if node not in axis_of)
+            return kept + sum((spread(values[node], node) for node in free), start=np.zeros([1] * len(free)))
+
+        total = summed(self.costs)
+        for a, b, matrix in self.edges:
+            inside = [node for node in (a, b) if node in axis_of]
+            rows = slice(None) if a in axis_of else chosen[a]
+            columns = slice(None) if b in axis_of else chosen[b]
+            total = total + spread(np.asarray(matrix[rows, columns]), *inside)
+        fits = np.ones_like(total, dtype=np.bool_)
+        for row in self.rows:
+            fits = fits & (summed(row.coefficients) <= row.limit * (1 + 1e-9))
+        return float(np.where(fits, total, np.inf).min())
+
+    def is_feasible(self, chosen: Sequence[int]) -> bool:
+        """Whether every memory row holds and nothing is forbidden."""
+        fits = all(
+            sum(float(values[choice]) for values, choice in zip(row.coefficients, chosen, strict=True))
+            <= row.limit * (1 + 1e-9)
+            for row in self.rows
+        )
+        return fits and bool(np.isfinite(self.cost(chosen)))
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a solver found.
+
+    Attributes:
+        value: the choice of every node; None where there is none.
+        objective, bound: seconds of the choice, and what no choice is below.
+        gap: (objective - bound) / objective.
+        seconds: time it took.
+    """
+
+    value: tuple[int, ...] | None
+    objective: float
+    bound: float
+    gap: float
+    status: Status
+    seconds: float
+
+
+def solve_choices(problem: ChoiceProblem, seconds: float = 60.0, cutoff: float = float("inf")) -> Solution:
+    """The cheapest choice of every node.
+
+    Args:
+        seconds: time limit.
+        cutoff: a cost that is of interest only if it is beaten.
+    """
+    started = time.monotonic()
+    kept = [_undominated(problem, node) for node in range(len(problem.costs))]
+    if any(not len(places) for places in kept):
+        return Solution(None, float("inf"), float("inf"), 0.0, "infeasible", time.monotonic() - started)
+    model = mathopt.Model()
+    # Variables: s[v][i], whether node v takes its choice i; then those of the edges, in `_add_edge`.
+    taken = [{int(i): model.add_binary_variable() for i in places} for places in kept]
+    for of_node in taken:
+        model.add_linear_constraint(mathopt.fast_sum(of_node.values()) == 1)
+    terms = [
+        variable * (float(problem.costs[node][choice]) / UNIT)
+        for node, of_node in enumerate(taken)
+        for choice, variable in of_node.items()
+    ]
+    constant = 0.0
+    for first, second, matrix in problem.edges:
+        constant += _add_edge(model, (taken[first], taken[second]), matrix, terms)
+    for row in problem.rows:
+        # In shares of the limit, so that bytes and seconds have numbers of one size.
+        used = [
+            variable * (float(row.coefficients[node][choice]) / row.limit)
+            for node, of_node in enumerate(taken)
+            for choice, variable in of_node.items()
+        ]
+        model.add_linear_constraint(mathopt.fast_sum(used) <= 1.0)
+    model.minimize(mathopt.fast_sum(terms) + constant / UNIT)
+    if np.isfinite(cutoff):
+        bound = _relaxed_bound(model, taken)
+        if bound * UNIT >= cutoff:
+            return Solution(None, float("inf"), bound * UNIT, 0.0, "cut off", time.monotonic() - started)
+    parameters = mathopt.SolveParameters(
+        time_limit=timedelta(seconds=max(0.1, seconds)), relative_gap_tolerance=1e-7, absolute_gap_tolerance=1e-6
+    )
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+    return _solution(problem, result, taken, started)
+
+
+def _relaxed_bound(model: mathopt.Model, taken: list[dict[int, mathopt.Variable]]) -> float:
+    """Step 2: the objective where choices may be mixed; infinite where even that is infeasible."""
+    binaries = [variable for of_node in taken for variable in of_node.values()]
+    for variable in binaries:
+        variable.integer = False
+    result = mathopt.solve(model, mathopt.SolverType.GLOP)
+    for variable in binaries:
+        variable.integer = True
+    reason = result.termination.reason
+    if reason == mathopt.TerminationReason.OPTIMAL:
+        return result.objective_value()
+    return float("inf") if reason == mathopt.TerminationReason.INFEASIBLE else -float("inf")
+
+
+def _solution(
+    problem: ChoiceProblem, result: mathopt.SolveResult, taken: list[dict[int, mathopt.Variable]], started: float
+) -> Solution:
+    reason = result.termination.reason
+    if not result.has_primal_feasible_solution():
+        status: Status = "infeasible" if reason == mathopt.TerminationReason.INFEASIBLE else "unknown"
+        bound = float("inf") if status == "infeasible" else result.dual_bound() * UNIT
+        return Solution(None, float("inf"), bound, 0.0, status, time.monotonic() - started)
+    values = result.variable_values()
+    chosen = tuple(max(of_node, key=lambda choice: values[of_node[choice]]) for of_node in taken)
+    assert problem.is_feasible(chosen)
+    objective = problem.cost(chosen)
+    bound = min(objective, result.dual_bound() * UNIT)
+    optimal = reason == mathopt.TerminationReason.OPTIMAL
+    gap = (objective - bound) / objective if objective > 0 else 0.0
+    return Solution(chosen, objective, bound, gap, "optimal" if optimal else "feasible", time.monotonic() - started)
+
+
+def _add_edge(
+    model: mathopt.Model,
+    ends: tuple[dict[int, mathopt.Variable], dict[int, mathopt.Variable]],
+    matrix: Floats,
+    terms: list[mathopt.LinearTerm],
+) -> float:
+    """Step 1: the variables of an edge, whose costs join the objective's terms; what every pair costs is returned."""
+    first, second = ends
+    rows, of_row = _classes(matrix[np.ix_(list(first), list(second))])
+    columns, of_column = _classes(rows.T)
+    pairs = columns.T
+    finite = np.isfinite(pairs)
+    least = float(pairs[finite].min()) if finite.any() else 0.0
+    variables = {(int(i), int(j)): model.add_variable(lb=0.0, ub=1.0) for i, j in zip(*np.nonzero(finite), strict=True)}
+    terms += [
+        variable * ((float(pairs[place]) - least) / UNIT)
+        for place, variable in variables.items()
+        if pairs[place] > least
+    ]
+    for axis, end, classes in ((0, first, of_row), (1, second, of_column)):
+        for index in range(pairs.shape[axis]):
+            chosen = mathopt.fast_sum(v for v, c in zip(end.values(), classes, strict=True) if c == index)
+            shared = mathopt.fast_sum(variable for place, variable in variables.items() if place[axis] == index)
+            model.add_linear_constraint(shared - chosen == 0)
+    return least
+
+
+def _classes(matrix: Floats) -> tuple[Floats, Integers]:
+    """Distinct rows, and the class of every row."""
+    rows, classes = np.unique(matrix, axis=0, return_inverse=True)
+    return rows, np.asarray(classes).reshape(-1)
+
+
+def _undominated(problem: ChoiceProblem, node: int) -> Integers:
+    """Step 3: the choices of a node that may be best."""
+    costs = problem.costs[node]
+    rows = [problem.costs[node], *(row.coefficients[node] for row in problem.rows)]
+    sides = [matrix for a, _, matrix in problem.edges if a == node]
+    sides += [matrix.T for _, b, matrix in problem.edges if b == node]
+    seen = np.hstack([np.zeros((len(costs), 1)), *sides])
+    _, classes = _classes(seen)
+    values = np.stack(rows, axis=1)
+    kept: list[int] = []
+    for choice in np.lexsort(values.T[::-1]):
+        if not np.isfinite(costs[choice]):
+            continue
+        rivals = [other for other in kept if classes[other] == classes[choice]]
+        if not any((values[other] <= values[choice]).all() for other in rivals):
+            kept.append(int(choice))
+    return np.array(sorted(kept), dtype=np.intp)
