@@ -89,7 +89,7 @@ def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFix
         ([*JOB, *H100, "--software", "latest"], "--software latest: is no release"),
         ([*JOB, *H100, "--train-tokens", "many"], "--train-tokens many: is no number of tokens"),
         (["--megatron-args", "none.args", *H100], "cannot read none.args"),
-        ([*JOB, *H100, "--model", "none.json"], "--model none.json: is no model file"),
+        ([*JOB, *H100, "--model", "none.json"], "--model none.json: cannot be read"),
         ([*JOB, *H100, "--plan", "none.json"], "none.json"),
         ([*JOB, *H100, "--expert-load", "none"], "none: cannot be read"),
     ],

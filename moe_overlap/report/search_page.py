@@ -1,0 +1,76 @@
+"""The page of a plan search: the answer, the plans that were not chosen, the frontier, and how the answer would change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_overlap.report.answer import Answer, RunnerUp, runner_up
+from moe_overlap.report.html import CandidateRow, Report
+from moe_overlap.report.search import PlanSearch
+from moe_overlap.report.sensitivity import Competitor, memory_sensitivity, network_sensitivity, skew_sensitivity
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
+from moe_overlap.tuner.search.layer.candidates import few_micro_batches
+
+ON_FRONTIER = "on the frontier of seconds and memory"
+
+
+def search_report(search: PlanSearch, plans: Sequence[Competitor], train_tokens: float | None = None) -> Report:
+    """The content of the page.
+
+    Args:
+        plans: the chosen plan, with its overlap, and a few others, each with the problem that prices it; they compete where the
+            network or the routing differ. The first is simulated.
+    """
+    chosen, prediction = search.chosen, search.prediction
+    runners_up = [runner_up(other.name, other.prediction, chosen.prediction) for other in search.others]
+    answer = Answer(
+        plan=search.plan,
+        prediction=prediction,
+        cluster=search.cluster,
+        train_tokens=train_tokens,
+        runners_up=runners_up,
+    )
+    rows = [
+        CandidateRow(
+            name=chosen.name,
+            seconds=prediction.predicted.step_seconds,
+            needed_bytes=prediction.fullest.needed_bytes,
+            is_chosen=True,
+        ),
+        *_rows(search, runners_up),
+    ]
+    frontier = [(plan.name, plan.seconds, plan.needed_bytes) for plan in search.found.frontier]
+    sensitivities = [
+        network_sensitivity(plans),
+        *([skew_sensitivity(plans)] if plans[0].problem.model.num_experts else []),
+        *(
+            [memory_sensitivity(frontier, prediction.capacity_bytes, prediction.memory.high, chosen.name)]
+            if frontier
+            else []
+        ),
+    ]
+    title = f"{search.plan.model.name} on {search.cluster.gpus} × {search.cluster.group_of(0).gpu.name}"
+    return Report(answer=answer, title=title, step=shown_step(plans[0]), candidates=rows, sensitivities=sensitivities)
+
+
+def _rows(search: PlanSearch, runners_up: Sequence[RunnerUp]) -> list[CandidateRow]:
+    """The finalists, the rest of the frontier, and what rules refuse."""
+    finalists = [
+        CandidateRow(
+            name=other.name, seconds=other.seconds, needed_bytes=other.prediction.fullest.needed_bytes, note=why.why
+        )
+        for other, why in zip(search.others, runners_up, strict=True)
+    ]
+    known = {search.chosen.name, *(other.name for other in search.others)}
+    frontier = [
+        CandidateRow(name=plan.name, seconds=plan.seconds, needed_bytes=plan.needed_bytes, note=ON_FRONTIER)
+        for plan in search.found.frontier
+        if plan.name not in known
+    ]
+    refused = [CandidateRow(name=name, seconds=None, needed_bytes=None, note=rule) for name, rule in search.refused]
+    return [*finalists, *frontier, *refused]
+
+
+def shown_step(plan: Competitor) -> SimulatedStep:
+    """The step of a plan with few micro-batches, enough to see how the stages fill and drain."""
+    return simulate_step(few_micro_batches(plan.plan), plan.problem)
