@@ -228,8 +228,8 @@ class _Builder:
         return float(self.part.storages[storage].bytes.value(self.result.samples, self.result.tokens))
 
     def _grows(self, storage: int) -> bool:
-        """Whether a storage grows with the micro-batch, as activations do."""
-        size, twice = (self.part.storages[storage].bytes.value(b, self.result.tokens) for b in (1, 2))
+        """Whether a storage grows with the tokens, as activations do; graphs of one sample have no other measure."""
+        size, twice = (self.part.storages[storage].bytes.value(self.result.samples, s) for s in (4096, 8192))
         return float(twice) > 1.5 * float(size)
 
     def _tensor(self, storage: int, is_rows: bool) -> Tensor:
