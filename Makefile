@@ -2,6 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PROCESSES ?= 2
+WORKERS ?= 2
 ARGS ?=
 
 BIN := .venv/bin
@@ -13,8 +14,11 @@ export OMP_NUM_THREADS ?= 1
 train: .venv/installed
 	$(BIN)/torchrun --nproc-per-node $(PROCESSES) pretrain_moe.py @examples/tiny-mixtral-8x7b.args --save checkpoints $(ARGS)
 
+# A hundred processes import the same modules: compiled once, whatever the caller's environment says.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/installed
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -18,6 +18,7 @@ setup(
         "moe_overlap.describe": ["*.json"],
         "moe_overlap.describe.readers": ["*.json"],
         "moe_overlap.tuner.cost": ["*.json"],
+        "moe_overlap.tuner.write": ["*.sh"],
     },
     entry_points={
         "console_scripts": [
@@ -44,6 +45,6 @@ setup(
         "data": ["pyarrow", "sentencepiece", "tiktoken", "tokenizers", "transformers<5"],
         "logging": ["tensorboard", "wandb"],
         "gpu": ["transformer-engine[pytorch]", "triton"],
-        "dev": ["mypy", "pytest", "ruff", "setuptools", "tensorboard", "transformers<5", "wheel"],
+        "dev": ["mypy", "pytest", "pytest-xdist", "ruff", "setuptools", "tensorboard", "transformers<5", "wheel"],
     },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,14 @@ from megatron.training.cli.start import quiet_libraries
 quiet_libraries()
 if cpu_backend.is_needed():
     cpu_backend.install()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Divide tests between workers as tests/workers.py says; without workers pytest-xdist is not needed."""
+    from tests.workers import Workers
+
+    return Workers(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,6 +7,7 @@ the loop calls; megatron-core's objects and the runtime's satisfy them as they a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,6 +92,9 @@ class Scheduler(Protocol):
 
 class Checkpoints(Protocol):
     """Saves of a run."""
+
+    def claimed(self) -> AbstractContextManager[None]:
+        """The folders of the saves, which no other job may have meanwhile; collective."""
 
     def save(self, progress: Progress, persistent: bool = True) -> None:
         """Save everything, complete or not at all, or start to; what is not persistent, the next such save replaces."""

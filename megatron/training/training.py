@@ -22,6 +22,7 @@ from megatron.training.checkpoint.checkpointing import Progress
 from megatron.training.cli.config import Config
 from megatron.training.job import Batches, Job, StepResult
 from megatron.training.report.metrics import StepMetrics
+from megatron.training.report.outputs import Sink
 from megatron.training.report.reports import StorageTracker, held_tensors, resident_bytes
 from moe_overlap.plan.instructions import Span, communication_seconds
 
@@ -57,12 +58,14 @@ class TrainingLoop:
 
         Raises:
             TrainingFailed: loss or gradient norm is not finite.
+            ConfigError: another job saves into the same folder, or the folder cannot be written.
         """
         training, job = self._config.training, self.job
-        with contextlib.closing(job.reporting.log):
+        with contextlib.closing(job.reporting.log), job.checkpoints.claimed():
+            spans: Sequence[Span] = ()
             try:
                 if not training.skip_train:
-                    self._train()
+                    spans = self._train()
             # A save under way is of an earlier step and sound. All ranks fail in the same step, so all come to wait for
             # it.
             except TrainingFailed:
@@ -72,11 +75,13 @@ class TrainingLoop:
             if self._saved_at != self.progress.iteration:
                 self.save_now()
             self._say_what_is_saved(wait=True)
+            self._last_reports(spans)
             if training.eval_iters and (self.progress.iteration >= job.schedule.total_steps or training.skip_train):
                 self.evaluate("valid")
                 self.evaluate("test")
 
-    def _train(self) -> None:
+    def _train(self) -> Sequence[Span]:
+        """Execute the steps that are left; returns this rank's spans of the last one."""
         training, job, total_steps = self._config.training, self.job, self.job.schedule.total_steps
         feed = job.batches("train", self.progress.train_samples)
         assert feed is not None
@@ -97,9 +102,14 @@ class TrainingLoop:
                 if reason is not None:
                     self.reason = reason
                     break
-        job.reporting.reports.flush_loads(self.progress.iteration)
-        if self._config.overlap.trace is not None and spans:
-            job.reporting.write_trace(spans)
+        return spans
+
+    def _last_reports(self, spans: Sequence[Span]) -> None:
+        """Expert loads since the last report, and the trace: after the final save, which a full disk must not take away."""
+        reporting, trace = self.job.reporting, self._config.overlap.trace
+        reporting.reports.flush_loads(self.progress.iteration)
+        if trace is not None and spans:
+            Sink("--trace", trace).attempt(lambda: reporting.write_trace(spans))
 
     def step(self, iteration: int, feed: Batches) -> Sequence[Span]:
         """Execute, count and log one training step; returns this rank's spans.
@@ -270,20 +280,20 @@ def _profiler(config: Config, done: int) -> Iterator[Callable[[int], None]]:
     if not (logging.profile and logging.use_pytorch_profiler) or dist.get_rank() not in logging.profile_ranks:
         yield lambda iteration: None
         return
-    folder = Path(logging.tensorboard_dir or ".")
-    folder.mkdir(parents=True, exist_ok=True)
+    path = Path(logging.tensorboard_dir or ".") / f"rank{dist.get_rank()}.pt.trace.json"
+    sink = Sink("--use-pytorch-profiler", path)
     profiler = torch.profiler.profile(record_shapes=True)
     running = False
 
     def write() -> None:
-        profiler.stop()
-        profiler.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.pt.trace.json"))
+        sink.attempt(profiler.stop)
+        sink.attempt(lambda: profiler.export_chrome_trace(str(path)))
 
     def after(iteration: int) -> None:
         nonlocal running
         due = logging.profile_step_start <= iteration + 1 < logging.profile_step_end
         if due and not running:
-            profiler.start()
+            sink.attempt(profiler.start)
         if running and not due:
             write()
         running = due

@@ -21,41 +21,108 @@ import argparse
 import gc
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from moe_overlap import VERSION_LINE
-from moe_overlap.api import tune
+from moe_overlap.api import Options, tune
 from moe_overlap.commands.job_arguments import add_job_arguments, cluster_of, words_of
+from moe_overlap.commands.predict import token_count
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import SearchLimits
+from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.report.prediction import prediction_text
+from moe_overlap.report.search import search_json, search_lines, write_search
 from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
+from moe_overlap.tuner.capture.cache import PRECISIONS
+from moe_overlap.tuner.search.space import SEARCH_SPACES
+from moe_overlap.tuner.search.uniform import RankedLayout
+
+SOLVER_SECONDS = 5.0
+"""Of each weight-gradient schedule."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 for a user's mistake."""
     arguments = _parser().parse_args(argv)
     try:
-        if not arguments.overlap_only:
-            rule = "parallelism and memory are not searched yet"
-            raise ConfigError("--overlap-only", "missing", rule, "add it to decide the overlap of these flags")
-        cluster = cluster_of(arguments)
-        limits = SearchLimits(
-            max_partitions=arguments.overlap_max_partitions,
-            group_seconds=arguments.overlap_group_seconds,
-            range_limit=arguments.overlap_range_limit,
-        )
-        given = {"software": arguments.software, "expert_load": arguments.expert_load}
-        tuned = tune(words_of(arguments), cluster, limits, arguments.time_limit, arguments.refine, **given)
-        folder = Path(arguments.output)
-        write_run(folder, tuned)
-        write_trace(folder / "trace.json", tuned.step)
+        return (_overlap if arguments.overlap_only else _plan)(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _overlap(arguments: argparse.Namespace) -> int:
+    """Decide the overlap of the flags' own layout."""
+    cluster = cluster_of(arguments)
+    given = Options(software=arguments.software, expert_load=arguments.expert_load)
+    seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
+    tuned = tune(words_of(arguments), cluster, _limits(arguments), seconds, arguments.refine, **given)
+    folder = Path(arguments.output)
+    write_run(folder, tuned)
+    write_trace(folder / "trace.json", tuned.step)
     print(json.dumps(tuned_json(tuned), indent=1) if arguments.json else tuned_text(tuned, folder))
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    """Search the whole plan."""
+    if arguments.refine:
+        raise ConfigError(
+            "--refine", arguments.refine[0], "traces refine the overlap of one layout", "add --overlap-only"
+        )
+    limit = arguments.time_limit
+    if limit is not None and not limit > 0:
+        raise ConfigError("--time-limit", limit, "must be greater than 0 seconds", "drop it to search all")
+    train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
+    settings = SearchSettings(
+        target=arguments.target,
+        space=arguments.search_space,
+        seconds=float("inf") if limit is None else limit,
+        overlap_limits=_limits(arguments),
+        progress=Progress(sys.stderr),
+    )
+    given = Options(software=arguments.software, expert_load=arguments.expert_load, precision=arguments.precision)
+    search = search_plan(words_of(arguments), cluster_of(arguments), settings, **given)
+    folder = Path(arguments.output)
+    write_search(folder, search)
+    if arguments.json:
+        print(json.dumps(search_json(search), indent=1))
+        return 0
+    print("\n".join(search_lines(search, folder, train_tokens)))
+    if arguments.verbose:
+        print(f"\n{prediction_text(search.prediction, search.cluster)}")
+        print("\n".join(f"refused     {name}: {rule}" for name, rule in search.refused))
+    return 0
+
+
+def _limits(arguments: argparse.Namespace) -> SearchLimits:
+    return SearchLimits(
+        max_partitions=arguments.overlap_max_partitions,
+        group_seconds=arguments.overlap_group_seconds,
+        range_limit=arguments.overlap_range_limit,
+    )
+
+
+class Progress:
+    """Says now and then how far the search is: on one line of a terminal, else on a line every ten seconds."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._said = stream, time.monotonic()
+
+    def __call__(self, done: int, total: int, best: RankedLayout | None) -> None:
+        """Say it, if it is time."""
+        is_terminal = self._stream.isatty()
+        if time.monotonic() - self._said < (0.2 if is_terminal else 10.0):
+            return
+        self._said = time.monotonic()
+        text = "nothing that fits yet" if best is None else f"best so far {best.seconds:.3f} s, {best.name}"
+        text = f"{done:,} of at most {total:,} layouts evaluated; {text}"
+        self._stream.write(f"\r\x1b[K{text[:150]}" if is_terminal else f"{text}\n")
+        self._stream.flush()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,12 +131,27 @@ def _parser() -> argparse.ArgumentParser:
     add_job_arguments(parser)
     parser.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")
     parser.add_argument("--overlap-only", action="store_true", help="keep the parallel layout, decide the overlap")
+    parser.add_argument(
+        "--target", choices=("moe-overlap", "megatron-lm"), default="moe-overlap", help="who runs the plan"
+    )
+    parser.add_argument("--search-space", metavar="NAME", default="recompute", help=f"{', '.join(SEARCH_SPACES)}")
+    parser.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
+    parser.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
+    parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
+    parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole training, as 300B")
+    parser.add_argument("--verbose", action="store_true", help="every figure of the chosen plan")
     parser.add_argument("--overlap-max-partitions", metavar="N", type=int, default=8, help="most partitions of a range")
     parser.add_argument(
         "--overlap-group-seconds", metavar="S", type=float, default=0.0, help="shorter operators are moved together"
     )
     parser.add_argument("--overlap-range-limit", metavar="N", type=int, default=16, help="most groups in a range")
-    parser.add_argument("--time-limit", metavar="S", type=float, default=5.0, help="of each weight-gradient schedule")
+    parser.add_argument(
+        "--time-limit",
+        metavar="S",
+        type=float,
+        help="seconds of the search, after which the best so far is the answer; with --overlap-only of each "
+        "weight-gradient schedule (5)",
+    )
     parser.add_argument(
         "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -12,6 +13,16 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 RANK_0_SPEAKS_WITHIN_SECONDS = 10
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher() -> None:
+    """Have the kernel end this process when torchrun is killed: ranks that train on would collide with those of a restart.
+
+    Linux alone has it. Ranks that no torchrun started, of Slurm or a shell, end as their launcher ends them.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave(rank: int, line: str, status: int) -> int:
@@ -48,6 +59,9 @@ def end_process(status: int) -> NoReturn:
     reads signal 6 in place of the status.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # A full disk behind stdout, or a reader that has gone, does not change how the run ended.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
     os._exit(status)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.model_file import read_model
+
+USUAL = (
+    "--bf16",
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--micro-batch-size",
+    "1",
+)
+MOE = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `words_of` and `cluster_of` read."""
-    parser.add_argument("--megatron-args", metavar="FILE", required=True, help="flags of the run, or its shell script")
+    parser.add_argument("--megatron-args", metavar="FILE", help="flags of the run, or its shell script")
     parser.add_argument("--model", metavar="FILE", help="model file (examples/models); its flags come first")
     parser.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
     parser.add_argument("--gpu", help="type of GPU, in place of --cluster")
@@ -33,16 +42,22 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
 
 
 def words_of(arguments: argparse.Namespace) -> list[str]:
-    """Flags of the model file, then those of the argument file: later ones win."""
-    return [*(_model_words(arguments.model) if arguments.model else []), f"@{arguments.megatron_args}"]
+    """Flags of the model file, then those of the argument file, then those of the tool's own options: later ones win.
+
+    Raises:
+        ConfigError: neither file is given, or the model file is none.
+    """
+    if arguments.model is None and arguments.megatron_args is None:
+        raise ConfigError("--megatron-args", "", "nothing says what is trained", "add --megatron-args or --model")
+    words = _model_words(arguments.model) if arguments.model is not None else []
+    words += [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
+    for option in ("global_batch_size", "seq_length"):
+        value = getattr(arguments, option, None)
+        words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+    return words
 
 
 def _model_words(path: str) -> list[str]:
-    try:
-        flags = json.loads(Path(path).read_text(encoding="utf-8"))["flags"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError("--model", path, f"is no model file ({error})", "see examples/models") from None
-    words = []
-    for name, value in flags.items():
-        words += [f"--{name}", *(map(str, value if isinstance(value, list) else [] if value is True else [value]))]
-    return words
+    """The flags of a model file, over what nearly every run of Megatron-LM sets: a config.json says nothing of training."""
+    described = read_model(path)
+    return [*USUAL, *(MOE if "num-experts" in described.flags else ()), *described.arguments]

@@ -2,8 +2,9 @@
 
     python tools/predict.py --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64
 
-Reads Megatron flags, prints a summary or, with --json, everything; --trace FILE writes the step as it is simulated, for
-ui.perfetto.dev and tools/compare_trace.py. torch is imported only to capture a layout that is not cached.
+Reads Megatron flags and prints the answer in about ten lines; --verbose adds every figure behind it, --json prints all of it for
+programs. --trace FILE writes the step as it is simulated, for ui.perfetto.dev and tools/compare_trace.py. torch is imported only
+to capture a layout that is not cached.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import sys
 from collections.abc import Sequence
 
 from moe_overlap import VERSION_LINE
-from moe_overlap.api import PRECISIONS, predict, simulated
+from moe_overlap.api import Options, predict, problem_of, simulated
 from moe_overlap.commands.job_arguments import add_job_arguments, cluster_of, words_of
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.job import PRECISIONS, Job, read_job
+from moe_overlap.plan.plan import Plan
+from moe_overlap.report.answer import Answer, answer_lines
 from moe_overlap.report.prediction import prediction_json, prediction_text
 from moe_overlap.report.trace import write_trace
-
-GIVEN = ("precision", "software", "expert_load", "plan")
-"""Options that `predict` takes as they are."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         cluster = cluster_of(arguments)
-        words, given = words_of(arguments), {name: getattr(arguments, name) for name in GIVEN}
+        words = words_of(arguments)
+        given = Options(
+            precision=arguments.precision,
+            software=arguments.software,
+            expert_load=arguments.expert_load,
+            plan=arguments.plan,
+        )
+        train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
         prediction = predict(words, cluster, **given)
         step = simulated(words, cluster, **given) if arguments.trace is not None else None
         if step is not None:
@@ -42,10 +50,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         played = {} if seconds is None else {"simulated_step_seconds": seconds}
         print(json.dumps(prediction_json(prediction) | played, indent=1))
         return 0
-    print(prediction_text(prediction, cluster))
+    job = read_job(words, cluster.gpus, arguments.precision, arguments.plan)
+    # What a measured machine runs is this fork, whose states are always sharded; the problem's plan says so.
+    plan = job.plan if cluster.measured is None else problem_of(words, cluster, given).plan
+    answer = Answer(
+        plan=plan, prediction=prediction, cluster=cluster, train_tokens=train_tokens or implied_tokens(job, plan)
+    )
+    print("\n".join(answer_lines(answer)))
+    if arguments.verbose:
+        print(f"\n{prediction_text(prediction, cluster)}")
     if seconds is not None:
         print(f"simulated: {seconds:.3f} s, with what the plan overlaps; {arguments.trace}")
     return 0
+
+
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def token_count(text: str, flag: str = "--train-tokens") -> float:
+    """A number of tokens: `1e12`, `300B` or `15T`.
+
+    Raises:
+        ConfigError: not a positive number.
+    """
+    unit = _UNITS.get(text[-1:].upper(), 1.0)
+    try:
+        tokens = float(text[:-1] if unit > 1 else text) * unit
+    except ValueError:
+        tokens = 0.0
+    if not 0 < tokens < float("inf"):
+        raise ConfigError(flag, text, "is no number of tokens", "write for example 300B or 1e12")
+    return tokens
+
+
+def implied_tokens(job: Job, plan: Plan) -> float | None:
+    """Tokens of the whole training, where the flags say its length."""
+    training = job.config.training
+    if training.train_samples is not None:
+        return float(training.train_samples * plan.sequence_length)
+    if training.train_iters is not None:
+        return float(training.train_iters * plan.global_batch_size * plan.sequence_length)
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
     )
     parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    parser.add_argument("--train-tokens", metavar="N", help="tokens to train, as 300B; default what the flags train")
+    parser.add_argument("--verbose", action="store_true", help="every figure behind the answer")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument(
         "--trace", metavar="FILE", help="write a simulated step: one rank per stage, for ui.perfetto.dev"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron.training
-from moe_overlap.commands.exits import end_process, ends_with_its_reader, leave
+from moe_overlap.commands.exits import end_process, end_with_launcher, ends_with_its_reader, leave
 from moe_overlap.describe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     from megatron.training.cli.packages import require_packages
     from megatron.training.cli.start import quiet_libraries
 
+    end_with_launcher()
     require_packages(parsed.config)
     quiet_libraries()
     if cpu_backend.is_needed():
@@ -106,6 +107,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
 def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     """Build a run from its flags. Collective over the default process group.
 
+    0. Every output is written to: a run that cannot save does not begin.
     1. Tokenizer and flags give the model; flags, or --plan, give the plan; the plan gives this rank's instructions.
     2. The plan gives the machinery: groups, model, optimizer, runner.
     3. Data, then the checkpoint: loading moves the machinery to where the run continues.
@@ -114,15 +116,18 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     import torch.distributed as dist
 
     from megatron.training.checkpoint.checkpointing import Checkpointer, Progress, model_fingerprint
+    from megatron.training.cli.rules.resume import DIGEST, SAMPLES
     from megatron.training.cli.sizes import batch_sizes, describe_model, known_vocab_size
     from megatron.training.data.sources import tokenizer_of_run
     from megatron.training.job import Job, Schedule
     from megatron.training.plan_flags import plan_of_run, with_global_batch
+    from megatron.training.report.outputs import prove_outputs
     from megatron.training.training import TrainingLoop
     from moe_overlap.plan.lowering.lower import lower
     from moe_overlap.runtime.build import build_context
 
     config = parsed.config
+    prove_outputs(config, rank)  # 0
     tokenizer = tokenizer_of_run(config.data)  # 1
     vocabulary = known_vocab_size(config) or tokenizer.vocab_size
     model = describe_model(config, vocabulary, parsed.name)
@@ -146,6 +151,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         machinery.scheduler,
         context.groups.collection,
         model_fingerprint(config, vocabulary),
+        {SAMPLES: plan.global_batch_size, DIGEST: batches.digest},
     )
     progress = checkpoints.load() or Progress()
     reporting = reporting_of(parsed, context, rank, total_steps, batches.description)  # 4

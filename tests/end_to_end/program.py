@@ -50,15 +50,20 @@ def alone(words: Sequence[str], extra: Mapping[str, str] | None = None) -> Ended
     return _run(command, extra)
 
 
-def torchrun(words: Sequence[str], ranks: int = 2, options: Sequence[str] = ("--standalone",)) -> Ended:
+def torchrun(
+    words: Sequence[str],
+    ranks: int = 2,
+    options: Sequence[str] = ("--standalone",),
+    timeout_seconds: float = PATIENCE_SECONDS,
+) -> Ended:
     """Run the program under torchrun; its stderr holds torchrun's own remarks, too."""
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", str(ranks)]
-    return _run([*command, str(PROGRAM), *words], None)
+    return _run([*command, str(PROGRAM), *words], None, timeout_seconds)
 
 
-def _run(command: Sequence[str], extra: Mapping[str, str] | None) -> Ended:
+def _run(command: Sequence[str], extra: Mapping[str, str] | None, timeout_seconds: float = PATIENCE_SECONDS) -> Ended:
     ended = subprocess.run(
-        command, cwd=ROOT, env=environment(extra), capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        command, cwd=ROOT, env=environment(extra), capture_output=True, text=True, timeout=timeout_seconds
     )
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 

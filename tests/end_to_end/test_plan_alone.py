@@ -9,10 +9,13 @@ import pytest
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model
+from megatron.training.cli.validation import validate
+from megatron.training.plan_argument import with_plan
 from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.commands.compare import compare_losses
 from moe_overlap.plan.serialize import save_plan
 from tests.end_to_end.program import Launch, alone
+from tests.spawn import run
 
 STEPS = 3
 MODEL = (
@@ -42,6 +45,21 @@ DECIDED = {
 """What flags alone say of the run -> what the plan says, too."""
 
 
+STARTED = "overlapped"
+"""Its runs are started as users start them; the others, too, have processes of their own, which have imported torch already."""
+
+
+def train(words: list[str]) -> None:
+    """Train in this rank of a group that is there."""
+    import torch.distributed as dist
+
+    from moe_overlap.commands.train import assemble
+
+    parsed = with_plan(parse(words), dist.get_world_size())
+    validate(parsed.config, dist.get_world_size())
+    assemble(parsed, dist.get_rank()).run()
+
+
 @pytest.mark.parametrize("kind", DECIDED)
 def test_a_run_from_the_plan_alone_has_the_losses_of_the_flags(tmp_path: Path, kind: str) -> None:
     facts, decided = DECIDED[kind]
@@ -52,8 +70,11 @@ def test_a_run_from_the_plan_alone_has_the_losses_of_the_flags(tmp_path: Path, k
     by_flags, by_plan = ([*words, *decided.split()], [*words, "--plan", str(path)])
     logs = [tmp_path / "flags.jsonl", tmp_path / "plan.jsonl"]
     for command, log in zip((by_flags, by_plan), logs, strict=True):
-        ended = Launch([*command, "--log-json", str(log)], tmp_path / log.stem).wait()
-        assert [rank.status for rank in ended] == [0, 0], ended[0].err
+        if kind == STARTED:
+            ended = Launch([*command, "--log-json", str(log)], tmp_path / log.stem).wait()
+            assert [rank.status for rank in ended] == [0, 0], ended[0].err
+        else:
+            run(2, train, [*command, "--log-json", str(log)])
     assert len([json.loads(line) for line in logs[1].read_text().splitlines()]) == STEPS
     assert compare_losses(["--bitwise", *map(str, logs)]) == 0
 

@@ -1,4 +1,6 @@
-"""The scripts of examples/slurm on a real Slurm: what interrupts a job costs it steps at most and changes no loss."""
+"""Slurm scripts on a real Slurm: those of examples/slurm, where an interruption costs steps at most and changes no loss; and a
+written launch.sbatch.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from megatron.training.cli.arguments import expand_files, parse
+from megatron.training.cli.sizes import describe_model
+from megatron.training.plan_flags import arguments_of, layout_values, plan_from_flags
 from moe_overlap.commands.compare import compare_losses
+from moe_overlap.tuner.write.argument_file import argument_file
+from moe_overlap.tuner.write.slurm import SlurmJob, slurm_script
 from tests.end_to_end.program import SMALL, line_count
 from tests.end_to_end.slurm_cluster import PATIENCE_SECONDS, SlurmCluster, lacking, slurm_cluster
 
@@ -108,6 +116,30 @@ def test_interrupted_job_goes_on_by_itself_bitwise(cluster: SlurmCluster, tmp_pa
     assert "User defined signal 1" not in log, "the signal killed torchrun; the ranks had seconds to save"
     assert set(steps_of(losses)) == set(range(1, STEPS + 1))
     assert compare_losses(["--bitwise", str(calm / "losses.jsonl"), str(losses)]) == 0
+
+
+@pytest.mark.parametrize("option", ["gpus-per-node", "gres"])
+def test_a_written_script_trains(
+    cluster: SlurmCluster, tmp_path: Path, option: Literal["gpus-per-node", "gres"]
+) -> None:
+    """The flags of a plan and the script beside them, submitted from elsewhere, on two nodes with one rank each."""
+    folder, words = tmp_path / "tuned", list(expand_files(SMALL))
+    folder.mkdir()
+    config = parse(words).config
+    plan = plan_from_flags(config, describe_model(config, 257), 2)
+    written = argument_file([*words, "--train-iters", "3"], plan, arguments_of(layout_values(plan, 0)))
+    (folder / "megatron_args.txt").write_text(written.text)
+    job = SlurmJob(name="small", nodes=2, gpus_per_node=1, gpu_option=option)
+    (folder / "launch.sbatch").write_text(slurm_script(job, "moe-overlap", written))
+    settings = f"--export=ALL,PYTHON={sys.executable},RUN={tmp_path}/saved"
+    losses = tmp_path / "losses.jsonl"
+    number = cluster.submit(
+        settings, f"--output={tmp_path}/log", str(folder / "launch.sbatch"), "--log-json", str(losses)
+    )
+    ended = cluster.wait_for(number, ("COMPLETED", "FAILED", "CANCELLED"))
+    assert ended == "COMPLETED", (tmp_path / "log").read_text()
+    assert steps_of(losses) == [1, 2, 3]
+    assert "2 processes" in (tmp_path / "log").read_text()
 
 
 def after_pause(losses: Path) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import signal
-import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -304,8 +303,14 @@ def several_in_flight(case: Case, passes: int) -> list[Any]:
         return [dispatcher.unpermute(returned[number], permuted[number][1]) for number in range(passes)]
 
 
-def lose_a_peer(case: Case, how: str, seconds: float) -> tuple[str, float]:
-    """The last rank dies or stays away after the counts; the others return the error's text and when it came."""
+def lose_a_peer(case: Case, how: str, seconds: float) -> str:
+    """The last rank dies after the counts, or stays away until the others have given up; these return the error's text.
+
+    Raises:
+        DistStoreError: the last rank, where the others have not given up long after their timeout.
+    """
+    import datetime
+
     import torch.distributed as dist
 
     from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
@@ -319,14 +324,15 @@ def lose_a_peer(case: Case, how: str, seconds: float) -> tuple[str, float]:
     if rank == last:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(3 * seconds)
-        return "stayed away", 0.0
-    start = time.monotonic()
+        others = [f"rank {other} gave up" for other in range(last)]
+        dist.distributed_c10d._get_default_store().wait(others, datetime.timedelta(seconds=30 * seconds))
+        return "stayed away"
     try:
         dispatcher.start_dispatch(rows, handle).wait()
     except AllToAllError as error:
         assert error.name == "L3.moe.dispatch" and last in error.peers
         if how == "killed":
             raise
-        return str(error), time.monotonic() - start
+        dist.distributed_c10d._get_default_store().set(f"rank {rank} gave up", "")
+        return str(error)
     raise AssertionError("the exchange went through without its peer")

@@ -201,6 +201,5 @@ def test_killed_peer_ends_the_exchange() -> None:
 
 
 def test_peer_that_stays_away_is_named_on_every_rank(on_four: tuple[Any, list[Any]]) -> None:
-    for rank, (text, seconds) in enumerate(on_four[1][:3]):
+    for rank, text in enumerate(on_four[1][:3]):
         assert text.startswith(f"L3.moe.dispatch: rank {rank} could not complete its all-to-all with rank ")
-        assert seconds < 5.0

@@ -22,21 +22,33 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.training.checkpoint import folder as checkpoint_folder
 from megatron.training.checkpoint.folder import Stored, non_persistent_folder
+from megatron.training.checkpoint.loader import (
+    NEEDED_FILES,
+    CommonLoad,
+    RestrictedLoad,
+    decoded_states,
+    encoded_states,
+    index_of,
+    tensor_shapes,
+    without_extra_states,
+)
+from megatron.training.checkpoint.lock import FolderLock
 from megatron.training.checkpoint.optimizer_state import KEY_PREFIX, optimizer_state, restore_optimizer, step_count
 from megatron.training.checkpoint.saver import Keep, Saver, differences, first_reason, model_state, without_keys
 from megatron.training.cli.arguments import config_to_flags
 from megatron.training.cli.config import Config
 from megatron.training.cli.rules import checkpoint as checkpoint_rules
 from megatron.training.cli.rules.checkpoint import Start, model_fingerprint
+from megatron.training.cli.rules.resume import require_same_run
 from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.build import unwrap
 from moe_overlap.describe.errors import ConfigError
@@ -83,7 +95,7 @@ def random_states() -> dict[str, Any]:
         "numpy": numpy.random.get_state(),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": get_cuda_rng_tracker().get_states(),
+        "tracker": dict(get_cuda_rng_tracker().get_states()),
     }
 
 
@@ -121,6 +133,7 @@ class Checkpointer:
         scheduler: megatron-core's OptimizerParamScheduler, not yet stepped.
         groups: this rank's process groups.
         fingerprint: what a checkpoint must share with the run that loads it, JSON values by flag (`model_fingerprint`).
+        facts: what else a run that goes on must share with it (rules/resume.py).
     Attributes:
         notes: what the user should know of the last load.
     """
@@ -133,11 +146,42 @@ class Checkpointer:
         scheduler: Any,
         groups: ProcessGroupCollection,
         fingerprint: Mapping[str, Any],
+        facts: Mapping[str, Any],
     ) -> None:
         self._config, self._chunks, self._groups = config, list(chunks), groups
         self._optimizer, self._scheduler, self._fingerprint = optimizer, scheduler, dict(fingerprint)
+        self._facts = dict(facts)
         self._saver = Saver(config.checkpoint, groups)
+        self._locks: list[FolderLock] = []
         self.notes: tuple[str, ...] = ()
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """The folders of this run's checkpoints, as long as they are this job's alone. Collective.
+
+        Raises:
+            ConfigError: on every rank, when another job has one of them.
+        """
+        flags = self._config.checkpoint
+        folders = [("--save", flags.save), ("--non-persistent-global-ckpt-dir", flags.non_persistent_global_ckpt_dir)]
+
+        def acquire() -> None:
+            for flag, folder in folders:
+                if folder is None or flags.save is None:
+                    continue
+                with checkpoint_folder.writing(Path(folder)):
+                    Path(folder).mkdir(parents=True, exist_ok=True)
+                lock = FolderLock(Path(folder), flag)
+                lock.acquire()
+                self._locks.append(lock)
+
+        try:
+            on_first_rank(acquire)
+            yield
+        finally:
+            for lock in self._locks:
+                lock.release()
+            self._locks.clear()
 
     def save(self, progress: Progress, persistent: bool = True) -> None:
         """Write `<save>/step-N`, or with --async-save start to; killed at any moment, the step is absent or complete.
@@ -156,6 +200,7 @@ class Checkpointer:
         content = {
             "progress": dataclasses.asdict(progress),
             "fingerprint": self._fingerprint,
+            "run": self._facts,
             "arguments": config_to_flags(self._config),
             "layout": self._layout(),
             "scheduler": self._scheduler.state_dict(),
@@ -163,6 +208,7 @@ class Checkpointer:
             "random_states": not flags.no_save_rng,
             "versions": _versions(),
         }
+        on_first_rank(self._require_folders)
         # Collective and before anything is gathered: a folder that cannot be written fails on all ranks while nothing
         # has been done.
         temporary = self._saver.open(folder, progress.iteration)
@@ -199,26 +245,38 @@ class Checkpointer:
             self._load(start)
         return Progress() if start.weights_alone else Progress(**start.stored.mark["progress"])
 
+    def _require_folders(self) -> None:
+        for lock in self._locks:
+            lock.require()
+
     def _load(self, start: Start) -> None:
         flags, stored, load = self._config.checkpoint, start.stored, start.folder
         # Ranks share the files, so that a checkpoint is read once for its checksums, not once per rank. The order is
         # the same on all.
+        on_first_rank(lambda: checkpoint_folder.require_whole(stored, NEEDED_FILES))
         names = sorted(stored.mark["files"])
         on_every_rank(lambda: checkpoint_folder.verify(stored, names[dist.get_rank() :: dist.get_world_size()]))
         with_optimizer = not (start.weights_alone or flags.no_load_optim)
         with_random = not (start.weights_alone or flags.no_load_rng)
         same_layout = stored.mark["layout"] == self._layout()
         checkpoint_rules.require_same_fingerprint(stored, load, self._fingerprint)
+        changed = require_same_run(stored, load, self._config, self._facts, start.weights_alone)
         optimizer = self._optimizer_mark() if with_optimizer else None
         checkpoint_rules.require_parts(stored, load, optimizer, with_random and same_layout)
 
         request = self._state(with_optimizer, with_random and same_layout, loading=True)
         ignored = () if with_optimizer else (KEY_PREFIX,)
-        differing = differences(request, stored.path, ignored)
+        metadata = on_every_rank(lambda: index_of(stored))
+        differing = differences(request, tensor_shapes(metadata), ignored)
         told = checkpoint_rules.require_fit(stored, load, differing, flags.dist_ckpt_strictness)
-        loaded = self._read(stored, without_keys(request, differing.absent_keys))
+        loaded = self._read(stored, metadata, without_keys(request, differing.absent_keys))
+        dropped = 0
         for index, chunk in enumerate(self._chunks):
-            unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=not differing.absent_keys)
+            weights, count = without_extra_states(loaded[f"model{index}"])
+            unwrap(chunk).load_state_dict(weights, strict=not differing.absent_keys)
+            dropped += count
+        if dropped:
+            told = (*told, f"the extra states of {dropped} layers begin anew: they are pickles, which are not loaded")
         if with_optimizer:
             name, steps = self._config.optimizer.optimizer, stored.mark["optimizer"]["steps"]
             restore_optimizer(self._optimizer, name, loaded["optimizer"], steps)
@@ -228,10 +286,10 @@ class Checkpointer:
             # Master weights are copies: without this the first step would write the old weights back.
             self._optimizer.reload_model_params()
         if with_random and same_layout:
-            set_random_states(loaded[RANDOM_STATES])
+            on_every_rank(lambda: _take_over_random_states(stored, loaded[RANDOM_STATES]))
         elif with_random:
             told = (*told, "random-number states begin anew: they were saved in another layout")
-        self.notes = (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *told)
+        self.notes = (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *changed, *told)
 
     def _state(self, with_optimizer: bool, with_random: bool, *, loading: bool) -> dict[str, Any]:
         models = {f"model{index}": model_state(unwrap(c), self._groups) for index, c in enumerate(self._chunks)}
@@ -241,17 +299,18 @@ class Checkpointer:
             state["optimizer"] = optimizer_state(self._optimizer, name, models, loading=loading)
         if with_random:
             # One object per rank: in another layout there is no rank whose streams these are.
-            states = None if loading else random_states()
+            states = None if loading else encoded_states(random_states())
             state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, states, (dist.get_world_size(),), (dist.get_rank(),))
         return state
 
-    def _read(self, stored: Stored, request: dict[str, Any]) -> dict[str, Any]:
-        strategy = None
+    def _read(self, stored: Stored, metadata: Metadata, request: dict[str, Any]) -> dict[str, Any]:
+        strategy: Any = RestrictedLoad(metadata)
         if self._config.checkpoint.ckpt_fully_parallel_load and self._groups.dp_cp.size() > 1:
-            stock = get_default_load_sharded_strategy(str(stored.path))
-            strategy = FullyParallelLoadStrategyWrapper(stock, self._groups.dp_cp)
+            strategy = FullyParallelLoadStrategyWrapper(strategy, self._groups.dp_cp)
+        common = CommonLoad()
+        on_every_rank(lambda: common.load_common(stored.path))
         try:
-            loaded: dict[str, Any] = dist_checkpointing.load(request, str(stored.path), sharded_strategy=strategy)
+            loaded: dict[str, Any] = dist_checkpointing.load(request, str(stored.path), strategy, common)
         except CheckpointException as error:
             fix = "choose another checkpoint by --ckpt-step"
             raise ConfigError("--load", stored.path, f"cannot be read: {first_reason(error)}", fix) from error
@@ -292,6 +351,14 @@ class Checkpointer:
                 if group.get(bound) == of_run[bound]:
                     group[bound] = getattr(self._scheduler, bound)
         self._scheduler.step(increment=0)
+
+
+def _take_over_random_states(stored: Stored, states: Any) -> None:
+    try:
+        set_random_states(decoded_states(states))
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        rule = f"holds random-number states that no generator takes ({type(error).__name__})"
+        raise ConfigError("--load", stored.path, rule, "add --no-load-rng") from None
 
 
 def _versions() -> dict[str, str]:

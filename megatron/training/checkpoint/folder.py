@@ -1,6 +1,7 @@
 """Checkpoints on disk: complete or absent, whenever the writer is killed. No torch.
 
     <folder>/step-000300/              a checkpoint; `complete.json` inside is its completion mark
+    <folder>/.lock                     the job that saves here (lock.py)
     <folder>/.tmp-step-000300-<hex>/   a checkpoint being written or deleted: never loaded, swept by the next save
     <folder>/.replaced-step-000300-<hex>/   a checkpoint that a save of the same step displaced; loaded only while step-000300 is
                                        missing
@@ -8,27 +9,27 @@
 Steps of a save:
     1. a fresh temporary folder (`open_temporary`);
     2. the data files, by every rank;
-    3. the completion mark, with their sizes and checksums; every file and folder synced; one rename (`publish`).
+    3. the completion mark (mark.py), with their sizes and checksums; every file and folder synced; one rename (`publish`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.errors import ConfigError
+from megatron.training.checkpoint.mark import MARK, READABLE, RESUMABLE, Damaged, mark_text, read_mark
+from moe_overlap.describe.errors import ConfigError, one_of
+from moe_overlap.describe.files import printable
 
-MARK = "complete.json"
-FORMAT = 1
 _FINISHED = re.compile(r"step-(\d{6,})")
 _TEMPORARY = re.compile(r"\.tmp-(?:replaced-)?step-(\d{6,})-.*")
 _REPLACED = re.compile(r"\.replaced-step-(\d{6,})-[0-9a-f]+")
@@ -117,8 +118,8 @@ def choose(load: str, step: int | None, exit_on_missing: bool) -> Stored | None:
 
 def _of_our_format(checkpoint: Stored) -> Stored:
     written = checkpoint.mark["format"]
-    if written != FORMAT:
-        rule = f"has format {written}, this version reads {FORMAT}"
+    if written not in READABLE:
+        rule = f"has format {written}, this version reads {one_of(tuple(map(str, READABLE)))}"
         raise ConfigError("--load", checkpoint.path, rule, "load it with the version that wrote it")
     return checkpoint
 
@@ -138,6 +139,10 @@ def _refuse_other_folders(folder: Path) -> None:
 
 def _incomplete(load: str, step: int, newest: Stored | None) -> ConfigError:
     rule = f"step {step} is incomplete (no completion mark)"
+    try:
+        read_mark(Path(load) / step_name(step))
+    except Damaged as error:
+        rule = f"step {step} is damaged: its {MARK} {error}"
     delete = f"delete {step_name(step)}"
     if newest is None:
         return ConfigError("--load", load, rule, f"there is no complete checkpoint: {delete} to start afresh")
@@ -161,15 +166,14 @@ def _matches(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.
 
 
 def _read_mark(path: Path) -> dict[str, Any] | None:
-    """The completion mark of a folder; None where it is missing or broken.
+    """The completion mark of a folder; None where it is missing or damaged.
 
-    A damaged old checkpoint must not stop a run that does not need it: a mark that cannot be read is no error.
+    A damaged old checkpoint must not stop a run that does not need it: a mark that cannot be read is no error here.
     """
     try:
-        mark = json.loads((path / MARK).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_mark(path)
+    except Damaged:
         return None
-    return mark if isinstance(mark, dict) and {"format", "step", "order", "files"} <= mark.keys() else None
 
 
 @contextlib.contextmanager
@@ -186,7 +190,7 @@ def open_temporary(folder: Path, step: int) -> Path:
     """Sweep the remains of killed saves and make a fresh folder for this save."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # A run has one save at a time, so whatever is temporary here belongs to a run that is dead.
+        # The folder is locked and a run has one save at a time, so whatever is temporary here belongs to a run that is dead.
         for leftover, _ in list(_matches(folder, _TEMPORARY)):
             shutil.rmtree(leftover)
         temporary = folder / f".tmp-{step_name(step)}-{secrets.token_hex(4)}"
@@ -206,6 +210,24 @@ def checksums(paths: Iterable[Path]) -> Checksums:
     return sums
 
 
+def require_whole(checkpoint: Stored, needed: Iterable[str]) -> None:
+    """Require every entry that a run resumes from, every file that a load needs, and no file that the mark does not list.
+
+    Raises:
+        ConfigError: something is missing, or was put into the folder.
+    """
+    fix = f"delete {checkpoint.path.name}, or choose another checkpoint by --ckpt-step"
+    listed = checkpoint.mark["files"]
+    missing = [entry for entry in RESUMABLE if entry not in checkpoint.mark]
+    missing += [name for name in needed if name not in listed]
+    if missing:
+        raise ConfigError("--load", checkpoint.path / MARK, f"is damaged: it lacks {missing[0]}", fix)
+    for path in sorted(checkpoint.path.iterdir()):
+        if path.name != MARK and path.name not in listed:
+            shown = path.parent / printable(path.name)
+            raise ConfigError("--load", shown, f"was not written by the save: {MARK} does not list it", "delete it")
+
+
 def verify(checkpoint: Stored, names: Sequence[str]) -> None:
     """Check some of a checkpoint's files against its completion mark.
 
@@ -217,6 +239,12 @@ def verify(checkpoint: Stored, names: Sequence[str]) -> None:
         fix = f"delete {checkpoint.path.name}, or choose another checkpoint by --ckpt-step"
         size, crc = checkpoint.mark["files"][name]
         try:
+            about = path.stat()
+            if not stat.S_ISREG(about.st_mode):
+                raise ConfigError("--load", path, "is no regular file", fix)
+            # Before it is read: a link to a device has no end.
+            if about.st_size != size:
+                raise ConfigError("--load", path, f"is corrupt: {about.st_size} bytes instead of {size}", fix)
             read_size, read_crc = checksums([path])[name]
         except OSError as error:
             raise ConfigError("--load", path, f"cannot be read: {error.strerror}", fix) from None
@@ -240,8 +268,8 @@ def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]
         # Data before mark, mark before name: whatever a crash leaves under the final name has its data on the device.
         for path in temporary.iterdir():
             _sync(path)
-        mark = {"format": FORMAT, "step": step, "order": order, **content}
-        (temporary / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
+        mark = mark_text({"step": step, "order": order, **content})
+        (temporary / MARK).write_text(mark, encoding="utf-8")
         _sync(temporary / MARK)
         _sync(temporary)
         if final.exists():

@@ -132,15 +132,13 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
             yield value
 
 
-def differences(state: Any, path: Path, ignored: Sequence[str]) -> Differences:
+def differences(state: Any, stored: Mapping[str, tuple[int, ...]], ignored: Sequence[str]) -> Differences:
     """Compare a checkpoint with the state a run asks for. Collective.
 
     Args:
+        stored: key -> shape of every tensor of the checkpoint.
         ignored: beginnings of keys that the checkpoint may hold without being asked for.
     """
-    stored = {
-        key: tuple(tensor.global_shape) for key, tensor in dist_checkpointing.load_tensors_metadata(str(path)).items()
-    }
     of_rank = {shard.key: (tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in sharded_tensors(state)}
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, of_rank)

@@ -152,7 +152,8 @@ def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path,
     """Replace each `@FILE` of a command line by the arguments in the file.
 
     Files are read as a shell would: quotes, comments after `#`, several arguments per line. `@OTHER` inside a file is
-    relative to that file. A shell script gives the flags of its training command (`shell_script.py`).
+    relative to that file, and so is a `--plan` whose file lies beside it. A shell script gives the flags of its training command
+    (`shell_script.py`).
 
     Args:
         folder: folder that a relative `@FILE` starts from.
@@ -170,12 +171,22 @@ def expand_files(argv: Sequence[str], folder: Path = Path(), inside: tuple[Path,
         try:
             text = path.read_text(encoding="utf-8")
             is_script = path.suffix in (".sh", ".sbatch", ".slurm")
-            read = script_flags(text, {}, argument).arguments if is_script else shlex.split(text, comments=True)
+            read = script_flags(text, {}, argument).arguments if is_script else _beside(text, path.parent)
         except OSError as error:
             raise ConfigError(argument, "", f"cannot read {path}: {error.strerror}", "correct the path") from None
         except ValueError as error:
             raise ConfigError(argument, "", f"cannot be split into words: {error}", "close the quotation") from None
         yield from expand_files(read, path.parent, (*inside, path.resolve()))
+
+
+def _beside(text: str, folder: Path) -> list[str]:
+    """The words of an argument file in a folder, with the path of a plan that lies there."""
+    words = shlex.split(text, comments=True)
+    for place, (flag, value) in enumerate(zip(words, words[1:], strict=False), 1):
+        # So a folder with a plan and its flags can be moved, and the run started from anywhere.
+        if flag == "--plan" and not value.startswith("--") and (folder / value).is_file():
+            words[place] = str(folder / value)
+    return words
 
 
 def _values_by_flag(

@@ -442,6 +442,8 @@ class CheckpointConfig:
     """Do not save optimizer state."""
     no_save_rng: bool = False
     """Do not save random-number states."""
+    resume_with_changes: bool = False
+    """Resume although data, batch size, seed or other flags are not those of the checkpoint; what differs is listed."""
     exit_on_missing_checkpoint: bool = False
     """An empty --load is an error."""
     use_checkpoint_args: bool = False

@@ -6,6 +6,7 @@ A dry run lists them all (`obstacles`); a start raises the first (`require_start
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,3 +113,10 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=r".*(Apex|apex|Transformer Engine|nvidia_resiliency|multi-storage).*")
     for name in ("megatron.core", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    threading.excepthook = _tell_of_thread
+
+
+def _tell_of_thread(failed: threading.ExceptHookArgs) -> None:
+    """Leave out the traceback of TensorBoard's writing thread: the next call of its writer raises the same error."""
+    if not type(failed.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(failed)

@@ -42,6 +42,7 @@ from megatron.training.data.sources import (
     cache_folder,
     check_indexed_dataset,
     data_source,
+    dataset_digest,
     parse_split,
 )
 from megatron.training.data.tokenizers import Tokenizer
@@ -67,6 +68,8 @@ class Datasets:
     test: Dataset | None
     source: str
     """A line for the user: the text, how it is tokenized and split."""
+    digest: str
+    """Names the content of the text; "mock" for mock data."""
 
 
 def build_datasets(
@@ -126,7 +129,8 @@ def build_datasets(
     )
     train, valid, test = _build_with_cache(builder, cache / "indices" / name)
     _check_lengths((train, valid, test), samples, has_parts=parts is not None)
-    return Datasets(train, valid, test, shown)
+    digest = "mock" if data.mock_data else on_first_rank(lambda: dataset_digest(source))
+    return Datasets(train, valid, test, shown, digest)
 
 
 def _as_pair(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:
@@ -428,6 +432,11 @@ class BatchSource:
     def description(self) -> str:
         """A line for the user: the text, how it is tokenized and split."""
         return self._datasets.source
+
+    @property
+    def digest(self) -> str:
+        """A name for the content of the text."""
+        return self._datasets.digest
 
     def unigram_entropy(self, split: str) -> float | None:
         """Nats per token of a model that knows only how often each token occurs in the split; None without text."""

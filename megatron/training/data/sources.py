@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import struct
@@ -29,6 +28,7 @@ from megatron.training.cli.config import DataConfig
 from megatron.training.cli.sizes import vocab_file_entries
 from megatron.training.data.tokenizers import NullTokenizer, Tokenizer, TokenizerFiles, build_tokenizer
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, bounded_text, plain_json
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
@@ -166,6 +166,32 @@ def _read_facts(prefix: str, subject: str) -> IndexedFacts:
     return IndexedFacts(sequences, data_bytes // token_bytes, token_bytes)
 
 
+_WHOLE_BYTES, _SAMPLES, _SAMPLE_BYTES = 1 << 24, 64, 1 << 16
+
+
+def dataset_digest(source: DataSource) -> str:
+    """A digest of a run's text: weights, and of every dataset its index and tokens.
+
+    Files of up to 16 MiB are read whole, of larger ones 64 evenly spread samples of 64 KiB, so that it takes a moment.
+    Paths do not count: data that moved are the same data.
+    """
+    digest = hashlib.sha256()
+    for blend in source.blends:
+        digest.update(repr(blend and (len(blend.prefixes), blend.weights)).encode())
+    for prefix in source.prefixes:
+        for suffix in (".idx", ".bin"):
+            with Path(prefix + suffix).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(size.to_bytes(8, "little"))
+                if size <= _WHOLE_BYTES:
+                    digest.update(file.read(_WHOLE_BYTES))
+                    continue
+                for index in range(_SAMPLES):
+                    file.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
 # The source of a run's text
 
 PARTS = ("train", "valid", "test")
@@ -250,8 +276,8 @@ def _separate_flags(data: DataConfig) -> tuple[tuple[str, Sequence[str] | None],
 def _per_split(path: str) -> DataSource:
     rule, fix = "must be a JSON object", 'write {"train": [WEIGHT, PREFIX, …], "valid": […], "test": […]}'
     try:
-        parts = json.loads(_text(PER_SPLIT_ARGS, path))
-    except ValueError as error:
+        parts = plain_json(_text(PER_SPLIT_ARGS, path))
+    except Unreadable as error:
         raise ConfigError(PER_SPLIT_ARGS, path, f"{rule} ({error})", fix) from error
     if not isinstance(parts, dict) or not all(isinstance(values, list) for values in parts.values()):
         raise ConfigError(PER_SPLIT_ARGS, path, f"{rule} of lists", fix)
@@ -267,9 +293,9 @@ def _per_split(path: str) -> DataSource:
 
 def _text(flag: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(flag, path, f"cannot be read ({error})", "correct the path") from error
+        return bounded_text(path)
+    except Unreadable as error:
+        raise ConfigError(flag, path, str(error), "correct the path or the file") from error
 
 
 def tokenizer_of_run(data: DataConfig) -> Tokenizer:
@@ -323,7 +349,11 @@ def builtin_corpus_documents(folder: Path | None = None) -> Iterator[str]:
         Texts. Empty files, and files that do not decode as their coding line says (test inputs), are left out.
     """
     root = folder or standard_library_folder()
-    paths = [p for p in root.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(p.relative_to(root).parts)]
+    paths = []
+    # Every run begins with this walk: folders that are left out are not entered, installed packages hold most of the files.
+    for parent, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        paths += [Path(parent, name) for name in names if name.endswith(".py")]
     for path in sorted(paths, key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest()):
         try:
             with tokenize.open(path) as source:

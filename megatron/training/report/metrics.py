@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
 from megatron.training.cli.config import LoggingConfig
+from megatron.training.report.outputs import Sink
 from moe_overlap.describe.expert_load import ExpertLoad
 
 
@@ -104,6 +105,8 @@ class StepMetrics:
 class MetricsLog:
     """Console, TensorBoard, W&B and the file of expert loads on rank 0, JSON lines on every rank.
 
+    A place that fails while the run goes on costs one warning and what would have gone there.
+
     Args:
         total_steps: end of the console's counter.
         settings: all flags of the run, for W&B.
@@ -117,6 +120,10 @@ class MetricsLog:
         self._json = _appended(path)
         self._loads = _appended(config.log_expert_load if rank == 0 else None)
         self._boards = Boards(config, settings) if rank == 0 else None
+        self._to_json, self._to_loads = Sink("--log-json", path), Sink("--log-expert-load", config.log_expert_load)
+        board = "--tensorboard-dir" if config.tensorboard_dir else "--wandb-project"
+        self._to_boards = Sink(board, config.tensorboard_dir or config.wandb_project)
+        self._to_console = Sink("stdout", "")
 
     def log(self, metrics: StepMetrics, board_only: Mapping[str, float] = MappingProxyType({})) -> None:
         """Record one training step.
@@ -124,52 +131,65 @@ class MetricsLog:
         Args:
             board_only: curves of TensorBoard and W&B beside the metrics' own.
         """
-        if self._json is not None:
-            row = asdict(metrics)
-            row.update(row.pop("optional") | row.pop("deferred"))
-            self._json.write(json.dumps({name: _or_null(value) for name, value in row.items()}) + "\n")
-            self._json.flush()
-        if self._boards is not None and metrics.step % self._config.tensorboard_log_interval == 0:
+        row = asdict(metrics)
+        row.update(row.pop("optional") | row.pop("deferred"))
+        self._write_line(json.dumps({name: _or_null(value) for name, value in row.items()}))
+        if metrics.step % self._config.tensorboard_log_interval == 0:
             values = {**_board_values(metrics), **board_only}
             if not self._config.log_loss_scale_to_tensorboard:
                 values.pop("loss_scale", None)
-            self._boards.scalars(values, metrics.step)
-        if self._rank == 0 and (metrics.step % self._config.log_interval == 0 or metrics.step == 1):
-            print(step_line(metrics, self._total), flush=True)
+            self._draw(lambda boards: boards.scalars(values, metrics.step))
+        if metrics.step % self._config.log_interval == 0 or metrics.step == 1:
+            self._print(step_line(metrics, self._total))
+
+    def _write_line(self, line: str) -> None:
+        file = self._json
+        if file is not None:
+            self._to_json.attempt(lambda: (file.write(line + "\n"), file.flush()))
+
+    def _draw(self, work: Callable[[Boards], None]) -> None:
+        boards = self._boards
+        if boards is not None:
+            self._to_boards.attempt(lambda: work(boards))
+
+    def _print(self, line: str) -> None:
+        if self._rank == 0:
+            self._to_console.attempt(lambda: print(line, flush=True))
 
     def log_evaluation(self, name: str, loss: float, step: int, note: str = "") -> None:
         """Record the loss on a split that is not trained on."""
-        if self._boards is not None:
-            values = {f"{name}/loss": loss}
-            if self._config.log_validation_ppl_to_tensorboard:
-                values[f"{name}/ppl"] = math.exp(min(loss, LARGEST_EXPONENT))
-            self._boards.scalars(values, step)
-        if self._rank == 0:
-            print(f"{name:<12} loss {loss:.4f}{note}", flush=True)
+        values = {f"{name}/loss": loss}
+        if self._config.log_validation_ppl_to_tensorboard:
+            values[f"{name}/ppl"] = math.exp(min(loss, LARGEST_EXPONENT))
+        self._draw(lambda boards: boards.scalars(values, step))
+        self._print(f"{name:<12} loss {loss:.4f}{note}")
 
     def log_loads(self, loads: Sequence[ExpertLoad]) -> None:
         """Record how loaded the experts were, layer by layer."""
-        if self._loads is not None:
-            self._loads.writelines(load.to_line() + "\n" for load in loads)
-            self._loads.flush()
-        if self._boards is None or not self._config.moe_per_layer_logging:
-            return
-        for load in loads:
-            name = f"router/L{load.layer}"
-            values = {"imbalance": load.imbalance, "dropped_share": load.dropped_share, "entropy": load.entropy}
-            self._boards.scalars({f"{name}/{key}": value for key, value in values.items()}, load.last_step)
-            self._boards.loads(f"{name}/load", load.load, load.last_step)
+        file = self._loads
+        if file is not None:
+            self._to_loads.attempt(lambda: (file.writelines(load.to_line() + "\n" for load in loads), file.flush()))
+        if self._config.moe_per_layer_logging:
+            self._draw(lambda boards: _draw_loads(boards, loads))
 
     def say(self, subject: str, text: str) -> None:
         """Print a line on the console of rank 0."""
-        if self._rank == 0:
-            print(f"{subject:<12} {text}", flush=True)
+        self._print(f"{subject:<12} {text}")
 
     def close(self) -> None:
         """Flush and close the files."""
-        for sink in (self._json, self._loads, self._boards):
-            if sink is not None:
-                sink.close()
+        for sink, file in ((self._to_json, self._json), (self._to_loads, self._loads)):
+            if file is not None:
+                sink.attempt(file.close)
+        self._draw(Boards.close)
+
+
+def _draw_loads(boards: Boards, loads: Sequence[ExpertLoad]) -> None:
+    for load in loads:
+        name = f"router/L{load.layer}"
+        values = {"imbalance": load.imbalance, "dropped_share": load.dropped_share, "entropy": load.entropy}
+        boards.scalars({f"{name}/{key}": value for key, value in values.items()}, load.last_step)
+        boards.loads(f"{name}/load", load.load, load.last_step)
 
 
 def _appended(path: str | None) -> IO[str] | None:

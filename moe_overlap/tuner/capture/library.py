@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from megatron.training.cli.config import Config
 from moe_overlap.describe.model import ModelDescription
@@ -39,6 +39,7 @@ class BlockLibrary:
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
         self._captured: dict[tuple[Layout, int], CapturedModel] = {}
+        self._composed: dict[tuple[Layout, int], tuple[Part, ...]] = {}
         self._samples: list[Sample] = []
         self._composer: Composer | None = None
         self._unlike: set[str] = set()
@@ -95,24 +96,10 @@ class BlockLibrary:
         class: between them a difference shows that no class foresees. They decide nearly all sizes; what they leave open is
         captured, too.
         """
-        left = {(request.layout, request.model.vocab_size): request for request in requests}
-        ends = _ends(left.values())
-        sights = {key: _sights(request) | (_numbers(request) & ends) for key, request in left.items()}
-        shown: Counter[object] = Counter()
-
-        def worth(key: tuple[Layout, int]) -> tuple[int, int, int, int]:
-            """New sights, those seen once, numbers of ranks that are not shown yet, and many ranks: sizes differ most there."""
-            times = [shown[sight] for sight in sights[key]]
-            unseen = sum(not shown[pair] for pair in _ranks(key[0]))
-            return times.count(0), times.count(1), unseen, sum(number for _, number in _ranks(key[0]))
-
-        while left:
-            key = max(left, key=worth)
-            request, is_new = left.pop(key), not all(shown[sight] for sight in sights[key])
-            if key in self._captured or not (is_new or self._must_capture(request)):
-                continue
-            self._learn(request)
-            shown.update({*sights[key], *_ranks(key[0])})
+        for request, is_new in _in_order(requests):
+            key = request.layout, request.model.vocab_size
+            if key not in self._captured and (is_new or self._must_capture(request)):
+                self._learn(request)
 
     def _must_capture(self, request: Request) -> bool:
         try:
@@ -129,7 +116,13 @@ class BlockLibrary:
         """
         if self._composer is None:
             raise NotComposableError("nothing is captured")
-        return tuple(part for kind in self._composer.kinds for part in self._parts(self._composer, kind, request))
+        key = request.layout, request.model.vocab_size
+        if key not in self._composed:
+            composer = self._composer
+            self._composed[key] = tuple(
+                part for kind in composer.kinds for part in self._parts(composer, kind, request)
+            )
+        return self._composed[key]
 
     def _parts(self, composer: Composer, kind: str, request: Request) -> tuple[Part, ...]:
         if kind in self._unlike:
@@ -148,10 +141,33 @@ class BlockLibrary:
                 continue
             if expected != tuple(part for part in captured.parts if part.kind == kind):
                 self._unlike.add(kind)
+        self._composed.clear()
         self._samples.append(Sample.of(captured, request.model))
         sends_copies = request.config.moe.moe_token_dispatcher_type == "flex"
         self._composer = Composer(request.model, self._samples, sends_copies)
         return captured
+
+
+def _in_order(requests: Iterable[Request]) -> Iterator[tuple[Request, bool]]:
+    """The requests of one library in the order in which captures teach the most, and whether each shows a class or an end that
+    none before it has shown."""
+    left = {(request.layout, request.model.vocab_size): request for request in requests}
+    ends = _ends(left.values())
+    sights = {key: _sights(request) | (_numbers(request) & ends) for key, request in left.items()}
+    shown: Counter[object] = Counter()
+
+    def worth(key: tuple[Layout, int]) -> tuple[int, int, int, int]:
+        """New sights, those seen once, numbers of ranks that are not shown yet, and many ranks: sizes differ most there."""
+        times = [shown[sight] for sight in sights[key]]
+        unseen = sum(not shown[pair] for pair in _ranks(key[0]))
+        return times.count(0), times.count(1), unseen, sum(number for _, number in _ranks(key[0]))
+
+    while left:
+        key = max(left, key=worth)
+        is_new = not all(shown[sight] for sight in sights[key])
+        yield left.pop(key), is_new
+        if is_new:
+            shown.update({*sights[key], *_ranks(key[0])})
 
 
 End = tuple[object, str, int]
@@ -206,13 +222,20 @@ class Libraries:
         """The library that answers a request."""
         return self._libraries.setdefault(library_key(request), BlockLibrary(self._capture))
 
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Capture what all of these requests need."""
+    def prepare(self, requests: Sequence[Request], all_layouts: bool = True) -> None:
+        """Capture what these requests need.
+
+        Args:
+            all_layouts: whether to look at every request; else what few of them need is captured when they are asked for.
+        """
         groups: dict[str, list[Request]] = {}
         for request in requests:
             groups.setdefault(library_key(request), []).append(request)
+        # What is captured in any case is captured by one process: starting one takes longer than a capture.
+        certain = [request for of_one in groups.values() for request, is_new in _in_order(of_one) if is_new]
+        self._files.captures(certain)
         for members in groups.values():
-            self.of(members[0]).prepare(members)
+            self.of(members[0]).prepare(members if all_layouts else [one for one in members if one in certain])
 
     def graphs(self, config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
         """Captured models of the stages, as `cache.Graphs` has it.

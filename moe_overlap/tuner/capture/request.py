@@ -47,8 +47,10 @@ def _kinds(moe_layers: Iterable[bool], windows: Iterable[int | None]) -> tuple[s
 NO_RECOMPUTATION, FULL = "none", "full"
 """Variants beside lists of modules."""
 
-_SOURCES = ("moe_overlap/tuner/capture", "megatron/training")
+_SOURCES = ("moe_overlap/tuner/capture", "megatron/training/model", "megatron/training/cli")
 """Folders whose sources decide, beside the libraries, which operators run."""
+_ANSWERING = ("library.py", "composition.py", "blocks.py")
+"""Files of the first folder that answer from captures: a capture does not depend on them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,16 +115,25 @@ class Request:
         )
 
 
+@cache
 def versions() -> tuple[tuple[str, str], ...]:
     """Versions of the libraries whose operators are recorded; nothing is imported."""
     return tuple((name, importlib.metadata.version(name)) for name in ("torch", "megatron-core"))
+
+
+def captured_by() -> list[Path]:
+    """The source files that a capture depends on, from the root of the project."""
+    root = Path(__file__).parents[3]
+    paths = [root / "megatron/training/cpu_backend.py"]
+    for folder in _SOURCES:
+        paths += (path for path in sorted((root / folder).rglob("*.py")) if path.name not in _ANSWERING)
+    return [path.relative_to(root) for path in paths]
 
 
 @cache
 def _sources_sha256() -> str:
     root = Path(__file__).parents[3]
     digest = hashlib.sha256()
-    for folder in _SOURCES:
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
+    for path in captured_by():
+        digest.update((root / path).read_bytes())
     return digest.hexdigest()

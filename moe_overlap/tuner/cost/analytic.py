@@ -53,7 +53,7 @@ from moe_overlap.tuner.cost.links import (
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, OpTable, tabulate
-from moe_overlap.tuner.cost.pipeline import StageTimes, in_flight, step_seconds, transfer_waits
+from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds
 from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
 
@@ -193,14 +193,14 @@ def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part
     if index == plan.mtp_stage:
         predictions = [graph.part(kind, prediction_variant(stage), samples) for kind in graph.mtp_kinds]
         if index != plan.embedding_stage and graph.part("head", samples=samples).holds(WORDS) is None:
-            predictions[0] = _holding_words(predictions[0])
+            predictions[0] = holding_words(predictions[0])
         counted += [(part, 1.0) for part in predictions]
     if index == plan.loss_stage:
         counted.append((graph.part("head", samples=samples), 1.0))
     return counted
 
 
-def _holding_words(part: Part) -> Part:
+def holding_words(part: Part) -> Part:
     """A prediction layer on another stage than the embedding, whose copy of the words is counted here."""
     words = part.holds(WORDS, "constant")
     assert words is not None, f"{part.kind} reads no word embedding"
@@ -321,9 +321,9 @@ def price(
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:
     """Costs of stages of one layout."""
-    setting, factors = _setting(plan, model, family.stage, machine, features)
+    setting, factors = setting_of(plan, model, family.stage, machine, features)
     parts = [cost_of(table, setting) for table in family.tables]
-    evaluator = _evaluator(family, parts, setting, factors, machine, _strategy(family.stage))
+    evaluator = evaluator_of(family, parts, setting, factors, machine, _strategy(family.stage))
     # The only stage of a pipeline sends no hidden states.
     boundary = family.boundary_bytes if len(plan.stages) > 1 else 0.0
     shapes = (
@@ -350,12 +350,12 @@ def stage_evaluator(
     Args:
         strategy: [N]; its `data` and `expert_data` are those of the layout.
     """
-    setting, factors = _setting(plan, model, family.stage, machine, features)
+    setting, factors = setting_of(plan, model, family.stage, machine, features)
     parts = [cost_of(table, setting) for table in family.tables]
-    return _evaluator(family, parts, setting, factors, machine, strategy)
+    return evaluator_of(family, parts, setting, factors, machine, strategy)
 
 
-def _setting(
+def setting_of(
     plan: Plan, model: ModelDescription, stage: StagePlan, machine: Machine, features: Features
 ) -> tuple[Setting, Interference]:
     """The hardware and the settings of a stage, and how what runs at the same time on it slows down."""
@@ -376,7 +376,7 @@ def _setting(
     return setting, factors
 
 
-def _evaluator(
+def evaluator_of(
     family: Family,
     parts: Sequence[PartCost],
     setting: Setting,
@@ -384,6 +384,12 @@ def _evaluator(
     machine: Machine,
     strategy: Strategy,
 ) -> StageEvaluator:
+    """The evaluator of stages of a family whose parts are priced.
+
+    Args:
+        parts: costs of the family's tables.
+        strategy: [N]; its `data` and `expert_data` are those of the layout.
+    """
     links = machine.cluster.group_of(family.stage.devices.ranks[0])
     rates = _state_rates(setting.groups, links, machine.constants, setting.features, len(strategy.data))
     kinds = _kind_terms(parts, family, setting.features)
@@ -463,18 +469,24 @@ def _whole(
     # Where tiles of unlike stages cross, the end that sends or receives more of them takes longer.
     one_way = [one_way_seconds(plan, max(pair), machine) for pair in zip(sent, sent[1:], strict=False)]
     beside = constants.overlap_slowdown if features.overlap_transfers else None
-    transfers, filling = transfer_waits(one_way, virtual, beside)
-    times = [_times(family.costs, m, transfer) for (family, m), transfer in zip(order, transfers, strict=True)]
-    step = step_seconds(times, [stage.gradient_accumulation_steps for stage in plan.stages], virtual)
-    # Stages update at the same time, behind the norm that all of them wait for.
-    update = max(float(family.costs.optimizer_seconds[0, m]) for family, m in order) + constants.step_seconds
-    seconds = step.total + filling + update
-    slowest, column = order[step.slowest]
-    transfer, count = transfers[step.slowest], plan.stages[step.slowest].gradient_accumulation_steps
+    rules = PipelineRules(virtual=virtual, beside=beside, fixed=constants.step_seconds)
+    whole = pipeline_seconds(
+        [_times(family.costs, m) for family, m in order],
+        [float(family.costs.optimizer_seconds[0, m]) for family, m in order],
+        one_way,
+        [stage.gradient_accumulation_steps for stage in plan.stages],
+        rules,
+    )
+    times, step = whole.stages, whole.step
+    transfers, filling = [float(transfer) for transfer in whole.transfers], float(whole.filling)
+    steady, update, seconds = float(step.steady), float(whole.update), float(whole.total)
+    slowest_stage = int(step.slowest)
+    slowest, column = order[slowest_stage]
+    transfer, count = transfers[slowest_stage], plan.stages[slowest_stage].gradient_accumulation_steps
     inside = {kind: count * float(slowest.exposed(kind)[column]) for kind in KINDS}
     compute = count * float(slowest.compute[column])
     # Sharded or offloaded states add communication of the data ranks, or copies, to a stable micro-batch.
-    states = step.steady - compute - sum(inside.values()) - count * transfer
+    states = steady - compute - sum(inside.values()) - count * transfer
     tokens = plan.global_batch_size * plan.sequence_length / plan.world_size / seconds
     tflops = tokens * training_flops_per_token(model, plan.sequence_length) / 1e12
     gpu = cluster.group_of(0).gpu
@@ -489,9 +501,9 @@ def _whole(
         ),
         breakdown={
             "compute_seconds": compute,
-            "bubble_seconds": step.bubble,
+            "bubble_seconds": float(step.bubble),
             **{f"exposed_{kind}_seconds": value for kind, value in inside.items()},
-            "exposed_data_seconds": step.edges + states,
+            "exposed_data_seconds": float(step.edges) + states,
             "exposed_transfer_seconds": count * transfer + filling,
             "optimizer_seconds": update,
         },
@@ -516,11 +528,11 @@ def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> floa
     return float(point_to_point_seconds(boundary_bytes, pair, machine.constants.link_rates))
 
 
-def _times(costs: StageCosts, column: int, transfer: float) -> StageTimes:
-    """Times of a stage, with the transfers between stages that a stable micro-batch waits for."""
+def _times(costs: StageCosts, column: int) -> StageTimes:
+    """Times of a stage without transfers."""
     return StageTimes(
-        forward=float(costs.forward_seconds[0, column]) + transfer / 2,
-        backward=float(costs.backward_seconds[0, column]) + transfer / 2,
+        forward=float(costs.forward_seconds[0, column]),
+        backward=float(costs.backward_seconds[0, column]),
         first=float(costs.first_extra_seconds[0, column]),
         waited=float(costs.waited_extra_seconds[0, column]),
         turn=float(costs.turn_extra_seconds[0, column]),
@@ -532,9 +544,9 @@ def _times(costs: StageCosts, column: int, transfer: float) -> StageTimes:
 def _stage(priced: Priced, column: int, times: StageTimes, transfer: float, provenance: Provenance) -> PredictedStage:
     peaks = {name: int(values[0, column]) for name, values in priced.costs.peaks.items()}
     return PredictedStage(
-        stable_seconds=times.stable,
-        first_seconds=times.stable + times.first,
-        last_seconds=times.stable + times.drain + times.tail,
+        stable_seconds=float(times.stable),
+        first_seconds=float(times.stable + times.first),
+        last_seconds=float(times.stable + times.drain + times.tail),
         peak_bytes=sum(peaks.values()),
         peak_bytes_by_category=PeakBytes(**peaks),
         exposed_communication_seconds=sum(float(priced.exposed(kind)[column]) for kind in KINDS) + transfer,

@@ -100,7 +100,7 @@ def _has_variants(stage: StagePlan, graph: CapturedModel) -> bool:
 
 def memory_changes(plan: Plan, model: ModelDescription, features: Features) -> Iterator[Degrees]:
     """The changes that may lower the memory of a plan."""
-    for modules in _module_sets(plan, model, features):
+    for modules in module_sets(plan, model, features):
         yield [(Change(ChangeKind.MODULES, modules), _with(plan, partial(_recomputing, modules=modules)))]
     # megatron-core refuses whole layers beside its overlap of two micro-batches.
     if not features.overlap_experts and all(stage.recompute.granularity != "uniform" for stage in plan.stages):
@@ -127,7 +127,7 @@ def _with(plan: Plan, changed: Callable[[StagePlan], StagePlan]) -> Plan:
     return replace(plan, stages=tuple(map(changed, plan.stages)), predicted=None)
 
 
-def _module_sets(plan: Plan, model: ModelDescription, features: Features) -> Iterator[tuple[str, ...]]:
+def module_sets(plan: Plan, model: ModelDescription, features: Features) -> Iterator[tuple[str, ...]]:
     """Sets of modules to recompute beside those that are: the cheap ones, the dear ones, and all of them.
 
     Cheap are modules whose output alone is discarded; dear ones run their products again.

@@ -8,7 +8,17 @@ import pytest
 
 from moe_overlap.plan.instructions import Span, communication_seconds
 from moe_overlap.plan.trace import read_traces, write_trace
-from tools.draw_overlap import EXPOSED, HIDDEN, UPDATE, WEIGHTS, kind_of_work, main, step_of, subtract, tick_seconds
+from moe_overlap.report.picture import (
+    EXPOSED,
+    HIDDEN,
+    UPDATE,
+    WEIGHTS,
+    kind_of_work,
+    step_of,
+    subtract,
+    tick_seconds,
+)
+from tools.draw_overlap import main
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = ROOT / "examples" / "records" / "2026-11-22_overlap_picture_2cpu"

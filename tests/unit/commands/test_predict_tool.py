@@ -43,7 +43,12 @@ def test_what_is_not_modelled_and_what_is_assumed_is_said(tmp_path: Path, capsys
     (tmp_path / "newer.args").write_text(f"@{ROOT / 'examples' / 'mixtral-8x7b.args'} {flags}")
     job = ["--megatron-args", str(tmp_path / "newer.args")]
     assert main([*job, *H100]) == 0
+    short = capsys.readouterr().out
+    assert "\nbeware      not modelled: --moe-paged-stash (--verbose says what each changes)\n" in short
+    assert "\nbeware      assumed: --optimizer muon: one moment as in" in short
+    assert main([*job, *H100, "--verbose"]) == 0
     said = capsys.readouterr().out.splitlines()
+    assert "\n".join(said).startswith(short)
     assert [line[:74] for line in said if line.startswith("not modelled: ")] == [
         "not modelled: --moe-paged-stash: keeps the experts' activations in pages: "
     ]
@@ -62,8 +67,15 @@ def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFix
     short = capsys.readouterr().out
     main([*JOB, "--cluster", str(ROOT / "examples" / "clusters" / "h100.json")])
     assert capsys.readouterr().out == short
-    assert short.startswith("step ")
-    assert "MFU" in short
+    assert short.startswith(
+        "plan        TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-1, no recomputation\nstep        "
+    )
+    assert "MFU" in short and len(short.splitlines()) <= 10
+    # 500,000 steps of 256 samples of 4,096 tokens.
+    assert "\ntraining    524 B tokens in " in short
+    main([*JOB, *H100, "--verbose", "--train-tokens", "1T"])
+    long = capsys.readouterr().out
+    assert "\ntraining    1 T tokens in " in long and "\n\nstep          " in long and "peak GiB" in long
 
 
 @pytest.mark.usefixtures("hand_made")
@@ -75,6 +87,7 @@ def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFix
         ([*JOB, *H100, "--cluster", "x.json"], "--cluster x.json: stands beside --gpu"),
         ([*JOB, "--gpu", "H100", "--num-gpus", "24"], "world size 24"),
         ([*JOB, *H100, "--software", "latest"], "--software latest: is no release"),
+        ([*JOB, *H100, "--train-tokens", "many"], "--train-tokens many: is no number of tokens"),
         (["--megatron-args", "none.args", *H100], "cannot read none.args"),
         ([*JOB, *H100, "--model", "none.json"], "--model none.json: is no model file"),
         ([*JOB, *H100, "--plan", "none.json"], "none.json"),

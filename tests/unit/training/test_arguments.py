@@ -49,6 +49,7 @@ OWN_FLAGS = {
     "moe_overlap_range",
     "parallel_attention_mlp",
     "plan",
+    "resume_with_changes",
     "trace",
 }
 OWN_CHOICES = {"ByteTokenizer", "irregular"}

@@ -167,8 +167,8 @@ def test_other_folders(tmp_path: Path) -> None:
     assert error_of(tmp_path, 8) == f"--ckpt-step 8: {tmp_path} holds no such step; it holds step 7"
     assert error_of(one / "data").startswith(f"--load {one}/data: is not a folder;")
     mark = one / "complete.json"
-    mark.write_text(mark.read_text().replace('"format": 1', '"format": 2'))
-    assert "has format 2, this version reads 1" in error_of(tmp_path)
+    mark.write_text(mark.read_text().replace('"format": 2', '"format": 3'))
+    assert "has format 3, this version reads 1 or 2" in error_of(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert "was written by upstream Megatron-LM" in error_of(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from moe_overlap.tuner.capture import cache
+from moe_overlap.tuner.capture import request as requests
 from moe_overlap.tuner.capture.cache import CorruptFileError, cached_capture, load_captured, save_captured
 from moe_overlap.tuner.capture.expression import B, Expression, S
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage, check, complaints
@@ -173,3 +175,20 @@ def test_the_key_knows_what_matters() -> None:
     assert base.sha256() == deeper.sha256() == renamed.sha256()
     others = (request(MOE, "te"), request(f"{MOE} --bf16"), request(MOE, variant="full"), request(MOE, vocabulary=512))
     assert len({base.sha256(), *(other.sha256() for other in others)}) == 5
+
+
+def test_files_that_answer_are_no_part_of_a_capture() -> None:
+    """A change of them leaves stored captures valid, so no file that a capture depends on may import one."""
+    root = Path(requests.__file__).parents[3]
+    answering = {f"moe_overlap.tuner.capture.{Path(name).stem}" for name in requests._ANSWERING}
+    counted = requests.captured_by()
+    assert (
+        Path("moe_overlap/tuner/capture/record.py") in counted and Path("megatron/training/model/build.py") in counted
+    )
+    for path in counted:
+        imported = {
+            node.module
+            for node in ast.walk(ast.parse((root / path).read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module
+        }
+        assert not imported & answering, path

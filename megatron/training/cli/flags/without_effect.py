@@ -152,6 +152,7 @@ def _files(config: Config) -> Iterator[tuple[str, str]]:
     loading = (
         ("--ckpt-step", checkpoint.ckpt_step),
         ("--finetune", checkpoint.finetune),
+        ("--resume-with-changes", checkpoint.resume_with_changes),
         ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint),
         ("--ckpt-fully-parallel-load", checkpoint.ckpt_fully_parallel_load),
         ("--dist-ckpt-strictness", checkpoint.dist_ckpt_strictness),

@@ -1,0 +1,134 @@
+"""The places a run writes to: proven writable before the first step, and never a reason to stop after it.
+
+`prove_outputs` writes to every place that the flags name, on every rank that will write there. It asks for the folder of the
+checkpoints first: a run that trains for days and cannot save has trained for nothing. `Sink` is what writes reports later: a
+disk that fills up costs one warning and the report, not the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron.training.checkpoint.folder import non_persistent_folder
+from megatron.training.cli.config import Config
+from megatron.training.initialize import on_every_rank, on_first_rank
+from moe_overlap.describe.errors import ConfigError
+
+_PROBE_BYTES = 4096
+_FIX = "free space, correct permissions, or choose another place"
+
+
+class Sink:
+    """A place that takes reports; the first failure is one line on stderr, and then the sink is silent.
+
+    Args:
+        flag: the flag that asked for it, and its value.
+    Attributes:
+        works: whether nothing has failed so far.
+    """
+
+    def __init__(self, flag: str, place: object) -> None:
+        self._name, self.works = f"{flag} {place or ''}".strip(), True
+
+    def attempt(self, work: Callable[[], object]) -> None:
+        """Do some of the sink's work, unless it has failed before."""
+        if not self.works:
+            return
+        try:
+            work()
+        except Exception as error:  # A report is not worth the run, whatever a library raises in it.
+            self.works = False
+            reason = " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())
+            with contextlib.suppress(OSError):
+                print(
+                    f"warning: {self._name}: cannot be written: {reason}; training goes on without it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def prove_outputs(config: Config, rank: int) -> None:
+    """Write to every place of this rank's outputs, and require one folder of checkpoints for all ranks. Collective.
+
+    Raises:
+        ConfigError: on every rank: a place cannot be written, or the folder is another one on some node.
+    """
+    on_every_rank(lambda: _prove_places(config, rank))
+    for flag, folder in _checkpoint_folders(config):
+        probe = on_first_rank(lambda folder=folder: _probe(folder))  # type: ignore[misc]
+        try:
+            on_every_rank(lambda flag=flag, probe=probe: _require_shared(flag, probe))  # type: ignore[misc]
+        finally:
+            if rank == 0:
+                probe.unlink(missing_ok=True)
+
+
+def places(config: Config, rank: int) -> Iterator[tuple[str, Path, bool]]:
+    """Flag, path and whether it is a folder, of every output of a rank; checkpoints first."""
+    logging = config.logging
+    for flag, folder in _checkpoint_folders(config):
+        yield flag, folder, True
+    suffix = f".rank{rank}" if rank else ""
+    if logging.log_json is not None:
+        yield "--log-json", Path(logging.log_json + suffix), False
+    if config.overlap.trace is not None:
+        yield "--trace", Path(config.overlap.trace + suffix), False
+    if rank == 0 and logging.log_expert_load is not None:
+        yield "--log-expert-load", Path(logging.log_expert_load), False
+    profiles = logging.profile and logging.use_pytorch_profiler and rank in logging.profile_ranks
+    if logging.tensorboard_dir and (rank == 0 or profiles):
+        yield "--tensorboard-dir", Path(logging.tensorboard_dir), True
+    elif profiles:
+        yield "--use-pytorch-profiler", Path(), True
+    if rank == 0 and logging.wandb_project and logging.wandb_save_dir:
+        yield "--wandb-save-dir", Path(logging.wandb_save_dir), True
+
+
+def _checkpoint_folders(config: Config) -> Iterator[tuple[str, Path]]:
+    flags = config.checkpoint
+    if flags.save is None:
+        return
+    yield "--save", Path(flags.save)
+    if flags.non_persistent_save_interval is not None:
+        apart = flags.non_persistent_global_ckpt_dir
+        flag = "--save" if apart is None else "--non-persistent-global-ckpt-dir"
+        yield flag, non_persistent_folder(flags.save, apart)
+
+
+def _prove_places(config: Config, rank: int) -> None:
+    for flag, path, is_folder in places(config, rank):
+        try:
+            folder = path if is_folder else path.parent
+            folder.mkdir(parents=True, exist_ok=True)
+            if is_folder or not path.exists():
+                # A file that is not there yet stays so: a probe beside it shows as much.
+                _probe(folder).unlink()
+            else:
+                path.open("ab").close()
+        except OSError as error:
+            raise ConfigError(flag, path, f"cannot be written: {error.strerror or error}", _FIX) from None
+
+
+def _probe(folder: Path) -> Path:
+    """A new file with some bytes on the device."""
+    path = folder / f".probe-{secrets.token_hex(8)}"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, bytes(_PROBE_BYTES))
+        os.fsync(descriptor)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _require_shared(flag: str, probe: Path) -> None:
+    if not probe.is_file():
+        raise ConfigError(flag, probe.parent, "is not the same folder on every node", "choose a shared file system")

@@ -1,0 +1,138 @@
+"""Reading files that somebody else may have written: bounded in bytes, plain JSON only, every mistake a phrase.
+
+A name given to a command may be a device that never ends, a pipe that nobody writes to, or a file larger than the memory; its
+JSON may nest without end, hold a number of a million digits, the same key twice, or `NaN`. Each of these is `Unreadable`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from typing import Any
+
+MOST_BYTES = 64 << 20
+"""Bytes of the largest text file that is read whole."""
+MOST_JSON_BYTES = 8 << 20
+"""Bytes of the largest JSON file that is read whole: as objects it takes about ten times as much memory."""
+MOST_DEPTH = 200
+
+
+class Unreadable(Exception):
+    """A file that is not read; the message is a phrase that follows its name."""
+
+
+def bounded_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        Unreadable: there is no such file, it is no regular file, or it is larger than `most_bytes`.
+    """
+    try:
+        # Opening a pipe waits for its writer without O_NONBLOCK; a regular file does not notice it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise Unreadable(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if stat.S_ISDIR(about.st_mode):
+            raise Unreadable("cannot be read: Is a directory")
+        if not stat.S_ISREG(about.st_mode):
+            raise Unreadable("is no regular file")
+        if about.st_size > most_bytes:
+            raise Unreadable(f"is too large: {about.st_size} bytes, at most {most_bytes} are read")
+        try:
+            content = file.read(most_bytes + 1)
+        except OSError as error:
+            raise Unreadable(f"cannot be read: {error.strerror}") from error
+    if len(content) > most_bytes:
+        raise Unreadable(f"is too large: more than {most_bytes} bytes")
+    return content
+
+
+def bounded_text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
+    """The content of a regular file in UTF-8.
+
+    Raises:
+        Unreadable: as in `bounded_bytes`, or the file is no text.
+    """
+    return _text(bounded_bytes(path, most_bytes))
+
+
+def bounded_json(path: str | os.PathLike[str], most_bytes: int = MOST_JSON_BYTES) -> Any:
+    """The value of a JSON file.
+
+    Raises:
+        Unreadable: as in `bounded_bytes`, or the content is not the JSON that `plain_json` reads.
+    """
+    return plain_json(_text(bounded_bytes(path, most_bytes)))
+
+
+def plain_json(text: str | bytes) -> Any:
+    """The value of a JSON text whose numbers are finite, whose keys are unique, and which nests at most MOST_DEPTH deep.
+
+    Raises:
+        Unreadable: it is no such text.
+    """
+    if isinstance(text, bytes):
+        text = _text(text)
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        raise Unreadable(f"is not JSON: {error.msg} (line {error.lineno})") from None
+    except RecursionError:
+        raise Unreadable("nests too deep") from None
+    except ValueError:  # Python converts no integer of more than some thousand digits.
+        raise Unreadable("holds a number of thousands of digits") from None
+    if _is_deep(value):
+        raise Unreadable(f"nests deeper than {MOST_DEPTH} levels")
+    return value
+
+
+def printable(text: str, most: int = 80) -> str:
+    """Text from a file, fit for one line of a terminal: without control characters, cut after `most` characters."""
+    shown = "".join(character if character.isprintable() else "?" for character in text[: most + 1])
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+
+
+def _text(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Unreadable("is not UTF-8 text") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise Unreadable(f"holds the key {printable(twice)} twice")
+    return values
+
+
+def _no_constant(name: str) -> float:
+    raise Unreadable(f"holds {name}, which is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise Unreadable(f"holds {printable(text, 20)}, which no number can be")
+    return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True

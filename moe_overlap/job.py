@@ -1,0 +1,318 @@
+"""A job, understood from its Megatron flags: configuration, model, plan, and the features that the tuner prices.
+
+1. `read_job` reads a command line for a number of GPUs.
+2. `capturable` is the configuration whose graphs stand for it, `listed_run_of` the settings under which a plan with overlap runs.
+3. `features_of` says which flags change speed or memory beside the plan.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from megatron.training.cli.arguments import expand_files, parse
+from megatron.training.cli.config import Config
+from megatron.training.cli.rules.moe import listed_run
+from megatron.training.cli.sizes import describe_model, known_vocab_size, parallel_layout
+from megatron.training.cli.validation import validate
+from megatron.training.plan_argument import with_plan
+from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.readers.predicted_flags import (
+    assumed_vocabulary,
+    is_sharded_by_fsdp,
+    not_modelled,
+    read,
+    require_context_heads,
+    zero_level,
+)
+from moe_overlap.plan.capabilities import ListedRun
+from moe_overlap.plan.plan import Plan, Precision
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan.serialize import load_plan
+from moe_overlap.tuner.capture.cache import PRECISIONS, Flags
+from moe_overlap.tuner.cost.hardware import Dispatcher, Features
+from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
+from moe_overlap.tuner.cost.memory import QUANTIZED_ELEMENT
+
+ALWAYS_SHARDED = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
+STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """A command line, understood."""
+
+    config: Config
+    model: ModelDescription
+    plan: Plan
+    flags: Flags
+    assumed: tuple[str, ...] = ()
+    """Sentences on what was taken for what the flags do not say."""
+
+
+def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = None, plan: str | None = None) -> Job:
+    """Understand a command line for a number of GPUs.
+
+    Args:
+        words: Megatron flags; `@FILE` stands for the words in a file. A `--plan` among them completes them, as in training.
+        precision: in place of what the flags say.
+        plan: file of a plan that decides in place of the flags.
+    Raises:
+        ConfigError: the flags are wrong, or do not describe the vocabulary.
+    """
+    reading = read(list(expand_files(words)))
+    files = [word for word in words if word.startswith("@")][:1]
+    parsed = parse(reading.arguments)
+    if plan is None:
+        parsed = with_plan(parsed, num_gpus)
+    config = parsed.config
+    if precision is not None:
+        optimizer = dataclasses.replace(config.optimizer, bf16=precision != "fp16")
+        config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])
+    validate(config, num_gpus)
+    vocabulary, assumed = vocabulary_of(config)
+    name = files[0][1:].rpartition("/")[2].partition(".")[0] if files else parsed.name
+    model = describe_model(config, vocabulary, name)
+    decided = _decided(config, model, num_gpus, reading.flags, plan)
+    for stage in decided.stages:
+        groups = model.num_attention_heads if model.latent_attention is not None else model.num_query_groups
+        require_context_heads(reading.flags, stage.context, max(1, groups // stage.tensor))
+    is_listed = plan is None and any(stage.overlap.is_listed for stage in decided.stages)
+    if is_listed and zero_level(reading.flags) == 0:
+        assumed = (*assumed, ALWAYS_SHARDED)
+    if model.num_experts and SINKHORN in config.moe.moe_router_load_balancing_type:
+        assumed = (*assumed, "a router without the iterations of sinkhorn, whose number depends on the data")
+    return Job(config, model, decided, reading.flags, (*reading.assumed, *assumed))
+
+
+def vocabulary_of(config: Config) -> tuple[int, tuple[str, ...]]:
+    """Tokens of the vocabulary, and the sentence that says where they are not the flags'."""
+    data, known = config.data, known_vocab_size(config)
+    if known is None:
+        guess = assumed_vocabulary(data.tokenizer_type, data.tokenizer_model)
+        if guess is None:
+            raise ConfigError("--vocab-size", "", "the flags alone do not tell the vocabulary", "add --vocab-size")
+        return guess[0], (guess[1],)
+    if data.tokenizer_type is None and data.vocab_size is None and data.vocab_file is None:
+        return known, (f"a vocabulary of {known} bytes, as no tokenizer is named; --vocab-size says another",)
+    return known, ()
+
+
+def _decided(config: Config, model: ModelDescription, num_gpus: int, flags: Flags, file: str | None) -> Plan:
+    """The plan of a file, of --plan among the flags, or of the flags."""
+    if file is not None:
+        decided = load_plan(file)
+        validate_plan(decided, model, file)
+        return decided
+    if config.overlap.plan is not None:
+        return plan_of_run(config, model, num_gpus)
+    decided = plan_from_flags(config, model, num_gpus)
+    # Overlap by instruction lists is this fork's own, whose optimizer is always distributed: what `plan_from_flags` says.
+    if any(stage.overlap.is_listed for stage in decided.stages) and not is_sharded_by_fsdp(flags):
+        return decided
+    activations = offloaded_layers(flags, model.num_layers) / model.num_layers
+    return _with_offloaded(with_zero_level(decided, zero_level(flags)), activations, offloaded_states(flags))
+
+
+def _with_offloaded(plan: Plan, activations: float, optimizer: float) -> Plan:
+    """A plan whose stages keep these shares of their saved activations and of the optimizer's states on the host."""
+    return dataclasses.replace(
+        plan,
+        stages=tuple(
+            dataclasses.replace(
+                stage, offload=dataclasses.replace(stage.offload, activations=activations, optimizer=optimizer)
+            )
+            for stage in plan.stages
+        ),
+    )
+
+
+def with_zero_level(plan: Plan, level: int) -> Plan:
+    return dataclasses.replace(
+        plan, stages=tuple(dataclasses.replace(stage, zero_level=level) for stage in plan.stages)
+    )
+
+
+def executed_here(job: Job) -> Job:
+    """The job as this fork runs it: its optimizer is always distributed, whether or not a flag says so."""
+    if all(stage.zero_level > 0 for stage in job.plan.stages):
+        return job
+    return dataclasses.replace(job, plan=with_zero_level(job.plan, 1), assumed=(*job.assumed, ALWAYS_SHARDED))
+
+
+SINKHORN = "sinkhorn"
+
+
+def capturable(config: Config) -> Config:
+    """A configuration whose router ends after steps that do not depend on the data: without sinkhorn's iterations."""
+    moe = config.moe
+    if SINKHORN not in moe.moe_router_load_balancing_type:
+        return config
+    kinds = tuple("none" if kind == SINKHORN else kind for kind in moe.moe_router_load_balancing_type)
+    # Behind top-1, megatron-core's other routers want the softmax in front of the choice.
+    before = moe.moe_router_pre_softmax or moe.moe_router_topk == 1
+    moe = dataclasses.replace(moe, moe_router_load_balancing_type=kinds, moe_router_pre_softmax=before)
+    return dataclasses.replace(config, moe=moe)
+
+
+def listed_run_of(config: Config, num_gpus: int) -> ListedRun:
+    """The settings that a plan with overlap runs under: a gate and a dispatcher of ours, and no flag that lists replace.
+
+    The rules across flags are asked once whether the others go with these; the answer is a setting itself, since each of the
+    tuner's candidates needs it.
+    """
+    config = dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, overlap_param_gather=False),
+        moe=dataclasses.replace(config.moe, moe_token_dispatcher_type="irregular"),
+        overlap=dataclasses.replace(config.overlap, moe_gate=config.overlap.moe_gate or "topk"),
+    )
+    refusal = None
+    try:
+        validate(config, num_gpus)
+    except ConfigError as error:
+        # A traceback would keep the frames of the validation alive as long as the problem.
+        refusal = error.with_traceback(None)
+    for flag, value in (("--fp8-format", config.precision.fp8), ("--fp4-format", config.precision.fp4)):
+        if value is not None and refusal is None:
+            # Predicted it could be, but a plan that the runtime refuses to start must not be the answer.
+            rule = "layers that overlap are not executed in 8 or 4 bits"
+            refusal = ConfigError(flag, value, rule, "train in bf16 to overlap")
+    bucket = gradient_chunk_bytes(config, parallel_layout(config, num_gpus))
+    return dataclasses.replace(listed_run(config), gradient_bucket_bytes=bucket, refusal=refusal)
+
+
+# Flags that change the speed or memory of a run beside its plan. Training executes some of them only on newer releases of
+# Megatron-LM, or refuses them; a prediction is about any release, so they are read from the command line itself.
+
+
+def offloaded_layers(flags: Flags, num_layers: int) -> int:
+    """Layers whose activations wait in host memory for the backward pass.
+
+    Raises:
+        ConfigError: not a number of layers below that of the model.
+    """
+    (layers,) = flags.get("--cpu-offloading-num-layers", ("0",)) or ("",)
+    if not layers.isdecimal() or len(layers) > 9 or int(layers) >= num_layers:
+        rule = f"is no number of layers below the model's {num_layers}"
+        raise ConfigError("--cpu-offloading-num-layers", layers, rule, f"use 0 to {num_layers - 1}")
+    return int(layers)
+
+
+def offloaded_states(flags: Flags) -> float:
+    """The share of the optimizer's states that waits in host memory for the update.
+
+    Raises:
+        ConfigError: not a share.
+    """
+    if "--optimizer-cpu-offload" not in flags:
+        return 0.0
+    (written,) = flags.get("--optimizer-offload-fraction", ("1.0",)) or ("",)
+    try:
+        share = float(written)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise ConfigError("--optimizer-offload-fraction", written, "is no share", "use a number from 0 to 1")
+    return share
+
+
+def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
+    """The features of a run that its flags ask for.
+
+    Args:
+        precision: of the products; the plan's.
+        flags: of the command line, those too that the configuration does not hold.
+    """
+    parallel, optimizer = config.parallel, config.optimizer
+    low_weights = config.precision.fp8_param_gather or config.precision.fp4_param_gather
+    fsdp = is_sharded_by_fsdp(flags) and zero_level(flags) > 1
+    in_fp32 = optimizer.accumulate_allreduce_grads_in_fp32 or precision == "fp32"
+    # Megatron reduces bf16 gradients in fp32 unless told otherwise.
+    in_fp32 = in_fp32 or (optimizer.bf16 and not optimizer.grad_reduce_in_bf16)
+    return Features(
+        precision=precision,
+        flash=_is_fused_attention(flags),
+        dropped_scores=config.model.attention_dropout > 0,
+        overlap_grad_reduce=parallel.overlap_grad_reduce or fsdp,
+        overlap_param_gather=parallel.overlap_param_gather or fsdp,
+        overlap_tensor="--tp-comm-overlap" in flags,
+        overlap_experts="--overlap-moe-expert-parallel-comm" in flags,
+        overlap_shared_expert="--moe-shared-expert-overlap" in flags,
+        overlap_transfers=parallel.overlap_p2p_comm,
+        context_exchange=_context_exchange(flags),
+        dispatcher=_dispatcher(config),
+        graphs=_cuda_graphs(flags),
+        fused_router="--moe-router-fusion" in flags,
+        fused_experts="--use-transformer-engine-op-fuser" in flags,
+        gradient_bytes=4 if in_fp32 else 2,
+        gathered_bytes=1 if low_weights else 4 if precision == "fp32" else 2,
+        weight_bytes=_weight_bytes(precision, low_weights),
+        optimizer_bytes=_optimizer_bytes(config, precision),
+        fused_gradients="--no-gradient-accumulation-fusion" not in flags and not _is_local(flags),
+        fused_loss="--cross-entropy-loss-fusion" in flags and flags.get("--cross-entropy-fusion-impl") == ("te",),
+        not_modelled=not_modelled(flags),
+    )
+
+
+def _is_fused_attention(flags: Flags) -> bool:
+    backend = flags.get("--attention-backend", ("auto",))[0]
+    return backend not in ("unfused", "local") and ("--use-flash-attn" in flags or not _is_local(flags))
+
+
+def _is_local(flags: Flags) -> bool:
+    """Whether megatron-core's own modules run in place of Transformer Engine's."""
+    return flags.get("--transformer-impl", ("transformer_engine",))[0] == "local"
+
+
+def _context_exchange(flags: Flags) -> Literal["p2p", "a2a", "all_gather"]:
+    kind = flags.get("--cp-comm-type", ("p2p",))[0]
+    return "a2a" if kind == "a2a" else "all_gather" if kind in ("allgather", "all_gather") else "p2p"
+
+
+def _dispatcher(config: Config) -> Dispatcher:
+    kind = config.moe.moe_token_dispatcher_type
+    if kind == "flex":
+        return "hybridep" if config.device.moe_flex_dispatcher_backend == "hybridep" else "deepep"
+    return "allgather" if kind == "allgather" else "alltoall"
+
+
+def _cuda_graphs(flags: Flags) -> CudaGraphs:
+    implementation = flags.get("--cuda-graph-impl", ("none",))[0]
+    if "--enable-cuda-graph" in flags or "--external-cuda-graph" in flags:
+        implementation = "local"
+    if implementation == "none":
+        return "none"
+    # The newer flag names the same modules.
+    scope = flags.get("--cuda-graph-modules", flags.get("--cuda-graph-scope", ("full",)))
+    return "full" if implementation == "full_iteration" or {"full", "full_iteration"} & set(scope) else "partial"
+
+
+def _weight_bytes(precision: Precision, low_weights: bool) -> float:
+    """Bytes per parameter of what products read: by rows in the forward pass, by columns in the backward pass.
+
+    Transformer Engine keeps quantized weights for all micro-batches of a step, beside those in bf16 unless the weights
+    themselves are quantized (--fp8-param-gather).
+    """
+    quantized = 2.0 * QUANTIZED_ELEMENT.get(precision, 0.0)
+    if quantized and low_weights:
+        return quantized
+    return quantized + (4.0 if precision == "fp32" else 2.0)
+
+
+def _optimizer_bytes(config: Config, precision: Precision) -> float:
+    """Bytes per parameter of the master weight, if the weight itself is none, and of two moments."""
+    chosen = config.precision
+    if not chosen.use_precision_aware_optimizer:
+        master = 0.0 if precision == "fp32" else 4.0
+        return master + (8.0 if config.optimizer.optimizer == "adam" else 4.0)
+    master = STATE_BYTES[chosen.main_params_dtype]
+    if precision == "bf16" and chosen.main_params_dtype == "fp32":
+        # Transformer Engine's Adam keeps the half of the master weight that the bf16 weight lacks (store_param_remainders).
+        master = 2.0
+    return master + STATE_BYTES[chosen.exp_avg_dtype] + STATE_BYTES[chosen.exp_avg_sq_dtype]

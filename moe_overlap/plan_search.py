@@ -1,0 +1,328 @@
+"""Search the plan of a run: from its Megatron flags without a layout, or in spite of theirs, to the flags of the fastest plan.
+
+1. `without_layout` takes from the user's flags what a plan decides. What is left describes model, batch, precision and features.
+2. Uniform plans are searched with that (tuner/search/uniform.py), under the rules of the target: what this runtime executes, or
+   what unmodified Megatron-LM accepts.
+3. The fastest are written as flags and read again as any command line is: what rules across flags refuse is no answer, and each
+   is predicted as tools/predict.py predicts it. Of those within `TIE` of the fastest the one that needs the least memory leads.
+4. For this runtime the overlap of the first few is decided (`--overlap-only`); the shortest step is the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Unpack
+
+from megatron.training.cli.arguments import expand_files
+from megatron.training.cli.sizes import describe_model
+from megatron.training.plan_flags import arguments_of, layout_values, with_values
+from moe_overlap.api import Options, machine_for, problem_of, tune
+from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
+from moe_overlap.plan.capabilities import refuse_unsupported
+from moe_overlap.plan.overlap import SearchLimits
+from moe_overlap.plan.plan import Devices, Named, Plan
+from moe_overlap.plan.serialize import content_sha256
+from moe_overlap.report.search import Finalist, PlanSearch
+from moe_overlap.report.tuning import Tuned
+from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
+from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.capture.library import Libraries
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.fitting import module_sets
+from moe_overlap.tuner.search.space import (
+    MemoryChoice,
+    Run,
+    SearchSpace,
+    UniformLayout,
+    search_space,
+    uniform_layouts,
+    uniform_plan,
+)
+from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, search_uniform
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, variant_plans
+from moe_overlap.tuner.write.argument_file import argument_file, layout_flags
+from moe_overlap.tuner.write.upstream_rules import upstream_plan_errors
+from moe_overlap.tuner.write.upstream_values import values_of
+
+Target = Literal["moe-overlap", "megatron-lm"]
+KEPT = 20
+"""Layouts that are ranked and read again as flags."""
+TIE = 0.01
+"""Share of a step below which predictions tell no plan from another."""
+OVERLAPPED = 3
+"""Of them those whose overlap is decided."""
+REPLACED = {
+    "--overlap-moe-expert-parallel-comm": "this fork overlaps all-to-alls by its own instruction lists",
+    "--delay-wgrad-compute": "this fork defers weight gradients by its own instruction lists",
+    "--moe-shared-expert-overlap": "this fork overlaps all-to-alls by its own instruction lists",
+}
+"""Flags of Megatron-LM that this runtime does otherwise, and how."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SearchSettings:
+    """Settings of a plan search.
+
+    Attributes:
+        space: a name of `SEARCH_SPACES`.
+        seconds: after which the best so far is the answer.
+        overlap_limits, solver_seconds: of the overlap search for the first few.
+        progress: called with layouts done, layouts in all, and the best so far.
+    """
+
+    target: Target = "moe-overlap"
+    space: str = "offload"
+    seconds: float = math.inf
+    overlap_limits: SearchLimits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
+    solver_seconds: float = 2.0
+    progress: Callable[[int, int, RankedLayout | None], None] = lambda done, total, best: None
+
+
+def search_plan(
+    words: Sequence[str], cluster: Cluster, settings: SearchSettings, **options: Unpack[Options]
+) -> PlanSearch:
+    """The fastest plan of a run on a cluster.
+
+    Args:
+        words: Megatron flags, or `@FILE`; what they say of the layout is a baseline, and binds nothing.
+    Raises:
+        ConfigError: as `predict`; no layout divides the model, the batch and the GPUs; or no plan fits.
+    """
+    begun = time.monotonic()
+    bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
+    job = _described(words, bare, cluster.gpus, options)
+    libraries = Libraries(CaptureFiles(cache_folder()))
+    on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
+    given = options.get("graphs")
+    graphs = given or (cpu_graphs if on_cpu else libraries.graphs)
+    options = Options(**{**options, "graphs": graphs})
+    task, bounds = _task(job, cluster, _space(settings), graphs, options)
+    run = Run(
+        gpus=cluster.gpus,
+        domain_gpus=max(cluster.group_of(0).domain_gpus, cluster.group_of(0).gpus_per_node),
+        sequence_length=job.plan.sequence_length,
+        global_batch_size=job.plan.global_batch_size,
+    )
+    layouts = list(uniform_layouts(job.model, run))
+    if not layouts:
+        rule = f"no layout of {cluster.gpus} GPUs divides the batch and the model"
+        raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
+    deadline = begun + settings.seconds
+    if graphs == libraries.graphs:
+        _capture_ahead(task, job, layouts, libraries)
+    accepts = _accepted(task, settings.target, bare)
+    found = search_uniform(layouts, UniformCosts(task), bounds, accepts, KEPT, deadline, settings.progress)
+    if found.solution.value is None:
+        raise _does_not_fit(found, cluster)
+    finalists, refused = _finalists(bare, found, task, cluster, settings.target, options)
+    if not finalists:
+        raise ConfigError("the search", "", f"every plan is refused, the fastest for: {refused[0][1]}", "change a flag")
+    tuned, chosen = _overlapped(finalists, cluster, settings, deadline, options)
+    return PlanSearch(
+        target=settings.target,
+        space=settings.space,
+        cluster=cluster,
+        words=tuple(bare),
+        chosen=chosen,
+        tuned=tuned,
+        others=tuple(finalist for finalist in finalists if finalist is not chosen),
+        found=found,
+        refused=tuple(refused),
+        baseline=_baseline(words, cluster, options),
+        dropped=dropped,
+        seconds=time.monotonic() - begun,
+    )
+
+
+def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dict[str, str]]:
+    """The user's flags without those that a plan decides, and those that the target does otherwise with the reason."""
+    flags = grouped(words)
+    dropped = {name: reason for name, reason in REPLACED.items() if name in flags and target == "moe-overlap"}
+    gone = layout_flags()
+    kept = [(name, values) for name, values in flags.items() if name not in gone and name not in dropped]
+    return [word for name, values in kept for word in (name, *values)], dropped
+
+
+def _described(words: Sequence[str], bare: Sequence[str], num_gpus: int, options: Options) -> Job:
+    """The job of the flags, whose layout is not looked at.
+
+    Raises:
+        ConfigError: the flags are wrong whatever the layout.
+    """
+    precision = options.get("precision")
+    named = [word for word in words if word.startswith("@")][:1]
+    name = named[0][1:].rpartition("/")[2].partition(".")[0] if named else None
+    try:
+        # Flags that need several ranks are read with the user's own.
+        job = read_job(words, num_gpus, precision)
+    except ConfigError:
+        job = read_job([*bare, "--micro-batch-size", "1"], 1, precision)
+    return job if name is None else dataclasses.replace(job, model=dataclasses.replace(job.model, name=name))
+
+
+def _space(settings: SearchSettings) -> SearchSpace:
+    """What the search is free to decide, as far as the target executes it."""
+    space = search_space(settings.space)
+    return dataclasses.replace(space, zero_levels=(1,), offloads=False)
+
+
+def _task(
+    job: Job, cluster: Cluster, space: SearchSpace, graphs: Graphs, options: Options
+) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
+    """The task of the search, and the bounds of its layouts."""
+    config = with_values(job.config, {"parallel.sequence_parallel": True})
+    described: dict[int, tuple[Plan, ModelDescription]] = {}
+
+    def template(tensor: int) -> tuple[Plan, ModelDescription]:
+        if tensor not in described:
+            padded = with_values(config, {"parallel.tensor_model_parallel_size": tensor})
+            model = describe_model(padded, vocabulary_of(padded)[0], job.model.name)
+            every = Devices(mesh=(1, cluster.gpus), ranks=tuple(range(cluster.gpus)))
+            stage = dataclasses.replace(job.plan.stages[0], devices=every)
+            named = Named(name=model.name, sha256=content_sha256(dataclasses.asdict(model)))
+            described[tensor] = dataclasses.replace(job.plan, model=named, stages=(stage,)), model
+        return described[tensor]
+
+    def captured(plan: Plan, model: ModelDescription) -> Mapping[int, CapturedModel]:
+        return graphs(capturable(config), model, plan, job.flags)
+
+    features = features_of(job.config, job.plan.precision, job.flags)
+    machine, _ = machine_for(job, cluster, options)
+    task = UniformTask(
+        templates=template,
+        graphs=captured,
+        machine=machine,
+        features=features,
+        space=space,
+        modules=tuple(module_sets(template(1)[0], job.model, features))[:1] if space.recomputes else (),
+    )
+    of_tensor: dict[int, Bounds] = {}
+
+    def bounds(layout: UniformLayout) -> Bounds:
+        if layout.tensor not in of_tensor:
+            plan, model = template(layout.tensor)
+            of_tensor[layout.tensor] = Bounds(
+                model=model, template=plan, machine=machine, features=features, space=space
+            )
+        return of_tensor[layout.tensor]
+
+    return task, bounds
+
+
+def _capture_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries) -> None:
+    """Have one process capture what nearly all layouts are put together from."""
+    config = capturable(with_values(job.config, {"parallel.sequence_parallel": True}))
+    first = {layout.ranks: layout for layout in layouts}
+    requests = []
+    for layout in first.values():
+        plan, model = task.templates(layout.tensor)
+        for variant in variant_plans(task, uniform_plan(plan, model.num_layers, layout)):
+            requests += [
+                request for of_stage in stage_requests(config, model, variant).values() for request in of_stage
+            ]
+    libraries.prepare(requests, all_layouts=False)
+
+
+def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:
+    """Whether the target runs a plan."""
+    settings = values_of(grouped(bare))
+
+    def accepts(layout: UniformLayout, memory: MemoryChoice) -> bool:
+        template, model = task.templates(layout.tensor)
+        plan = uniform_plan(template, model.num_layers, layout, memory)
+        if target == "megatron-lm":
+            return not upstream_plan_errors(plan, settings)
+        try:
+            refuse_unsupported(dataclasses.replace(plan, precision="fp32"))
+        except ConfigError:
+            return False
+        return True
+
+    return accepts
+
+
+def _finalists(
+    bare: Sequence[str],
+    found: UniformSearch,
+    task: UniformTask,
+    cluster: Cluster,
+    target: Target,
+    options: Options,
+) -> tuple[list[Finalist], list[tuple[str, str]]]:
+    """The ranked plans as flags that were read again, with predictions; and those that a rule refuses, with the rule."""
+    finalists, refused = [], []
+    for ranked in found.ranked:
+        template, model = task.templates(ranked.layout.tensor)
+        plan = uniform_plan(template, model.num_layers, ranked.layout, ranked.memory)
+        try:
+            said = arguments_of(layout_values(plan, model.mtp_layers))
+            arguments = argument_file(bare, plan, said, target).arguments
+            problem = problem_of(arguments, cluster, options)
+            prediction = predict_plan(problem.plan, problem)
+        except ConfigError as error:
+            refused.append((ranked.name, str(error)))
+            continue
+        finalists.append(
+            Finalist(
+                name=ranked.name, plan=problem.plan, prediction=prediction, arguments=tuple(arguments), said=tuple(said)
+            )
+        )
+    finalists.sort(key=lambda finalist: finalist.seconds)
+    tied = [finalist for finalist in finalists if finalist.seconds <= finalists[0].seconds * (1.0 + TIE)]
+    tied.sort(key=lambda finalist: finalist.prediction.fullest.needed_bytes)
+    return [*tied[:1], *(finalist for finalist in finalists if finalist not in tied[:1])], refused
+
+
+def _overlapped(
+    finalists: Sequence[Finalist], cluster: Cluster, settings: SearchSettings, deadline: float, options: Options
+) -> tuple[Tuned | None, Finalist]:
+    """The overlap of the first few plans, and which of them is then the fastest.
+
+    Returns:
+        None where nothing is overlapped, with the first plan.
+    """
+    best, chosen, shortest = None, finalists[0], finalists[0].seconds
+    if settings.target != "moe-overlap":
+        return None, chosen
+    for finalist in finalists[:OVERLAPPED]:
+        if finalist.plan.stages[0].expert * finalist.plan.stages[0].expert_tensor == 1 or time.monotonic() > deadline:
+            continue
+        try:
+            tuned = tune(finalist.arguments, cluster, settings.overlap_limits, settings.solver_seconds, **options)
+        except ConfigError:
+            continue  # The rules of overlap refuse the plan; it stays what it is.
+        if tuned.chosen.fits and tuned.chosen.seconds < shortest:
+            best, chosen, shortest = tuned, finalist, tuned.chosen.seconds
+    return best, chosen
+
+
+def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Prediction | None:
+    """The user's own layout, where the flags have one that runs on these GPUs."""
+    try:
+        problem = problem_of(words, cluster, options)
+    except ConfigError:
+        return None
+    return predict_plan(problem.plan, problem)
+
+
+def _does_not_fit(found: UniformSearch, cluster: Cluster) -> ConfigError:
+    """The error where no plan fits: the plan that needs the least, and what it lacks."""
+    gpu = cluster.group_of(0).gpu
+    subject = f"{cluster.gpus} × {gpu.name}"
+    if found.smallest is None:
+        rule = f"none of {found.counts.layouts:,} layouts fits {gpu.memory_gib:g} GiB, by a lower bound of their bytes"
+        return ConfigError("--num-gpus", subject, rule, "use more GPUs, or GPUs with more memory")
+    least = found.smallest.needed_bytes / GIB
+    rule = f"no plan fits {gpu.memory_gib:g} GiB with 95 % certainty; the smallest needs {least:.1f} ({found.smallest.name})"
+    return ConfigError(
+        "--num-gpus", subject, rule, "use more GPUs, a smaller batch or sequence, or lower --memory-margin"
+    )

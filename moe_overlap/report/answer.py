@@ -1,0 +1,288 @@
+"""The answer about one plan in about ten lines, the same for a prediction and for a search; everything else is `--verbose`.
+
+    plan        what runs, in one sentence
+    step        seconds with their interval, tokens per second and GPU, MFU
+    training    days and GPU-hours for a number of tokens
+    memory      what the fullest stage needs, against its GPU's capacity
+    waiting     communication that nothing hides, by kind, and the pipeline's bubble
+    beware      why the figures may be off
+    runner-up   other plans, and the term of the breakdown that costs each of them most
+    try next    what may be worth a look
+
+`Answer` is data that the search or the prediction fills in; `answer_lines` writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.plan.plan import Offload, Plan, StagePlan
+from moe_overlap.report.prediction import change_flags, change_name
+from moe_overlap.tuner.cost.analytic import Prediction
+
+SHOWN_RUNNERS_UP = 3
+SHOWN_TERMS = 2
+"""Terms of the breakdown by which a runner-up is explained."""
+SMALLEST_TERM = 0.001
+"""Share of the step below which a difference of a term is not told."""
+WORTH_A_LOOK = 0.05
+"""Share of the step from which on a term is worth a suggestion."""
+DAY_SECONDS, HOUR_SECONDS = 86400.0, 3600.0
+_WIDTH = 12
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerUp:
+    """A plan that was not chosen.
+
+    Attributes:
+        seconds: of its step; None where none was predicted.
+        why: the term that costs it most against the chosen plan, or the rule that refuses it.
+    """
+
+    name: str
+    seconds: float | None
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What is said about a plan.
+
+    Attributes:
+        chosen: the sentence on what runs; default `plan_sentence`.
+        train_tokens: tokens of the whole training, where the user named or the flags imply them.
+        runners_up: the best first; three are shown.
+        try_next: sentences; where there are none, those of `suggestions`.
+    """
+
+    plan: Plan
+    prediction: Prediction
+    cluster: Cluster
+    chosen: str = ""
+    train_tokens: float | None = None
+    runners_up: Sequence[RunnerUp] = ()
+    try_next: Sequence[str] = ()
+
+
+def answer_lines(answer: Answer) -> list[str]:
+    """The lines of an answer."""
+    prediction = answer.prediction
+    lines = [
+        _line("plan", answer.chosen or plan_sentence(answer.plan)),
+        _line("step", _step(answer)),
+        *([_line("training", _training(answer))] if answer.train_tokens else []),
+        _line("memory", _memory(prediction)),
+        _line("waiting", _waiting(prediction)),
+    ]
+    lines += [_line("beware", text) for text in _beware(prediction)]
+    lines += [_line("runner-up", _runner_up(other, answer)) for other in answer.runners_up[:SHOWN_RUNNERS_UP]]
+    lines += [_line("try next", text) for text in answer.try_next or suggestions(answer.plan, prediction)]
+    return lines
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<{_WIDTH}}{text}"
+
+
+# What runs
+
+
+def plan_sentence(plan: Plan) -> str:
+    """A plan in one sentence: parallel sizes, micro-batches, states, recomputation, offloading and overlap."""
+    stage = plan.stages[0]
+    words = [_sizes(plan, stage), f"micro-batch {stage.micro_batch_size} × {stage.gradient_accumulation_steps}"]
+    words += [f"ZeRO-{stage.zero_level}", _recomputation(stage)]
+    if stage.offload != Offload():
+        shares = {name: getattr(stage.offload, name) for name in ("weights", "gradients", "optimizer", "activations")}
+        words += [f"{100 * share:.0f} % of {name} on the host" for name, share in shares.items() if share]
+    mechanisms = sorted(
+        {layer.mechanism.replace("_", " ") for each in plan.stages for layer in each.overlap.layers} - {"none"}
+    )
+    if any(layer.weight_gradient_slots for each in plan.stages for layer in each.overlap.layers):
+        mechanisms.append("deferred weight gradients")
+    if stage.overlap.micro_batches_in_flight > 1 and "cross micro batch" not in mechanisms:
+        mechanisms.append("two micro-batches in flight")
+    words += [f"overlap: {' and '.join(mechanisms)}"] if mechanisms else []
+    unlike = len({(each.tensor, each.data, each.zero_level, each.recompute, each.offload) for each in plan.stages}) > 1
+    return ", ".join(words) + (" (stage 0; other stages differ)" if unlike else "")
+
+
+def _sizes(plan: Plan, stage: StagePlan) -> str:
+    virtual = f" with {len(stage.chunks)} chunks each" if len(stage.chunks) > 1 else ""
+    sizes = {
+        "TP": stage.tensor,
+        "CP": stage.context,
+        "EP": stage.expert,
+        "ETP": stage.expert_tensor if stage.expert_tensor != stage.tensor else 1,
+        "DP": stage.data,
+    }
+    named = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "DP")
+    return f"{named}, {len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''}{virtual}"
+
+
+def _recomputation(stage: StagePlan) -> str:
+    recompute = stage.recompute
+    if recompute.granularity == "none":
+        return "no recomputation"
+    if recompute.granularity == "selective":
+        return f"recompute {', '.join(recompute.modules)}"
+    if recompute.granularity == "uniform":
+        return f"recompute every layer, {recompute.layers} at a time"
+    return f"recompute {recompute.layers} of {max(last - first for first, last in stage.chunks)} layers a chunk"
+
+
+# Figures
+
+
+def _step(answer: Answer) -> str:
+    prediction, predicted = answer.prediction, answer.prediction.predicted
+    seconds, expected = predicted.step_seconds, prediction.expected_error
+    interval = ""
+    if expected is not None:
+        low, high = (seconds * (1 + sign * expected.relative) for sign in (-1, 1))
+        interval = f" ± {expected.relative * 100:.0f} % ({low:.3f} to {high:.3f})"
+    rate = (
+        f"{predicted.tokens_per_second_per_gpu:,.0f} tokens/s and {predicted.model_tflops_per_gpu:.0f} TFLOP/s per GPU"
+    )
+    return f"{seconds:.3f} s{interval}, {rate}, MFU {_share(prediction.mfu)} on {devices(answer.cluster)}"
+
+
+def devices(cluster: Cluster) -> str:
+    """The GPUs of a cluster, as `64 × H100`."""
+    counts: dict[str, int] = {}
+    for group in cluster.groups:
+        counts[group.gpu.name] = counts.get(group.gpu.name, 0) + group.gpus
+    return " and ".join(f"{count} × {name}" for name, count in counts.items())
+
+
+def _training(answer: Answer) -> str:
+    assert answer.train_tokens is not None
+    tokens, gpus = answer.train_tokens, answer.cluster.gpus
+    seconds = tokens / (answer.prediction.predicted.tokens_per_second_per_gpu * gpus)
+    days = seconds / DAY_SECONDS
+    lasts = f"{days:,.1f} days" if days >= 1 else f"{seconds / HOUR_SECONDS:.1f} hours"
+    return f"{shown_tokens(tokens)} tokens in {lasts}, {seconds / HOUR_SECONDS * gpus:,.0f} GPU-hours"
+
+
+def shown_tokens(tokens: float) -> str:
+    """A number of tokens, as `300 B`."""
+    for unit, name in _UNITS:
+        if tokens >= unit:
+            return f"{tokens / unit:.3g} {name}"
+    return f"{tokens:.0f}"
+
+
+def _memory(prediction: Prediction) -> str:
+    fullest, capacity = prediction.fullest, prediction.capacity_bytes / GIB
+    where = f"stage {fullest.stage} needs" if len(prediction.predicted.stages) > 1 else "needs"
+    most = f"most of it {fullest.category} ({fullest.category_bytes / GIB:.1f})"
+    quantile = f"with 95 % certainty no more than {fullest.high_bytes / GIB:.1f}"
+    text = f"{prediction.memory_verdict}: {where} {fullest.needed_bytes / GIB:.1f} of {capacity:.1f} GiB, {quantile}; {most}"
+    count = len(prediction.overflow)
+    return text if count < 2 else f"{text}; {count} stages may not fit"
+
+
+def _waiting(prediction: Prediction) -> str:
+    seconds = prediction.predicted.step_seconds
+    exposed = exposed_seconds(prediction.breakdown)
+    total = f"{_share(sum(exposed.values()) / seconds)} of the step for communication"
+    ordered = sorted(exposed.items(), key=lambda item: -item[1])
+    kinds = ", ".join(f"{kind} {_share(part / seconds)}" for kind, part in ordered if part / seconds >= 0.0005)
+    bubble = f"{_share(prediction.breakdown.get('bubble_seconds', 0.0) / seconds)} in the pipeline's bubble"
+    return f"{total}{f' ({kinds})' if kinds else ''}, {bubble}"
+
+
+def _share(part: float) -> str:
+    return f"{100 * part:.1f} %"
+
+
+def exposed_seconds(breakdown: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of communication that nothing hides, by kind."""
+    return {
+        _term(name).removeprefix("exposed "): seconds
+        for name, seconds in breakdown.items()
+        if name.startswith("exposed_")
+    }
+
+
+def _term(name: str) -> str:
+    """A key of the breakdown for a reader: `exposed_expert_seconds` is `exposed expert`."""
+    return name.removesuffix("_seconds").replace("_", " ")
+
+
+def _beware(prediction: Prediction) -> list[str]:
+    texts = [f"extrapolating: {reason}" for reason in prediction.extrapolating[:1]]
+    if prediction.not_modelled:
+        texts.append(f"not modelled: {', '.join(prediction.not_modelled)} (--verbose says what each changes)")
+    if prediction.assumed:
+        more = len(prediction.assumed) - 1
+        texts.append(f"assumed: {prediction.assumed[0]}{f' (and {more} more: --verbose)' if more else ''}")
+    texts += [f"computed early: {text}" for text in prediction.computed_early[:1]]
+    return texts
+
+
+# Other plans
+
+
+def runner_up(name: str, other: Prediction, chosen: Prediction) -> RunnerUp:
+    """A plan that was predicted and not chosen, with what costs it most."""
+    if not other.fits and chosen.fits:
+        return RunnerUp(name, other.predicted.step_seconds, f"{other.memory_verdict}: {other.overflow[0]}")
+    return RunnerUp(name, other.predicted.step_seconds, cost_terms(other.breakdown, chosen.breakdown))
+
+
+def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
+    """The terms of the breakdown that cost another plan most, in seconds of a step, and what they cost; with what it saves."""
+    differences = {name: other.get(name, 0.0) - chosen.get(name, 0.0) for name in {**chosen, **other}}
+    ordered = sorted(differences.items(), key=lambda item: -item[1])
+    visible = SMALLEST_TERM * sum(chosen.values())
+    dearer = [(name, seconds) for name, seconds in ordered[:SHOWN_TERMS] if seconds > visible]
+    cheaper = [(name, seconds) for name, seconds in ordered[-1:] if seconds < -visible]
+    if not dearer:
+        return "no term costs it more"
+    texts = [f"{_term(name)} {seconds:+.3f} s" for name, seconds in dearer]
+    saved = "".join(f", though {_term(name)} {seconds:+.3f} s" for name, seconds in cheaper)
+    return ", ".join(texts) + saved
+
+
+def _runner_up(other: RunnerUp, answer: Answer) -> str:
+    if other.seconds is None:
+        return f"{other.name}: {other.why}"
+    chosen = answer.prediction.predicted.step_seconds
+    expected = answer.prediction.expected_error
+    change = other.seconds / chosen - 1
+    # The prediction cannot tell them apart, and says so.
+    tie = ", within the prediction's error" if expected is not None and abs(change) <= expected.relative else ""
+    return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}): {other.why}"
+
+
+def suggestions(plan: Plan, prediction: Prediction) -> list[str]:
+    """What may be worth a look, from what a plan waits for or lacks; the largest term decides, and none below a twentieth."""
+    if prediction.remedy is not None:
+        remedy = prediction.remedy
+        cost = f"{remedy.step_seconds:.3f} s a step ({100 * remedy.slower_by:+.1f} %), up to {remedy.high_bytes / GIB:.1f} GiB"
+        return [f"{change_name(remedy.change)}: then it fits, {cost}; {change_flags(remedy.change)}"]
+    if prediction.tried:
+        return [f"another layout: no single change makes it fit ({len(prediction.tried)} tried: --verbose)"]
+    seconds, stage = prediction.predicted.step_seconds, plan.stages[0]
+    terms = {f"exposed {kind}": part for kind, part in exposed_seconds(prediction.breakdown).items()}
+    terms["bubble"] = prediction.breakdown.get("bubble_seconds", 0.0)
+    name = max(terms, key=lambda term: terms[term])
+    if terms[name] < WORTH_A_LOOK * seconds:
+        return []
+    advice = {
+        "bubble": "more micro-batches or fewer stages"
+        if len(stage.chunks) > 1
+        else "model chunks on every stage (--num-virtual-stages-per-pipeline-rank 2), or more micro-batches",
+        "exposed expert": "an overlap of all-to-alls: tools/autotune.py --overlap-only",
+        "exposed tensor": "fewer tensor ranks, if memory allows",
+        "exposed context": "fewer context ranks, if memory allows",
+        "exposed data": "--overlap-grad-reduce and --overlap-param-gather, or a larger global batch",
+        "exposed transfer": "fewer stages, or larger micro-batches",
+    }
+    share = f"{name} takes {_share(terms[name] / seconds)} of the step"
+    return [f"{advice.get(name, 'another layout')}: {share}"]

@@ -1,0 +1,279 @@
+"""`report.html`: everything about a plan on one page, in one file that loads nothing.
+
+The answer · stages × devices · memory of every stage by category, against the capacity · what the seconds of a step are spent
+on · the simulated step · other candidates over memory and time · how the step changes with the network, the skew of routing and
+the memory · every figure as text. Each figure that is drawn stands in a table beside its drawing; a cell keeps the exact value in
+`data-value`, so that a script can read the page. `Report` is data; sections whose data are not there are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape, quoteattr
+
+from moe_overlap.describe.cluster import GIB
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.report.answer import Answer, answer_lines, devices
+from moe_overlap.report.drawings import Point, chart, stacked_bars, stages_and_devices
+from moe_overlap.report.picture import draw, step_of
+from moe_overlap.report.plan import format_plan
+from moe_overlap.report.prediction import prediction_text
+from moe_overlap.tuner.cost.feasibility import needed_bytes
+from moe_overlap.tuner.cost.simulate.step import SimulatedStep
+
+MOST_STAGES = 16
+"""Stages whose simulated step is drawn."""
+STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;color:#222;max-width:1000px;margin:2em auto;padding:0 1em}
+h1{font-size:1.4em}h2{font-size:1.15em;margin-top:2em;border-bottom:1px solid #ddd}
+pre{background:#f6f6f6;padding:.8em;overflow-x:auto;font-size:13px;white-space:pre-wrap}
+table{border-collapse:collapse;margin:.6em 0;font-size:14px}
+th,td{padding:.15em .8em;text-align:right;border-bottom:1px solid #eee}
+th:first-child,td:first-child{white-space:nowrap;text-align:left}.words{text-align:left}tr.chosen{background:#fdf3d8}
+svg{width:100%;height:auto}svg text{font:13px system-ui,sans-serif;fill:#222}
+.heading{font-weight:bold}.tick{text-anchor:middle}.end{text-anchor:end}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateRow:
+    """A plan that was looked at.
+
+    Attributes:
+        seconds: of its step; None where none was predicted.
+        needed_bytes: of its fullest stage; None where none was predicted.
+        note: why it was not chosen.
+    """
+
+    name: str
+    seconds: float | None
+    needed_bytes: float | None
+    note: str = ""
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sensitivity:
+    """The step as one property of the cluster or the routing changes.
+
+    Attributes:
+        name: of the property: `network bandwidth`.
+        unit: of its values.
+        points: value, seconds of the step, and what is then chosen or why not (empty: the same plan).
+        actual: the value that the prediction has.
+    """
+
+    name: str
+    unit: str
+    points: tuple[tuple[float, float, str], ...]
+    actual: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The content of a page.
+
+    Attributes:
+        step: the chosen plan, simulated with few micro-batches; None leaves the timeline out.
+    """
+
+    answer: Answer
+    title: str
+    step: SimulatedStep | None = None
+    candidates: Sequence[CandidateRow] = ()
+    sensitivities: Sequence[Sensitivity] = ()
+
+
+def write_report(path: Path, report: Report) -> None:
+    """Write the page; ConfigError where it cannot be written."""
+    try:
+        path.write_text(report_html(report), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--output", str(path), f"cannot be written: {error.strerror}", "give another") from None
+
+
+def report_html(report: Report) -> str:
+    """The page."""
+    body = [f"<h1>{escape(report.title)}</h1>", _preformatted("\n".join(answer_lines(report.answer)))]
+    for identifier, heading, content in SECTIONS:
+        section = "\n".join(content(report))
+        if section:
+            body.append(f'<section id="{identifier}"><h2>{escape(heading)}</h2>\n{section}\n</section>')
+    head = f'<meta charset="utf-8"><title>{escape(report.title)}</title><style>{STYLE}</style>'
+    page = "\n".join(body)
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{page}\n</body></html>\n'
+
+
+def _preformatted(content: str) -> str:
+    return f"<pre>{escape(content)}</pre>"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell of a table: what is shown, and the exact value behind it."""
+
+    shown: str
+    value: float | None = None
+
+
+Row = Sequence[Cell]
+
+
+def _table(identifier: str, head: Sequence[str], rows: Sequence[Row], chosen: frozenset[int] = frozenset()) -> str:
+    """A table.
+
+    Args:
+        chosen: indices of the rows that are marked.
+    """
+    are_words = [all(row[column].value is None for row in rows) for column in range(len(head))]
+    names = (
+        f'<th class="words">{escape(name)}</th>' if words else f"<th>{escape(name)}</th>"
+        for name, words in zip(head, are_words, strict=True)
+    )
+    lines = [f'<table id="{identifier}"><tr>{"".join(names)}</tr>']
+    for index, row in enumerate(rows):
+        cells = "".join(
+            f'<td class="words">{escape(cell.shown)}</td>'
+            if cell.value is None
+            else f"<td data-value={quoteattr(repr(float(cell.value)))}>{escape(cell.shown)}</td>"
+            for cell in row
+        )
+        lines.append(_row(cells, index in chosen))
+    return "\n".join([*lines, "</table>"])
+
+
+def _row(cells: str, is_chosen: bool) -> str:
+    return f'<tr class="chosen">{cells}</tr>' if is_chosen else f"<tr>{cells}</tr>"
+
+
+def _gib(size: float) -> Cell:
+    return Cell(f"{size / GIB:.1f}", size / GIB)
+
+
+def _seconds(seconds: float) -> Cell:
+    return Cell(f"{seconds:.4f}", seconds)
+
+
+# Sections
+
+
+def _plan(report: Report) -> Iterator[str]:
+    plan = report.answer.plan
+    yield stages_and_devices(plan)
+    yield f"<p>{plan.world_size} ranks on {escape(devices(report.answer.cluster))}; a colour holds the same experts.</p>"
+    yield f"<details><summary>the plan as text</summary>{_preformatted(format_plan(plan))}</details>"
+
+
+def _memory(report: Report) -> Iterator[str]:
+    prediction = report.answer.prediction
+    peaks = [dataclasses.asdict(stage.peak_bytes_by_category) for stage in prediction.predicted.stages]
+    bars = {f"stage {index}": {name: size / GIB for name, size in peak.items()} for index, peak in enumerate(peaks)}
+    yield stacked_bars(bars, "GiB", prediction.capacity_bytes / GIB, "memory of every stage")
+    rows = [
+        [Cell(f"stage {index}"), *map(_gib, peak.values()), _gib(stage.peak_bytes), _gib(needed_bytes(stage))]
+        for index, (peak, stage) in enumerate(zip(peaks, prediction.predicted.stages, strict=True))
+    ]
+    yield _table("memory-table", ["GiB", *peaks[0], "peak", "needed"], rows)
+    verdict = f"{prediction.memory_verdict}: a GPU has {prediction.capacity_bytes / GIB:.1f} GiB"
+    quantile = f"with 95 % certainty the fullest stage needs no more than {prediction.fullest.high_bytes / GIB:.1f}"
+    yield f"<p>{escape(verdict)}; {escape(quantile)}. Fragmentation is given back before an allocation fails.</p>"
+
+
+def _breakdown(report: Report) -> Iterator[str]:
+    prediction = report.answer.prediction
+    total = prediction.predicted.step_seconds
+    parts = {_words(name): seconds for name, seconds in prediction.breakdown.items()}
+    yield stacked_bars({"step": parts}, "s", None, "what a step is spent on")
+    rows = [[Cell(name), _seconds(seconds), _share(seconds / total)] for name, seconds in parts.items()]
+    rows.append([Cell("step"), _seconds(total), _share(1.0)])
+    yield _table("step-table", ["", "seconds", "share"], rows)
+    stages = [
+        [Cell(f"stage {index}"), *map(_seconds, (stage.first_seconds, stage.stable_seconds, stage.last_seconds))]
+        for index, stage in enumerate(prediction.predicted.stages)
+    ]
+    yield _table("stage-table", ["seconds of a micro-batch", "first", "stable", "last"], stages)
+
+
+def _words(name: str) -> str:
+    return name.removesuffix("_seconds").replace("_", " ")
+
+
+def _share(part: float) -> Cell:
+    return Cell(f"{100 * part:.1f} %", part)
+
+
+def _timeline(report: Report) -> Iterator[str]:
+    if report.step is None:
+        return
+    ranks = list(report.step.prices)
+    simulation = report.step.simulation
+    steps = [
+        step_of(simulation.spans(rank), f"stage {index}, rank {rank}") for index, rank in enumerate(ranks[:MOST_STAGES])
+    ]
+    yield draw(steps, "the simulated step")
+    count = len({span.micro_batch for span in simulation.spans(ranks[0])})
+    left_out = f"; {len(ranks) - MOST_STAGES} further stages are left out" if len(ranks) > MOST_STAGES else ""
+    yield f"<p>A simulated step of {count} micro-batch{'es' if count > 1 else ''} on one rank of every stage{left_out}.</p>"
+    yield _table(
+        "timeline-table",
+        ["", "step", "exposed communication"],
+        [
+            [Cell(f"stage {index}"), _seconds(step.seconds), _seconds(simulation.exposed_seconds(rank))]
+            for index, (rank, step) in enumerate(zip(ranks, steps, strict=False))
+        ],
+    )
+
+
+def _candidates(report: Report) -> Iterator[str]:
+    if not report.candidates:
+        return
+    points = [
+        Point(x=row.needed_bytes / GIB, y=row.seconds, label=row.name, is_marked=row.is_chosen)
+        for row in report.candidates
+        if row.seconds is not None and row.needed_bytes is not None
+    ]
+    if points:
+        capacity = report.answer.prediction.capacity_bytes / GIB
+        yield chart(points, ("GiB needed", "seconds a step"), joined=False, limit=capacity)
+    rows = [
+        [
+            Cell(row.name),
+            Cell("") if row.seconds is None else _seconds(row.seconds),
+            Cell("") if row.needed_bytes is None else _gib(row.needed_bytes),
+            Cell("chosen" if row.is_chosen else row.note),
+        ]
+        for row in report.candidates
+    ]
+    chosen = frozenset(index for index, row in enumerate(report.candidates) if row.is_chosen)
+    yield _table("candidate-table", ["plan", "seconds a step", "GiB needed", "why not"], rows, chosen)
+
+
+def _sensitivity(report: Report) -> Iterator[str]:
+    for index, each in enumerate(report.sensitivities):
+        yield f"<h3>{escape(each.name)}</h3>"
+        points = [
+            Point(x=value, y=seconds, label=note or each.name, is_marked=value == each.actual)
+            for value, seconds, note in each.points
+        ]
+        yield chart(points, (each.unit, "seconds a step"), joined=True)
+        rows = [[Cell(f"{value:g}", value), _seconds(seconds), Cell(note)] for value, seconds, note in each.points]
+        yield _table(f"sensitivity-table-{index}", [each.unit, "seconds a step", "plan"], rows)
+
+
+def _details(report: Report) -> Iterator[str]:
+    yield _preformatted(prediction_text(report.answer.prediction, report.answer.cluster))
+
+
+SECTIONS: tuple[tuple[str, str, Callable[[Report], Iterator[str]]], ...] = (
+    ("plan", "Stages and devices", _plan),
+    ("memory", "Memory of every stage", _memory),
+    ("step", "What a step is spent on", _breakdown),
+    ("timeline", "The simulated step", _timeline),
+    ("candidates", "Other plans", _candidates),
+    ("sensitivity", "What would change the answer", _sensitivity),
+    ("details", "Every figure", _details),
+)
+"""Anchor, heading and content of each section, in the order of the page."""

@@ -1,0 +1,131 @@
+"""Lower bounds of a uniform layout that need no captured graph: seconds of a step, and bytes of a stage.
+
+Seconds. No product runs faster than the best efficiency of this GPU, all-to-alls that nothing hides take what they take, and
+tensor ranks wait for their output in every forward pass. With C the seconds of one micro-batch over all stages,
+
+    step ≥ G · C / S + (C − C / S) / v        G micro-batches, S stages of v chunks: the slowest stage takes C / S or more
+
+Bytes. A stage of average size holds its share of weights, gradients and optimizer states, sharded as far as the space allows, and
+what full recomputation keeps of one micro-batch: the input of each of its layers.
+
+A bound that were too high would lose plans in silence: `test_search_uniform.py` compares both with evaluated layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moe_overlap.describe.model import (
+    ModelDescription,
+    Share,
+    expected_places,
+    expert_parameters,
+    rank_parameters,
+    training_flops_per_token,
+)
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.sizes import ACTIVATION_BYTES
+from moe_overlap.tuner.cost.hardware import Features
+from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collective_seconds
+from moe_overlap.tuner.cost.machine import Machine
+from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, low_precision_rate
+from moe_overlap.tuner.cost.pipeline import in_flight
+from moe_overlap.tuner.search.space import SearchSpace, UniformLayout
+from moe_overlap.tuner.search.uniform_cost import pipelined
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Lower bounds for one model, batch and machine."""
+
+    model: ModelDescription
+    template: Plan
+    machine: Machine
+    features: Features
+    space: SearchSpace
+
+    def step_seconds(self, layout: UniformLayout) -> float:
+        """Seconds that no step of the layout stays below."""
+        plan = self.template
+        data = plan.world_size // (layout.tensor * layout.context * layout.pipeline)
+        micro_batches = plan.global_batch_size // (data * layout.micro_batch)
+        through = self._compute_seconds(layout) + self._sent_seconds(layout)
+        return pipelined(through, layout, micro_batches)
+
+    def needed_bytes(self, layout: UniformLayout) -> float:
+        """Bytes that no plan of the layout needs less of on its fullest stage."""
+        features, plan, space = self.features, self.template, self.space
+        dense, experts = _parameters(self.model, layout.tensor, layout.expert, layout.expert_tensor)
+        ranks = plan.world_size // layout.pipeline
+        data, expert_data = ranks // layout.tensor, ranks // (layout.expert * layout.expert_tensor)
+        whole, shard = dense + experts, dense / data + experts / expert_data
+        level = max(space.zero_levels)
+        if space.offloads:
+            return 0.0
+        weights, gradients, optimizer = (shard if level >= first else whole for first in (3, 2, 1))
+        states = features.weight_bytes * weights + features.gradient_bytes * gradients
+        states += features.optimizer_bytes * optimizer
+        # Averages over the stages: one of them holds as much, or more.
+        micro_batches = plan.global_batch_size * layout.context // (data * layout.micro_batch)
+        stages = layout.pipeline
+        flying = sum(in_flight(layout.virtual, stages, index, micro_batches) for index in range(stages)) / stages
+        inputs = self.model.num_layers * self._hidden_bytes(layout) / layout.tensor
+        return (states + flying * inputs) / stages
+
+    def _hidden_bytes(self, layout: UniformLayout) -> float:
+        """Hidden states of a micro-batch on the tensor ranks together."""
+        tokens = layout.micro_batch * self.template.sequence_length / layout.context
+        return tokens * self.model.hidden_size * ACTIVATION_BYTES[self.template.precision]
+
+    def _compute_seconds(self, layout: UniformLayout) -> float:
+        """Seconds of the products of a micro-batch, over all stages."""
+        if self.machine.lookup is not None:  # Measured operators know no bound.
+            return 0.0
+        constants, precision = self.machine.constants, self.features.precision
+        gpu = self.machine.cluster.group_of(0).gpu
+        best = max(constants.gemm, constants.grouped_gemm, constants.attention_forward, constants.attention_backward)
+        rate = gpu.bf16_tflops * 1e12 * best
+        if precision in LOW_PRECISIONS:
+            rate = max(rate, low_precision_rate(gpu, precision, constants))
+        flops = _flops(self.model, self.template.sequence_length)
+        tokens = layout.micro_batch * self.template.sequence_length / (layout.tensor * layout.context)
+        return flops * tokens / rate
+
+    def _sent_seconds(self, layout: UniformLayout) -> float:
+        """Seconds of a micro-batch's communication that nothing runs beside, over all stages."""
+        features, model = self.features, self.model
+        links, world = self.machine.cluster.group_of(0), self.template.world_size
+        rates, hidden = self.machine.constants.link_rates, self._hidden_bytes(layout)
+        seconds = 0.0
+        if not features.overlap_tensor:
+            group = axis_group(layout.tensor, 1, world, links)
+            # Latent attention gathers its latents, which are narrower.
+            kinds = ("reduce_scatter",) if model.latent_attention is not None else ("all_gather", "reduce_scatter")
+            for kind in kinds:
+                seconds += model.num_layers * float(collective_seconds(kind, hidden, group, rates))
+        if not (features.overlap_experts or features.overlap_shared_expert) and features.dispatcher != "allgather":
+            group = axis_group(layout.expert, layout.expert_tensor, world, links)
+            width = (model.moe_latent_size or model.hidden_size) / model.hidden_size
+            rows, share = hidden / layout.tensor * width * model.router_topk, 1.0
+            if features.dispatcher in ("deepep", "hybridep"):
+                topk = max(1, model.router_topk)
+                share = expected_places(topk, group.nodes) / expected_places(topk, group.size)
+            # Dispatch and combine, in both passes.
+            seconds += 4.0 * sum(model.moe_layers) * float(all_to_all_seconds(rows, group, rates, share))
+        return seconds
+
+
+_flops = lru_cache(training_flops_per_token)
+
+
+@lru_cache(maxsize=1024)
+def _parameters(model: ModelDescription, tensor: int, expert: int, expert_tensor: int) -> tuple[float, float]:
+    """Parameters of a rank if one stage held all layers: of dense parts, and of experts."""
+    every = ((0, model.num_layers),)
+    share = Share(chunks=every, tensor=tensor, expert=expert, expert_tensor=expert_tensor)
+    layers = sum(model.moe_layers) + (model.mtp_layers if model.moe_layers[-1] else 0)
+    experts = 0.0
+    if model.num_experts:
+        experts = layers * model.num_experts // expert * expert_parameters(model, expert_tensor)
+    return rank_parameters(model, share).total - experts, experts

@@ -1,0 +1,338 @@
+"""The best choice of every stage's layers, devices and frontier point: Mist's mixed-integer program, exactly.
+
+Contract: problem and objective are stage_options.py's. The answer is feasible, its objective is `step_of_choice` of it, and no
+choice is better than the bound. The solver's own objective of it agrees to AGREE, or an assertion fails. `choose_pipeline`
+chooses among many problems as well: numbers of stages and of micro-batches, meshes.
+
+Steps of `choose_stages`.
+1. The additive bound, by branch and bound over the slowest stage. Each choice on the way is priced by the objective; the best of
+   them and of the caller's `start` is the one to beat.
+2. The bound meets it: this choice is the best, without a solver.
+3. Only candidates stay through which the bound is below the best objective. Of them the integer program, by HiGHS.
+
+The program has a variable for every term of the objective, and each of its maxima as rows, one per stage; all terms are linear
+in the choice z, so nothing is approximated. It is Mist's but for three things: first and last micro-batches are told apart,
+transfers and updates are priced, and layers and devices are divided in one program.
+
+Source: Mist, section 5.3, equations (1) to (3).
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.math_opt.python import mathopt
+
+from moe_overlap.tuner.cost.pipeline import transfer_waits
+from moe_overlap.tuner.search.pipeline.stage_options import (
+    AdditiveBound,
+    BoundedChoice,
+    Choice,
+    Floats,
+    PipelineProblem,
+    is_feasible,
+    step_of_choice,
+)
+from moe_overlap.tuner.search.pipeline.thresholds import ROUNDING, search_thresholds
+from moe_overlap.tuner.search.solution import Solution, Status
+
+AGREE = 1e-5
+"""Share of the objective by which the solver, whose rows hold to a millionth, may be off."""
+CLOSED = 1e-6
+"""Share of the objective that counts as no gap."""
+
+Rows = list[NDArray[np.intp]]
+"""[S] of the candidates that are left."""
+
+
+def choose_stages(
+    problem: PipelineProblem,
+    start: Choice | None = None,
+    time_limit: float = math.inf,
+    gap: float = 0.0,
+    beat: float = math.inf,
+) -> Solution[Choice]:
+    """Steps 1 to 3.
+
+    Args:
+        start: a feasible choice to begin with, as the best uniform plan.
+        time_limit: seconds; the best so far is answered when they are over.
+        gap: share of the objective that may be missing.
+        beat: seconds that are of interest; without a value, no choice is faster than that, or than the bound.
+    """
+    started = time.perf_counter()
+    deadline = started + time_limit
+    assert start is None or is_feasible(problem, start), start
+
+    def answer(best: _Best, bound: float, status: Status) -> Solution[Choice]:
+        bound, seconds = min(bound, best.seconds), time.perf_counter() - started
+        return Solution(value=best.choice, objective=best.seconds, bound=bound, status=status, seconds=seconds)
+
+    # Step 1.
+    best = _Best(problem, start)
+    relaxed = AdditiveBound(problem)
+    lowest = relaxed.lowest()
+    least = relaxed.shortest(math.inf)
+    if least is None:
+        return answer(best, math.inf, Status.INFEASIBLE)
+    bound = least.total + relaxed.weight * lowest + relaxed.fixed
+    if bound >= beat:
+        return answer(_Best(problem, None), bound, Status.INFEASIBLE)
+    bound, in_time = _bound(relaxed, best, lowest, least.total, deadline)
+    # Step 2.
+    if best.seconds <= bound * (1.0 + max(gap, ROUNDING)):
+        status = Status.OPTIMAL if best.seconds <= bound * (1.0 + CLOSED) else Status.FEASIBLE
+        return answer(best, best.seconds if status == Status.OPTIMAL else bound, status)
+    if not in_time:
+        return answer(best, bound, Status.TIME_LIMIT)
+    # Step 3.
+    limit = min(best.seconds, beat)
+    rows = _left(relaxed, best, lowest, least.total, limit)
+    program = _Program(problem, rows, lowest)
+    result = program.solve(best.choice, deadline - time.perf_counter(), gap)
+    if result.choice is not None:
+        seconds = best.offer(result.choice)
+        assert abs(seconds - result.objective) <= AGREE * seconds, (seconds, result.objective)
+    # Candidates that were left out are in no choice below the limit.
+    bound = min(max(bound, result.bound), limit)
+    if best.seconds > beat:
+        best = _Best(problem, None)
+    if best.seconds <= bound * (1.0 + CLOSED):
+        return answer(best, bound, Status.OPTIMAL)
+    if best.choice is None and result.is_complete:
+        return answer(best, bound, Status.INFEASIBLE)
+    return answer(best, bound, Status.FEASIBLE if result.is_complete else Status.TIME_LIMIT)
+
+
+def choose_pipeline(
+    problems: Sequence[PipelineProblem],
+    start: tuple[int, Choice] | None = None,
+    time_limit: float = math.inf,
+    gap: float = 0.0,
+) -> Solution[tuple[int, Choice]]:
+    """The best choice of the best problem, with the problem's index: Mist's outer loop over G, S and meshes.
+
+    Problems come in the order of a first bound, the smallest sum and the smallest slowest stage, each by itself: none behind the
+    first whose bound is not below the best can be better.
+
+    Args:
+        start: a problem and a feasible choice of it.
+        time_limit, gap: as of `choose_stages`, for all problems together.
+    """
+    started = time.perf_counter()
+    best: tuple[int, Choice] | None = start
+    seconds = math.inf if start is None else float(step_of_choice(problems[start[0]], start[1]))
+    first_bounds = [AdditiveBound(problem).at_once() for problem in problems]
+    bound, status = seconds, Status.OPTIMAL
+    for index in np.argsort(first_bounds, kind="stable").tolist():
+        left = started + time_limit - time.perf_counter()
+        if first_bounds[index] >= seconds:
+            break
+        if left <= 0.0:
+            bound, status = min(bound, first_bounds[index]), Status.TIME_LIMIT
+            break
+        hint = start[1] if start is not None and start[0] == index else None
+        solution = choose_stages(problems[index], hint, left, gap, beat=seconds)
+        bound = min(bound, solution.bound)
+        if solution.status == Status.TIME_LIMIT:
+            status = Status.TIME_LIMIT
+        if solution.value is not None and solution.objective < seconds:
+            best, seconds = (index, solution.value), solution.objective
+    if status != Status.TIME_LIMIT and best is None:
+        status = Status.INFEASIBLE
+    elif status != Status.TIME_LIMIT and seconds > bound * (1.0 + CLOSED):
+        status = Status.FEASIBLE
+    return Solution(
+        value=best, objective=seconds, bound=min(bound, seconds), status=status, seconds=time.perf_counter() - started
+    )
+
+
+class _Best:
+    """The fastest choice so far, by the objective."""
+
+    def __init__(self, problem: PipelineProblem, start: Choice | None) -> None:
+        self._problem = problem
+        self.choice: Choice | None = None
+        self.seconds = math.inf
+        if start is not None:
+            self.offer(start)
+
+    def offer(self, choice: Choice) -> float:
+        """Keep a choice if it is faster; its seconds."""
+        seconds = float(step_of_choice(self._problem, choice))
+        if seconds < self.seconds:
+            self.choice, self.seconds = choice, seconds
+        return seconds
+
+
+def _bound(relaxed: AdditiveBound, best: _Best, lowest: float, least: float, deadline: float) -> tuple[float, bool]:
+    """Step 1: the smallest value of the bound, and whether there was time to find it."""
+    levels = relaxed.levels[relaxed.levels >= lowest]
+
+    def shortest(threshold: float, most: float) -> BoundedChoice | None:
+        found = relaxed.shortest(threshold, most)
+        if found is not None:
+            best.offer(found.choice)
+        return found
+
+    end = search_thresholds(levels, relaxed.weight, least, shortest, math.inf, deadline)
+    return end.bound + relaxed.fixed, end.is_complete
+
+
+def _left(relaxed: AdditiveBound, best: _Best, lowest: float, least: float, limit: float) -> Rows:
+    """Step 3: the candidates that may be in a choice below the limit, and those of the best choice."""
+    highest = (limit - relaxed.fixed - least) / relaxed.weight if relaxed.weight else math.inf
+    rows = []
+    for place, (sums, stable) in enumerate(zip(relaxed.through(highest), relaxed.stable, strict=True)):
+        kept = np.isfinite(sums)
+        kept[kept] = sums[kept] + relaxed.weight * np.maximum(stable[kept], lowest) + relaxed.fixed < limit
+        if best.choice is not None:
+            kept[best.choice[place]] = True
+        rows.append(np.flatnonzero(kept))
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What the solver says."""
+
+    choice: Choice | None
+    objective: float
+    bound: float
+    is_complete: bool
+
+
+class _Program:
+    """The integer program over the candidates that are left.
+
+    z[i][c]: whether stage i takes its candidate c. All other variables are times in units of the smallest possible slowest stage,
+    since rows hold to an absolute millionth; the objective presses each of them onto the largest of its rows.
+    """
+
+    def __init__(self, problem: PipelineProblem, rows: Rows, lowest: float) -> None:
+        self._problem, self._rows, self._unit = problem, rows, lowest or 1.0
+        self.model = model = mathopt.Model()
+        stages, virtual = problem.stages, problem.rules.virtual
+        self.z = [[model.add_binary_variable() for _ in of_stage] for of_stage in rows]
+        self._divide()
+        waits, filling = self._transfers()
+        forward = [self._chosen(i, "forward") + wait / 2 for i, wait in enumerate(waits)]
+        backward = [self._chosen(i, "backward") + wait / 2 for i, wait in enumerate(waits)]
+        # T: the slowest stage.
+        slowest = model.add_variable(lb=lowest / self._unit)
+        # D: the delay of the first forward pass, L: the latest tail, U: the slowest update.
+        delay, tail, update = (model.add_variable(lb=-math.inf) for _ in range(3))
+        passed: mathopt.LinearTypes = 0.0
+        before: mathopt.LinearTypes = 0.0
+        waited = [self._chosen(i, "waited") for i in range(len(stages))]
+        drain = [self._chosen(i, "drain") for i in range(len(stages))]
+        for i, stage in enumerate(stages):
+            model.add_linear_constraint(slowest >= forward[i] + backward[i])
+            model.add_linear_constraint(
+                delay >= self._chosen(i, "first") - passed + mathopt.fast_sum(waited[i + 1 :]) / virtual
+            )
+            model.add_linear_constraint(
+                tail >= self._chosen(i, "tail") - before + mathopt.fast_sum(drain[i:]) / virtual
+            )
+            model.add_linear_constraint(update >= self._time(i, stage.optimizer))
+            passed, before = passed + forward[i] / virtual, before + backward[i] / virtual
+        # Objective: pipeline.py's, term by term.
+        steady = (problem.micro_batches - 1.0 / virtual) * slowest
+        edges = delay + self._chosen(len(stages) - 1, "turn") + tail
+        model.minimize(steady + passed + before + edges + filling + update)
+
+    def _divide(self) -> None:
+        """One candidate per stage; all layers and all devices, none twice."""
+        problem, model = self._problem, self.model
+        for of_stage in self.z:
+            model.add_linear_constraint(mathopt.fast_sum(of_stage) == 1.0)
+        for kind, count in enumerate(problem.devices):
+            devices = [self._sum(i, stage.devices[:, kind]) for i, stage in enumerate(problem.stages)]
+            model.add_linear_constraint(mathopt.fast_sum(devices) == float(count))
+        end: mathopt.LinearTypes = 0.0
+        for i, stage in enumerate(problem.stages):
+            # Where layers differ, a stage begins where the one in front of it ends.
+            if stage.first_layer is not None:
+                model.add_linear_constraint(self._sum(i, stage.first_layer) == end)
+            end = end + self._sum(i, stage.layers)
+        model.add_linear_constraint(end == float(problem.layers))
+
+    def _transfers(self) -> tuple[list[mathopt.LinearTypes], mathopt.LinearTypes]:
+        """What transfers add to every stage, and to filling and draining, by pipeline.py's rules; they are linear."""
+        problem, model = self._problem, self.model
+        count, rules = len(problem.stages), problem.rules
+        if count == 1:
+            return [0.0], 0.0
+        links = 1 if rules.virtual > 1 else count - 1
+        # One way over each link; all links of an interleaved pipeline wait for the slowest.
+        one_way = [model.add_variable(lb=0.0) for _ in range(links)]
+        for i, stage in enumerate(problem.stages):
+            ends = {0} if links < count - 1 else {max(0, i - 1), min(count - 2, i)}
+            for link in ends:
+                model.add_linear_constraint(one_way[link] >= self._time(i, stage.sent))
+        if rules.virtual > 1:
+            shares, filling = transfer_waits([1.0] * (count - 1), rules.virtual, rules.beside)
+            return [float(share) * one_way[0] for share in shares], float(filling) * one_way[0]
+        units = [transfer_waits([float(a == b) for b in range(links)], 1, rules.beside)[0] for a in range(links)]
+        waits = [
+            mathopt.fast_sum(float(unit[i]) * way for unit, way in zip(units, one_way, strict=True))
+            for i in range(count)
+        ]
+        return [*waits], 0.0
+
+    def _chosen(self, i: int, name: str) -> mathopt.LinearTypes:
+        """One of a stage's times, as a variable that many rows may share."""
+        values = self._problem.stages[i].column(name)[self._rows[i]]
+        if (values == values[0]).all():
+            return float(values[0]) / self._unit
+        variable = self.model.add_variable(lb=-math.inf)
+        self.model.add_linear_constraint(variable == self._time(i, self._problem.stages[i].column(name)))
+        return variable
+
+    def _time(self, i: int, seconds: Floats) -> mathopt.LinearSum:
+        """A column of seconds of stage i at its chosen candidate, in units."""
+        return self._sum(i, seconds / self._unit)
+
+    def _sum(self, i: int, values: Floats | NDArray[np.intp]) -> mathopt.LinearSum:
+        """A column of stage i at its chosen candidate."""
+        own = values[self._rows[i]].tolist()
+        return mathopt.fast_sum(value * z for value, z in zip(own, self.z[i], strict=True) if value)
+
+    def solve(self, start: Choice | None, seconds: float, gap: float) -> _Result:
+        """Run HiGHS from a choice."""
+        hints = []
+        if start is not None:
+            values = {
+                z: float(row == start[i])
+                for i, of_stage in enumerate(self.z)
+                for row, z in zip(self._rows[i].tolist(), of_stage, strict=True)
+            }
+            hints.append(mathopt.SolutionHint(variable_values=values))
+        limit = None if math.isinf(seconds) else datetime.timedelta(seconds=max(0.0, seconds))
+        parameters = mathopt.SolveParameters(time_limit=limit, relative_gap_tolerance=gap, absolute_gap_tolerance=0.0)
+        result = mathopt.solve(
+            self.model,
+            mathopt.SolverType.HIGHS,
+            params=parameters,
+            model_params=mathopt.ModelSolveParameters(solution_hints=hints),
+        )
+        reason = result.termination.reason
+        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+            return _Result(None, math.inf, math.inf, True)
+        is_complete = reason == mathopt.TerminationReason.OPTIMAL
+        fixed = self._problem.rules.fixed
+        bound = result.best_objective_bound() * self._unit + fixed
+        if not result.has_primal_feasible_solution():
+            return _Result(None, math.inf, bound, is_complete)
+        taken = result.variable_values()
+        choice = tuple(
+            int(of_stage[int(np.argmax([taken[z] for z in variables]))])
+            for of_stage, variables in zip(self._rows, self.z, strict=True)
+        )
+        return _Result(choice, result.objective_value() * self._unit + fixed, bound, is_complete)

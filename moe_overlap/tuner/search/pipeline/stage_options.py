@@ -1,0 +1,317 @@
+"""A pipeline whose stages choose freely among candidates, and a bound of what any choice takes.
+
+Problem (`PipelineProblem`). Stage i of S takes one of its candidates, a point of its frontier for a number of layers on a number
+of devices; layers add up to those of the model, devices to those of the cluster. The objective is pipeline.py's formula and
+nothing else (`step_of_choice`); all stages have G micro-batches. Candidates that do not fit their memory are never chosen.
+
+Bound. Of the two maxima over stages in that formula, D and L, take the term of the first stage, and of a transfer each stage's
+own end. What is left is never more than the formula, and a sum over stages but for the slowest:
+
+    (G - 1/v) max t_i + Σ (t_i + drain_i + [i > 0] waited_i) / v + first_0 + tail_0 + turn_S + what is there whatever is chosen
+
+so `AdditiveBound` finds its smallest value by a dynamic program over (stage, layers, devices of each type) below a threshold for
+t. Most pipelines hide the first and last micro-batches of later stages in their bubbles; there the bound is the formula itself.
+
+Source: Mist, section 5.3, equations (1) to (3); Alpa, section 5.2 for the program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.tuner.cost.evaluate import StageCosts
+from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, pipeline_seconds, transfer_waits
+from moe_overlap.tuner.search.stage.frontier import objective_columns, pareto
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.intp]
+Choice = tuple[int, ...]
+"""The row of every stage's candidate."""
+_Cell = tuple[Integers, int | None, int, tuple[int, ...]]
+"""Candidates that take the same layers and devices: rows, first layer, layers, devices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageOptions:
+    """n candidates for a stage; [n] each.
+
+    Attributes:
+        layers: how many a candidate takes.
+        devices: [n, K] devices that it takes of each of K node types; of one type where nodes are alike.
+        times: seconds without transfers, as in pipeline.py.
+        optimizer: seconds of the update behind the last micro-batch.
+        fits: whether its peak is within the memory, with the micro-batches that this stage holds.
+        sent: seconds of one transfer at the stage's edge, one way; between two stages the longer one counts.
+        first_layer: the first of its layers, where layers differ; None: all layers are equal.
+    """
+
+    layers: Integers
+    devices: Integers
+    times: StageTimes
+    optimizer: Floats
+    fits: NDArray[np.bool_]
+    sent: Floats
+    first_layer: Integers | None = None
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def at(self, rows: Integers) -> StageTimes:
+        """Times of some candidates."""
+        return StageTimes(**{f.name: self.column(f.name)[rows] for f in fields(StageTimes)})
+
+    def column(self, name: str) -> Floats:
+        """[n] one of the times, written out where it is the same for all."""
+        return np.broadcast_to(getattr(self.times, name), len(self))
+
+
+def options_of(
+    costs: StageCosts, layers: Integers, devices: Sequence[int], sent: float, fits: NDArray[np.bool_]
+) -> StageOptions:
+    """Candidates of costs [N, M]: strategy n at shape m is row n · M + m.
+
+    Args:
+        layers: [M] layers of every shape.
+        devices: [K] of each node type, the same for all.
+        sent: seconds of one transfer at the stage's edge.
+        fits: [N, M] whether the peak is within the memory.
+    """
+    strategies, shapes = fits.shape
+    return StageOptions(
+        layers=np.tile(layers, strategies),
+        devices=np.tile(np.asarray(devices, dtype=np.intp), (fits.size, 1)),
+        times=StageTimes(
+            forward=costs.forward_seconds.ravel(),
+            backward=costs.backward_seconds.ravel(),
+            first=costs.first_extra_seconds.ravel(),
+            waited=costs.waited_extra_seconds.ravel(),
+            turn=costs.turn_extra_seconds.ravel(),
+            drain=costs.drain_extra_seconds.ravel(),
+            tail=costs.tail_seconds.ravel(),
+        ),
+        optimizer=costs.optimizer_seconds.ravel(),
+        fits=fits.ravel(),
+        sent=np.full(strategies * shapes, sent),
+    )
+
+
+def undominated(options: StageOptions, place: int, stages: int) -> Integers:
+    """Rows, increasing, of the candidates that a pipeline may need of its stage `place`.
+
+    Those that fit and lie on the frontier among the candidates that take the same layers and devices. The best choice among
+    these rows is as fast as the best of all.
+    """
+    columns = objective_columns(options.times, options.optimizer, place, stages)
+    columns = np.column_stack([columns, options.sent])
+    kept = []
+    for members, *_ in cells_of(options):
+        rows = members[options.fits[members]]
+        kept.append(rows[pareto(columns[rows])])
+    return np.sort(np.concatenate(kept)) if kept else np.empty(0, dtype=np.intp)
+
+
+def cells_of(options: StageOptions) -> list[_Cell]:
+    """The candidates that take the same layers and devices, in groups."""
+    if not len(options):
+        return []
+    firsts = np.full(len(options), -1) if options.first_layer is None else options.first_layer
+    keys, which = np.unique(np.stack([firsts, options.layers, *options.devices.T]), axis=1, return_inverse=True)
+    order = np.argsort(which, kind="stable")
+    groups = np.split(order, np.searchsorted(which[order], np.arange(1, keys.shape[1])))
+    return [
+        (group, None if first < 0 else first, layers, tuple(devices))
+        for group, (first, layers, *devices) in zip(groups, keys.T.tolist(), strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineProblem:
+    """Stages in the order of the pipeline, what they divide, and how they work together; `devices` are [K], of each node type."""
+
+    stages: tuple[StageOptions, ...]
+    layers: int
+    devices: tuple[int, ...]
+    micro_batches: int
+    rules: PipelineRules
+
+
+def step_of_choice(problem: PipelineProblem, rows: Sequence[int] | Integers) -> Floats:
+    """Seconds of a step of one choice [S], or of n choices [S, n]."""
+    chosen = [np.asarray(of_stage, dtype=np.intp) for of_stage in rows]
+    sent = [stage.sent[row] for stage, row in zip(problem.stages, chosen, strict=True)]
+    whole = pipeline_seconds(
+        [stage.at(row) for stage, row in zip(problem.stages, chosen, strict=True)],
+        [stage.optimizer[row] for stage, row in zip(problem.stages, chosen, strict=True)],
+        [np.maximum(own, following) for own, following in zip(sent, sent[1:], strict=False)],
+        [problem.micro_batches] * len(chosen),
+        problem.rules,
+    )
+    return np.asarray(whole.total)
+
+
+def is_feasible(problem: PipelineProblem, choice: Choice) -> bool:
+    """Whether a choice fits, and divides layers and devices without a rest."""
+    layer, devices = 0, np.zeros(len(problem.devices), dtype=np.intp)
+    for stage, row in zip(problem.stages, choice, strict=True):
+        if not stage.fits[row] or (stage.first_layer is not None and stage.first_layer[row] != layer):
+            return False
+        layer, devices = layer + int(stage.layers[row]), devices + stage.devices[row]
+    return layer == problem.layers and tuple(devices.tolist()) == problem.devices
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedChoice:
+    """A choice with its place in the bound."""
+
+    total: float
+    slowest: float
+    choice: Choice
+
+
+class AdditiveBound:
+    """The bound of the docstring: sums over stages, and the slowest of them.
+
+    Attributes:
+        weight: G - 1/v, of the slowest stage.
+        stable: [S] of [n] seconds of a stable micro-batch with transfers at least this long.
+        sums: [S] of [n] what a candidate adds to the rest of the bound.
+        fixed: what is there whatever is chosen.
+    """
+
+    def __init__(self, problem: PipelineProblem) -> None:
+        self._problem = problem
+        self._end = (problem.layers, *problem.devices)
+        virtual, count = problem.rules.virtual, len(problem.stages)
+        self.weight = problem.micro_batches - 1.0 / virtual
+        # Seconds that transfers of one second each add to every stage, and to filling and draining.
+        waits, filling = transfer_waits([1.0] * (count - 1), virtual, problem.rules.beside)
+        self.stable, self.sums = [], []
+        for place, (stage, wait) in enumerate(zip(problem.stages, waits, strict=True)):
+            stable = np.where(
+                stage.fits, stage.column("forward") + stage.column("backward") + wait * stage.sent, math.inf
+            )
+            added = (stable + stage.column("drain")) / virtual
+            if place:
+                added = added + stage.column("waited") / virtual
+            else:
+                added = added + stage.column("first") + stage.column("tail") + filling * stage.sent
+            if place == count - 1:
+                added = added + stage.column("turn")
+            self.stable.append(stable)
+            self.sums.append(added)
+        updates = [stage.optimizer[stage.fits].min(initial=math.inf) for stage in problem.stages]
+        self.fixed = problem.rules.fixed + max(updates)
+
+    @cached_property
+    def levels(self) -> Floats:
+        """Seconds of stages that may be the slowest, increasing."""
+        seconds = np.unique(np.concatenate(self.stable))
+        return seconds[np.isfinite(seconds)]
+
+    def lowest(self) -> float:
+        """The smallest possible slowest stage; infinite where nothing fits."""
+        table = self._tables(self.stable, math.inf, largest=True)[-1]
+        return float(table[self._end])
+
+    def at_once(self) -> float:
+        """A lower bound of every choice: the smallest sum, and the smallest slowest stage of another choice."""
+        least, lowest = self.shortest(math.inf), self.lowest()
+        return math.inf if least is None else least.total + self.weight * lowest + self.fixed
+
+    def shortest(self, threshold: float, most: float = math.inf) -> BoundedChoice | None:
+        """The choice with the smallest sum of stages that take no longer than the threshold; None where none is below `most`."""
+        problem = self._problem
+        tables = self._tables(self.sums, threshold)
+        layer, devices = problem.layers, np.array(problem.devices)
+        total = float(tables[-1][self._end])
+        if total >= most or not math.isfinite(total):
+            return None
+        rows, slowest = [], 0.0
+        for place in range(len(problem.stages) - 1, -1, -1):
+            stage = problem.stages[place]
+            before, left = layer - stage.layers, devices - stage.devices
+            possible = (before >= 0) & (left >= 0).all(axis=1) & (self.stable[place] <= threshold)
+            if stage.first_layer is not None:
+                possible &= before == stage.first_layer
+            kept = np.flatnonzero(possible)
+            ways = tables[place][(before[kept], *left[kept].T)] + self.sums[place][kept]
+            row = int(kept[np.argmin(ways)])
+            rows.append(row)
+            slowest = max(slowest, float(self.stable[place][row]))
+            layer, devices = int(before[row]), left[row]
+        return BoundedChoice(total, slowest, tuple(reversed(rows)))
+
+    def through(self, threshold: float) -> list[Floats]:
+        """[S] of [n] the smallest sum of a choice with this candidate in it, no stage taking longer than the threshold."""
+        problem = self._problem
+        front = self._tables(self.sums, threshold)
+        behind = self._tables(self.sums, threshold, backwards=True)
+        result = []
+        for place, stage in enumerate(problem.stages):
+            sums = np.full(len(stage), math.inf)
+            for members, where, layers, devices in self._cells(place, threshold):
+                source, target = _windows(front[place], where, layers, devices)
+                # What is left to the stages behind ends where this one ends.
+                end = behind[len(problem.stages) - 1 - place][target]
+                sums[members] = (front[place][source] + end).min(initial=math.inf) + self.sums[place][members]
+            result.append(sums)
+        return result
+
+    def _tables(
+        self, values: list[Floats], threshold: float, largest: bool = False, backwards: bool = False
+    ) -> list[Floats]:
+        """[S + 1] of [L + 1, D_1 + 1, ..., D_K + 1] smallest sum (or maximum) of stages up to a layer with so many devices.
+
+        Backwards: of the last stages that begin at a layer with so many devices taken by those in front.
+        """
+        problem = self._problem
+        table = np.full([size + 1 for size in self._end], math.inf)
+        table[self._end if backwards else (0,) * table.ndim] = 0.0
+        tables = [table]
+        places = range(len(problem.stages))
+        for place in reversed(places) if backwards else places:
+            following = np.full_like(table, math.inf)
+            for members, where, layers, devices in self._cells(place, threshold):
+                cost = float(values[place][members].min())
+                source, target = _windows(table, where, layers, devices)
+                if backwards:
+                    source, target = target, source
+                ways = np.maximum(table[source], cost) if largest else table[source] + cost
+                following[target] = np.minimum(following[target], ways)
+            table = following
+            tables.append(table)
+        return tables
+
+    def _cells(self, place: int, threshold: float) -> list[_Cell]:
+        """The candidates of a stage below the threshold."""
+        cells = []
+        for members, where, layers, devices in self._all_cells[place]:
+            below = members[self.stable[place][members] <= threshold]
+            if len(below) and math.isfinite(self.stable[place][below].min()):
+                cells.append((below, where, layers, devices))
+        return cells
+
+    @cached_property
+    def _all_cells(self) -> list[list[_Cell]]:
+        return [
+            [cell for cell in cells_of(stage) if cell[2] <= self._end[0] and all(np.array(cell[3]) <= self._end[1:])]
+            for stage in self._problem.stages
+        ]
+
+
+def _windows(
+    table: Floats, where: int | None, layers: int, devices: tuple[int, ...]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """States in front of a stage and behind it, one for one; of one first layer alone if it is given."""
+    rows, *columns = table.shape
+    first, end = (0, rows - layers) if where is None else (where, min(where + 1, rows - layers))
+    end = max(first, end)
+    source = [slice(0, size - taken) for size, taken in zip(columns, devices, strict=True)]
+    target = [slice(taken, size) for size, taken in zip(columns, devices, strict=True)]
+    return (slice(first, end), *source), (slice(first + layers, end + layers), *target)

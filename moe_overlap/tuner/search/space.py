@@ -1,0 +1,267 @@
+"""The layouts that all stages of a plan may share, and the plan that a layout stands for.
+
+1. `SearchSpace` names what a search is free to decide (design: `--search-space`); each name adds to the one before.
+2. `uniform_layouts` enumerates the degrees that megatron-core executes for a model on so many GPUs, but for two kinds that are
+   never better than another: tensor-parallel groups, whose ranks talk in every layer, across NVLink domains; and CP c with a
+   micro-batch of c samples or a multiple, as CP 1 with 1/c of the samples computes as many tokens per rank and sends fewer.
+3. `uniform_plan` makes the plan of a layout with its decisions about memory.
+
+Rules of divisibility are those of `plan/rules/stages.py`; a test holds every enumerated layout against it, and every layout that
+is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, lcm
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.plan import Devices, Offload, Plan, Recompute, StagePlan
+
+MOST_VIRTUAL = 8
+"""Most model chunks of a stage: every further one adds transfers, and hides less of the bubble than the one before."""
+MOST_SAMPLES = 32
+"""Most samples of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """What a search decides beside the layout.
+
+    Attributes:
+        recomputes: layers and modules to compute again.
+        zero_levels: shardings of the states.
+        offloads: whether states and activations may wait in host memory.
+    """
+
+    name: str
+    recomputes: bool
+    zero_levels: tuple[int, ...] = (1,)
+    offloads: bool = False
+
+
+SEARCH_SPACES = {
+    space.name: space
+    for space in (
+        SearchSpace("megatron", recomputes=False),
+        SearchSpace("recompute", recomputes=True),
+        SearchSpace("zero", recomputes=True, zero_levels=(0, 1, 2, 3)),
+        SearchSpace("offload", recomputes=True, zero_levels=(0, 1, 2, 3), offloads=True),
+    )
+}
+
+
+def search_space(name: str) -> SearchSpace:
+    """The space of a name.
+
+    Raises:
+        ConfigError: no such space.
+    """
+    if name not in SEARCH_SPACES:
+        raise ConfigError("--search-space", name, "is not searched", f"use {', '.join(SEARCH_SPACES)}")
+    return SEARCH_SPACES[name]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class UniformLayout:
+    """Degrees that all stages share; numbers of ranks, chunks and samples."""
+
+    tensor: int
+    context: int
+    expert: int
+    expert_tensor: int
+    pipeline: int
+    virtual: int
+    micro_batch: int
+
+    @property
+    def ranks(self) -> tuple[int, int, int, int]:
+        """The degrees inside a stage, on which the cost of its layers depends."""
+        return self.tensor, self.context, self.expert, self.expert_tensor
+
+    @property
+    def name(self) -> str:
+        """As a reader of Megatron's papers writes it."""
+        degrees = [("TP", self.tensor), ("CP", self.context), ("PP", self.pipeline), ("VPP", self.virtual)]
+        degrees += [("EP", self.expert)]
+        shown = [f"{axis}{size}" for axis, size in degrees if size > 1] or ["DP only"]
+        if self.expert_tensor != self.tensor:
+            shown.append(f"ETP{self.expert_tensor}")
+        return f"{' '.join(shown)}, micro-batch {self.micro_batch}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """The run that layouts are enumerated for.
+
+    Attributes:
+        domain_gpus: GPUs of an NVLink domain, the most ranks of a tensor-parallel group.
+    """
+
+    gpus: int
+    domain_gpus: int
+    sequence_length: int
+    global_batch_size: int
+
+
+def uniform_layouts(model: ModelDescription, run: Run) -> Iterator[UniformLayout]:
+    """Every layout that divides model, batch and GPUs."""
+    for pipeline in _divisors(run.gpus, model.num_layers):
+        ranks = run.gpus // pipeline
+        for tensor, context in _attention_degrees(model, run, ranks):
+            data = ranks // (tensor * context)
+            if run.global_batch_size % data:
+                continue
+            samples = run.global_batch_size // data
+            cuts = [
+                (virtual, micro_batch)
+                for micro_batch in _divisors(samples, MOST_SAMPLES)
+                for virtual in _virtual_stages(model, pipeline, samples // micro_batch)
+            ]
+            cuts = [(virtual, micro_batch) for virtual, micro_batch in cuts if gcd(context, micro_batch) == 1]
+            for expert, expert_tensor in _expert_degrees(model, run, ranks, tensor):
+                for virtual, micro_batch in cuts:
+                    yield UniformLayout(
+                        tensor=tensor,
+                        context=context,
+                        expert=expert,
+                        expert_tensor=expert_tensor,
+                        pipeline=pipeline,
+                        virtual=virtual,
+                        micro_batch=micro_batch,
+                    )
+
+
+def _divisors(number: int, most: int | None = None) -> list[int]:
+    return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]
+
+
+def _attention_degrees(model: ModelDescription, run: Run, ranks: int) -> Iterator[tuple[int, int]]:
+    """Tensor- and context-parallel ranks of a stage."""
+    widths = [model.num_attention_heads, model.shared_expert_hidden_size]
+    widths += [] if all(model.moe_layers) else [model.ffn_hidden_size]
+    for tensor in _divisors(ranks, run.domain_gpus):
+        # Tensor ranks hold whole groups of queries, or a group is held by several ranks.
+        groups = model.num_query_groups if model.latent_attention is None else tensor
+        if any(width % tensor for width in widths) or (groups % tensor and tensor % groups):
+            continue
+        for context in _divisors(ranks // tensor):
+            pieces = lcm(tensor * context, 2 * context if context > 1 else 1)
+            if run.sequence_length % pieces == 0:
+                yield tensor, context
+
+
+def _expert_degrees(model: ModelDescription, run: Run, ranks: int, tensor: int) -> Iterator[tuple[int, int]]:
+    """Expert- and expert-tensor-parallel ranks of a stage; of a dense model none and those of attention."""
+    if not model.num_experts:
+        yield 1, tensor
+        return
+    for expert_tensor in _divisors(ranks, run.domain_gpus):
+        if model.moe_ffn_hidden_size % expert_tensor:
+            continue
+        for expert in _divisors(ranks // expert_tensor, model.num_experts):
+            if model.num_experts % expert == 0:
+                yield expert, expert_tensor
+
+
+def _virtual_stages(model: ModelDescription, pipeline: int, micro_batches: int) -> Iterator[int]:
+    """Model chunks of a stage: one, or several where micro-batches come in whole groups of stages."""
+    yield 1
+    if pipeline > 1 and micro_batches % pipeline == 0:
+        yield from range(2, min(MOST_VIRTUAL, model.num_layers // pipeline) + 1)
+
+
+def layers_of_parts(num_layers: int, parts: int) -> list[int]:
+    """Layers of each part of a pipeline, as equal as they can be.
+
+    The parts that are a layer shorter stand at the ends, where the embedding and the loss run beside layers.
+    """
+    ends = [end for place in range(parts) for end in (parts - 1 - place, place)]
+    short = set(list(dict.fromkeys(ends))[: -num_layers % parts])
+    return [-(-num_layers // parts) - (place in short) for place in range(parts)]
+
+
+def chunks_of(num_layers: int, pipeline: int, virtual: int) -> list[tuple[tuple[int, int], ...]]:
+    """The layer ranges of every stage's chunks."""
+    sizes = layers_of_parts(num_layers, pipeline * virtual)
+    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    ranges = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [tuple(ranges[stage::pipeline]) for stage in range(pipeline)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryChoice:
+    """Decisions about memory that all stages share.
+
+    Attributes:
+        layers: of every chunk that are recomputed as a whole; with modules, all layers recompute those.
+    """
+
+    layers: int = 0
+    modules: tuple[str, ...] = ()
+    zero_level: int = 1
+    offload: Offload = Offload()
+
+    @property
+    def name(self) -> str:
+        """The decisions that are none of the defaults."""
+        shown = [f"recompute {', '.join(self.modules)}"] if self.modules else []
+        shown += [f"recompute {self.layers} layer{'s' * (self.layers > 1)} of a chunk"] if self.layers else []
+        shown += [f"ZeRO-{self.zero_level}"] if self.zero_level != 1 else []
+        shares = [("weights", self.offload.weights), ("gradients", self.offload.gradients)]
+        shares += [("optimizer", self.offload.optimizer), ("activations", self.offload.activations)]
+        shown += [f"{share:.0%} of {what} on the host" for what, share in shares if share]
+        return ", ".join(shown)
+
+
+PLAIN_MEMORY = MemoryChoice()
+
+
+def uniform_plan(template: Plan, num_layers: int, layout: UniformLayout, memory: MemoryChoice = PLAIN_MEMORY) -> Plan:
+    """The plan of a layout.
+
+    Args:
+        template: its model, machines, batch and precision stay.
+    """
+    pipeline = layout.pipeline
+    ranks = template.world_size // pipeline
+    data = ranks // (layout.tensor * layout.context)
+    stages = tuple(
+        StagePlan(
+            chunks=chunks,
+            devices=Devices(mesh=(1, ranks), ranks=tuple(range(index * ranks, (index + 1) * ranks))),
+            micro_batch_size=layout.micro_batch,
+            gradient_accumulation_steps=template.global_batch_size // (layout.micro_batch * data),
+            tensor=layout.tensor,
+            context=layout.context,
+            data=data,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            zero_level=memory.zero_level,
+            recompute=recompute_of(memory, chunks),
+            offload=memory.offload,
+        )
+        for index, chunks in enumerate(chunks_of(num_layers, pipeline, layout.virtual))
+    )
+    return replace(
+        template,
+        pipeline_schedule="interleaved-1f1b" if layout.virtual > 1 else "1f1b",
+        embedding_stage=0,
+        mtp_stage=None if template.mtp_stage is None else pipeline - 1,
+        loss_stage=pipeline - 1,
+        stages=stages,
+        transfers=(),
+        predicted=None,
+    )
+
+
+def recompute_of(memory: MemoryChoice, chunks: Sequence[tuple[int, int]]) -> Recompute:
+    """What a stage with these chunks recomputes."""
+    longest = max(last - first for first, last in chunks)
+    if memory.modules:
+        return Recompute(layers=longest, granularity="selective", modules=memory.modules)
+    if memory.layers:
+        return Recompute(layers=min(memory.layers, longest), granularity="full")
+    return Recompute()

@@ -1,0 +1,1 @@
+"""The candidates of one stage: which of them a pipeline may need."""

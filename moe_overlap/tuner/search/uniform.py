@@ -1,0 +1,226 @@
+"""The fastest uniform plans of a run: best first, with bounds.
+
+1. Every layout gets a lower bound of its bytes and of its step (bounds.py); those that cannot fit are left out.
+2. Layouts are evaluated in the order of their bounds, each with all its decisions about memory (uniform_cost.py), until no
+   remaining bound is below the step of the last plan that is kept. What is kept is then exactly what an enumeration of all
+   layouts by `predict` would keep.
+3. A deadline or an interrupt ends the search early: the best so far stays, and the bound says how good it is.
+
+No solver is needed: a uniform plan has one layout and one decision about memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_overlap.describe.cluster import GIB
+from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.solution import Solution, Status
+from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout
+from moe_overlap.tuner.search.uniform_cost import Evaluated, UniformCosts
+
+Accepts = Callable[[UniformLayout, MemoryChoice], bool]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankedLayout:
+    """A layout with the decision about memory that is fastest among those that fit.
+
+    Attributes:
+        needed_bytes: of the fullest stage, as predicted.
+    """
+
+    layout: UniformLayout
+    memory: MemoryChoice
+    seconds: float
+    needed_bytes: float
+
+    @property
+    def name(self) -> str:
+        """Degrees, then decisions about memory."""
+        return ", ".join(filter(None, (self.layout.name, self.memory.name)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """Layouts by what became of them, and stages that were priced."""
+
+    layouts: int
+    too_large: int
+    """Left out: not even the lower bound of their bytes fits."""
+    too_slow: int
+    """Left out: the lower bound of their step is above the plans that are kept."""
+    evaluated: int
+    fitting: int
+    """Of the evaluated ones."""
+    stages: int
+    """Complete stages that were priced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UniformSearch:
+    """The answer of a search over uniform plans.
+
+    Attributes:
+        ranked: the fastest that fit, one for each choice of ranks and stages.
+        smallest: of the evaluated layouts what needs the least memory; the answer where nothing fits.
+        frontier: of seconds and bytes over all evaluated plans.
+    """
+
+    solution: Solution[RankedLayout]
+    ranked: tuple[RankedLayout, ...]
+    smallest: RankedLayout | None
+    frontier: tuple[RankedLayout, ...]
+    counts: Counts
+
+
+Progress = Callable[[int, int, RankedLayout | None], None]
+"""Called with layouts done, layouts in all, and the best so far."""
+
+
+def search_uniform(
+    layouts: list[UniformLayout],
+    costs: UniformCosts,
+    bounds: Callable[[UniformLayout], Bounds],
+    accepts: Accepts = lambda layout, memory: True,
+    keep: int = 20,
+    deadline: float = math.inf,
+    progress: Progress = lambda done, total, best: None,
+) -> UniformSearch:
+    """Search the fastest plans.
+
+    Args:
+        bounds: of a layout's tensor ranks, whose vocabulary is padded to their multiple.
+        accepts: whether a plan may be the answer (`--target`).
+        keep: layouts that are ranked.
+        deadline: of `time.monotonic`, behind which the best so far is the answer.
+    """
+    begun = time.monotonic()
+    machine = costs.task.machine
+    capacity = machine.cluster.group_of(0).gpu.memory_gib * GIB / machine.memory.high
+    waiting = [
+        (bounds(layout).step_seconds(layout), False, layout)
+        for layout in layouts
+        if bounds(layout).needed_bytes(layout) <= capacity
+    ]
+    small = len(waiting)
+    heapq.heapify(waiting)
+    found = _Kept(keep, capacity)
+    done, status = 0, Status.OPTIMAL
+    try:
+        while waiting and waiting[0][0] <= found.bar:
+            if time.monotonic() > deadline:
+                status = Status.TIME_LIMIT
+                break
+            bound, is_priced, layout = heapq.heappop(waiting)
+            if not is_priced:
+                # Pricing the parts is cheaper than pricing stages: most layouts go no further.
+                heapq.heappush(waiting, (max(bound, costs.step_bound(layout)), True, layout))
+                continue
+            found.add(costs.evaluate(layout), accepts)
+            done += 1
+            progress(done, small, found.best)
+    except KeyboardInterrupt:
+        status = Status.TIME_LIMIT
+    best = found.best
+    left = waiting[0][0] if waiting else math.inf
+    objective = best.seconds if best is not None else math.inf
+    if best is None and status is Status.OPTIMAL:
+        status = Status.INFEASIBLE
+    return UniformSearch(
+        solution=Solution(
+            value=best,
+            objective=objective,
+            bound=min(objective, left),
+            status=status,
+            seconds=time.monotonic() - begun,
+        ),
+        ranked=found.ranked,
+        smallest=found.smallest,
+        frontier=found.frontier,
+        counts=Counts(
+            layouts=len(layouts),
+            too_large=len(layouts) - small,
+            too_slow=small - done,
+            evaluated=done,
+            fitting=found.fitting,
+            stages=costs.stages_priced,
+        ),
+    )
+
+
+class _Kept:
+    """The plans that a search keeps: of layouts that differ in micro-batch and model chunks only, the best."""
+
+    def __init__(self, keep: int, capacity: float) -> None:
+        self._keep, self._capacity = keep, capacity
+        self._best: dict[object, RankedLayout] = {}
+        self._points: list[RankedLayout] = []
+        self.smallest: RankedLayout | None = None
+        self.fitting = 0
+
+    @property
+    def bar(self) -> float:
+        """Seconds that a plan must stay below to be kept."""
+        return max(plan.seconds for plan in self._best.values()) if len(self._best) == self._keep else math.inf
+
+    @property
+    def ranked(self) -> tuple[RankedLayout, ...]:
+        """From the fastest on; of equal steps the one that needs less memory first."""
+        return tuple(sorted(self._best.values(), key=lambda plan: (plan.seconds, plan.needed_bytes, plan.layout)))
+
+    @property
+    def best(self) -> RankedLayout | None:
+        """The fastest that fits."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def frontier(self) -> tuple[RankedLayout, ...]:
+        """Of all evaluated plans those that no other beats in both seconds and bytes."""
+        frontier: list[RankedLayout] = []
+        for plan in sorted(self._points, key=lambda plan: (plan.seconds, plan.needed_bytes)):
+            if not frontier or plan.needed_bytes < frontier[-1].needed_bytes:
+                frontier.append(plan)
+        return tuple(frontier)
+
+    def add(self, evaluated: Evaluated, accepts: Accepts) -> None:
+        """Keep what is worth it of a layout."""
+        rows, columns = np.unravel_index(
+            np.argsort(evaluated.seconds, axis=None, kind="stable"), evaluated.seconds.shape
+        )
+        fits = False
+        least = math.inf
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+            needed = float(evaluated.needed_bytes[row, column])
+            # Behind a faster one, only what needs less memory matters.
+            if needed >= least or not accepts(evaluated.layout, evaluated.choices[row][column]):
+                continue
+            least = needed
+            plan = RankedLayout(
+                layout=evaluated.layout,
+                memory=evaluated.choices[row][column],
+                seconds=float(evaluated.seconds[row, column]),
+                needed_bytes=needed,
+            )
+            self._points.append(plan)
+            if self.smallest is None or needed < self.smallest.needed_bytes:
+                self.smallest = plan
+            if needed <= self._capacity and not fits:
+                fits = True
+                self._keep_fastest(plan)
+        self.fitting += fits
+
+    def _keep_fastest(self, plan: RankedLayout) -> None:
+        key = plan.layout.ranks, plan.layout.pipeline
+        if key in self._best and self._best[key].seconds <= plan.seconds:
+            return
+        self._best[key] = plan
+        if len(self._best) > self._keep:
+            slowest = max(self._best, key=lambda key: self._best[key].seconds)
+            del self._best[slowest]

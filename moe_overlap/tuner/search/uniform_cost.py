@@ -1,0 +1,419 @@
+"""Seconds and bytes of a uniform layout under many decisions about memory at once.
+
+1. The parts of the model are priced for the ranks and the micro-batch of a layout (`_Prices`); layouts that differ in their
+   pipelines only share them.
+2. `UniformCosts.evaluate` counts the parts of every stage under every choice of recomputation, prices all stages under all
+   strategies by one `StageEvaluator`, and makes steps of them by `pipeline_seconds`: the numbers are those of `analytic.price`
+   for each plan alone.
+
+Legend: S stages, N strategies about states, R choices of recomputation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.plan import Offload, Plan, StagePlan
+from moe_overlap.plan.sizes import boundary_bytes
+from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.cost.analytic import (
+    CAPTURED_BYTES,
+    WORDS,
+    Family,
+    cost_of,
+    evaluator_of,
+    holding_words,
+    one_way_seconds,
+    setting_of,
+)
+from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes
+from moe_overlap.tuner.cost.hardware import Features
+from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.layer import PartCost, Setting
+from moe_overlap.tuner.cost.links import axis_group
+from moe_overlap.tuner.cost.machine import Machine
+from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
+from moe_overlap.tuner.cost.operators import OpTable, tabulate
+from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds
+from moe_overlap.tuner.cost.slots import Part as StagePart
+from moe_overlap.tuner.cost.stage import Strategy
+from moe_overlap.tuner.search.space import MemoryChoice, SearchSpace, UniformLayout, recompute_of, uniform_plan
+
+Floats = NDArray[np.float64]
+SHARES = (0.0, 0.5, 1.0)
+"""Shares of a state that may wait in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UniformTask:
+    """A run whose uniform plans are searched.
+
+    Attributes:
+        templates: number of tensor ranks -> a plan that names model, machines, batch and precision, and its model: the rows of a
+            vocabulary are padded to a multiple of the ranks.
+        graphs: the captured models of the stages of a plan.
+        space: what is free beside the layout.
+        modules: the sets of modules that may be recomputed.
+    """
+
+    templates: Callable[[int], tuple[Plan, ModelDescription]]
+    graphs: Callable[[Plan, ModelDescription], Mapping[int, CapturedModel]]
+    machine: Machine
+    features: Features
+    space: SearchSpace
+    modules: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """Every decision about the memory of one layout."""
+
+    layout: UniformLayout
+    choices: tuple[tuple[MemoryChoice, ...], ...]
+    """[N][R]"""
+    seconds: Floats
+    """[N, R] of a step."""
+    needed_bytes: Floats
+    """[N, R] of the fullest stage, without what the allocator reserves in vain."""
+
+
+class UniformCosts:
+    """Prices layouts of a task, and remembers what they share."""
+
+    def __init__(self, task: UniformTask) -> None:
+        self.task = task
+        self.stages_priced = 0
+        """Complete stages that were priced: stages by strategies by choices of recomputation."""
+        self._strategies = list(_strategies(task.space))
+        self._graphs: dict[tuple[tuple[int, ...], int], CapturedModel] = {}
+        self._tables: dict[tuple[int, int], tuple[OpTable, PartBytes]] = {}
+        self._costs: dict[tuple[int, int, int, int], PartCost] = {}
+        self._through: dict[tuple[object, ...], float] = {}
+        self._prices: dict[tuple[object, ...], _Prices] = {}
+
+    def step_bound(self, layout: UniformLayout) -> float:
+        """Seconds that no plan of the layout stays below: all stages compute what is least of every part.
+
+        Tighter than `Bounds.step_seconds`, and dearer: the parts are priced, but no stage is.
+        """
+        template, model = self.task.templates(layout.tensor)
+        ranks = template.world_size // layout.pipeline
+        data = ranks // (layout.tensor * layout.context)
+        links = self.task.machine.cluster.group_of(0)
+        key = (
+            layout.ranks,
+            layout.micro_batch,
+            axis_group(ranks // layout.tensor, layout.tensor, template.world_size, links),
+        )
+        if key not in self._through:
+            self._through[key] = self._through_seconds(layout, template, model)
+        return pipelined(self._through[key], layout, template.global_batch_size // (data * layout.micro_batch))
+
+    def _through_seconds(self, layout: UniformLayout, template: Plan, model: ModelDescription) -> float:
+        """Seconds of a micro-batch through all parts, of which nothing is recomputed."""
+        plan = uniform_plan(template, model.num_layers, layout)
+        graph, setting = self._graph(layout, plan, model, 1), self._setting(layout, plan, model)
+        kinds = Counter(("embedding", "head", *graph.layer_kinds, *graph.mtp_kinds))
+        parts = [(graph.part(kind, samples=layout.micro_batch), count) for kind, count in kinds.items()]
+        return sum(count * self._cost(part, layout, plan, setting).seconds for part, count in parts)
+
+    def evaluate(self, layout: UniformLayout) -> Evaluated:
+        """Steps and bytes of a layout under every decision about memory."""
+        task, (template, model) = self.task, self.task.templates(layout.tensor)
+        plan = uniform_plan(template, model.num_layers, layout)
+        prices = self._priced(layout, plan, model)
+        recomputes = recompute_choices(task, plan)
+        costs = _stage_costs(prices, plan, recomputes)
+        self.stages_priced += len(plan.stages) * costs[0].forward_seconds.size
+        virtual, machine = layout.virtual, task.machine
+        one_way = [one_way_seconds(plan, prices.boundary_bytes, machine)] * (len(plan.stages) - 1)
+        beside = machine.constants.overlap_slowdown if task.features.overlap_transfers else None
+        step = pipeline_seconds(
+            [_times(cost) for cost in costs],
+            [cost.optimizer_seconds for cost in costs],
+            one_way,
+            [stage.gradient_accumulation_steps for stage in plan.stages],
+            PipelineRules(virtual=virtual, beside=beside, fixed=machine.constants.step_seconds),
+        )
+        needed = [cost.peak_bytes - cost.peaks["fragmentation"] for cost in costs]
+        return Evaluated(
+            layout=layout,
+            choices=tuple(
+                tuple(replace(choice, zero_level=level, offload=offload) for choice in recomputes)
+                for level, offload in self._strategies
+            ),
+            seconds=np.asarray(step.total),
+            needed_bytes=np.max(needed, axis=0),
+        )
+
+    def _priced(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> _Prices:
+        """The parts of the model at the ranks and the micro-batch of a layout."""
+        # Stages of as many ranks have the same groups; a single stage reduces over all of them and sends nothing.
+        key = (layout.ranks, layout.pipeline, layout.micro_batch)
+        if key not in self._prices:
+            graph = self._graph(layout, plan, model)
+            setting = self._setting(layout, plan, model)
+            named = list(_parts_of(graph, plan, self.task, layout.micro_batch))
+            parts = [part for _, part in named]
+            tables, sizes = zip(*(self._table(part, layout.micro_batch, plan) for part in parts), strict=True)
+            family = _family_of(plan, model, tables, sizes)
+            evaluator = evaluator_of(
+                family,
+                [self._cost(part, layout, plan, setting) for part in parts],
+                *setting,
+                self.task.machine,
+                _strategy(plan.stages[0], self._strategies),
+            )
+            self._prices[key] = _Prices(
+                evaluator=evaluator,
+                rows={name: row for row, (name, _) in enumerate(named)},
+                kinds=graph.layer_kinds,
+                predictions=graph.mtp_kinds,
+                boundary_bytes=family.boundary_bytes,
+                parts=tuple(parts),
+            )
+        return self._prices[key]
+
+    def _setting(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> tuple[Setting, Interference]:
+        return setting_of(plan, model, plan.stages[0], self.task.machine, self.task.features)
+
+    def _graph(
+        self, layout: UniformLayout, plan: Plan, model: ModelDescription, variants: int | None = None
+    ) -> CapturedModel:
+        """The captured parts of a layout's ranks.
+
+        Args:
+            variants: the first so many variants of recomputation, of which the first recomputes nothing; None: all.
+        """
+        key = (layout.ranks, variants or 0)
+        if key not in self._graphs:
+            plans = islice(variant_plans(self.task, plan), variants)
+            captured = [self.task.graphs(variant, model)[0] for variant in plans]
+            parts = {(part.kind, part.variant, part.one_sample): part for graph in captured for part in graph.parts}
+            self._graphs[key] = replace(captured[0], parts=tuple(parts.values()))
+        return self._graphs[key]
+
+    def _cost(self, part: Part, layout: UniformLayout, plan: Plan, setting: tuple[Setting, Interference]) -> PartCost:
+        """Seconds of a part; ranks that share states count by the links they use, as these run beside computation."""
+        replicas = setting[0].groups["dp_cp"]
+        key = (id(part), layout.micro_batch, replicas.nodes, min(replicas.per_node, replicas.size))
+        if key not in self._costs:
+            self._costs[key] = cost_of(self._table(part, layout.micro_batch, plan)[0], setting[0])
+        return self._costs[key]
+
+    def _table(self, part: Part, samples: int, plan: Plan) -> tuple[OpTable, PartBytes]:
+        key = (id(part), samples)
+        if key not in self._tables:
+            length, task = plan.sequence_length, self.task
+            captured = CAPTURED_BYTES.get(plan.precision, 2.0)
+            table = tabulate(part, samples, length)
+            self._tables[key] = table, part_bytes(table, samples, length, captured, task.features, task.machine.load)
+        return self._tables[key]
+
+
+def pipelined(through: float, layout: UniformLayout, micro_batches: int) -> float:
+    """Lower bound of a step.
+
+    Args:
+        through: seconds of one micro-batch over all stages, of which the slowest takes an average share or more.
+    """
+    each = through / layout.pipeline
+    return micro_batches * each + (through - each) / layout.virtual
+
+
+Row = tuple[str, str]
+"""Kind and variant of recomputation of a part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prices:
+    """The parts of a model at some ranks and a micro-batch."""
+
+    evaluator: StageEvaluator
+    rows: Mapping[Row, int]
+    kinds: tuple[str, ...]
+    """Of every layer."""
+    predictions: tuple[str, ...]
+    """Kinds of the multi-token-prediction layers."""
+    boundary_bytes: float
+    parts: tuple[Part, ...]
+    """Of the rows; kept, as costs are known by the identity of their parts."""
+
+
+def recompute_choices(task: UniformTask, plan: Plan) -> list[MemoryChoice]:
+    """[R] Nothing, whole layers of every chunk, sets of modules."""
+    if not task.space.recomputes:
+        return [MemoryChoice()]
+    longest = max(last - first for stage in plan.stages for first, last in stage.chunks)
+    # megatron-core refuses whole layers beside its overlap of two micro-batches.
+    most = 0 if task.features.overlap_experts else longest
+    whole = [MemoryChoice(layers=layers) for layers in range(most + 1)]
+    return [*whole, *(MemoryChoice(modules=modules) for modules in task.modules)]
+
+
+def variant_plans(task: UniformTask, plan: Plan) -> Iterator[Plan]:
+    """One-stage plans, whose graphs together hold every variant of recomputation at the ranks of a plan."""
+    stage = plan.stages[0]
+    last = max(last for stage in plan.stages for _, last in stage.chunks)
+    whole = replace(plan, stages=(replace(stage, chunks=((0, last),)),), loss_stage=0)
+    whole = replace(whole, mtp_stage=None if plan.mtp_stage is None else 0)
+    for choice in recompute_choices(task, whole):
+        # One recomputed layer stands for any number of them.
+        if choice.layers <= 1:
+            yield replace(whole, stages=(replace(whole.stages[0], recompute=recompute_of(choice, ((0, last),))),))
+
+
+def _parts_of(graph: CapturedModel, plan: Plan, task: UniformTask, samples: int) -> Iterator[tuple[Row, Part]]:
+    """The parts that stages of a plan may hold."""
+    variants = list(dict.fromkeys(part.variant for part in graph.parts))
+    for kind in dict.fromkeys(graph.layer_kinds):
+        for variant in variants:
+            yield (kind, variant), graph.part(kind, variant, samples)
+    head = graph.part("head", samples=samples)
+    yield ("embedding", "none"), graph.part("embedding", samples=samples)
+    for number, kind in enumerate(graph.mtp_kinds):
+        for variant in variants:
+            part = graph.part(kind, variant, samples)
+            apart = number == 0 and plan.mtp_stage != plan.embedding_stage and head.holds(WORDS) is None
+            yield (prediction_row(number, kind), variant), holding_words(part) if apart else part
+    yield ("head", "none"), head
+
+
+def prediction_row(number: int, kind: str) -> str:
+    """The row of a prediction layer: the first may hold the words of the embedding."""
+    return kind if number else f"first {kind}"
+
+
+def _family_of(plan: Plan, model: ModelDescription, tables: Sequence[OpTable], sizes: Sequence[PartBytes]) -> Family:
+    """The parts as stages of a layout, of which none is counted yet."""
+    nothing = np.zeros(0)
+    return Family(
+        stage=plan.stages[0],
+        stages=(),
+        tables=tuple(tables),
+        sizes=tuple(sizes),
+        counts=np.zeros((len(tables), 0)),
+        in_flight=nothing,
+        parts=(),
+        boundary_bytes=float(boundary_bytes(plan, plan.stages[0], model)),
+    )
+
+
+def _strategies(space: SearchSpace) -> Iterator[tuple[int, Offload]]:
+    """[N] ZeRO levels with shares on the host."""
+    shares = SHARES if space.offloads else (0.0,)
+    for level in space.zero_levels:
+        for weights in shares:
+            for gradients in shares:
+                for optimizer in shares:
+                    for activations in shares:
+                        offload = Offload(
+                            weights=weights, gradients=gradients, optimizer=optimizer, activations=activations
+                        )
+                        yield level, offload
+
+
+def _strategy(stage: StagePlan, strategies: Sequence[tuple[int, Offload]]) -> Strategy:
+    one = np.ones(len(strategies))
+    offloads = [offload for _, offload in strategies]
+    return Strategy(
+        data=one * stage.data * stage.context,
+        expert_data=one * stage.expert_data,
+        zero_level=np.array([float(level) for level, _ in strategies]),
+        offload_weights=np.array([offload.weights for offload in offloads]),
+        offload_gradients=np.array([offload.gradients for offload in offloads]),
+        offload_optimizer=np.array([offload.optimizer for offload in offloads]),
+        offload_activations=np.array([offload.activations for offload in offloads]),
+    )
+
+
+def _stage_costs(prices: _Prices, plan: Plan, recomputes: Sequence[MemoryChoice]) -> list[StageCosts]:
+    """[S] costs of every stage, [N, R] each."""
+    costs: list[StageCosts] = []
+    known: dict[object, StageCosts] = {}
+    for index in range(len(plan.stages)):
+        shapes = _shapes(prices, plan, index, recomputes)
+        key = (shapes.runs, shapes.counts.tobytes(), shapes.in_flight.tobytes(), shapes.is_first, shapes.is_last)
+        if key not in known:
+            known[key] = prices.evaluator.costs(shapes)
+        costs.append(known[key])
+    return costs
+
+
+def _shapes(prices: _Prices, plan: Plan, index: int, recomputes: Sequence[MemoryChoice]) -> StageShapes:
+    """A stage under every choice of recomputation: its parts in the order of a forward pass."""
+    stage, last = plan.stages[index], len(plan.stages[index].chunks) - 1
+    runs: list[StagePart] = []
+    counts: list[list[float]] = []
+
+    def add(part: StagePart, count: Sequence[float]) -> None:
+        runs.append(part)
+        counts.append(list(count))
+
+    everywhere = [1.0] * len(recomputes)
+    if index == plan.embedding_stage:
+        add(StagePart(prices.rows["embedding", "none"], is_layer=False, is_embedding=True), everywhere)
+    for chunk, (first, end) in enumerate(stage.chunks):
+        place = first
+        for kind, layers in groupby(prices.kinds[first:end]):
+            size = len(list(layers))
+            # The first layers of a chunk are recomputed: so many of this run.
+            again = [min(size, max(0, choice.layers - (place - first))) for choice in recomputes]
+            for variant, count in _by_variant(size, again, recomputes):
+                if any(count):
+                    add(StagePart(prices.rows[kind, variant], chunk), count)
+            place += size
+    if index == plan.mtp_stage:
+        for number, kind in enumerate(prices.predictions):
+            for variant, count in _by_variant(1, [0] * len(recomputes), recomputes):
+                if any(count):
+                    row = prices.rows[prediction_row(number, kind), variant]
+                    add(StagePart(row, last, held_once=True), count)
+    if index == plan.loss_stage:
+        add(StagePart(prices.rows["head", "none"], last, is_layer=False, held_once=True), everywhere)
+    flying = in_flight(len(stage.chunks), len(plan.stages), index, stage.gradient_accumulation_steps)
+    return StageShapes(
+        runs=tuple(runs),
+        counts=np.array(counts),
+        in_flight=np.full(len(recomputes), flying),
+        is_first=index == 0,
+        is_last=index == len(plan.stages) - 1,
+        # The only stage of a pipeline sends no hidden states.
+        boundary_bytes=prices.boundary_bytes if len(plan.stages) > 1 else 0.0,
+    )
+
+
+def _by_variant(
+    size: int, again: Sequence[int], recomputes: Sequence[MemoryChoice]
+) -> Iterator[tuple[str, list[float]]]:
+    """How many of a run of layers have each variant, for every choice.
+
+    Args:
+        again: [R] layers of the run that are recomputed as a whole.
+    """
+    yield "full", [float(layers) for layers in again]
+    yield (
+        "none",
+        [float(size - layers) if not choice.modules else 0.0 for layers, choice in zip(again, recomputes, strict=True)],
+    )
+    for modules in dict.fromkeys(choice.modules for choice in recomputes if choice.modules):
+        yield "+".join(sorted(modules)), [float(size) * (choice.modules == modules) for choice in recomputes]
+
+
+def _times(costs: StageCosts) -> StageTimes:
+    return StageTimes(
+        forward=costs.forward_seconds,
+        backward=costs.backward_seconds,
+        first=costs.first_extra_seconds,
+        waited=costs.waited_extra_seconds,
+        turn=costs.turn_extra_seconds,
+        drain=costs.drain_extra_seconds,
+        tail=costs.tail_seconds,
+    )

@@ -1,0 +1,1 @@
+"""A chosen plan as files: flags, a Slurm script."""

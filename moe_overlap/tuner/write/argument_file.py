@@ -1,0 +1,303 @@
+"""`megatron_args.txt`: the flags of a run under a chosen plan, a flag and its values on each line, and why each was chosen.
+
+1. The user's flags are taken without those that the plan decides (`decided_flags`) and without what the caller drops by name.
+2. The flags that say the plan are laid over them. In front of each stands a comment: what the plan decided there, and its
+   predicted effect where the caller knows one.
+3. Flags are grouped: model, layout, memory, communication, training. What was left out is listed at the end, with the reason.
+4. For `megatron-lm` the result is held against upstream's parser and its rules (`upstream_rules.py`), so that no text is written
+   that Megatron-LM refuses.
+
+The text is read by `pretrain_moe.py @FILE`; a `--plan` in it lies beside it. `flag_lines` also go into a shell script's array.
+"""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.describe.readers.upstream_flags import load_upstream_flags
+from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute, StagePlan
+from moe_overlap.tuner.write.upstream_rules import upstream_errors
+from moe_overlap.tuner.write.upstream_values import (
+    OLDER_SPELLINGS,
+    parser_errors,
+    state_arguments,
+    values_of,
+    values_of_plan,
+)
+
+Target = Literal["moe-overlap", "megatron-lm"]
+WIDTH = 118
+"""Columns of a comment."""
+GROUPS: tuple[tuple[str, str], ...] = (
+    (
+        "layout",
+        "tensor-model-* sequence-parallel pipeline-model-* num-layers-per-virtual-* num-virtual-stages-* microbatch-group-* "
+        "decoder-first-* decoder-last-* account-for-* context-parallel-size expert-model-parallel-size plan "
+        "expert-tensor-parallel-size use-tp-pp-dp-mapping micro-batch-size global-batch-size rampup-batch-size",
+    ),
+    (
+        "memory",
+        "recompute-* *offload* use-distributed-optimizer use-megatron-fsdp data-parallel-sharding-strategy "
+        "use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-* distribute-saved-activations "
+        "use-torch-fsdp2 moe-layer-recompute",
+    ),
+    (
+        "communication",
+        "overlap-* *-overlap moe-overlap-* moe-token-dispatcher-type moe-enable-deepep moe-flex-* moe-deepep-* moe-hybridep-* "
+        "ddp-* defer-* max-deferred-bytes delay-wgrad-compute tp-comm-* cp-comm-type grad-reduce-in-bf16 no-overlap-* "
+        "accumulate-allreduce-grads-in-fp32 moe-gate distributed-backend distributed-timeout-minutes use-nccl-ub",
+    ),
+    (
+        "model",
+        "num-layers hidden-size ffn-hidden-size num-attention-heads *query-group* group-query-* kv-channels seq-length "
+        "max-position-embeddings *position-embedding* rotary-* rope-* yarn-* mscale* norm* apply-layernorm-1p swiglu *gelu "
+        "squared-relu parallel-attention-mlp activation-func-* glu-* disable-bias-linear add-qkv-bias qk-* untie-* "
+        "make-vocab-size-divisible-by vocab-size *-dropout init-method-* embedding-init-* multi-latent-attention *-lora-rank "
+        "v-head-dim mtp-* num-experts moe-* window-* softmax-type use-rope-scaling apply-query-key-layer-scaling",
+    ),
+)
+"""Groups and the patterns of their flags; the first that fits counts, and what fits none is training."""
+ORDER = ("model", "layout", "memory", "communication", "training")
+NOT_SAID_BY_PLANS = (
+    "--microbatch-group-size-per-virtual-pipeline-stage",
+    "--encoder-seq-length",
+    "--optimizer-offload-fraction",
+    "--data-parallel-sharding-strategy",
+)
+"""Flags beside those of `values_of_plan` that a plan replaces."""
+OF_THE_RUN = frozenset(
+    "--seq-length --global-batch-size --bf16 --fp16 --fp8-format --fp4-format --encoder-seq-length".split()
+)
+"""Flags among those of a plan that say what is trained, not how."""
+SAME_AS_ROUTER = ("--moe-gate", ("topk",))
+"""The gate that decides as Megatron's router does: nothing is lost where Megatron-LM has no flag for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenFlags:
+    """The flags of a run.
+
+    Attributes:
+        flags: flag -> its values, by group.
+        text: of the file, comments included.
+        left_out: the user's flags that are not among them, each with the reason.
+    """
+
+    flags: Mapping[str, tuple[str, ...]]
+    text: str
+    left_out: tuple[tuple[str, str], ...]
+
+    @property
+    def arguments(self) -> list[str]:
+        """The flags as a command line."""
+        return [word for name, values in self.flags.items() for word in (name, *values)]
+
+
+def argument_file(
+    words: Sequence[str],
+    plan: Plan,
+    arguments: Sequence[str],
+    target: Target = "moe-overlap",
+    *,
+    effects: Mapping[str, str] | None = None,
+    dropped: Mapping[str, str] | None = None,
+    plan_file: str | None = None,
+    head: Sequence[str] = (),
+) -> WrittenFlags:
+    """The flags that run a plan, and their text.
+
+    Args:
+        words: the user's flags, files expanded; their layout is replaced by the plan's.
+        arguments: the flags that say the plan (`plan_flags.arguments_of`), and what its runtime needs beside them.
+        effects: flag -> a sentence on what the choice changes, as predicted.
+        dropped: flags of the user that the run goes without, each with the reason.
+        plan_file: name of the plan's file beside the text, for what flags cannot say; this fork's.
+        head: lines of comment at the top.
+    Raises:
+        ConfigError: `megatron-lm` refuses the flags: the first rule that they break.
+    """
+    chosen = grouped([*arguments, *_state_words(plan, target)])
+    if plan_file is not None:
+        chosen["--plan"] = (plan_file,)
+    gone, decided = dict(dropped or {}), decided_flags(plan)
+    kept: dict[str, tuple[str, ...]] = {}
+    for name, values in grouped(words).items():
+        reason = _no_flag_of_upstream(name, values) if target == "megatron-lm" else ""
+        if reason:
+            gone.setdefault(name, reason)
+        is_of_fsdp = (name, values) == ("--ckpt-format", ("fsdp_dtensor",))
+        if name not in gone and name not in decided and not is_of_fsdp:
+            kept[name] = values
+    merged = kept | {name: values for name, values in chosen.items() if name not in gone}
+    by_group = {name: merged[name] for group in ORDER for name in merged if group_of(name) == group}
+    if target == "megatron-lm":
+        for error in (*parser_errors(by_group), *upstream_errors(values_of(by_group), plan.world_size)):
+            raise error
+    comments = {name: _comment(name, plan, effects or {}) for name in chosen}
+    lines = [*(f"# {line}".rstrip() for line in head), *flag_lines(by_group, comments)]
+    left_out = tuple((name, reason) for name, reason in gone.items() if name in grouped(words))
+    if left_out:
+        lines += ["", "# left out", *(line for pair in left_out for line in _wrapped(": ".join(pair)))]
+    return WrittenFlags(flags=by_group, text="\n".join(lines).strip() + "\n", left_out=left_out)
+
+
+def decided_flags(plan: Plan) -> frozenset[str]:
+    """The flags that a plan decides, in all their spellings: the user's mentions of them make way."""
+    said = values_of_plan(plan).keys() | set(NOT_SAID_BY_PLANS)
+    older = (name for name, values in OLDER_SPELLINGS.items() if values.keys() & said)
+    return frozenset(said).union(older)
+
+
+def layout_flags() -> frozenset[str]:
+    """The flags by which a user says a layout, in all their spellings: those of every plan, but for its batch and precision."""
+    stage = StagePlan(
+        chunks=((0, 1),),
+        devices=Devices(mesh=(1, 1), ranks=(0,)),
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        tensor=1,
+        context=1,
+        data=1,
+        expert=1,
+        expert_tensor=1,
+        zero_level=1,
+        recompute=Recompute(),
+        offload=Offload(),
+    )
+    nothing = Named(name="", sha256="")
+    plan = Plan(
+        model=nothing,
+        cluster=nothing,
+        sequence_length=1,
+        global_batch_size=1,
+        precision="bf16",
+        pipeline_schedule="1f1b",
+        embedding_stage=0,
+        mtp_stage=None,
+        loss_stage=0,
+        stages=(stage,),
+        transfers=(),
+        predicted=None,
+    )
+    return decided_flags(plan) - OF_THE_RUN
+
+
+def _state_words(plan: Plan, target: Target) -> list[str]:
+    """Flags that shard and offload states; what this fork does beyond ZeRO-1 stands in its plan's file."""
+    stage = plan.stages[0]
+    if target == "megatron-lm":
+        return state_arguments(plan)
+    return ["--use-distributed-optimizer"] if stage.zero_level == 1 and not stage.is_decoupled else []
+
+
+def _no_flag_of_upstream(name: str, values: tuple[str, ...]) -> str:
+    """Why Megatron-LM runs without a flag of the user; empty where it has it.
+
+    Raises:
+        ConfigError: without the flag it would train another model.
+    """
+    if name in load_upstream_flags():
+        return ""
+    if (group_of(name) == "model" or name == "--moe-gate") and (name, values) != SAME_AS_ROUTER:
+        rule = "Megatron-LM has no such flag, and would train another model"
+        raise ConfigError(name, " ".join(values), rule, "use --target moe-overlap")
+    return "Megatron-LM has no such flag"
+
+
+def group_of(flag: str) -> str:
+    """The group in which a flag is written."""
+    name = flag.removeprefix("--")
+    fits = (group for group, patterns in GROUPS if any(fnmatchcase(name, pattern) for pattern in patterns.split()))
+    return next(fits, "training")
+
+
+def flag_lines(flags: Mapping[str, tuple[str, ...]], comments: Mapping[str, Sequence[str]]) -> list[str]:
+    """A flag and its values on each line, quoted for a shell, under the names of their groups.
+
+    Args:
+        comments: flag -> lines of comment in front of it.
+    """
+    lines: list[str] = []
+    group = ""
+    for name, values in flags.items():
+        if group_of(name) != group:
+            group = group_of(name)
+            lines += ["", f"# {group}"]
+        lines += [*comments.get(name, ()), " ".join([name, *map(shlex.quote, values)])]
+    return lines
+
+
+def _comment(flag: str, plan: Plan, effects: Mapping[str, str]) -> list[str]:
+    """Lines of comment: the decision, and its effect."""
+    reason = REASONS[flag](plan, plan.stages[0]) if flag in REASONS else ""
+    effect = effects.get(flag, "")
+    return _wrapped("; ".join(text.rstrip(".;") for text in (reason, effect) if text))
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
+
+
+# Reasons
+
+
+def _stages(plan: Plan, stage: StagePlan) -> str:
+    depths = sorted({len(one.layers) for one in plan.stages})
+    layers = f"{depths[0]}" if len(depths) == 1 else f"{depths[0]} to {depths[-1]}"
+    return f"{len(plan.stages)} stages of {len(stage.devices.ranks)} GPUs, with {layers} layers each"
+
+
+def _experts(plan: Plan, stage: StagePlan) -> str:
+    replicas = f", {stage.expert_data} replicas of each" if stage.expert_data > 1 else ""
+    return f"experts spread over {stage.expert} ranks of a stage{replicas}"
+
+
+def _batch(plan: Plan, stage: StagePlan) -> str:
+    count = stage.gradient_accumulation_steps
+    return f"{count} micro-batches a step on each of {stage.data} replicas"
+
+
+def _recomputed(plan: Plan, stage: StagePlan) -> str:
+    if stage.recompute.granularity == "selective":
+        return "the outputs of these modules are not kept, but computed a second time in the backward pass"
+    return "whole layers are computed a second time in the backward pass; their inputs alone are kept"
+
+
+def _expert_shares(plan: Plan, stage: StagePlan) -> str:
+    if stage.expert_tensor == 1:
+        return f"experts are whole, while attention is shared by {stage.tensor} ranks"
+    return f"every expert's matrices are shared by {stage.expert_tensor} ranks"
+
+
+REASONS: Mapping[str, Callable[[Plan, StagePlan], str]] = {
+    "--tensor-model-parallel-size": lambda plan, stage: f"every layer's matrices are shared by {stage.tensor} ranks",
+    "--sequence-parallel": lambda plan, stage: "norms and what they keep are shared by the tensor ranks, too",
+    "--pipeline-model-parallel-size": _stages,
+    "--num-virtual-stages-per-pipeline-rank": lambda plan, stage: (
+        f"{len(stage.chunks)} model chunks on every stage: a shorter bubble for more transfers"
+    ),
+    "--pipeline-model-parallel-layout": lambda plan, stage: "layers of every stage, embedding E and loss L included",
+    "--decoder-first-pipeline-num-layers": lambda plan, stage: "the first stage holds the embedding, too",
+    "--decoder-last-pipeline-num-layers": lambda plan, stage: "the last stage holds the loss, too",
+    "--context-parallel-size": lambda plan, stage: f"every sequence is shared by {stage.context} ranks",
+    "--expert-model-parallel-size": _experts,
+    "--expert-tensor-parallel-size": _expert_shares,
+    "--use-tp-pp-dp-mapping": lambda plan, stage: "the stages of a replica are neighbours",
+    "--micro-batch-size": _batch,
+    "--recompute-granularity": _recomputed,
+    "--use-distributed-optimizer": lambda plan, stage: "the optimizer's states are shared by the replicas (ZeRO-1)",
+    "--use-megatron-fsdp": lambda plan, stage: f"states are shared by the replicas (ZeRO-{stage.zero_level})",
+    "--optimizer-cpu-offload": lambda plan, stage: (
+        f"{100 * stage.offload.optimizer:.0f} % of the optimizer's states on the host"
+    ),
+    "--cpu-offloading-num-layers": lambda plan, stage: "these layers' activations wait on the host",
+    "--plan": lambda plan, stage: "what flags cannot say; it lies beside this file",
+}
+"""Flag -> what the plan decided there."""

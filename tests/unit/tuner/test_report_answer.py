@@ -1,0 +1,187 @@
+"""The answer in ten lines: its figures are the prediction's, and runners-up name what costs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from moe_overlap.api import predict, read_job
+from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
+from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
+from moe_overlap.plan.plan import Offload, Plan, Recompute
+from moe_overlap.report.answer import (
+    Answer,
+    RunnerUp,
+    answer_lines,
+    cost_terms,
+    devices,
+    exposed_seconds,
+    plan_sentence,
+    runner_up,
+    shown_tokens,
+    suggestions,
+)
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.expected_error import ExpectedError
+from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
+from tests.unit.tuner.test_cost_predict import by_hand
+
+ROOT = Path(__file__).resolve().parents[3]
+WORDS = (f"@{ROOT / 'examples/mixtral-8x7b.args'}",)
+CLUSTER = shipped_cluster("H100", 64)
+
+
+@pytest.fixture(autouse=True)
+def hand_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_overlap.api.cached_graphs", by_hand)
+
+
+@functools.cache
+def predicted(*changed: str) -> Prediction:
+    return dataclasses.replace(
+        predict([*WORDS, *changed], CLUSTER), expected_error=ExpectedError(0.1, 5, "H100 MoE"), not_modelled=()
+    )
+
+
+def planned(*changed: str) -> Plan:
+    return read_job([*WORDS, *changed], 64).plan
+
+
+def figures(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+
+def lines_of(**changes: object) -> dict[str, str]:
+    """The lines of an answer by their name; a name that stands twice has the last."""
+    answer = Answer(plan=planned(), prediction=predicted(), cluster=CLUSTER, **changes)  # type: ignore[arg-type]
+    return {line[:12].strip(): line[12:] for line in answer_lines(answer)}
+
+
+def test_the_figures_are_those_of_the_prediction() -> None:
+    prediction = predicted()
+    shown = lines_of(train_tokens=3e11)
+    step = prediction.predicted.step_seconds
+    rate = prediction.predicted.tokens_per_second_per_gpu
+    assert figures(shown["step"])[:5] == pytest.approx([step, 10, 0.9 * step, 1.1 * step, rate], rel=1e-3)
+    assert f"MFU {100 * prediction.mfu:.1f} % on 64 × H100" in shown["step"]
+    days = 3e11 / (rate * 64) / 86400
+    assert figures(shown["training"]) == pytest.approx([300, days, days * 24 * 64], rel=1e-2)
+    fullest = prediction.fullest
+    assert shown["memory"] == (
+        f"{prediction.memory_verdict}: stage {fullest.stage} needs {fullest.needed_bytes / GIB:.1f} of "
+        f"{prediction.capacity_bytes / GIB:.1f} GiB, with 95 % certainty no more than {fullest.high_bytes / GIB:.1f}; "
+        f"most of it {fullest.category} ({fullest.category_bytes / GIB:.1f})"
+    )
+    exposed = exposed_seconds(prediction.breakdown)
+    waiting = figures(shown["waiting"])
+    assert waiting[0] == pytest.approx(100 * sum(exposed.values()) / step, abs=0.06)
+    assert waiting[-1] == pytest.approx(100 * prediction.breakdown["bubble_seconds"] / step, abs=0.06)
+    assert sum(waiting[1:-1]) == pytest.approx(waiting[0], abs=0.3)
+
+
+def test_an_answer_is_about_ten_lines() -> None:
+    others = [RunnerUp(f"plan {index}", 3.5 + index, "bubble +0.1 s") for index in range(9)]
+    answer = Answer(
+        plan=planned(), prediction=predicted(), cluster=CLUSTER, train_tokens=1e12, runners_up=others, try_next=["x"]
+    )
+    lines = answer_lines(answer)
+    assert [line.split("  ")[0] for line in lines] == [
+        "plan",
+        "step",
+        "training",
+        "memory",
+        "waiting",
+        *["runner-up"] * 3,
+        "try next",
+    ]
+
+
+def test_runners_up_name_the_term_that_costs_most() -> None:
+    chosen, other = predicted(), predicted("--pipeline-model-parallel-size", "8")
+    difference = {name: other.breakdown[name] - chosen.breakdown[name] for name in chosen.breakdown}
+    dearest = max(difference, key=lambda name: difference[name])
+    line = runner_up("PP 8", other, chosen)
+    name = dearest.removesuffix("_seconds").replace("_", " ")
+    assert line.seconds == other.predicted.step_seconds and line.why.startswith(f"{name} {difference[dearest]:+.3f} s")
+    slower = other.predicted.step_seconds / chosen.predicted.step_seconds - 1
+    shown = lines_of(runners_up=[line, RunnerUp("PP 16", None, "a stage holds no layer")])
+    assert shown["runner-up"] == "PP 16: a stage holds no layer"
+    one = lines_of(runners_up=[line])["runner-up"]
+    assert one.startswith(f"PP 8: {other.predicted.step_seconds:.3f} s ({100 * slower:+.1f} %")
+    assert ("within the prediction's error" in one) == (abs(slower) <= 0.1)
+    assert cost_terms(chosen.breakdown, chosen.breakdown) == "no term costs it more"
+    small = chosen.breakdown | {
+        "bubble_seconds": chosen.breakdown["bubble_seconds"] + 0.0009 * sum(chosen.breakdown.values())
+    }
+    assert cost_terms(small, chosen.breakdown) == "no term costs it more"
+
+
+def test_a_runner_up_that_does_not_fit_says_so() -> None:
+    chosen = predicted()
+    tight = dataclasses.replace(chosen, memory=MemoryQuantiles(high=9.0, low=8.0))
+    assert runner_up("tight", tight, chosen).why.startswith("does not fit: stage 0 needs ")
+
+
+def test_what_does_not_fit_names_the_change() -> None:
+    small: Cluster = shipped_cluster("L4", 64)
+    prediction = predict([*WORDS], small)
+    assert not prediction.fits
+    lines = answer_lines(Answer(plan=planned(), prediction=prediction, cluster=small))
+    assert any(line.startswith("memory      does not fit: ") for line in lines)
+    advice = next(line for line in lines if line.startswith("try next"))
+    assert "then it fits" in advice or "no single change makes it fit" in advice
+
+
+def test_suggestions_follow_the_largest_term() -> None:
+    step = predicted().predicted.step_seconds
+    terms = predicted().breakdown
+
+    def with_terms(**shares: float) -> Prediction:
+        none = dict.fromkeys(terms, 0.0)
+        changed = none | {f"{name}_seconds": share * step for name, share in shares.items()}
+        return dataclasses.replace(predicted(), breakdown=changed)
+
+    assert suggestions(planned(), with_terms(bubble=0.04, exposed_expert=0.03)) == []
+    assert suggestions(planned(), with_terms(bubble=0.2)) == [
+        "model chunks on every stage (--num-virtual-stages-per-pipeline-rank 2), or more micro-batches: "
+        "bubble takes 20.0 % of the step"
+    ]
+    interleaved = planned("--num-virtual-stages-per-pipeline-rank", "2")
+    assert suggestions(interleaved, with_terms(bubble=0.2))[0].startswith("more micro-batches or fewer stages: ")
+    (overlap,) = suggestions(planned(), with_terms(exposed_expert=0.3, bubble=0.2))
+    assert overlap.endswith("tools/autotune.py --overlap-only: exposed expert takes 30.0 % of the step")
+
+
+def test_a_plan_in_a_sentence() -> None:
+    plan = planned()
+    assert plan_sentence(plan) == "TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-1, no recomputation"
+    layers = (
+        LayerOverlap(layer=0, mechanism="partitioned"),
+        LayerOverlap(layer=1, weight_gradient_slots={"a": ("b",)}),
+    )
+    stages = tuple(
+        dataclasses.replace(
+            stage,
+            recompute=Recompute(layers=3, granularity="full"),
+            offload=Offload(optimizer=0.5),
+            zero_level=2,
+            overlap=StageOverlap(layers=layers),
+        )
+        for stage in plan.stages
+    )
+    assert plan_sentence(dataclasses.replace(plan, stages=stages)) == (
+        "TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-2, recompute 3 of 8 layers a chunk, "
+        "50 % of optimizer on the host, overlap: partitioned and deferred weight gradients"
+    )
+    unlike = (dataclasses.replace(plan.stages[0], zero_level=3), *plan.stages[1:])
+    assert plan_sentence(dataclasses.replace(plan, stages=unlike)).endswith("(stage 0; other stages differ)")
+
+
+def test_tokens_and_devices_for_a_reader() -> None:
+    assert [shown_tokens(tokens) for tokens in (1.5e13, 3e11, 2.5e6, 900)] == ["15 T", "300 B", "2.5 M", "900"]
+    both = Cluster(name="two", groups=(*CLUSTER.groups, *shipped_cluster("L4", 8).groups))
+    assert devices(both) == "64 × H100 and 8 × L4"

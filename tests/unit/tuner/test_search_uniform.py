@@ -1,0 +1,302 @@
+"""Uniform plans: the enumeration against the rules of a plan, prices and bounds against `predict`, the search against both."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+import time
+from collections.abc import Mapping
+from functools import cache
+
+import pytest
+
+from megatron.training.plan_flags import plan_from_flags
+from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.job import features_of, read_job
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.tuner.capture.graph import CapturedModel, Layout
+from moe_overlap.tuner.cost.machine import machine_of
+from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.solution import Status
+from moe_overlap.tuner.search.space import (
+    MemoryChoice,
+    Run,
+    UniformLayout,
+    chunks_of,
+    layers_of_parts,
+    search_space,
+    uniform_layouts,
+    uniform_plan,
+)
+from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
+from tests.unit.tuner.hand_made import captured_by_hand
+from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB
+
+SMALL = [*JOB, "--num-layers", "6", "--num-experts", "4", "--expert-model-parallel-size", "1"]
+
+
+@cache
+def graph_of(model: ModelDescription, degrees: tuple[int, int, int, int]) -> CapturedModel:
+    return captured_by_hand(model, Layout(**dict(zip(DEGREES, degrees, strict=True))))
+
+
+DEGREES = ("tensor", "context", "expert", "expert_tensor")
+
+
+def graphs_of(plan: Plan, model: ModelDescription) -> Mapping[int, CapturedModel]:
+    return {
+        index: graph_of(model, (stage.tensor, stage.context, stage.expert, stage.expert_tensor))
+        for index, stage in enumerate(plan.stages)
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A small model on a few GPUs."""
+
+    task: UniformTask
+    model: ModelDescription
+    template: Plan
+    layouts: list[UniformLayout]
+    bounds: Bounds
+    cluster: Cluster
+
+    def plan(self, layout: UniformLayout, memory: MemoryChoice) -> Plan:
+        return uniform_plan(self.template, self.model.num_layers, layout, memory)
+
+    def predicted(self, layout: UniformLayout, memory: MemoryChoice) -> tuple[float, float]:
+        """Seconds and bytes of the fullest stage, as tools/predict.py has them."""
+        plan = self.plan(layout, memory)
+        problem = Problem(
+            model=self.model,
+            plan=plan,
+            graphs=graphs_of(plan, self.model),
+            features=self.task.features,
+            machine=self.task.machine,
+        )
+        prediction = predict_plan(plan, problem)
+        return prediction.predicted.step_seconds, float(prediction.fullest.needed_bytes)
+
+    def search(self, **options: object) -> UniformSearch:
+        return search_uniform(self.layouts, UniformCosts(self.task), lambda layout: self.bounds, **options)  # type: ignore[arg-type]
+
+
+def case_of(*words: str, gpus: int = 8, space: str = "recompute", gpu: str = "H100", **links: float) -> Case:
+    cluster = shipped_cluster(gpu, gpus)
+    if links:
+        cluster = dataclasses.replace(cluster, groups=(dataclasses.replace(cluster.groups[0], **links),))
+    job = read_job([*SMALL, "--global-batch-size", "16", *words], gpus)
+    template = plan_from_flags(job.config, job.model, gpus)
+    machine, _ = machine_of(cluster, CONSTANTS, is_moe=job.model.num_experts > 0)
+    features = features_of(job.config, job.plan.precision, job.flags)
+    task = UniformTask(
+        templates=lambda tensor: (template, job.model),
+        graphs=graphs_of,
+        machine=machine,
+        features=features,
+        space=search_space(space),
+    )
+    run = Run(gpus=gpus, domain_gpus=8, sequence_length=4096, global_batch_size=job.plan.global_batch_size)
+    bounds = Bounds(model=job.model, template=template, machine=machine, features=features, space=task.space)
+    return Case(task, job.model, template, list(uniform_layouts(job.model, run)), bounds, cluster)
+
+
+CASE = case_of()
+
+
+# The space
+
+
+def test_every_layout_is_a_valid_plan_and_none_is_missing() -> None:
+    """All combinations of degrees are tried against the rules of a plan."""
+    enumerated = set(CASE.layouts)
+    assert len(enumerated) == len(CASE.layouts)
+    for layout in enumerated:
+        validate_plan(CASE.plan(layout, MemoryChoice()), CASE.model)
+    powers = (1, 2, 4, 8)
+    ways = itertools.product(powers, powers, (1, 2, 3, 4, 8), powers, powers, range(1, 7), (1, 2, 4, 8, 16))
+    for tensor, context, expert, expert_tensor, pipeline, virtual, micro_batch in ways:
+        layout = UniformLayout(
+            tensor=tensor,
+            context=context,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            pipeline=pipeline,
+            virtual=virtual,
+            micro_batch=micro_batch,
+        )
+        if layout in enumerated or tensor * context * pipeline > 8 or math.gcd(context, micro_batch) > 1:
+            continue
+        if pipeline * virtual > 6 or (pipeline == 1 and virtual > 1):
+            continue
+        data = 8 // (pipeline * tensor * context)
+        if 16 % (data * micro_batch):
+            continue
+        with pytest.raises(ConfigError):
+            validate_plan(CASE.plan(layout, MemoryChoice()), CASE.model)
+
+
+def test_context_ranks_for_samples_are_never_better() -> None:
+    """The layouts that are not enumerated: CP c and a micro-batch of c cost what CP 1 and one sample do, and more."""
+    costs = UniformCosts(CASE.task)
+    one = UniformLayout(tensor=1, context=1, expert=4, expert_tensor=1, pipeline=1, virtual=1, micro_batch=1)
+    shared = costs.evaluate(dataclasses.replace(one, context=2, micro_batch=2))
+    alone = costs.evaluate(one)
+    assert (alone.seconds <= shared.seconds).all() and (alone.needed_bytes <= shared.needed_bytes).all()
+
+
+@pytest.mark.parametrize(("layers", "parts"), [(61, 16), (6, 6), (7, 4), (5, 1), (94, 8)])
+def test_parts_are_equal_and_shorter_at_the_ends(layers: int, parts: int) -> None:
+    sizes = layers_of_parts(layers, parts)
+    assert sum(sizes) == layers and max(sizes) - min(sizes) <= 1
+    assert sizes[-1] == min(sizes)
+    ranges = [chunk for chunks in zip(*chunks_of(layers, parts, 1), strict=True) for chunk in chunks]
+    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
+
+
+def test_attention_and_experts_have_degrees_of_their_own() -> None:
+    """Parallel folding: TP 2 for attention beside EP 4 for experts that are whole."""
+    assert any(
+        (layout.tensor, layout.expert, layout.expert_tensor, layout.pipeline) == (2, 4, 1, 1) for layout in CASE.layouts
+    )
+
+
+# Prices
+
+
+@pytest.mark.parametrize("space", ["recompute", "offload"])
+def test_prices_are_those_of_predict(space: str) -> None:
+    case, draw = case_of(space=space), random.Random(space)
+    costs = UniformCosts(case.task)
+    for layout in draw.sample(case.layouts, 4 if space == "offload" else 12):
+        evaluated = costs.evaluate(layout)
+        n, r = (draw.randrange(size) for size in evaluated.seconds.shape)
+        seconds, needed = case.predicted(layout, evaluated.choices[n][r])
+        assert evaluated.seconds[n, r] == pytest.approx(seconds, rel=1e-9)
+        assert evaluated.needed_bytes[n, r] == pytest.approx(needed, rel=1e-6)
+
+
+def cases() -> list[Case]:
+    """Perturbed models and clusters."""
+    return [
+        CASE,
+        case_of(gpus=4, network_gb_per_s=5.0),
+        case_of("--num-layers", "8", "--moe-router-topk", "3", gpu="A100"),
+        case_of("--num-query-groups", "2", "--group-query-attention", "--seq-length", "2048"),
+        case_of("--moe-layer-freq", "([0]*2+[1]*4)", "--hidden-size", "1024"),
+    ]
+
+
+def test_no_bound_is_above_a_plan() -> None:
+    for case in cases():
+        costs = UniformCosts(case.task)
+        for layout in case.layouts:
+            evaluated = costs.evaluate(layout)
+            assert case.bounds.step_seconds(layout) <= costs.step_bound(layout) * (1 + 1e-9)
+            assert costs.step_bound(layout) <= evaluated.seconds.min() * (1 + 1e-9)
+            assert case.bounds.needed_bytes(layout) <= evaluated.needed_bytes.min()
+        # A bound that says nothing would pass, too.
+        tight = [case.bounds.step_seconds(layout) / costs.evaluate(layout).seconds.min() for layout in case.layouts]
+        assert max(tight) > 0.5
+
+
+# The search
+
+
+def exhaustive(case: Case) -> list[tuple[float, UniformLayout]]:
+    """Every plan of every layout by `predict`, one by one: the fastest that fits of each layout."""
+    gpu = case.cluster.group_of(0).gpu
+    best = []
+    for layout in case.layouts:
+        longest = max(last - first for chunks in chunks_of(case.model.num_layers, layout.pipeline, layout.virtual)
+                      for first, last in chunks)  # fmt: skip
+        predicted = [case.predicted(layout, MemoryChoice(layers=layers)) for layers in range(longest + 1)]
+        high = case.task.machine.memory.high
+        fitting = [seconds for seconds, needed in predicted if needed * high <= gpu.memory_gib * GIB]
+        if fitting:
+            best.append((min(fitting), layout))
+    return sorted(best)
+
+
+def least_memory(case: Case, share: float) -> Case:
+    """The case on GPUs of which a share of the memory is left, so that much does not fit."""
+    group = case.cluster.groups[0]
+    gpu = dataclasses.replace(group.gpu, memory_gib=group.gpu.memory_gib * share)
+    cluster = dataclasses.replace(case.cluster, groups=(dataclasses.replace(group, gpu=gpu),))
+    machine = dataclasses.replace(case.task.machine, cluster=cluster)
+    task = dataclasses.replace(case.task, machine=machine)
+    return dataclasses.replace(
+        case, task=task, cluster=cluster, bounds=dataclasses.replace(case.bounds, machine=machine)
+    )
+
+
+def agree(case: Case) -> None:
+    found, best = case.search(keep=3), exhaustive(case)
+    assert found.solution.status is Status.OPTIMAL and found.solution.gap == 0.0
+    assert found.solution.objective == pytest.approx(best[0][0], rel=1e-9)
+    seconds: dict[object, float] = {}
+    for each, layout in best:
+        seconds.setdefault((layout.ranks, layout.pipeline), each)
+    kept = [plan.seconds for plan in found.ranked]
+    assert kept == pytest.approx(sorted(seconds.values())[: len(kept)], rel=1e-9)
+    counts = found.counts
+    assert counts.layouts == len(case.layouts) == counts.too_large + counts.too_slow + counts.evaluated
+
+
+def test_the_search_finds_what_an_enumeration_finds() -> None:
+    case = least_memory(case_of(gpus=4), 0.16)
+    agree(case)
+    found = case.search(keep=3)
+    assert 0 < found.counts.fitting < found.counts.evaluated and found.counts.too_large
+
+
+@pytest.mark.slow
+def test_the_search_finds_what_an_enumeration_finds_on_perturbed_cases() -> None:
+    for case in cases():
+        agree(case)
+        agree(least_memory(case, 0.14))
+
+
+def test_a_deadline_keeps_the_best_so_far_and_says_so() -> None:
+    def slowly(done: int, total: int, best: object) -> None:
+        time.sleep(0.02)
+
+    stopped = CASE.search(deadline=time.monotonic() + 0.1, progress=slowly)
+    assert stopped.solution.status is Status.TIME_LIMIT
+    assert stopped.solution.value is not None and stopped.solution.bound < stopped.solution.objective
+    assert stopped.solution.objective >= CASE.search().solution.objective >= stopped.solution.bound
+
+
+def test_an_interrupt_keeps_the_best_so_far() -> None:
+    def interrupted(done: int, total: int, best: object) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    stopped = CASE.search(progress=interrupted)
+    assert stopped.solution.status is Status.TIME_LIMIT and stopped.counts.evaluated == 3
+
+
+def test_nothing_fits() -> None:
+    found = least_memory(CASE, 0.02).search()
+    assert found.solution.status is Status.INFEASIBLE and found.solution.value is None and found.ranked == ()
+
+
+def test_what_the_target_refuses_is_no_answer() -> None:
+    found = CASE.search(accepts=lambda layout, memory: layout.tensor == 2 and not memory.layers)
+    assert {plan.layout.tensor for plan in found.ranked} == {2}
+    assert {plan.memory.layers for plan in found.ranked} == {0}
+
+
+def test_the_frontier_trades_seconds_for_bytes() -> None:
+    frontier = CASE.search().frontier
+    assert len(frontier) > 1
+    for faster, smaller in itertools.pairwise(frontier):
+        assert faster.seconds < smaller.seconds and faster.needed_bytes > smaller.needed_bytes

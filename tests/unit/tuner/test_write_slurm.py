@@ -1,0 +1,134 @@
+"""`launch.sbatch`: what it asks Slurm for, what torchrun is started with, and that it is a shell script."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.tuner.write.argument_file import Target, argument_file
+from moe_overlap.tuner.write.slurm import SlurmJob, job_on, run_environment, slurm_script
+from tests.unit.tuner.test_write_argument_file import MIXTRAL, mixtral
+
+ROOT = Path(__file__).resolve().parents[3]
+JOB = SlurmJob(name="mixtral-8x7b", nodes=8, gpus_per_node=8)
+STANDS_FOR = {
+    "scontrol": 'if [[ $2 == hostnames ]]; then printf "n0\\nn1\\n"; else echo "   Command=$COMMAND"; fi',
+    "srun": 'printf "%s\\n" "$@" > "$SEEN"',
+}
+"""Programs of Slurm: one command each."""
+
+
+def words_of_srun(script: str, tmp_path: Path, **environment: str) -> list[str]:
+    """The words that a script starts srun with, on two nodes of a cluster that does not exist."""
+    folder = tmp_path / "tuned folder"
+    folder.mkdir()
+    path = folder / "launch.sbatch"
+    path.write_text(script)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, command in STANDS_FOR.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{command}\n")
+        (programs / name).chmod(0o755)
+    seen = tmp_path / "seen"
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "m", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_GPUS_ON_NODE": "16"}
+    about = {"COMMAND": f"{path} --seed 3", "SEEN": str(seen), "PATH": f"{programs}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", str(path), "--seed", "3"], env={**os.environ, **job, **about, **environment}, cwd=tmp_path, check=True
+    )
+    return seen.read_text().splitlines()
+
+
+@pytest.mark.parametrize("target", ["moe-overlap", "megatron-lm"])
+@pytest.mark.parametrize("image", [None, "nvcr.io/nvidia/nemo:25.11 'odd"])
+def test_the_script_is_bash(target: Target, image: str | None, tmp_path: Path) -> None:
+    plan, arguments = mixtral()
+    written = argument_file([*MIXTRAL, "--data-path", "it's a path"], plan, arguments, target)
+    text = slurm_script(dataclasses.replace(JOB, image=image), target, written, {"A": "b c"})
+    (tmp_path / "launch.sbatch").write_text(text)
+    subprocess.run(["bash", "-n", str(tmp_path / "launch.sbatch")], check=True)
+    assert str(ROOT) not in text and "/root" not in text
+
+
+def test_what_it_asks_slurm_for() -> None:
+    plan, arguments = mixtral()
+    written = argument_file(MIXTRAL, plan, arguments)
+    lines = slurm_script(JOB, "moe-overlap", written).splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+    assert options[:5] == [
+        "--job-name=mixtral-8x7b",
+        "--nodes=8",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--cpus-per-task=64",
+    ]
+    assert "--requeue" in options and "--signal=B:USR1@300" in options
+    assert any(line.startswith("##SBATCH --gres=gpu:8 ") for line in lines)
+    by_gres = slurm_script(dataclasses.replace(JOB, gpu_option="gres"), "moe-overlap", written).splitlines()
+    assert "#SBATCH --gres=gpu:8" in by_gres and any(line.startswith("##SBATCH --gpus-per-node=8 ") for line in by_gres)
+
+
+def test_torchrun_gets_the_file_beside_the_script(tmp_path: Path) -> None:
+    plan, arguments = mixtral()
+    text = slurm_script(JOB, "moe-overlap", argument_file(MIXTRAL, plan, arguments))
+    words = words_of_srun(text, tmp_path)
+    assert words[:2] == ["--kill-on-bad-exit=1", "bash"]
+    assert words[words.index("--nnodes") + 1] == "2" and words[words.index("--nproc-per-node") + 1] == "8"
+    assert words[words.index("--rdzv-endpoint") + 1] == "n0:20007"
+    program = words.index("pretrain_moe.py")
+    assert words[program + 1] == f"@{tmp_path}/tuned folder/megatron_args.txt"
+    assert words[program + 2 : program + 6] == ["--seed", "3", "--save-interval", "500"]
+    assert words[-5:] == ["10", "--save", "runs/m-7", "--load", "runs/m-7"]
+
+
+def test_upstream_gets_its_flags_inline_in_a_container(tmp_path: Path) -> None:
+    plan, arguments = mixtral()
+    written = argument_file([*MIXTRAL, "--data-path", "my text"], plan, arguments, "megatron-lm")
+    words = words_of_srun(
+        slurm_script(dataclasses.replace(JOB, image="nemo:25.11"), "megatron-lm", written),
+        tmp_path,
+        CONTAINER_MOUNTS="/data:/data",
+        SLURM_GPUS_PER_NODE="h100:4",
+    )
+    assert words[1:4] == [
+        "--container-image=nemo:25.11",
+        f"--container-workdir={tmp_path}",
+        f"--container-mounts={tmp_path}:{tmp_path},/data:/data",
+    ]
+    assert words[words.index("--nproc-per-node") + 1] == "4"
+    program = words.index("Megatron-LM/pretrain_gpt.py")
+    assert words[program + 1 : program + 1 + len(written.arguments)] == written.arguments
+    assert "my text" in words
+
+
+def test_the_environment_that_upstream_insists_on() -> None:
+    plan, _ = mixtral()
+    overlapped = {"--overlap-moe-expert-parallel-comm": ()}
+    assert run_environment(plan, {}, "Hopper", "megatron-lm") == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert run_environment(plan, overlapped, "Hopper", "megatron-lm") == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert run_environment(plan, {}, "Blackwell", "megatron-lm") == {}
+    assert run_environment(plan, {}, "Hopper", "moe-overlap") == {}
+    alone, _ = mixtral("--tensor-model-parallel-size", "1")
+    assert run_environment(alone, {}, "Hopper", "megatron-lm") == {}
+
+
+def test_a_job_fills_its_cluster() -> None:
+    assert job_on(shipped_cluster("H100", 64), "mixtral 8x7b/é") == dataclasses.replace(JOB, name="mixtral-8x7b-é")
+    cluster = load_cluster(ROOT / "examples/clusters/h100.json")
+    unlike = dataclasses.replace(cluster.groups[0], gpus_per_node=4)
+    with pytest.raises(ConfigError, match="H100 gpus_per_node 4 and 8: one Slurm job asks for as many GPUs"):
+        job_on(Cluster(name="H100", groups=(*cluster.groups, unlike)), "m")
+
+
+def test_the_examples_end_like_a_written_script() -> None:
+    """launch.sh is said once: the examples source it, a written script holds it."""
+    for name in ("single_node", "multi_node"):
+        text = (ROOT / f"examples/slurm/{name}.sbatch").read_text()
+        source = shlex.split(text.splitlines()[-1])
+        assert source[0] == "source" and (ROOT / source[1]).is_file()
