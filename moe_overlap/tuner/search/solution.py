@@ -25,6 +25,8 @@ class Status(StrEnum):
     """Nothing satisfies the constraints."""
     TIME_LIMIT = "time limit"
     """The search was stopped; there may be a value, and there may be a better one."""
+    CUT_OFF = "cut off"
+    """Nothing is better than what was known before; there is no value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,7 +99,7 @@ def _key(layout: Layout) -> str:
     return f"TP{layout.tensor} CP{layout.context} EP{layout.expert} ETP{layout.expert_tensor}"
 
 
-def captured_now(layout: Layout) -> CapturedModel:
+def captured_now(layout: Layout, flags: str = FLAGS) -> CapturedModel:
     """A fresh capture under a layout."""
     import torch.distributed as dist
 
@@ -108,7 +108,7 @@ def captured_now(layout: Layout) -> CapturedModel:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    asked = request(FLAGS, "te", vocabulary=32000)
+    asked = request(flags, "te", vocabulary=32000)
     return capture(replace(asked, layout=replace(layout, precision="bf16")))
 
 

@@ -25,19 +25,18 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.sharding_algorithms import ZERO_LEVELS, Workload
-from moe_overlap.tuner.search.layer.sharding_ilp import ChoiceProblem, Solution, Status, solve_choices
+from moe_overlap.tuner.search.layer.sharding_ilp import ChoiceProblem, Chosen, solve_choices
 from moe_overlap.tuner.search.layer.sharding_layouts import MeshLayout
 from moe_overlap.tuner.search.layer.sharding_specs import Spec, logical_meshes
 from moe_overlap.tuner.search.layer.sharding_stage import (
-    ModelGraphs,
     StageProblem,
     model_graphs,
     stage_problem,
 )
+from moe_overlap.tuner.search.solution import Solution, Status
 
 TIE = 1e-9
 """Share of the objective by which equals may differ, from rounding."""
-Chosen = tuple[int, ...]
 Layouts = Sequence[tuple[MeshLayout, Chosen]]
 
 
@@ -142,8 +141,8 @@ class Executable:
         lost_seconds: what the restriction costs; infinite where no layout fits.
     """
 
-    free: Solution
-    restricted: Solution
+    free: Solution[Chosen]
+    restricted: Solution[Chosen]
     layout: MeshLayout | None
     lost_seconds: float
     operators: tuple[LostOperator, ...]
@@ -157,7 +156,7 @@ class ShapeResult:
     """
 
     shape: tuple[int, int]
-    solution: Solution
+    solution: Solution[Chosen]
     layout_seconds: float
 
 
@@ -174,7 +173,7 @@ class IntraOnly:
 
     best: Sharding | None
     nearest: NearestLayout | None
-    solution: Solution
+    solution: Solution[Chosen]
     shapes: tuple[ShapeResult, ...]
     not_executed: tuple[LostOperator, ...]
 
@@ -236,7 +235,7 @@ def intra_only(
     shapes.sort(key=lambda shape: shape[0])
     nearest = shapes[0][1], shapes[0][3]
     results: list[ShapeResult] = []
-    best: tuple[StageProblem, Solution, Layouts] | None = None
+    best: tuple[StageProblem, Solution[Chosen], Layouts] | None = None
     for place, (layout_seconds, stage, layouts, cheapest) in enumerate(shapes):
         left = (started + seconds - time.monotonic()) / (len(shapes) - place)
         known = best[1].objective if best is not None else math.inf
@@ -265,12 +264,14 @@ def executable(stage: StageProblem, seconds: float = 60.0, zero_levels: tuple[in
     free = free_sharding(stage, cheapest, seconds)
     spent = time.monotonic() - started
     if cheapest is None:
-        nothing = Solution(None, math.inf, math.inf, 0.0, "infeasible", spent)
+        nothing: Solution[Chosen] = Solution(
+            value=None, objective=math.inf, bound=math.inf, status=Status.INFEASIBLE, seconds=spent
+        )
         return Executable(free, nothing, None, math.inf, ())
     layout, chosen = cheapest
     cost = stage.problem.cost(chosen)
     lost = lost_operators(stage, free, layouts) if free.value is not None else ()
-    exact = Solution(chosen, cost, cost, 0.0, "optimal", spent)
+    exact = Solution(value=chosen, objective=cost, bound=cost, status=Status.OPTIMAL, seconds=spent)
     return Executable(free, exact, layout, cost - free.objective, lost)
 
 
@@ -286,20 +287,20 @@ def cheapest_layout(stage: StageProblem, layouts: Layouts) -> tuple[MeshLayout, 
 
 def free_sharding(
     stage: StageProblem, cheapest: tuple[MeshLayout, Chosen] | None, seconds: float, cutoff: float = math.inf
-) -> Solution:
+) -> Solution[Chosen]:
     """The best sharding of all; where the cheapest layout is as good, the layout.
 
     Of equally good shardings, the solver's may differ from the layout for no gain: whatever differs and hangs together returns
     to the layout's choices unless that costs something.
     """
     solution, problem = solve_choices(stage.problem, seconds, cutoff), stage.problem
-    if cheapest is None or solution.status == "cut off":
+    if cheapest is None or solution.status == Status.CUT_OFF:
         return solution
     layout, cost = cheapest[1], problem.cost(cheapest[1])
     if solution.value is None or cost <= solution.objective * (1 + TIE):
         # Out of time, or no better: the layout is feasible.
         bound = max(0.0, min(cost, solution.bound))
-        return Solution(layout, cost, bound, (cost - bound) / cost, _proved(solution.status), solution.seconds)
+        return Solution(value=layout, objective=cost, bound=bound, status=_proved(solution), seconds=solution.seconds)
     chosen = solution.value
     allowed = solution.objective * (1 + TIE)
     for together in _differing(problem, chosen, layout):
@@ -307,12 +308,13 @@ def free_sharding(
         if problem.is_feasible(returned) and problem.cost(returned) <= allowed:
             chosen = returned
     objective = problem.cost(chosen)
-    bound = min(objective, solution.bound)
-    return replace(solution, value=chosen, objective=objective, bound=bound, gap=(objective - bound) / objective)
+    return replace(solution, value=chosen, objective=objective, bound=min(objective, solution.bound))
 
 
-def _proved(status: Status) -> Status:
-    return "optimal" if status == "optimal" else "feasible"
+def _proved(solution: Solution[Chosen]) -> Status:
+    """An infeasible answer beside a feasible layout would be a mistake of the program."""
+    assert solution.status != Status.INFEASIBLE, solution
+    return solution.status
 
 
 def _differing(problem: ChoiceProblem, chosen: Chosen, layout: Chosen) -> list[frozenset[int]]:
@@ -331,7 +333,7 @@ def _differing(problem: ChoiceProblem, chosen: Chosen, layout: Chosen) -> list[f
     return groups + single
 
 
-def lost_operators(stage: StageProblem, free: Solution, layouts: Layouts) -> tuple[LostOperator, ...]:
+def lost_operators(stage: StageProblem, free: Solution[Chosen], layouts: Layouts) -> tuple[LostOperator, ...]:
     """The operators of the free sharding that differ from the cheapest layout, those first whose algorithm no layout has."""
     cheapest = cheapest_layout(stage, layouts)
     if cheapest is None or free.value is None:
@@ -403,12 +405,8 @@ def sharding_of(stage: StageProblem, chosen: Chosen) -> Sharding:
 def _bytes(stage: StageProblem, chosen: Chosen) -> float:
     (row,) = stage.problem.rows
     held = sum(float(values[choice]) for values, choice in zip(row.coefficients, chosen, strict=True))
-    return held + whole_bytes(stage.model)
-
-
-def whole_bytes(model: ModelGraphs) -> float:
-    """Parameters that every rank holds whole, under any sharding."""
-    return sum(graph.other_bytes * model.counts[place] for place, graph in enumerate(model.graphs))
+    # Parameters that no product reads are on every rank, under any sharding.
+    return held + sum(graph.other_bytes * stage.model.counts[place] for place, graph in enumerate(stage.model.graphs))
 
 
 def _nearest(stage: StageProblem, layout: MeshLayout, chosen: Chosen) -> NearestLayout:
@@ -427,15 +425,19 @@ def _nearest(stage: StageProblem, layout: MeshLayout, chosen: Chosen) -> Nearest
     )
 
 
-def _of_all(results: Sequence[ShapeResult], best: Solution | None, seconds: float) -> Solution:
+def _of_all(results: Sequence[ShapeResult], best: Solution[Chosen] | None, seconds: float) -> Solution[Chosen]:
     """One solution of all shapes: the best objective, the least bound."""
     bound = min(result.solution.bound for result in results)
-    proved = all(result.solution.status in ("optimal", "infeasible", "cut off") for result in results)
-    if best is None:
-        return Solution(None, math.inf, bound, 0.0, "infeasible" if proved else "unknown", seconds)
-    bound = min(bound, best.objective)
-    gap = (best.objective - bound) / best.objective
-    return Solution(best.value, best.objective, bound, gap, "optimal" if proved else "feasible", seconds)
+    stopped = any(result.solution.status == Status.TIME_LIMIT for result in results)
+    status = Status.TIME_LIMIT if stopped else Status.OPTIMAL if best is not None else Status.INFEASIBLE
+    objective = best.objective if best is not None else math.inf
+    return Solution(
+        value=best.value if best is not None else None,
+        objective=objective,
+        bound=min(bound, objective),
+        status=status,
+        seconds=seconds,
+    )
 
 
 def _words(spec: Spec) -> tuple[str, str]:

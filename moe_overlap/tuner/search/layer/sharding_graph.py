@@ -228,8 +228,8 @@ class _Builder:
         return float(self.part.storages[storage].bytes.value(self.result.samples, self.result.tokens))
 
     def _grows(self, storage: int) -> bool:
-        """Whether a storage grows with the micro-batch, as activations do."""
-        size, twice = (self.part.storages[storage].bytes.value(b, self.result.tokens) for b in (1, 2))
+        """Whether a storage grows with the tokens, as activations do; graphs of one sample have no other measure."""
+        size, twice = (self.part.storages[storage].bytes.value(self.result.samples, s) for s in (4096, 8192))
         return float(twice) > 1.5 * float(size)
 
     def _tensor(self, storage: int, is_rows: bool) -> Tensor:
@@ -334,11 +334,17 @@ class _Builder:
         return node
 
     def _forward_of(self, op: Op, parameters: tuple[int, ...], read: list[int]) -> Node:
-        """The forward product of a gradient: it reads the same weight, or the same input."""
+        """The forward product of a gradient: it reads the same weight, or that weight's gradient is added to."""
+        storages = self.part.storages
+        gradients = {storages[index].name for index in op.writes if storages[index].role == "gradient"}
         shape = {int(size.value(self.result.samples, self.result.tokens)) for size in op.shape}
         for ids, node in self.by_weight.items():
             extents = self.result.weights[node.weight or 0].extents
-            if op.is_weight_gradient:
+            if gradients:
+                if gradients & {storages[index].name for index in ids}:
+                    return node
+            elif op.is_weight_gradient:
+                # Made in a tensor of its own, then added: the input and the widths tell.
                 given = node.source.storage if node.source is not None else -1
                 if given in read and {extents[Dim.OUTPUT], extents[Dim.INPUT]} <= shape:
                     return node

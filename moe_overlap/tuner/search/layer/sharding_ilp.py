@@ -18,16 +18,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from ortools.math_opt.python import mathopt
 
+from moe_overlap.tuner.search.solution import Solution, Status
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.intp]
-Status = Literal["optimal", "feasible", "infeasible", "unknown", "cut off"]
-"""`cut off`: nothing is better than what was known before."""
+Chosen = tuple[int, ...]
+"""The choice of every node."""
+TOLERANCE = 2e-6
+"""Share of a row's limit by which HiGHS may exceed it."""
 UNIT = 1e-6
 """Seconds of one unit of the objective: solvers round to a millionth of a unit."""
 
@@ -84,39 +87,20 @@ class ChoiceProblem:
             total = total + spread(np.asarray(matrix[rows, columns]), *inside)
         fits = np.ones_like(total, dtype=np.bool_)
         for row in self.rows:
-            fits = fits & (summed(row.coefficients) <= row.limit * (1 + 1e-9))
+            fits = fits & (summed(row.coefficients) <= row.limit)
         return float(np.where(fits, total, np.inf).min())
 
-    def is_feasible(self, chosen: Sequence[int]) -> bool:
-        """Whether every memory row holds and nothing is forbidden."""
+    def is_feasible(self, chosen: Sequence[int], tolerance: float = 0.0) -> bool:
+        """Whether every memory row holds, but for a share of its limit, and nothing is forbidden."""
         fits = all(
             sum(float(values[choice]) for values, choice in zip(row.coefficients, chosen, strict=True))
-            <= row.limit * (1 + 1e-9)
+            <= row.limit * (1 + tolerance)
             for row in self.rows
         )
         return fits and bool(np.isfinite(self.cost(chosen)))
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """What a solver found.
-
-    Attributes:
-        value: the choice of every node; None where there is none.
-        objective, bound: seconds of the choice, and what no choice is below.
-        gap: (objective - bound) / objective.
-        seconds: time it took.
-    """
-
-    value: tuple[int, ...] | None
-    objective: float
-    bound: float
-    gap: float
-    status: Status
-    seconds: float
-
-
-def solve_choices(problem: ChoiceProblem, seconds: float = 60.0, cutoff: float = float("inf")) -> Solution:
+def solve_choices(problem: ChoiceProblem, seconds: float = 60.0, cutoff: float = float("inf")) -> Solution[Chosen]:
     """The cheapest choice of every node.
 
     Args:
@@ -126,7 +110,7 @@ def solve_choices(problem: ChoiceProblem, seconds: float = 60.0, cutoff: float =
     started = time.monotonic()
     kept = [_undominated(problem, node) for node in range(len(problem.costs))]
     if any(not len(places) for places in kept):
-        return Solution(None, float("inf"), float("inf"), 0.0, "infeasible", time.monotonic() - started)
+        return _without(Status.INFEASIBLE, np.inf, started)
     model = mathopt.Model()
     # Variables: s[v][i], whether node v takes its choice i; then those of the edges, in `_add_edge`.
     taken = [{int(i): model.add_binary_variable() for i in places} for places in kept]
@@ -152,7 +136,7 @@ def solve_choices(problem: ChoiceProblem, seconds: float = 60.0, cutoff: float =
     if np.isfinite(cutoff):
         bound = _relaxed_bound(model, taken)
         if bound * UNIT >= cutoff:
-            return Solution(None, float("inf"), bound * UNIT, 0.0, "cut off", time.monotonic() - started)
+            return _without(Status.CUT_OFF, bound * UNIT, started)
     parameters = mathopt.SolveParameters(
         time_limit=timedelta(seconds=max(0.1, seconds)), relative_gap_tolerance=1e-7, absolute_gap_tolerance=1e-6
     )
@@ -176,20 +160,28 @@ def _relaxed_bound(model: mathopt.Model, taken: list[dict[int, mathopt.Variable]
 
 def _solution(
     problem: ChoiceProblem, result: mathopt.SolveResult, taken: list[dict[int, mathopt.Variable]], started: float
-) -> Solution:
+) -> Solution[Chosen]:
     reason = result.termination.reason
     if not result.has_primal_feasible_solution():
-        status: Status = "infeasible" if reason == mathopt.TerminationReason.INFEASIBLE else "unknown"
-        bound = float("inf") if status == "infeasible" else result.dual_bound() * UNIT
-        return Solution(None, float("inf"), bound, 0.0, status, time.monotonic() - started)
+        if reason == mathopt.TerminationReason.INFEASIBLE:
+            return _without(Status.INFEASIBLE, np.inf, started)
+        return _without(Status.TIME_LIMIT, result.dual_bound() * UNIT, started)
     values = result.variable_values()
     chosen = tuple(max(of_node, key=lambda choice: values[of_node[choice]]) for of_node in taken)
-    assert problem.is_feasible(chosen)
+    assert problem.is_feasible(chosen, TOLERANCE)
     objective = problem.cost(chosen)
-    bound = min(objective, result.dual_bound() * UNIT)
-    optimal = reason == mathopt.TerminationReason.OPTIMAL
-    gap = (objective - bound) / objective if objective > 0 else 0.0
-    return Solution(chosen, objective, bound, gap, "optimal" if optimal else "feasible", time.monotonic() - started)
+    return Solution(
+        value=chosen,
+        objective=objective,
+        bound=min(objective, result.dual_bound() * UNIT),
+        status=Status.OPTIMAL if reason == mathopt.TerminationReason.OPTIMAL else Status.TIME_LIMIT,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _without(status: Status, bound: float, started: float) -> Solution[Chosen]:
+    """The answer where there is no value."""
+    return Solution(value=None, objective=np.inf, bound=bound, status=status, seconds=time.monotonic() - started)
 
 
 def _add_edge(
