@@ -283,7 +283,7 @@ def _finalists(
             continue
         finalists.append(
             Finalist(
-                name=ranked.name, plan=problem.plan, prediction=prediction, arguments=tuple(arguments), said=tuple(said)
+                name=ranked.name, problem=problem, prediction=prediction, arguments=tuple(arguments), said=tuple(said)
             )
         )
     finalists.sort(key=lambda finalist: finalist.seconds)

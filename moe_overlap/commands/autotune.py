@@ -33,8 +33,10 @@ from moe_overlap.commands.predict import token_count
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.report.html import write_report
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.search import search_json, search_lines, write_search
+from moe_overlap.report.search_page import competitors, search_report
 from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
 from moe_overlap.tuner.capture.cache import PRECISIONS
@@ -89,6 +91,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     search = search_plan(words_of(arguments), cluster_of(arguments), settings, **given)
     folder = Path(arguments.output)
     write_search(folder, search)
+    report = search_report(search, competitors(search), train_tokens)
+    write_report(folder / "report.html", report)
+    if report.step is not None:
+        write_trace(folder / "trace.json", report.step)
     if arguments.json:
         print(json.dumps(search_json(search), indent=1))
         return 0

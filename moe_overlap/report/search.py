@@ -16,12 +16,15 @@ from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runne
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, argument_file
 from moe_overlap.tuner.write.slurm import job_on, run_environment, slurm_script
 
+WRITTEN = ("megatron_args.txt", "launch.sbatch", "plan.json", "report.html", "trace.json")
+"""Files of a search's folder."""
 PLACED = "an instruction list places that communication itself"
 MEASURE = "--pipeline-model-parallel-size"
 
@@ -31,14 +34,20 @@ class Finalist:
     """A plan that was written as flags, read again and predicted.
 
     Attributes:
+        problem: the run under its plan, as read from the flags.
         arguments: the flags of the whole run; `said` are those that say the plan.
     """
 
     name: str
-    plan: Plan
+    problem: Problem
     prediction: Prediction
     arguments: tuple[str, ...]
     said: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the flags say."""
+        return self.problem.plan
 
     @property
     def seconds(self) -> float:
@@ -178,7 +187,7 @@ def search_lines(search: PlanSearch, folder: Path, train_tokens: float | None) -
         f"{'searched':<12}{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
         f"choices of recomputation, {pruned:,} ruled out by bounds{ended}"
     )
-    files = [folder / name for name in ("megatron_args.txt", "launch.sbatch", "plan.json", "report.html")]
+    files = [folder / name for name in WRITTEN]
     lines.append(f"{'written':<12}{folder}: {', '.join(path.name for path in files if path.exists())}")
     if prediction.fits:
         lines.append(f"{'next':<12}sbatch {folder / 'launch.sbatch'}")

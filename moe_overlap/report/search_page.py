@@ -12,6 +12,15 @@ from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.search.layer.candidates import few_micro_batches
 
 ON_FRONTIER = "on the frontier of seconds and memory"
+COMPETING = 4
+"""Plans, the chosen one among them, that compete where the network or the routing differ."""
+
+
+def competitors(search: PlanSearch) -> list[Competitor]:
+    """The chosen plan with its overlap, and the fastest others."""
+    others = search.others[: COMPETING - 1]
+    chosen = Competitor(search.chosen.name, search.plan, search.chosen.problem)
+    return [chosen, *(Competitor(other.name, other.plan, other.problem) for other in others)]
 
 
 def search_report(search: PlanSearch, plans: Sequence[Competitor], train_tokens: float | None = None) -> Report:

@@ -101,7 +101,11 @@ def searched() -> tuple[PlanSearch, list[Competitor]]:
     plans = [competitor(layout.name), competitor("spread", *SPREAD)]
     finalists = [
         Finalist(
-            name=each.name, plan=each.plan, prediction=predict_plan(each.plan, each.problem), arguments=(), said=()
+            name=each.name,
+            problem=each.problem,
+            prediction=predict_plan(each.plan, each.problem),
+            arguments=(),
+            said=(),
         )
         for each in plans
     ]
