@@ -48,7 +48,7 @@ from moe_overlap.tuner.search.space import (
     uniform_layouts,
     uniform_plan,
 )
-from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, search_uniform
+from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, joined, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, variant_plans
 from moe_overlap.tuner.write.argument_file import argument_file, layout_flags
 from moe_overlap.tuner.write.upstream_rules import upstream_plan_errors
@@ -61,6 +61,8 @@ KEPT = 20
 """Layouts that are ranked and read again as flags."""
 TIE = 0.01
 """Share of a step below which predictions tell no plan from another."""
+WITH_MODULES = 4
+"""Choices of ranks for which graphs are captured that recompute modules: seconds each."""
 OVERLAPPED = 3
 """Of them those whose overlap is decided."""
 REPLACED = {
@@ -124,6 +126,10 @@ def search_plan(
         _capture_ahead(task, job, layouts, libraries)
     accepts = _accepted(task, settings.target, bare)
     found = search_uniform(layouts, UniformCosts(task), bounds, accepts, KEPT, deadline, settings.progress)
+    if task.space.recomputes and found.unfit:
+        again, modules = _recomputing_modules(found, task, job, libraries if graphs == libraries.graphs else None)
+        more = search_uniform(again, UniformCosts(modules), bounds, accepts, KEPT, deadline, settings.progress)
+        found = joined(found, more, KEPT)
     if found.solution.value is None:
         raise _does_not_fit(found, cluster)
     finalists, refused = _finalists(bare, found, task, cluster, settings.target, options)
@@ -213,7 +219,6 @@ def _task(
         machine=machine,
         features=features,
         space=space,
-        modules=tuple(module_sets(template(1)[0], job.model, features))[:1] if space.recomputes else (),
     )
     of_tensor: dict[int, Bounds] = {}
 
@@ -228,8 +233,10 @@ def _task(
     return task, bounds
 
 
-def _capture_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries) -> None:
-    """Have one process capture what nearly all layouts are put together from."""
+def _capture_ahead(
+    task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries, every: bool = False
+) -> None:
+    """Have one process capture what nearly all layouts are put together from, or every one of the layouts itself."""
     config = capturable(with_values(job.config, {"parallel.sequence_parallel": True}))
     first = {layout.ranks: layout for layout in layouts}
     requests = []
@@ -239,7 +246,26 @@ def _capture_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout]
             requests += [
                 request for of_stage in stage_requests(config, model, variant).values() for request in of_stage
             ]
-    libraries.prepare(requests, all_layouts=False)
+    libraries.prepare(requests, every)
+
+
+def _recomputing_modules(
+    found: UniformSearch, task: UniformTask, job: Job, libraries: Libraries | None
+) -> tuple[list[UniformLayout], UniformTask]:
+    """The fastest layouts that do not fit, and the task that recomputes modules in them.
+
+    Graphs that recompute modules are not put together from others but captured, layout by layout: so few layouts get them.
+
+    Args:
+        libraries: where one process captures them all; None where graphs come from elsewhere.
+    """
+    ranks = list(dict.fromkeys(plan.layout.ranks for plan in found.unfit))[:WITH_MODULES]
+    layouts = [plan.layout for plan in found.unfit if plan.layout.ranks in ranks]
+    sets = tuple(module_sets(task.templates(1)[0], job.model, task.features))[:1]
+    modules = dataclasses.replace(task, modules=sets)
+    if libraries is not None:
+        _capture_ahead(modules, job, layouts, libraries, every=True)
+    return layouts, modules
 
 
 def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:

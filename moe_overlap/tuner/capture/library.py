@@ -98,10 +98,11 @@ class BlockLibrary:
         """
         for request, is_new in _in_order(requests):
             key = request.layout, request.model.vocab_size
-            if key not in self._captured and (is_new or self._must_capture(request)):
+            if key not in self._captured and (is_new or self.must_capture(request)):
                 self._learn(request)
 
-    def _must_capture(self, request: Request) -> bool:
+    def must_capture(self, request: Request) -> bool:
+        """Whether what was captured so far does not tell the graphs of a request."""
         try:
             self.composed(request)
         except (NotComposableError, UndeterminedError):
@@ -235,7 +236,11 @@ class Libraries:
         certain = [request for of_one in groups.values() for request, is_new in _in_order(of_one) if is_new]
         self._files.captures(certain)
         for members in groups.values():
-            self.of(members[0]).prepare(members if all_layouts else [one for one in members if one in certain])
+            library = self.of(members[0])
+            library.prepare([one for one in members if one in certain])
+            if all_layouts:
+                self._files.captures([one for one in members if library.must_capture(one)])
+                library.prepare(members)
 
     def graphs(self, config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
         """Captured models of the stages, as `cache.Graphs` has it.

@@ -15,7 +15,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -70,12 +70,14 @@ class UniformSearch:
     Attributes:
         ranked: the fastest that fit, one for each choice of ranks and stages.
         smallest: of the evaluated layouts what needs the least memory; the answer where nothing fits.
+        unfit: plans that would be faster than the fastest of `ranked` if they fitted, the fastest of each layout's ranks first.
         frontier: of seconds and bytes over all evaluated plans.
     """
 
     solution: Solution[RankedLayout]
     ranked: tuple[RankedLayout, ...]
     smallest: RankedLayout | None
+    unfit: tuple[RankedLayout, ...]
     frontier: tuple[RankedLayout, ...]
     counts: Counts
 
@@ -143,6 +145,7 @@ def search_uniform(
         ),
         ranked=found.ranked,
         smallest=found.smallest,
+        unfit=found.unfit,
         frontier=found.frontier,
         counts=Counts(
             layouts=len(layouts),
@@ -152,6 +155,29 @@ def search_uniform(
             fitting=found.fitting,
             stages=costs.stages_priced,
         ),
+    )
+
+
+def joined(first: UniformSearch, second: UniformSearch, keep: int) -> UniformSearch:
+    """Two searches as one: what the second was free to decide beside the first is proven for its own layouts only."""
+    ranked = sorted((*first.ranked, *second.ranked), key=lambda plan: (plan.seconds, plan.needed_bytes))[:keep]
+    best = ranked[0] if ranked else None
+    objective = best.seconds if best is not None else math.inf
+    solution = first.solution
+    if best is not first.solution.value:
+        # The bound of the first search says nothing of what it was not free to decide.
+        solution = replace(solution, value=best, objective=objective, bound=objective, status=Status.FEASIBLE)
+    points = sorted((*first.frontier, *second.frontier), key=lambda plan: (plan.seconds, plan.needed_bytes))
+    frontier: list[RankedLayout] = []
+    for plan in points:
+        if not frontier or plan.needed_bytes < frontier[-1].needed_bytes:
+            frontier.append(plan)
+    return replace(
+        first,
+        solution=replace(solution, seconds=first.solution.seconds + second.solution.seconds),
+        ranked=tuple(ranked),
+        frontier=tuple(frontier),
+        counts=replace(first.counts, stages=first.counts.stages + second.counts.stages),
     )
 
 
@@ -179,6 +205,16 @@ class _Kept:
     def best(self) -> RankedLayout | None:
         """The fastest that fits."""
         return next(iter(self.ranked), None)
+
+    @property
+    def unfit(self) -> tuple[RankedLayout, ...]:
+        """Plans that do not fit and would be faster than the best that does, one for each choice of ranks and stages."""
+        bar = math.inf if self.best is None else self.best.seconds
+        first: dict[object, RankedLayout] = {}
+        for plan in sorted(self._points, key=lambda plan: plan.seconds):
+            if plan.needed_bytes > self._capacity and plan.seconds < bar:
+                first.setdefault((plan.layout.ranks, plan.layout.pipeline), plan)
+        return tuple(first.values())
 
     @property
     def frontier(self) -> tuple[RankedLayout, ...]:

@@ -34,7 +34,7 @@ from moe_overlap.tuner.search.space import (
     uniform_layouts,
     uniform_plan,
 )
-from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform
+from moe_overlap.tuner.search.uniform import UniformSearch, joined, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 from tests.unit.tuner.hand_made import captured_by_hand
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB
@@ -304,3 +304,19 @@ def test_the_frontier_trades_seconds_for_bytes() -> None:
     assert len(frontier) > 1
     for faster, smaller in itertools.pairwise(frontier):
         assert faster.seconds < smaller.seconds and faster.needed_bytes > smaller.needed_bytes
+
+
+def test_modules_are_recomputed_where_the_fastest_does_not_fit() -> None:
+    """The plans that would be faster if they fitted, and what a second search with more freedom adds to the first."""
+    case = least_memory(CASE, 0.05)
+    first = case.search(keep=3)
+    assert first.ranked and first.unfit
+    assert all(plan.seconds < first.ranked[0].seconds for plan in first.unfit)
+    high, capacity = case.task.machine.memory.high, case.cluster.group_of(0).gpu.memory_gib * GIB
+    assert all(plan.needed_bytes * high > capacity for plan in first.unfit)
+    faster = dataclasses.replace(first.ranked[0], seconds=0.5 * first.ranked[0].seconds)
+    second = dataclasses.replace(first, ranked=(faster,), frontier=(faster,))
+    both = joined(first, second, 3)
+    assert both.ranked == (faster, *first.ranked[:2])
+    assert both.solution.value == faster and both.solution.status is Status.FEASIBLE
+    assert joined(first, dataclasses.replace(first, ranked=(), frontier=()), 3).solution.status is Status.OPTIMAL
