@@ -168,8 +168,3 @@ def test_mistakes_are_one_line(
     assert main([*write_job(tmp_path, *job.split()), *tool.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1 and message in said
-
-
-def test_the_search_of_layouts_is_not_there_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(write_job(tmp_path)[1:]) == 2
-    assert "--overlap-only missing: parallelism and memory are not searched yet" in capsys.readouterr().err
