@@ -186,7 +186,9 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     features = features_of(job.config, job.plan.precision, job.flags)
     expert_load, measured = options.get("expert_load"), cluster.measured
     captured = _captured(job, job.plan, cluster, options)
-    load = _busiest(expert_load, job) if expert_load is not None else 1.0
+    load = (
+        busiest_load(expert_load, job.model.num_experts, job.plan.stages[0].expert) if expert_load is not None else 1.0
+    )
     keys = operator_keys(job.plan, job.model, captured, features, load) if measured is not None else []
     machine, extrapolating = machine_for(job, cluster, options, load, keys)
     refined = refined_of(cluster, job_key(job.model, job.plan))
@@ -232,13 +234,15 @@ def _captured(job: Job, plan: Plan, cluster: Cluster, options: Options) -> Mappi
     return graphs(capturable(job.config), job.model, plan, job.flags)
 
 
-def _busiest(path: str, job: Job) -> float:
+def busiest_load(path: str, experts: int, groups: int) -> float:
     """Rows of the busiest rank of an expert group over the mean, averaged over the layers.
 
+    Args:
+        experts: of the model.
+        groups: ranks that they are spread over.
     Raises:
         ConfigError: the file holds no load, or is of a model with another number of experts.
     """
-    groups, experts = job.plan.stages[0].expert, job.model.num_experts
     ratios = []
     layers = shares_by_layer(read_expert_loads(path))
     if not layers:

@@ -14,12 +14,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Literal, Unpack
 
 from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.sizes import describe_model
 from megatron.training.plan_flags import arguments_of, layout_values, with_values
-from moe_overlap.api import Options, machine_for, problem_of, tune
+from moe_overlap.api import Options, busiest_load, machine_for, problem_of, tune
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -27,17 +28,18 @@ from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan.plan import Devices, Named, Plan
+from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute
 from moe_overlap.plan.serialize import content_sha256
 from moe_overlap.report.search import Finalist, PlanSearch
 from moe_overlap.report.tuning import Tuned
-from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
+from moe_overlap.tuner.capture.cache import PRECISIONS, CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.fitting import module_sets
+from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
     SEARCH_SPACES,
@@ -55,16 +57,24 @@ from moe_overlap.tuner.write.upstream_rules import upstream_plan_errors
 from moe_overlap.tuner.write.upstream_values import values_of
 
 Target = Literal["moe-overlap", "megatron-lm"]
-NOT_YET = "full intra-only inter-only data zero2 zero3 equal-layer equal-operator".split()
+SPACES = ("megatron", "recompute")
+"""Search spaces of plans that are executed."""
+NOT_YET = "zero offload full intra-only inter-only data zero2 zero3 equal-layer equal-operator".split()
 """Search spaces that are still missing."""
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
+DECIDED = "the search decides it"
+BY_HAND = ("--moe-overlap-", "--defer-weight-gradients", "--max-deferred-bytes")
+"""Flags that overlap by hand; prefixes."""
+PRECISION_FIELDS = {"optimizer.bf16", *(f"precision.{name}" for name in ("fp16", "fp8", "fp8_recipe", "fp4"))}
+OF_PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-")
+"""Flags of the precision; prefixes."""
 TIE = 0.01
 """Share of a step below which predictions tell no plan from another."""
 WITH_MODULES = 4
 """Choices of ranks for which graphs are captured that recompute modules: seconds each."""
 OVERLAPPED = 3
-"""Of them those whose overlap is decided."""
+"""The overlap of so many of them is decided."""
 REPLACED = {
     "--overlap-moe-expert-parallel-comm": "this fork overlaps all-to-alls by its own instruction lists",
     "--delay-wgrad-compute": "this fork defers weight gradients by its own instruction lists",
@@ -81,6 +91,7 @@ class SearchSettings:
         space: a name of `SEARCH_SPACES`.
         seconds: after which the best so far is the answer.
         overlap_limits, solver_seconds: of the overlap search for the first few.
+        has_baseline: whether the user's own layout is predicted as well.
         progress: called with layouts done, layouts in all, and the best so far.
     """
 
@@ -89,6 +100,7 @@ class SearchSettings:
     seconds: float = math.inf
     overlap_limits: SearchLimits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
     solver_seconds: float = 2.0
+    has_baseline: bool = True
     progress: Callable[[int, int, RankedLayout | None], None] = lambda done, total, best: None
 
 
@@ -103,13 +115,18 @@ def search_plan(
         ConfigError: as `predict`; no layout divides the model, the batch and the GPUs; or no plan fits.
     """
     begun = time.monotonic()
+    require_equal_groups(cluster)
     bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
+    bare = with_precision(bare, options.get("precision"))
     job = _described(words, bare, cluster.gpus, options)
     libraries = Libraries(CaptureFiles(cache_folder()))
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
     given = options.get("graphs")
     graphs = given or (cpu_graphs if on_cpu else libraries.graphs)
     options = Options(**{**options, "graphs": graphs})
+    given_options = options
+    flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
+    job = dataclasses.replace(job, flags=flags)
     task, bounds = _task(job, cluster, _space(settings), graphs, options)
     run = Run(
         gpus=cluster.gpus,
@@ -125,16 +142,20 @@ def search_plan(
     if graphs == libraries.graphs:
         _capture_ahead(task, job, layouts, libraries)
     accepts = _accepted(task, settings.target, bare)
-    found = search_uniform(layouts, UniformCosts(task), bounds, accepts, KEPT, deadline, settings.progress)
-    if task.space.recomputes and found.unfit:
+    said = _Said(task, bare, settings.target, cluster.gpus)
+    search = partial(
+        search_uniform, accepts=accepts, admits=said.is_read, keep=KEPT, deadline=deadline, progress=settings.progress
+    )
+    found = search(layouts, UniformCosts(task), bounds)
+    if task.space.recomputes and found.unfit and found.solution.status is not Status.TIME_LIMIT:
         again, modules = _recomputing_modules(found, task, job, libraries if graphs == libraries.graphs else None)
-        more = search_uniform(again, UniformCosts(modules), bounds, accepts, KEPT, deadline, settings.progress)
-        found = joined(found, more, KEPT)
+        found = joined(found, search(again, UniformCosts(modules), bounds), KEPT)
     if found.solution.value is None:
-        raise _does_not_fit(found, cluster)
-    finalists, refused = _finalists(bare, found, task, cluster, settings.target, options)
-    if not finalists:
-        raise ConfigError("the search", "", f"every plan is refused, the fastest for: {refused[0][1]}", "change a flag")
+        raise _does_not_fit(found, cluster, said.refused)
+    options = Options(**{**options, "precision": None})  # The flags say it.
+    finalists = _finalists(found, said, cluster, options)
+    if found.solution.status is Status.TIME_LIMIT:
+        deadline = -math.inf
     tuned, chosen = _overlapped(finalists, cluster, settings, deadline, options)
     return PlanSearch(
         target=settings.target,
@@ -145,8 +166,8 @@ def search_plan(
         tuned=tuned,
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
         found=found,
-        refused=tuple(refused),
-        baseline=_baseline(words, cluster, options),
+        refused=tuple(said.refused),
+        baseline=_baseline(words, cluster, given_options) if settings.has_baseline else None,
         dropped=dropped,
         seconds=time.monotonic() - begun,
     )
@@ -156,9 +177,24 @@ def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dic
     """The user's flags without those that a plan decides, and those that the target does otherwise with the reason."""
     flags = grouped(words)
     dropped = {name: reason for name, reason in REPLACED.items() if name in flags and target == "moe-overlap"}
+    dropped |= {name: DECIDED for name in flags if name == "--plan" or name.startswith(BY_HAND)}
     gone = layout_flags()
     kept = [(name, values) for name, values in flags.items() if name not in gone and name not in dropped]
+    if "--global-batch-size" not in flags:
+        # The default is a micro-batch on every rank: it would depend on what is searched.
+        raise ConfigError("--global-batch-size", "", "is not among the flags", "add it: a plan is for one batch")
     return [word for name, values in kept for word in (name, *values)], dropped
+
+
+def with_precision(words: Sequence[str], precision: Precision | None) -> list[str]:
+    """The flags with those of another precision in the place of their own."""
+    if precision is None:
+        return list(words)
+    values = dataclasses.asdict(PRECISIONS[precision])
+    fields = {f"precision.{name}": value for name, value in values.items() if name.startswith(("fp8", "fp4", "fp16"))}
+    said = arguments_of({**fields, "optimizer.bf16": precision != "fp16"})
+    others = {name: each for name, each in grouped(words).items() if not name.startswith(OF_PRECISION)}
+    return [*(word for name, each in others.items() for word in (name, *each)), *said]
 
 
 def _described(words: Sequence[str], bare: Sequence[str], num_gpus: int, options: Options) -> Job:
@@ -167,15 +203,25 @@ def _described(words: Sequence[str], bare: Sequence[str], num_gpus: int, options
     Raises:
         ConfigError: the flags are wrong whatever the layout.
     """
-    precision = options.get("precision")
-    named = [word for word in words if word.startswith("@")][:1]
-    name = named[0][1:].rpartition("/")[2].partition(".")[0] if named else None
+    file = next((word for word in words if word.startswith("@")), None)
+    name = None if file is None else file[1:].rpartition("/")[2].partition(".")[0]
     try:
-        # Flags that need several ranks are read with the user's own.
-        job = read_job(words, num_gpus, precision)
+        job = read_job([*bare, "--micro-batch-size", "1"], 1)
     except ConfigError:
-        job = read_job([*bare, "--micro-batch-size", "1"], 1, precision)
+        # Flags that need several ranks are read with the user's own layout.
+        job = read_job(words, num_gpus, options.get("precision"))
     return job if name is None else dataclasses.replace(job, model=dataclasses.replace(job.model, name=name))
+
+
+def require_equal_groups(cluster: Cluster) -> None:
+    """Refuse nodes of unlike kinds: one layout is priced on all of them.
+
+    Raises:
+        ConfigError: two groups of nodes differ.
+    """
+    if len({dataclasses.replace(group, nodes=1) for group in cluster.groups}) > 1:
+        rule = "its groups of nodes differ, and plans whose stages differ are not searched yet"
+        raise ConfigError("--cluster", cluster.name, rule, "search for each group alone")
 
 
 def _space(settings: SearchSettings) -> SearchSpace:
@@ -184,11 +230,10 @@ def _space(settings: SearchSettings) -> SearchSpace:
     Raises:
         ConfigError: the space is not searched.
     """
-    if settings.space not in SEARCH_SPACES:
+    if settings.space not in SPACES:
         rule = "is not searched yet" if settings.space in NOT_YET else "is no search space"
-        raise ConfigError("--search-space", settings.space, rule, f"use {' or '.join(SEARCH_SPACES)}")
-    # Neither this runtime nor Megatron-LM's own optimizer shards or offloads more in a pipeline.
-    return dataclasses.replace(SEARCH_SPACES[settings.space], zero_levels=(1,), offloads=False)
+        raise ConfigError("--search-space", settings.space, rule, f"use {' or '.join(SPACES)}")
+    return SEARCH_SPACES[settings.space]
 
 
 def _task(
@@ -203,7 +248,7 @@ def _task(
             padded = with_values(config, {"parallel.tensor_model_parallel_size": tensor})
             model = describe_model(padded, vocabulary_of(padded)[0], job.model.name)
             every = Devices(mesh=(1, cluster.gpus), ranks=tuple(range(cluster.gpus)))
-            stage = dataclasses.replace(job.plan.stages[0], devices=every)
+            stage = dataclasses.replace(job.plan.stages[0], devices=every, recompute=Recompute(), offload=Offload())
             named = Named(name=model.name, sha256=content_sha256(dataclasses.asdict(model)))
             described[tensor] = dataclasses.replace(job.plan, model=named, stages=(stage,)), model
         return described[tensor]
@@ -213,12 +258,19 @@ def _task(
 
     features = features_of(job.config, job.plan.precision, job.flags)
     machine, _ = machine_for(job, cluster, options)
+    recorded = options.get("expert_load")
+
+    @cache
+    def load(expert: int) -> float:
+        return 1.0 if recorded is None else busiest_load(recorded, job.model.num_experts, expert)
+
     task = UniformTask(
         templates=template,
         graphs=captured,
         machine=machine,
         features=features,
         space=space,
+        load=load,
     )
     of_tensor: dict[int, Bounds] = {}
 
@@ -286,36 +338,68 @@ def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts
     return accepts
 
 
-def _finalists(
-    bare: Sequence[str],
-    found: UniformSearch,
-    task: UniformTask,
-    cluster: Cluster,
-    target: Target,
-    options: Options,
-) -> tuple[list[Finalist], list[tuple[str, str]]]:
-    """The ranked plans as flags that were read again, with predictions; and those that a rule refuses, with the rule."""
-    finalists, refused = [], []
-    for ranked in found.ranked:
-        template, model = task.templates(ranked.layout.tensor)
+class _Said:
+    """Plans as flags, which are read again before a plan is kept: rules across flags are asked where they stand.
+
+    Attributes:
+        refused: names of plans that a rule refuses, with the rule.
+    """
+
+    def __init__(self, task: UniformTask, bare: Sequence[str], target: Target, gpus: int) -> None:
+        self._task, self._bare, self._target, self._gpus = task, bare, target, gpus
+        self._known: dict[str, bool] = {}
+        self.refused: list[tuple[str, str]] = []
+
+    def flags(self, ranked: RankedLayout) -> tuple[list[str], tuple[str, ...]]:
+        """The flags of the run, and among them those that say the plan.
+
+        Raises:
+            ConfigError: Megatron-LM refuses them.
+        """
+        template, model = self._task.templates(ranked.layout.tensor)
         plan = uniform_plan(template, model.num_layers, ranked.layout, ranked.memory)
-        try:
-            said = arguments_of(layout_values(plan, model.mtp_layers))
-            arguments = argument_file(bare, plan, said, target).arguments
-            problem = problem_of(arguments, cluster, options)
-            prediction = predict_plan(problem.plan, problem)
-        except ConfigError as error:
-            refused.append((ranked.name, str(error)))
+        values = layout_values(plan, model.mtp_layers)
+        values = {path: value for path, value in values.items() if path not in PRECISION_FIELDS}
+        # The precision is said as the user says it: a plan knows no recipe.
+        precise = [(name, each) for name, each in grouped(self._bare).items() if name.startswith(OF_PRECISION)]
+        said = [*arguments_of(values), *(word for name, each in precise for word in (name, *each))]
+        return argument_file(self._bare, plan, said, self._target).arguments, tuple(said)
+
+    def is_read(self, ranked: RankedLayout) -> bool:
+        """Whether a plan's flags are accepted; what refuses it is noted."""
+        if ranked.name not in self._known:
+            try:
+                read_job(self.flags(ranked)[0], self._gpus)
+                self._known[ranked.name] = True
+            except ConfigError as error:
+                self._known[ranked.name] = False
+                self.refused.append((ranked.name, str(error)))
+        return self._known[ranked.name]
+
+
+def _finalists(found: UniformSearch, said: _Said, cluster: Cluster, options: Options) -> list[Finalist]:
+    """The ranked plans, read from their flags and predicted; the fastest first, but for ties.
+
+    Raises:
+        ConfigError: none is left, as measured operators of a machine may say otherwise than the search.
+    """
+    finalists = []
+    for ranked in found.ranked:
+        arguments, words = said.flags(ranked)
+        problem = problem_of(arguments, cluster, options)
+        prediction = predict_plan(problem.plan, problem)
+        if not prediction.fits:
+            said.refused.append((ranked.name, f"{prediction.memory_verdict}: {prediction.overflow[0]}"))
             continue
         finalists.append(
-            Finalist(
-                name=ranked.name, problem=problem, prediction=prediction, arguments=tuple(arguments), said=tuple(said)
-            )
+            Finalist(name=ranked.name, problem=problem, prediction=prediction, arguments=tuple(arguments), said=words)
         )
+    if not finalists:
+        raise ConfigError("the search", "", f"no plan is left: {said.refused[-1][1]}", "use more GPUs")
     finalists.sort(key=lambda finalist: finalist.seconds)
     tied = [finalist for finalist in finalists if finalist.seconds <= finalists[0].seconds * (1.0 + TIE)]
-    tied.sort(key=lambda finalist: finalist.prediction.fullest.needed_bytes)
-    return [*tied[:1], *(finalist for finalist in finalists if finalist not in tied[:1])], refused
+    leader = min(tied, key=lambda finalist: finalist.prediction.fullest.needed_bytes)
+    return [leader, *(finalist for finalist in finalists if finalist is not leader)]
 
 
 def _overlapped(
@@ -336,7 +420,7 @@ def _overlapped(
             tuned = tune(finalist.arguments, cluster, settings.overlap_limits, settings.solver_seconds, **options)
         except ConfigError:
             continue  # The rules of overlap refuse the plan; it stays what it is.
-        if tuned.chosen.fits and tuned.chosen.seconds < shortest:
+        if tuned.chosen.name != PLAIN and tuned.chosen.fits and tuned.chosen.seconds < shortest:
             best, chosen, shortest = tuned, finalist, tuned.chosen.seconds
     return best, chosen
 
@@ -350,18 +434,23 @@ def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Predi
     return predict_plan(problem.plan, problem)
 
 
-def _does_not_fit(found: UniformSearch, cluster: Cluster) -> ConfigError:
+def _does_not_fit(found: UniformSearch, cluster: Cluster, refused: Sequence[tuple[str, str]]) -> ConfigError:
     """The error where no plan fits: the plan that needs the least, and what it lacks."""
     gpu = cluster.group_of(0).gpu
     if found.solution.status is Status.TIME_LIMIT:
         rule = f"ended before a plan that fits was found, after {found.counts.evaluated} layouts"
         return ConfigError("--time-limit", "", rule, "give more time")
     subject = f"{cluster.gpus} × {gpu.name}"
+    if refused:
+        return ConfigError(
+            "the search", "", f"every plan that fits is refused, {refused[0][0]} for: {refused[0][1]}", "change it"
+        )
+    if found.smallest is None and found.counts.evaluated:
+        rule = f"the target refuses each of the {found.counts.evaluated} layouts that may fit"
+        return ConfigError("--target", "", rule, "use another target")
     if found.smallest is None:
         rule = f"none of {found.counts.layouts:,} layouts fits {gpu.memory_gib:g} GiB, by a lower bound of their bytes"
         return ConfigError("--num-gpus", subject, rule, "use more GPUs, or GPUs with more memory")
     least = found.smallest.needed_bytes / GIB
     rule = f"no plan fits {gpu.memory_gib:g} GiB with 95 % certainty; the smallest needs {least:.1f} ({found.smallest.name})"
-    return ConfigError(
-        "--num-gpus", subject, rule, "use more GPUs, a smaller batch or sequence, or lower --memory-margin"
-    )
+    return ConfigError("--num-gpus", subject, rule, "use more GPUs, or a shorter sequence")

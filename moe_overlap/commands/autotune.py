@@ -1,18 +1,18 @@
-"""Decide how a run overlaps its communication: `tools/autotune.py --overlap-only`.
+"""Search the plan of a run: layout, recomputation and overlap, written as flags and a Slurm script.
+
+    python tools/autotune.py --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64 --output tuned
+    torchrun ... pretrain_moe.py @tuned/megatron_args.txt          (or: sbatch tuned/launch.sbatch)
+
+What the flags say of the layout is the baseline, and binds nothing. --target megatron-lm answers with flags that unmodified
+Megatron-LM accepts. Written to --output: megatron_args.txt, launch.sbatch, plan.json, report.html, and trace.json (the predicted
+step with few micro-batches, for ui.perfetto.dev). docs/searching.md says what is searched.
 
     python tools/autotune.py --overlap-only --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64 --output tuned
-    torchrun ... pretrain_moe.py @tuned/megatron_args.txt
-
-For the parallel layout of the flags, ways to hide all-to-all are searched and their steps predicted. Written to --output:
-plan.json (where something is overlapped), megatron_args.txt (the flags that run it), trace.json (the predicted step with few
-micro-batches, for ui.perfetto.dev). Printed: what was chosen, and why the others were not.
-
-    torchrun ... pretrain_moe.py @tuned/megatron_args.txt --trace measured.json
     python tools/autotune.py --overlap-only ... --refine measured.json --output tuned2
 
-With traces of runs of the same job, whatever they overlap, its prices are refined by what was measured
-(moe_overlap/tuner/calibrate/refine.py); the plan that was measured stays where nothing is predicted to be faster. A trace is of a
-run's last step: let it make a few.
+--overlap-only keeps the layout of the flags and decides how it hides all-to-all. With traces of runs of the same job
+(pretrain_moe.py --trace), whatever they overlap, its prices are refined by what was measured; the plan that was measured stays
+where nothing is predicted to be faster. A trace is of a run's last step: let it make a few.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from moe_overlap.commands.job_arguments import add_job_arguments, cluster_of, wo
 from moe_overlap.commands.predict import token_count
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.plan_search import SPACES, SearchSettings, search_plan
 from moe_overlap.report.html import write_report
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.search import search_json, search_lines, write_search
@@ -40,7 +41,6 @@ from moe_overlap.report.search_page import competitors, search_report
 from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
 from moe_overlap.tuner.capture.cache import PRECISIONS
-from moe_overlap.tuner.search.space import SEARCH_SPACES
 from moe_overlap.tuner.search.uniform import RankedLayout
 
 SOLVER_SECONDS = 5.0
@@ -55,12 +55,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: interrupted before there was an answer; nothing is written", file=sys.stderr)
+        return 130
 
 
 def _overlap(arguments: argparse.Namespace) -> int:
     """Decide the overlap of the flags' own layout."""
+    for option, default in (("target", "moe-overlap"), ("search_space", "recompute"), ("train_tokens", None)):
+        value, flag = getattr(arguments, option), f"--{option.replace('_', '-')}"
+        if value != default:
+            raise ConfigError(
+                flag, value, "is of the search of plans, and the layout is kept", "drop it or --overlap-only"
+            )
     cluster = cluster_of(arguments)
-    given = Options(software=arguments.software, expert_load=arguments.expert_load)
+    given = Options(software=arguments.software, expert_load=arguments.expert_load, precision=arguments.precision)
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(words_of(arguments), cluster, _limits(arguments), seconds, arguments.refine, **given)
     folder = Path(arguments.output)
@@ -79,30 +88,43 @@ def _plan(arguments: argparse.Namespace) -> int:
     limit = arguments.time_limit
     if limit is not None and not limit > 0:
         raise ConfigError("--time-limit", limit, "must be greater than 0 seconds", "drop it to search all")
+    _require_writable(Path(arguments.output))
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
     settings = SearchSettings(
         target=arguments.target,
         space=arguments.search_space,
         seconds=float("inf") if limit is None else limit,
         overlap_limits=_limits(arguments),
+        has_baseline=arguments.megatron_args is not None,
         progress=Progress(sys.stderr),
     )
     given = Options(software=arguments.software, expert_load=arguments.expert_load, precision=arguments.precision)
     search = search_plan(words_of(arguments), cluster_of(arguments), settings, **given)
     folder = Path(arguments.output)
-    write_search(folder, search)
+    files = write_search(folder, search)
     report = search_report(search, competitors(search), train_tokens)
     write_report(folder / "report.html", report)
+    files.append("report.html")
     if report.step is not None:
         write_trace(folder / "trace.json", report.step)
+        files.append("trace.json")
     if arguments.json:
         print(json.dumps(search_json(search), indent=1))
         return 0
-    print("\n".join(search_lines(search, folder, train_tokens)))
+    print("\n".join(search_lines(search, folder, files, train_tokens)))
     if arguments.verbose:
         print(f"\n{prediction_text(search.prediction, search.cluster)}")
         print("\n".join(f"refused     {name}: {rule}" for name, rule in search.refused))
     return 0
+
+
+def _require_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be written before anything is searched for it."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        raise ConfigError("--output", str(folder), f"{place} cannot be written", "give another folder")
 
 
 def _limits(arguments: argparse.Namespace) -> SearchLimits:
@@ -140,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--target", choices=("moe-overlap", "megatron-lm"), default="moe-overlap", help="who runs the plan"
     )
-    parser.add_argument("--search-space", metavar="NAME", default="recompute", help=f"{', '.join(SEARCH_SPACES)}")
+    parser.add_argument("--search-space", metavar="NAME", default="recompute", help=" or ".join(SPACES))
     parser.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
     parser.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")

@@ -49,7 +49,7 @@ def words_of(arguments: argparse.Namespace) -> list[str]:
     """
     if arguments.model is None and arguments.megatron_args is None:
         raise ConfigError("--megatron-args", "", "nothing says what is trained", "add --megatron-args or --model")
-    words = _model_words(arguments.model) if arguments.model is not None else []
+    words = [] if arguments.model is None else _model_words(arguments.model, arguments.megatron_args is None)
     words += [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
     for option in ("global_batch_size", "seq_length"):
         value = getattr(arguments, option, None)
@@ -57,7 +57,12 @@ def words_of(arguments: argparse.Namespace) -> list[str]:
     return words
 
 
-def _model_words(path: str) -> list[str]:
-    """The flags of a model file, over what nearly every run of Megatron-LM sets: a config.json says nothing of training."""
+def _model_words(path: str, alone: bool) -> list[str]:
+    """The flags of a model file.
+
+    Args:
+        alone: no flags of a run stand beside it: it gets what nearly every run sets, as a config.json says nothing of training.
+    """
     described = read_model(path)
-    return [*USUAL, *(MOE if "num-experts" in described.flags else ()), *described.arguments]
+    usual = [*USUAL, *(MOE if "num-experts" in described.flags else ())] if alone else []
+    return [*usual, *described.arguments]

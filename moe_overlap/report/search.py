@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,8 @@ from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, argument_file
-from moe_overlap.tuner.write.slurm import job_on, run_environment, slurm_script
+from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script
 
-WRITTEN = ("megatron_args.txt", "launch.sbatch", "plan.json", "report.html", "trace.json")
-"""Files of a search's folder."""
 PLACED = "an instruction list places that communication itself"
 MEASURE = "--pipeline-model-parallel-size"
 
@@ -157,15 +155,15 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
 # Text
 
 
-def search_lines(search: PlanSearch, folder: Path, train_tokens: float | None) -> list[str]:
+def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_tokens: float | None) -> list[str]:
     """The answer for a reader.
 
     Args:
-        folder: where `write_search` has written it.
+        folder, files: where the answer is written, and under which names.
     """
     prediction, counts = search.prediction, search.found.counts
     sentence = plan_sentence(search.plan)
-    ended = "" if search.found.solution.status is Status.OPTIMAL else "; stopped early: better plans may be left"
+    ended = "" if search.found.solution.status is not Status.TIME_LIMIT else "; stopped early: better plans may be left"
     lines = answer_lines(
         Answer(
             plan=search.plan,
@@ -187,32 +185,35 @@ def search_lines(search: PlanSearch, folder: Path, train_tokens: float | None) -
         f"{'searched':<12}{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
         f"choices of recomputation, {pruned:,} ruled out by bounds{ended}"
     )
-    files = [folder / name for name in WRITTEN]
-    lines.append(f"{'written':<12}{folder}: {', '.join(path.name for path in files if path.exists())}")
-    if prediction.fits:
-        lines.append(f"{'next':<12}sbatch {folder / 'launch.sbatch'}")
+    lines.append(f"{'written':<12}{folder}: {', '.join(files)}")
+    start = f"sbatch {folder / SCRIPT}" if SCRIPT in files else f"torchrun … pretrain_moe.py @{folder / ARGUMENTS}"
+    lines.append(f"{'next':<12}{start}")
     return lines
 
 
 # Files
 
 
-def write_search(folder: Path, search: PlanSearch) -> None:
+def write_search(folder: Path, search: PlanSearch) -> list[str]:
     """Write the plan, the flags that run it and the script that starts it.
 
+    Returns:
+        The names of the files. A machine that was measured gets no script: it may know no Slurm.
     Raises:
-        ConfigError: they cannot be written.
+        ConfigError: they cannot be written, or nodes have unlike numbers of GPUs.
     """
     written = search.written
     plan = dataclasses.replace(search.plan, predicted=search.prediction.predicted)
     target: Target = "megatron-lm" if search.target == "megatron-lm" else "moe-overlap"
     environment = run_environment(plan, written.flags, search.cluster.group_of(0).gpu.architecture, target)
+    texts = {ARGUMENTS: written.text}
+    if search.cluster.measured is None:
+        texts[SCRIPT] = slurm_script(job_on(search.cluster, plan.model.name), target, written, environment)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
         save_plan(plan, folder / "plan.json")
-        (folder / "megatron_args.txt").write_text(written.text, encoding="utf-8")
-        if search.cluster.measured is None:
-            script = slurm_script(job_on(search.cluster, plan.model.name), target, written, environment)
-            (folder / "launch.sbatch").write_text(script, encoding="utf-8")
     except OSError as error:
         raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
+    return [*texts, "plan.json"]

@@ -2,8 +2,8 @@
 
 1. `SearchSpace` names what a search is free to decide (design: `--search-space`); each name adds to the one before.
 2. `uniform_layouts` enumerates the degrees that megatron-core executes for a model on so many GPUs, but for two kinds that are
-   never better than another: tensor-parallel groups, whose ranks talk in every layer, across NVLink domains; and CP c with a
-   micro-batch of c samples or a multiple, as CP 1 with 1/c of the samples computes as many tokens per rank and sends fewer.
+   never better than another: tensor-parallel groups, whose ranks talk in every layer, across NVLink domains; and CP with a
+   micro-batch that has a common divisor with it, as a c-th of both computes as many tokens per rank and sends fewer.
 3. `uniform_plan` makes the plan of a layout with its decisions about memory.
 
 Rules of divisibility are those of `plan/rules/stages.py`; a test holds every enumerated layout against it, and every layout that

@@ -91,6 +91,7 @@ def search_uniform(
     costs: UniformCosts,
     bounds: Callable[[UniformLayout], Bounds],
     accepts: Accepts = lambda layout, memory: True,
+    admits: Callable[[RankedLayout], bool] = lambda plan: True,
     keep: int = 20,
     deadline: float = math.inf,
     progress: Progress = lambda done, total, best: None,
@@ -100,6 +101,7 @@ def search_uniform(
     Args:
         bounds: of a layout's tensor ranks, whose vocabulary is padded to their multiple.
         accepts: whether a plan may be the answer (`--target`).
+        admits: the same, asked only of plans that would be kept: it may take long.
         keep: layouts that are ranked.
         deadline: of `time.monotonic`, behind which the best so far is the answer.
     """
@@ -113,7 +115,7 @@ def search_uniform(
     ]
     small = len(waiting)
     heapq.heapify(waiting)
-    found = _Kept(keep, capacity)
+    found = _Kept(keep, capacity, admits)
     done, status = 0, Status.OPTIMAL
     try:
         while waiting and waiting[0][0] <= found.bar:
@@ -160,13 +162,18 @@ def search_uniform(
 
 def joined(first: UniformSearch, second: UniformSearch, keep: int) -> UniformSearch:
     """Two searches as one: what the second was free to decide beside the first is proven for its own layouts only."""
-    ranked = sorted((*first.ranked, *second.ranked), key=lambda plan: (plan.seconds, plan.needed_bytes))[:keep]
+    kept: dict[object, RankedLayout] = {}
+    for plan in sorted((*first.ranked, *second.ranked), key=lambda plan: (plan.seconds, plan.needed_bytes)):
+        kept.setdefault((plan.layout.ranks, plan.layout.pipeline), plan)
+    ranked = list(kept.values())[:keep]
     best = ranked[0] if ranked else None
-    objective = best.seconds if best is not None else math.inf
     solution = first.solution
-    if best is not first.solution.value:
+    if best is not None and best != first.solution.value:
         # The bound of the first search says nothing of what it was not free to decide.
-        solution = replace(solution, value=best, objective=objective, bound=objective, status=Status.FEASIBLE)
+        solution = replace(solution, value=best, objective=best.seconds, bound=best.seconds, status=Status.FEASIBLE)
+    if second.solution.status is Status.TIME_LIMIT:
+        solution = replace(solution, status=Status.TIME_LIMIT)
+    smallest = [plan for plan in (first.smallest, second.smallest) if plan is not None]
     points = sorted((*first.frontier, *second.frontier), key=lambda plan: (plan.seconds, plan.needed_bytes))
     frontier: list[RankedLayout] = []
     for plan in points:
@@ -176,6 +183,7 @@ def joined(first: UniformSearch, second: UniformSearch, keep: int) -> UniformSea
         first,
         solution=replace(solution, seconds=first.solution.seconds + second.solution.seconds),
         ranked=tuple(ranked),
+        smallest=min(smallest, key=lambda plan: plan.needed_bytes, default=None),
         frontier=tuple(frontier),
         counts=replace(first.counts, stages=first.counts.stages + second.counts.stages),
     )
@@ -184,8 +192,8 @@ def joined(first: UniformSearch, second: UniformSearch, keep: int) -> UniformSea
 class _Kept:
     """The plans that a search keeps: of layouts that differ in micro-batch and model chunks only, the best."""
 
-    def __init__(self, keep: int, capacity: float) -> None:
-        self._keep, self._capacity = keep, capacity
+    def __init__(self, keep: int, capacity: float, admits: Callable[[RankedLayout], bool]) -> None:
+        self._keep, self._capacity, self._admits = keep, capacity, admits
         self._best: dict[object, RankedLayout] = {}
         self._points: list[RankedLayout] = []
         self.smallest: RankedLayout | None = None
@@ -254,7 +262,9 @@ class _Kept:
 
     def _keep_fastest(self, plan: RankedLayout) -> None:
         key = plan.layout.ranks, plan.layout.pipeline
-        if key in self._best and self._best[key].seconds <= plan.seconds:
+        if plan.seconds >= min(self.bar, self._best[key].seconds if key in self._best else math.inf):
+            return
+        if not self._admits(plan):
             return
         self._best[key] = plan
         if len(self._best) > self._keep:

@@ -61,6 +61,7 @@ class UniformTask:
         graphs: the captured models of the stages of a plan.
         space: what is free beside the layout.
         modules: the sets of modules that may be recomputed.
+        load: expert ranks -> rows of the busiest of them over the mean.
     """
 
     templates: Callable[[int], tuple[Plan, ModelDescription]]
@@ -69,6 +70,11 @@ class UniformTask:
     features: Features
     space: SearchSpace
     modules: tuple[tuple[str, ...], ...] = ()
+    load: Callable[[int], float] = lambda expert: 1.0
+
+    def machine_of(self, layout: UniformLayout) -> Machine:
+        """The machine with the load of a layout's busiest expert rank."""
+        return replace(self.machine, load=self.load(layout.expert))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +99,8 @@ class UniformCosts:
         """Complete stages that were priced: stages by strategies by choices of recomputation."""
         self._strategies = list(_strategies(task.space))
         self._graphs: dict[tuple[tuple[int, ...], int], CapturedModel] = {}
-        self._tables: dict[tuple[int, int], tuple[OpTable, PartBytes]] = {}
-        self._costs: dict[tuple[int, int, int, int], PartCost] = {}
+        self._tables: dict[tuple[int, int, int], tuple[OpTable, PartBytes]] = {}
+        self._costs: dict[tuple[int, ...], PartCost] = {}
         self._through: dict[tuple[object, ...], float] = {}
         self._prices: dict[tuple[object, ...], _Prices] = {}
 
@@ -132,7 +138,7 @@ class UniformCosts:
         recomputes = recompute_choices(task, plan)
         costs = _stage_costs(prices, plan, recomputes)
         self.stages_priced += len(plan.stages) * costs[0].forward_seconds.size
-        virtual, machine = layout.virtual, task.machine
+        virtual, machine = layout.virtual, task.machine_of(layout)
         one_way = [one_way_seconds(plan, prices.boundary_bytes, machine)] * (len(plan.stages) - 1)
         beside = machine.constants.overlap_slowdown if task.features.overlap_transfers else None
         step = pipeline_seconds(
@@ -162,13 +168,13 @@ class UniformCosts:
             setting = self._setting(layout, plan, model)
             named = list(_parts_of(graph, plan, self.task, layout.micro_batch))
             parts = [part for _, part in named]
-            tables, sizes = zip(*(self._table(part, layout.micro_batch, plan) for part in parts), strict=True)
+            tables, sizes = zip(*(self._table(part, layout, plan) for part in parts), strict=True)
             family = _family_of(plan, model, tables, sizes)
             evaluator = evaluator_of(
                 family,
                 [self._cost(part, layout, plan, setting) for part in parts],
                 *setting,
-                self.task.machine,
+                self.task.machine_of(layout),
                 _strategy(plan.stages[0], self._strategies),
             )
             self._prices[key] = _Prices(
@@ -182,7 +188,7 @@ class UniformCosts:
         return self._prices[key]
 
     def _setting(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> tuple[Setting, Interference]:
-        return setting_of(plan, model, plan.stages[0], self.task.machine, self.task.features)
+        return setting_of(plan, model, plan.stages[0], self.task.machine_of(layout), self.task.features)
 
     def _graph(
         self, layout: UniformLayout, plan: Plan, model: ModelDescription, variants: int | None = None
@@ -203,18 +209,18 @@ class UniformCosts:
     def _cost(self, part: Part, layout: UniformLayout, plan: Plan, setting: tuple[Setting, Interference]) -> PartCost:
         """Seconds of a part; ranks that share states count by the links they use, as these run beside computation."""
         replicas = setting[0].groups["dp_cp"]
-        key = (id(part), layout.micro_batch, replicas.nodes, min(replicas.per_node, replicas.size))
+        key = (id(part), layout.micro_batch, layout.expert, replicas.nodes, min(replicas.per_node, replicas.size))
         if key not in self._costs:
-            self._costs[key] = cost_of(self._table(part, layout.micro_batch, plan)[0], setting[0])
+            self._costs[key] = cost_of(self._table(part, layout, plan)[0], setting[0])
         return self._costs[key]
 
-    def _table(self, part: Part, samples: int, plan: Plan) -> tuple[OpTable, PartBytes]:
-        key = (id(part), samples)
+    def _table(self, part: Part, layout: UniformLayout, plan: Plan) -> tuple[OpTable, PartBytes]:
+        key = (id(part), layout.micro_batch, layout.expert)
         if key not in self._tables:
-            length, task = plan.sequence_length, self.task
-            captured = CAPTURED_BYTES.get(plan.precision, 2.0)
+            samples, length, features = layout.micro_batch, plan.sequence_length, self.task.features
+            captured, load = CAPTURED_BYTES.get(plan.precision, 2.0), self.task.load(layout.expert)
             table = tabulate(part, samples, length)
-            self._tables[key] = table, part_bytes(table, samples, length, captured, task.features, task.machine.load)
+            self._tables[key] = table, part_bytes(table, samples, length, captured, features, load)
         return self._tables[key]
 
 

@@ -18,6 +18,7 @@ from moe_overlap.api import predict
 from moe_overlap.commands import autotune
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.capabilities import refuse_unsupported
@@ -33,17 +34,8 @@ from tests.unit.tuner.hand_made import captured_by_hand
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB
 
 H100 = shipped_cluster("H100", 8)
-SMALL = [
-    *JOB,
-    "--num-layers",
-    "4",
-    "--num-experts",
-    "4",
-    "--expert-model-parallel-size",
-    "2",
-    "--global-batch-size",
-    "16",
-]
+SMALL = [*JOB, *"--num-layers 2 --moe-ffn-hidden-size 4095 --num-experts 4 --expert-model-parallel-size 2".split()]
+SMALL += ["--global-batch-size", "16"]
 
 
 @cache
@@ -131,8 +123,8 @@ def test_ties_are_broken_towards_less_memory() -> None:
 
 def test_answer_and_json(tmp_path: Path) -> None:
     found = searched("megatron-lm")
-    write_search(tmp_path, found)
-    lines = search_lines(found, tmp_path, 1e12)
+    files = write_search(tmp_path, found)
+    lines = search_lines(found, tmp_path, files, 1e12)
     assert len(lines) <= 13 and lines[0].startswith("plan ") and lines[-1].startswith("next ")
     assert any(line.startswith("your flags") for line in lines) and any("ruled out by bounds" in line for line in lines)
     values = json.loads(json.dumps(search_json(found)))
@@ -164,12 +156,15 @@ def test_no_layout_divides() -> None:
     ("words", "expected"),
     [
         (["--search-space", "full"], "--search-space full: is not searched yet; use megatron or"),
+        (["--search-space", "zero"], "--search-space zero: is not searched yet"),
+        (["--overlap-only", "--target", "megatron-lm"], "--target megatron-lm: is of the search of plans"),
         (["--search-space", "wide"], "--search-space wide: is no search space"),
         (["--time-limit", "0"], "--time-limit 0.0: must be greater than 0 seconds"),
         (["--time-limit", "nan"], "--time-limit nan: must be greater than 0 seconds"),
         (["--train-tokens", "many"], "--train-tokens many: is no number of tokens"),
         (["--refine", "trace.json"], "--refine trace.json: traces refine the overlap of one layout"),
         (["--global-batch-size", "-4"], "--global-batch-size"),
+        (["--output", f"{__file__}/inside"], f"{__file__} cannot be written; give another folder"),
     ],
 )
 def test_mistakes_of_the_command_line(
@@ -182,6 +177,52 @@ def test_mistakes_of_the_command_line(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and expected in error and error.count("\n") == 1
     assert not (tmp_path / "tuned").exists()
+
+
+def test_recorded_loads_count_at_every_number_of_expert_ranks(tmp_path: Path) -> None:
+    """One expert has most of the rows: the more ranks the experts are spread over, the busier one of them is."""
+    path = tmp_path / "load.jsonl"
+    path.write_text(ExpertLoad(1, 10, 0, 4, (70, 10, 10, 10), (0, 0, 0, 0), 2.8).to_line() + "\n")
+    options = {**OPTIONS, "expert_load": str(path)}
+    found = search_plan(SMALL, H100, SearchSettings(target="megatron-lm"), **options)
+    for finalist in (found.chosen, *found.others):
+        ranked = next(plan for plan in found.found.ranked if plan.name == finalist.name)
+        assert finalist.seconds == pytest.approx(ranked.seconds, rel=1e-9)
+        expected = {1: 1.0, 2: 1.6, 4: 2.8}[finalist.plan.stages[0].expert]
+        assert finalist.problem.machine.load == pytest.approx(expected)
+    assert any(other.plan.stages[0].expert > 1 for other in (found.chosen, *found.others))
+
+
+def test_what_the_flags_say_of_layout_and_overlap_changes_no_price() -> None:
+    plain = searched("moe-overlap").found
+    said = "--overlap-moe-expert-parallel-comm --recompute-granularity full --recompute-method block --recompute-num-layers 1"
+    assert searched("moe-overlap", *said.split()).found.ranked == plain.ranked
+    by_hand_overlap = "--defer-weight-gradients --moe-token-dispatcher-type alltoall".split()
+    assert searched("moe-overlap", *by_hand_overlap).dropped == {"--defer-weight-gradients": "the search decides it"}
+
+
+def test_a_rule_across_flags_loses_no_plan_that_it_allows() -> None:
+    """A batch that grows from 2 samples leaves few layouts; those that it refuses take no place among the best."""
+    ramp = "--rampup-batch-size 4 4 1000 --train-samples 4000".split()
+    words = [word for word in SMALL if word not in ("--train-iters", "10")]
+    found = search_plan([*words, *ramp], H100, SearchSettings(target="megatron-lm"), **OPTIONS)
+    assert found.refused and found.others
+    assert all(finalist.plan.stages[0].data <= 4 for finalist in (found.chosen, *found.others))
+
+
+def test_a_precision_is_written_as_it_was_said() -> None:
+    words = [*SMALL, *"--moe-ffn-hidden-size 4096 --fp8-format e4m3 --fp8-recipe tensorwise".split()]
+    flags = grouped(search_plan(words, H100, SearchSettings(target="megatron-lm"), **OPTIONS).chosen.arguments)
+    assert flags["--fp8-format"] == ("e4m3",) and flags["--fp8-recipe"] == ("tensorwise",)
+    options = {**OPTIONS, "precision": "mxfp8"}
+    flags = grouped(search_plan(words, H100, SearchSettings(target="megatron-lm"), **options).chosen.arguments)
+    assert flags["--fp8-recipe"] == ("mxfp8",) and flags["--bf16"] == ()
+
+
+def test_a_batch_must_be_named() -> None:
+    words = [word for word in SMALL if word not in ("--global-batch-size", "128", "16")]
+    with pytest.raises(ConfigError, match="--global-batch-size: is not among the flags"):
+        search_plan(words, H100, SearchSettings(), **OPTIONS)
 
 
 def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
