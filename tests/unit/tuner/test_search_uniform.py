@@ -19,6 +19,7 @@ from moe_overlap.job import features_of, read_job
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
+from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.machine import machine_of
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.problem import Problem
@@ -236,7 +237,7 @@ def least_memory(case: Case, share: float) -> Case:
     group = case.cluster.groups[0]
     gpu = dataclasses.replace(group.gpu, memory_gib=group.gpu.memory_gib * share)
     cluster = dataclasses.replace(case.cluster, groups=(dataclasses.replace(group, gpu=gpu),))
-    machine = dataclasses.replace(case.task.machine, cluster=cluster)
+    machine = dataclasses.replace(case.task.machine, cluster=cluster, memory=MemoryQuantiles(0.9, 1.1))
     task = dataclasses.replace(case.task, machine=machine)
     return dataclasses.replace(
         case, task=task, cluster=cluster, bounds=dataclasses.replace(case.bounds, machine=machine)
@@ -257,7 +258,7 @@ def agree(case: Case) -> None:
 
 
 def test_the_search_finds_what_an_enumeration_finds() -> None:
-    case = least_memory(case_of(gpus=4), 0.05)
+    case = least_memory(case_of(gpus=4), 0.055)
     agree(case)
     found = case.search(keep=3)
     assert 0 < found.counts.fitting < found.counts.evaluated and found.counts.too_large
@@ -267,7 +268,7 @@ def test_the_search_finds_what_an_enumeration_finds() -> None:
 def test_the_search_finds_what_an_enumeration_finds_on_perturbed_cases() -> None:
     for case in cases():
         agree(case)
-        agree(least_memory(case, 0.05))
+        agree(least_memory(case, 0.055))
 
 
 def test_a_deadline_that_is_over_ends_the_search_with_what_it_has() -> None:
@@ -308,7 +309,7 @@ def test_the_frontier_trades_seconds_for_bytes() -> None:
 
 def test_modules_are_recomputed_where_the_fastest_does_not_fit() -> None:
     """The plans that would be faster if they fitted, and what a second search with more freedom adds to the first."""
-    case = least_memory(CASE, 0.05)
+    case = least_memory(CASE, 0.055)
     first = case.search(keep=3)
     assert first.ranked and first.unfit
     assert all(plan.seconds < first.ranked[0].seconds for plan in first.unfit)
