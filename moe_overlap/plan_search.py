@@ -396,10 +396,15 @@ def _finalists(found: UniformSearch, said: _Said, cluster: Cluster, options: Opt
         )
     if not finalists:
         raise ConfigError("the search", "", f"no plan is left: {said.refused[-1][1]}", "use more GPUs")
-    finalists.sort(key=lambda finalist: finalist.seconds)
-    tied = [finalist for finalist in finalists if finalist.seconds <= finalists[0].seconds * (1.0 + TIE)]
+    return in_order(finalists)
+
+
+def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
+    """The fastest first; but of those within TIE of it the one that needs the least memory leads."""
+    ordered = sorted(finalists, key=lambda finalist: finalist.seconds)
+    tied = [finalist for finalist in ordered if finalist.seconds <= ordered[0].seconds * (1.0 + TIE)]
     leader = min(tied, key=lambda finalist: finalist.prediction.fullest.needed_bytes)
-    return [leader, *(finalist for finalist in finalists if finalist is not leader)]
+    return [leader, *(finalist for finalist in ordered if finalist is not leader)]
 
 
 def _overlapped(
