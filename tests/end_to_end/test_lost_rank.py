@@ -16,7 +16,7 @@ OVERLAPPED = """
     --attention-dropout 0 --hidden-dropout 0 --moe-gate topk --moe-token-dispatcher-type irregular --moe-overlap-partitions 2
     --defer-weight-gradients --max-deferred-bytes 60000 --distributed-timeout-minutes 1 --train-iters 100
 """.split()
-PROMPT_SECONDS, TIMEOUT_SECONDS = 30.0, 60.0
+PROMPT_SECONDS, TIMEOUT_SECONDS = 45.0, 60.0
 STEPS = 2
 WAITED_FOR = "L0.moe.count"
 """The peer is lost at its first dispatch of a step; what is waited for next are the counts of the second part."""

@@ -29,7 +29,7 @@ def rank_and_sum(number: int) -> tuple[int, int]:
 def one_sleeps() -> None:
     import torch.distributed as dist
 
-    time.sleep(60.0 * dist.get_rank())
+    time.sleep(600.0 * dist.get_rank())
 
 
 def test_results_come_in_order_of_rank() -> None:
@@ -39,8 +39,8 @@ def test_results_come_in_order_of_rank() -> None:
 def test_the_first_failure_is_reported_while_others_wait() -> None:
     begin = time.monotonic()
     with pytest.raises(ProcessFailed, match=r"rank 1: Traceback[\s\S]*ValueError: from the second process"):
-        run(2, one_raises, [], timeout_seconds=60)
-    assert time.monotonic() - begin < 50
+        run(2, one_raises, [], timeout_seconds=600)
+    assert time.monotonic() - begin < 300
 
 
 def test_a_launch_that_does_not_end_is_stopped() -> None:

@@ -18,6 +18,8 @@ from moe_overlap.describe.readers.shell_script import MOST_SCRIPT_BYTES, script_
 from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan.trace import read_traces
 
+HANGS_SECONDS = 60.0
+"""Far more than a busy machine needs; what must not be read has no end, or takes hours."""
 READERS = (load_plan, load_cluster, read_expert_loads, read_model, read_traces)
 
 
@@ -34,7 +36,7 @@ def test_what_is_no_file_is_one_line(tmp_path: Path, reader: object) -> None:
         with pytest.raises(ConfigError) as caught:
             reader(Path(path) if reader is read_traces else str(path))  # type: ignore[operator]
         assert "\n" not in str(caught.value)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < HANGS_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_scripts_that_grow_end(name: str) -> None:
         assert name in ("doubling", "doubling by +=", "mutual", "appended", "open quotation", "large"), error
     else:
         assert flags.arguments[-2:] == ("--x", "1")
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < HANGS_SECONDS
 
 
 def test_argument_files_that_name_each_other(tmp_path: Path) -> None:
