@@ -111,6 +111,7 @@ class Machinery:
         chunks: this rank's model chunks, wrapped in DDP.
         parameter_norm: norm of all parameters of the model; collective.
         deferral_figures: figures of the deferred weight gradients so far, by the log's names; empty where none are deferred.
+        operation: the operator or communication that runs on this rank, or ran last; None before the first.
     """
 
     runner: StepRunner
@@ -119,6 +120,7 @@ class Machinery:
     scheduler: Scheduler
     parameter_norm: Callable[[], float]
     deferral_figures: Callable[[], dict[str, int]]
+    operation: Callable[[], str | None]
 
 
 @dataclass(frozen=True, slots=True)
