@@ -19,8 +19,8 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|std::bad_alloc
 _LOST = re.compile(
     r"(closed|reset) by peer|timed out|timeout|broken pipe|gloo|nccl|socket|connection (refused|was)", re.IGNORECASE
 )
-_SOURCE_LINE = re.compile(r"^\[[^\]\s]+:\d+\] ")
-"""The place in torch's C++ sources that gloo writes in front of its messages."""
+_NOISE = re.compile(r"\[[^\]\s]*/[^\]\s]+:\d+\] |\. This is typically caused by .*")
+"""The place in torch's C++ sources that gloo writes in front of its messages, and the general advice behind them."""
 _MOST_CHARACTERS = 300
 
 
@@ -47,10 +47,11 @@ def kind_of_failure(error: BaseException) -> Kind:
 
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "memory"
-    if isinstance(error, (CommunicationFailed, dist.DistError)):
-        return "peer"
+    # An allocation may fail inside of a communication, too.
     if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(_first_line(error)):
         return "memory"
+    if isinstance(error, (CommunicationFailed, dist.DistError)):
+        return "peer"
     # gloo raises plain RuntimeErrors.
     return "peer" if isinstance(error, RuntimeError) and _LOST.search(_first_line(error)) else "other"
 
@@ -59,6 +60,7 @@ def failure_line(error: BaseException, kind: Kind, place: Place) -> str:
     """`error: L0.moe.dispatch: lost a peer: Connection closed by peer [127.0.0.1]:4711 (rank 0, step 3)`."""
     named, reason = f"{place.operation}: " if place.operation else "", _first_line(error)
     if kind == "memory":
+        # Not the message's own head: an error of a communication begins with its operation.
         asked = _ALLOCATION.search(reason)
         reason = f"{int(asked[1]) / 2**20:,.1f} MiB more were asked for" if asked else reason
         text = f"{named}out of memory{f': {reason}' if reason else ''}; a smaller --micro-batch-size or recomputation needs less"
@@ -74,7 +76,7 @@ def failure_line(error: BaseException, kind: Kind, place: Place) -> str:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
-    return " ".join(_SOURCE_LINE.sub("", text).split())[:_MOST_CHARACTERS]
+    return " ".join(_NOISE.sub("", text).split())[:_MOST_CHARACTERS]
 
 
 def _kept_traceback(error: BaseException, rank: int) -> str:
