@@ -153,14 +153,14 @@ class Reporting:
         reports: what is reported beside them, each at its interval.
         covered_channels: channels whose communication the spans cover.
         flops_per_token: floating-point operations of the model per token, forward and backward.
-        write_trace: writes the spans of the last step, for --trace.
+        write_trace: writes the spans of the last step, by rank, for --trace.
     """
 
     log: MetricsLog
     reports: Reports
     covered_channels: tuple[str, ...]
     flops_per_token: float
-    write_trace: Callable[[Sequence[Span]], None]
+    write_trace: Callable[[Mapping[int, Sequence[Span]]], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,13 @@ class TrainingLoop:
         reporting, trace = self.job.reporting, self._config.overlap.trace
         reporting.reports.flush_loads(self.progress.iteration)
         if trace is not None and spans:
-            Sink("--trace", trace).attempt(lambda: reporting.write_trace(spans))
+            sink = Sink("--trace", trace)
+            # Every rank takes part; rank 0 alone writes.
+            by_rank = spans_of_all_ranks(spans)
+            if by_rank is not None:
+                sink.attempt(lambda: reporting.write_trace(by_rank))
+                if sink.works:
+                    reporting.log.say("trace", f"{trace}: {len(by_rank)} ranks, for ui.perfetto.dev")
 
     def step(self, iteration: int, feed: Batches) -> Sequence[Span]:
         """Execute, count and log one training step; returns this rank's spans.
@@ -259,6 +265,13 @@ class TrainingLoop:
         if _is_due(training.exit_interval, iteration):
             return f"--exit-interval {training.exit_interval}"
         return None
+
+
+def spans_of_all_ranks(spans: Sequence[Span]) -> dict[int, Sequence[Span]] | None:
+    """The spans of a step by rank, on rank 0; None on the other ranks. Collective."""
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(tuple(spans), gathered)
+    return None if gathered is None else dict(enumerate(gathered))
 
 
 def stops_at_nan(config: Config) -> bool:

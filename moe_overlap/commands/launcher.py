@@ -1,8 +1,8 @@
 """`pretrain_moe.py --nproc-per-node N`: start the ranks of this machine, and say in one line how they ended.
 
-torch's elastic agent, which is torchrun's, starts and watches the ranks, starts them again (`--max-restarts`) and passes signals on.
-What it logs and raises is left out. A rank that fails says so itself, the first one alone (`exits.LaunchFolder`); for a rank that a
-signal ended, this process does. Should this process be killed, the kernel ends the ranks (`exits.end_with_launcher`).
+torch's elastic agent, which is torchrun's, starts and watches the ranks, starts them again (`--max-restarts`) and passes signals
+on. What it logs and raises is left out. A rank that fails says so itself, the first one alone (`exits.LaunchFolder`); for a rank
+that a signal ended, this process does. Should this process be killed, the kernel ends the ranks (`exits.end_with_launcher`).
 """
 
 from __future__ import annotations

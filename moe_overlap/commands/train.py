@@ -1,8 +1,8 @@
 """Train a Mixture-of-Experts language model: `pretrain_moe.py --nproc-per-node N @examples/FILE.args [flags]`.
 
 Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. torch is imported only when training starts, so that
-mistakes in flags are answered at once. With `--nproc-per-node` this process checks the command line and starts the ranks; torchrun
-and Slurm start them as well.
+mistakes in flags are answered at once. With `--nproc-per-node` this process checks the command line and starts the ranks, which
+torchrun and Slurm start as well.
 
 This command is where the training package and the runtime meet, which do not import each other: `main` reads and checks flags,
 `train` starts and ends the process, `assemble` ties plan, model, data, checkpoint and reports to a training loop.
@@ -319,13 +319,13 @@ def reporting_of(
     log = MetricsLog(config.logging, rank, total_steps, asdict(config))
     announce(log, parsed, model, dist.get_world_size(), data_description)
     loads = count_expert_loads(context) if uses_expert_loads(config) else None
-    trace_path = Path((config.overlap.trace or "") + (f".rank{rank}" if rank else ""))
+    trace_path = Path(config.overlap.trace or "")
     return Reporting(
         log=log,
         reports=Reports(config.logging, log, phase_seconds, loads),
         covered_channels=context.recorder.covered,
         flops_per_token=training_flops_per_token(model, plan.sequence_length),
-        write_trace=lambda spans: trace.write_trace(trace_path, spans, rank, trace.about_run(plan, model)),
+        write_trace=lambda spans: trace.write_ranks(trace_path, spans, about=trace.about_run(plan, model)),
     )
 
 

@@ -2,9 +2,9 @@
 
     lost_rank.py RANK DISPATCH HOW [flags of pretrain_moe.py]
 
-Rank RANK comes to grief in place of its dispatch number DISPATCH, counted from 1. HOW is the name of a signal that it sends itself,
-`raise` for an exception, or `memory` for an allocation above the limit of its address space. Runs with overlap are met in their
-dispatcher, plain ones (HOW ends in `-plain`) where the recorder begins the dispatch of layer 0.
+Rank RANK comes to grief in place of its dispatch number DISPATCH, counted from 1. HOW is the name of a signal that it sends
+itself, `raise` for an exception, or `memory` for an allocation above the limit of its address space. Runs with overlap are met in
+their dispatcher, plain ones (HOW ends in `-plain`) where the recorder begins the dispatch of layer 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The launcher's flags, and the checks that one process makes for all ranks before it starts them. No torch.
 
-`pretrain_moe.py --nproc-per-node N [flags]` starts its own ranks (`moe_overlap/commands/launcher.py`). The flags are torchrun's, under
-torchrun's names. They stand on the command line itself, not in an argument file: a file says what is trained, not where.
+`pretrain_moe.py --nproc-per-node N [flags]` starts its own ranks (`moe_overlap/commands/launcher.py`). The flags are torchrun's,
+under torchrun's names. They stand on the command line itself, not in an argument file: a file says what is trained, not where.
 
 1. `split_launch` takes the launcher's flags out of a command line.
 2. `require_launchable` asks everything that would stop every rank of the job, once.
@@ -91,7 +91,9 @@ def split_launch(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[L
     first = next(iter(given))
     shown = " ".join(filter(None, (first, printable(given[first], 40))))
     _require("RANK" not in environment, shown, "", "torchrun or Slurm has started this rank already", "drop it")
-    _require(PROCESSES in given, shown, "", f"{PROCESSES} says that this process starts the ranks", f"add {PROCESSES} N")
+    _require(
+        PROCESSES in given, shown, "", f"{PROCESSES} says that this process starts the ranks", f"add {PROCESSES} N"
+    )
     return _launch(given, environment), words
 
 
@@ -100,19 +102,25 @@ def _launch(given: Mapping[str, str], environment: Mapping[str, str]) -> Launch:
     node_rank, port = _whole(given, NODE_RANK, 0, 0), _whole(given, PORT, DEFAULT_PORT, 1)
     restarts = _whole(given, RESTARTS, 0, 0)
     _require(port < 2**16, PORT, port, "is no port", "use 1 to 65535")
-    _require(node_rank < nodes, NODE_RANK, node_rank, f"{NODES} says {nodes}: they count from 0", f"use 0 to {nodes - 1}")
+    _require(
+        node_rank < nodes, NODE_RANK, node_rank, f"{NODES} says {nodes}: they count from 0", f"use 0 to {nodes - 1}"
+    )
     endpoint, backend = given.get(ENDPOINT, ""), given.get(BACKEND)
     _require(backend in (None, "c10d", "static"), BACKEND, backend, "unknown choice", "use c10d or static")
     for flag in (ENDPOINT, ADDRESS):
         _require(given.get(flag) != "", flag, "", "needs a value", f"write {flag} HOST")
-        _require(STANDALONE not in given or flag not in given, STANDALONE, "", f"is set together with {flag}", "drop one")
+        _require(
+            STANDALONE not in given or flag not in given, STANDALONE, "", f"is set together with {flag}", "drop one"
+        )
         host = given.get(flag, "").rpartition(":")[0] or given.get(flag, "")
         _require(not set(host) & set(" /@\t\n"), flag, printable(host, 60), "is no host", "write a name or an address")
     _require(STANDALONE not in given or nodes == 1, STANDALONE, "", f"is for one node, {NODES} says {nodes}", "drop it")
     both = ENDPOINT in given and (ADDRESS in given or PORT in given)
     _require(not both, ENDPOINT, endpoint, f"is set together with {ADDRESS if ADDRESS in given else PORT}", "drop one")
     if nodes > 1 and not endpoint and ADDRESS not in given:
-        raise ConfigError(NODES, nodes, "the nodes must know where to meet", f"add {ENDPOINT} HOST:PORT, the same on all")
+        raise ConfigError(
+            NODES, nodes, "the nodes must know where to meet", f"add {ENDPOINT} HOST:PORT, the same on all"
+        )
     if backend is None:
         # torchrun reads an endpoint by its default, `static`, which needs the node's rank.
         backend = "static" if ADDRESS in given or PORT in given or NODE_RANK in given else "c10d"
@@ -125,7 +133,9 @@ def _launch(given: Mapping[str, str], environment: Mapping[str, str]) -> Launch:
     elif endpoint:
         host, _, text = endpoint.rpartition(":")
         plain = not host
-        _require(plain or text.isascii() and text.isdigit() and 0 < int(text[:9]) < 2**16, ENDPOINT, endpoint, *_PORT_RULE)
+        _require(
+            plain or text.isascii() and text.isdigit() and 0 < int(text[:9]) < 2**16, ENDPOINT, endpoint, *_PORT_RULE
+        )
         endpoint = f"{endpoint}:{DEFAULT_PORT}" if plain else endpoint
     job = given.get(JOB, "none")
     _require(job != "", JOB, "", "needs a value", f"write {JOB} NAME")
@@ -178,8 +188,7 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))
     devices = [device.strip() for device in chosen.split(",")]
     # CUDA reads the list up to the first entry that names no device.
-    end = next((place for place, device in enumerate(devices) if device in ("", "-1")), len(devices))
-    return end
+    return next((place for place, device in enumerate(devices) if device in ("", "-1")), len(devices))
 
 
 def require_launchable(parsed: ParsedArguments, launch: Launch) -> None:

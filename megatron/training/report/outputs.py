@@ -78,8 +78,8 @@ def places(config: Config, rank: int) -> Iterator[tuple[str, Path, bool]]:
     suffix = f".rank{rank}" if rank else ""
     if logging.log_json is not None:
         yield "--log-json", Path(logging.log_json + suffix), False
-    if config.overlap.trace is not None:
-        yield "--trace", Path(config.overlap.trace + suffix), False
+    if rank == 0 and config.overlap.trace is not None:
+        yield "--trace", Path(config.overlap.trace), False
     if rank == 0 and logging.log_expert_load is not None:
         yield "--log-expert-load", Path(logging.log_expert_load), False
     profiles = logging.profile and logging.use_pytorch_profiler and rank in logging.profile_ranks

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 STANDALONE = "--standalone"
 LAUNCH_FLAGS = {
-    "--nproc-per-node": ("N", "Start N ranks on this machine, or `gpu`: one for each GPU. Everything is checked before."),
+    "--nproc-per-node": (
+        "N",
+        "Start N ranks on this machine, or `gpu`: one for each GPU. Everything is checked before.",
+    ),
     "--nnodes": ("N", "Number of machines; the same command is started on each. Default 1."),
     "--rdzv-endpoint": ("HOST:PORT", "Where several machines meet: one of them, and a free port there."),
     "--rdzv-backend": ("NAME", "c10d: the machines number themselves; static: --node-rank numbers them."),
