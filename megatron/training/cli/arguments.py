@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.cli.config import Config
+from megatron.training.cli.flags.launch import LAUNCH_FLAGS
 from megatron.training.cli.flags.table import Flag, config_flags, flag_texts, help_text
 from moe_overlap import VERSION_LINE
 from moe_overlap.describe.errors import ConfigError, one_of
@@ -275,7 +276,9 @@ def _arity(name: str, own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFl
         return ranges[nargs] if nargs in ranges else (int(str(nargs)), int(str(nargs)))
     if name in DROPPED:
         raise ConfigError(name, "", "upstream has dropped this flag", DROPPED[name])
-    known = sorted({*own, *COMMAND_FLAGS})
+    if name in LAUNCH_FLAGS:
+        raise ConfigError(name, "", "starts the ranks, which an argument file does not", "give it on the command line")
+    known = sorted({*own, *COMMAND_FLAGS, *LAUNCH_FLAGS})
     near = difflib.get_close_matches(name, known, 1, 0.75) or difflib.get_close_matches(name, upstream, 1, 0.75)
     raise ConfigError(name, "", "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
 
