@@ -309,7 +309,9 @@ def main(argv: Sequence[str]) -> int:
         flips = [{"layout": name, "faster above GB/s": flip_rate(frames[FLIP], name)} for name in list(cases)[1:]]
         frames["flip rates"] = pd.DataFrame(flips)
     if arguments.json:
-        print(json.dumps({name: json.loads(frame.to_json(orient="records")) for name, frame in frames.items()}, indent=1))
+        print(
+            json.dumps({name: json.loads(frame.to_json(orient="records")) for name, frame in frames.items()}, indent=1)
+        )
         return 0
     for name, frame in frames.items():
         print(f"{name}\n{frame.round(3).to_string(index=False)}\n")
