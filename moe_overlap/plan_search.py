@@ -4,8 +4,8 @@
 2. Uniform plans are searched with that (tuner/search/uniform.py), under the rules of the target: what this runtime executes, or
    what unmodified Megatron-LM accepts.
 3. The fastest are written as flags and read again as any command line is: what rules across flags refuse is no answer, and each
-   is predicted as tools/predict.py predicts it. Those near the fastest are simulated, and the simulated steps order them. Of those
-   within `TIE` of the fastest the one that needs the least memory leads.
+   is predicted as tools/predict.py predicts it. Those near the fastest are simulated, and the simulated steps order them. Of
+   those within `TIE` of the fastest the one that needs the least memory leads.
 4. For this runtime the overlap of the first few is decided (`--overlap-only`); the shortest step is the answer.
 """
 
@@ -73,8 +73,8 @@ OF_PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 TIE = 0.01
 """Share of a step below which predictions tell no plan from another."""
 SIMULATED = 0.1
-"""Plans that are predicted to be slower than the fastest by more than this share of a step are not simulated: no simulated step of a
-plan without overlap was found to differ from its prediction by a tenth of it."""
+"""Plans that are predicted to be slower than the fastest by more than this share of a step are not simulated: no simulated step
+of a plan without overlap was found to differ from its prediction by a tenth (tests/unit/tuner/test_search_simulated.py)."""
 WITH_MODULES = 4
 """Choices of ranks for which graphs are captured that recompute modules: seconds each."""
 OVERLAPPED = 3

@@ -204,8 +204,8 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
     if apart:
         widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
         lines.append(
-            f"{'simulated':<12}{len(apart)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their prediction, "
-            f"{widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}; simulated steps order the plans"
+            f"{'simulated':<12}{len(apart)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
+            f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
         )
     lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
     pruned = counts.too_large + counts.too_slow

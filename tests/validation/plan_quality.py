@@ -1,10 +1,10 @@
-"""Searched plans beside published ones, and measured layouts put in order: python -m tests.validation.plan_quality [--json] [--only NAME …]
+"""Searched plans beside published ones, and measured layouts put in order: tools/benchmark_search.py [--json] [--only NAME …]
 
 plans: every configuration of `PUBLISHED` is searched under `--target megatron-lm` with the precision and the features of its row,
     and compared with the published layout under the same prices. Both steps are predicted; what was measured of the published
     one stands beside them.
-rankings: runs that were measured and differ in their layout alone (ranking.py): is the one that is predicted to be the fastest the
-    best, or within `NEAR` of it? Further sets are all rows of one model, cluster, batch, sequence, precision and release.
+rankings: runs that were measured and differ in their layout alone (ranking.py): is the one that is predicted to be the fastest
+    the best, or within `NEAR` of it? Further sets are all rows of one model, cluster, batch, sequence, precision and release.
 flip: DeepSeek-V3 on 256 B200 as published with EP32 across nodes and with EP8 inside them, over the rate of the network.
 
 Rows of natural routing are left out of `PUBLISHED`: a search takes recorded loads, and none were published. Reported are rows,
@@ -207,8 +207,8 @@ OVERLAPPED = (
     "force-balanced routing, dropless; cuda_graph=transformer_engine, dispatcher=deepep, a2a_overlap=True, "
     "pp_layout=Et*4|(t*4|)*14tmL, etp=1; "
 )
-"""What Megatron-Bridge's recipe of row `EP32` switches on (scripts/performance/configs/deepseek/deepseek_workload_base_configs.py,
-DEEPSEEK_V3_PRETRAIN_CONFIG_B200_FP8_MX_V2 with PP8 VP2 EP32); the row itself says that its flags are not resolved."""
+"""What a recipe of Megatron-Bridge with the layout of row `EP32` switches on (DEEPSEEK_V3_PRETRAIN_CONFIG_B200_FP8_MX_V2 in
+scripts/performance/configs/deepseek/deepseek_workload_base_configs.py); the row says that its own flags are not resolved."""
 EXPOSED = "force-balanced routing, dropless; dispatcher=hybridep, pp_layout=Et*4|(t*4|)*14tmL, etp=1; "
 """The features of row `EP8`: nothing hides the all-to-alls."""
 NETWORK_GB_PER_S = (25.0, 40.0, 50.0, 60.0, 75.0, 100.0, 125.0, 150.0, 200.0, 300.0, 400.0)
