@@ -11,7 +11,7 @@ import pytest
 from moe_overlap.api import problem_of
 from moe_overlap.plan_search import SIMULATED, SearchSettings, in_order, search_plan, simulated_finalists
 from moe_overlap.report.search import APART, Finalist, search_json
-from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan
+from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.space import MemoryChoice
 from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL, searched
@@ -102,3 +102,6 @@ def test_prediction_layers_behind_the_embedding_are_simulated(words: list[str]) 
     problem = problem_of(flags, H100, {**OPTIONS, "graphs": golden_graphs})
     predicted = predict_plan(problem.plan, problem).predicted.step_seconds
     assert listed_seconds(problem.plan, problem) == pytest.approx(predicted, rel=0.05)
+    ran = simulate_step(problem.plan, problem).ran(problem.plan.stages[1].devices.ranks[0])
+    steps = {event.instruction.name: event.end - event.start for event in ran if event.instruction.kind == "optimizer"}
+    assert steps["optimizer.embedding"] == 0.0 < steps["optimizer.mtp0"]
