@@ -25,7 +25,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from moe_overlap.report.tuning import write_run
 from tools.bench.bed import Bed
 from tools.bench.first_report import Facts, RunFacts, facts_json, page, table
 from tools.bench.launch import ROOT, RankFailed, RanksOnBed, ranks_on_bed, report_failure
-from tools.bench.machine import MeasuredBed, measure_host_time_here, predicted_spans
+from tools.bench.machine import MEASURED_LINKS, MeasuredBed, measure_host_time_here, predicted_spans
 from tools.bench.training import command_of_training, train
 from tools.bench.variants import Variant
 from tools.bench.worker import ORDER_STEP
@@ -62,9 +62,24 @@ SHOWN_STEPS = 6
 MEASURED_PARTITIONS = (2, 4, 8)
 """Operators are measured in the sizes that these numbers of parts leave, too."""
 LIMITS = SearchLimits(max_partitions=MEASURED_PARTITIONS[-1], group_seconds=0.0, range_limit=16)
+LINKS = {**MEASURED_LINKS, "all_to_all": tuple(1 << power for power in range(18, 24))}
+"""Parts of an all-to-all are small: they are measured from 256 KiB on."""
 OPERATORS_AT_ONCE = 25
 OUTPUTS = ("--save", "--log-json", "--trace", "--tensorboard-dir", "--wandb-project", "--log-expert-load")
 """Flags of files that the plain run leaves to the tuned one."""
+OWN_FILES = ("plain*", "tuned*", "plan.json", "cluster*")
+"""Patterns of files in the folder that a new run begins without."""
+REFUSED = (
+    ("--dry-run", "the first run trains", f"use pretrain_moe.py @{JOB.relative_to(ROOT)} --dry-run"),
+    (
+        "--load",
+        "plain and tuned training begin at step 1",
+        "go on with pretrain_moe.py @runs/first/megatron_args.txt --load …",
+    ),
+    ("--log-interval", "the comparison reads every step", "drop it"),
+    ("--exit-interval", "the comparison ends the plain training itself", "use --train-iters"),
+)
+"""Flags of pretrain_moe.py that the first run has no use for: flag, rule and fix."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,14 +188,22 @@ def read_command(argv: Sequence[str]) -> FirstRun:
         raise ConfigError("--processes", ranks, "one process has no link", "use 2, or run pretrain_moe.py itself")
     if arguments.plain_steps < 1:
         raise ConfigError("--plain-steps", arguments.plain_steps, "must be positive", "use 12")
+    for flag, rule, fix in REFUSED:
+        if any(word.partition("=")[0] == flag for word in expand_files(more)):
+            raise ConfigError(flag, "", rule, fix)
     batch = micro_batch_size([f"@{JOB}", *more]) * ranks
     grown = ("--expert-model-parallel-size", str(ranks), "--global-batch-size", str(batch))
     words = tuple(expand_files([f"@{JOB}", *grown, *more]))
     parsed = parse(list(words))
     validate(parsed.config, ranks)
-    if read_job(words, ranks).plan.stages[0].expert != ranks:
+    plan = read_job(words, ranks).plan
+    if plan.stages[0].expert != ranks:
         size = parsed.config.parallel.expert_model_parallel_size
         raise ConfigError("--expert-model-parallel-size", size, f"{ranks} processes share one link", f"use {ranks}")
+    if any(stage.overlap.is_listed for stage in plan.stages):
+        raise ConfigError(
+            "--moe-overlap-*", "", "how to overlap is what this run finds out", "drop the flags of overlap"
+        )
     steps = parsed.config.training.train_iters
     if steps is None:
         raise ConfigError("--train-samples", "", "the comparison counts steps", "use --train-iters")
@@ -252,14 +275,12 @@ def measure(run: FirstRun, console: Console) -> tuple[float | None, MeasuredBed,
     ) as ranks:
         mbit = make_link(run, ranks, console)
         path = run.folder / "cluster.json"
-        for old in (path, path.with_suffix(".measured.jsonl")):
-            old.unlink(missing_ok=True)  # it was measured on another link
         bed = MeasuredBed(path, run.ranks, 1, ranks.tell, console.doing)
         keys = operators_of(words, run.ranks)
         for first in range(0, len(keys), OPERATORS_AT_ONCE):
             console.doing(f"measuring operators {first + 1} … of {len(keys)}")
             bed.measure_operators(keys[: first + OPERATORS_AT_ONCE])
-        bed.measure_links()
+        bed.measure_links(LINKS)
     console.doing("measuring what a step takes beside its operators, on two other jobs")
     measure_host_time_here(bed.database, bed.cluster())
     cluster = bed.cluster()
@@ -289,11 +310,10 @@ def make_link(run: FirstRun, ranks: RanksOnBed, console: Console) -> float | Non
     limited = probe()
     place = {"namespaces": "network namespaces behind rate-limited exits", "emulator": "emulated inside the processes"}
     console.say("1 link", f"{mbit:g} Mbit/s out of each rank: {place[run.link]}")
-    console.say(
-        "",
-        f"so that a step's all-to-alls ({limited.sent_bytes / 2**20:.0f} MiB) take {limited.exchange_seconds:.2f} s beside "
-        f"{limited.compute_seconds:.2f} s of computation: {limited.ratio:.2f} of it, {RATIO:g} wanted",
-    )
+    alone, sent = limited.sent_bytes * 8 / (mbit * 1e6), limited.sent_bytes / 2**20
+    share = f"{alone / free.compute_seconds:.2f} of the {free.compute_seconds:.2f} s of its computation"
+    console.say("", f"a step sends {sent:.0f} MiB, {alone:.2f} s at this rate: {share}")
+    console.say("", f"with waiting for each other's data its all-to-alls take {limited.exchange_seconds:.2f} s")
     return mbit
 
 
@@ -338,12 +358,16 @@ def tuned_words(run: FirstRun, tuned: Tuned) -> list[str]:
     return [*outputs, *kept, *tuned.arguments, *only(run.words, OUTPUTS), *decided]
 
 
-def train_job(run: FirstRun, words: Sequence[str], name: str, steps: int, mbit: float | None, console: Console) -> None:
-    """Step 4: train once. Of the steps, the first and a few others are shown; the whole output is in NAME.log."""
-    config = parse(list(words)).config
-    for path in (config.logging.log_json, config.overlap.trace):
-        for old in Path(str(path)).parent.glob(f"{Path(str(path)).name}*"):
-            old.unlink()
+def train_job(
+    run: FirstRun, words: Sequence[str], name: str, steps: int, mbit: float | None, console: Console
+) -> list[dict[str, Any]]:
+    """Step 4: train once. The first step and a few others are shown; the whole output is in NAME.log.
+
+    Returns:
+        What the training has logged of every step.
+    """
+    logged = Path(str(parse(list(words)).config.logging.log_json))
+    before = logged.stat().st_size if logged.exists() else 0  # a user's file may hold other runs
     shown = {1, *(max(1, round(steps * part / SHOWN_STEPS)) for part in range(1, SHOWN_STEPS + 1))}
 
     def show(line: str) -> None:
@@ -360,78 +384,71 @@ def train_job(run: FirstRun, words: Sequence[str], name: str, steps: int, mbit: 
     rate = mbit * 1e6 / 8 if run.emulated and mbit is not None else None
     with Bed(run.ranks, mbit) if run.link == "namespaces" else contextlib.nullcontext() as bed:
         train(command_of_training(words, rate), run.ranks, bed, run.folder / f"{name}.log", show)
+    return [dict(plain_json(line)) for line in logged.read_bytes()[before:].decode().splitlines()]
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The steps that a training has logged."""
-    return [dict(plain_json(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+def predicted_steps(words: Sequence[Sequence[str]], bed: MeasuredBed, cluster: Cluster) -> list[list[Span]]:
+    """A step of rank 0 under the flags of every training, as its recorder would write it."""
+    return [predicted_spans(without(of_run, OUTPUTS), cluster, bed.links(), None)[0] for of_run in words]
 
 
 def compare(
     run: FirstRun,
     tuned: Tuned,
-    bed: MeasuredBed,
-    cluster: Cluster,
+    predicted: Sequence[Sequence[Span]],
     setting: Sequence[str],
     words: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[dict[str, Any]]],
 ) -> Facts:
-    """Step 5: predicted and measured figures of both trainings, the trace and the page."""
-    predicted_seconds, runs, steps = (tuned.plain_seconds, tuned.chosen.seconds), [], []
-    measured: dict[int, list[Span]] = {}
-    for name, of_run, seconds in zip(("plain", "tuned"), words, predicted_seconds, strict=True):
-        spans = predicted_spans(without(of_run, OUTPUTS), cluster, bed.links(), None)[0]
-        config = parse(list(of_run)).config
-        measured = {
-            rank: ran for file in read_traces(Path(str(config.overlap.trace))) for rank, ran in file.spans.items()
-        }
-        rows = rows_of(Path(str(config.logging.log_json)))
-        runs.append(RunFacts(seconds, communication_seconds(spans)[1], rows))
-        steps += [step_of(spans, f"{name}, predicted"), step_of(measured[0], f"{name}, measured (last step)")]
-    facts = Facts(setting, tuned.chosen.name, *runs)
-    write_ranks(run.folder / "trace.json", measured)
+    """Step 5: predicted and measured figures of both trainings; the trace and the page are written."""
+    traces = [Path(str(parse(list(of_run)).config.overlap.trace)) for of_run in words]
+    measured = [{rank: ran for file in read_traces(path) for rank, ran in file.spans.items()} for path in traces]
+    seconds = tuned.plain_seconds, tuned.chosen.seconds
+    plain_facts, tuned_facts = (RunFacts(seconds[n], communication_seconds(predicted[n])[1], rows[n]) for n in range(2))
+    facts = Facts(setting, tuned.chosen.name, plain_facts, tuned_facts)
+    steps = [
+        step_of(spans, f"{name}, {kind}")
+        for n, name in enumerate(("Plain", "Tuned"))
+        for kind, spans in (("predicted", predicted[n]), ("measured (the last step)", measured[n][0]))
+    ]
+    write_ranks(run.folder / "trace.json", measured[1])
     (run.folder / "result.json").write_text(json.dumps(facts_json(facts), indent=1) + "\n", encoding="utf-8")
     (run.folder / "report.html").write_text(page(facts, draw(steps)), encoding="utf-8")
     return facts
 
 
-@contextlib.contextmanager
-def said_when_interrupted() -> Iterator[None]:
-    """Ctrl-C ends everything that was started, with one line."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("\nerror: interrupted; ranks and hosts are gone", file=sys.stderr)
-        raise SystemExit(130) from None
+def go(run: FirstRun, console: Console) -> Facts:
+    """The whole way."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    for pattern in OWN_FILES:
+        for old in run.folder.glob(pattern):
+            old.unlink()
+    place = f"files: {run.folder}"
+    console.say("first run", f"{run.ranks} ranks of pretrain_moe.py share the experts of {JOB.stem}; {place}")
+    mbit, bed, cluster = measure(run, console)
+    tuned = tune_job(run, cluster, console)
+    words = plain_words(run), tuned_words(run, tuned)
+    console.say("4 train", f"plain: {run.plain_steps} of {run.train_steps} steps, nothing overlapped")
+    plain_rows = train_job(run, words[0], "plain", run.plain_steps, mbit, console)
+    console.say("", f"tuned: all {run.train_steps} steps from the same start, {tuned.chosen.name}")
+    tuned_rows = train_job(run, words[1], "tuned", run.train_steps, mbit, console)
+    link = "no limited link" if mbit is None else f"{run.link}, {mbit:g} Mbit/s"
+    setting = (f"{JOB.stem}: {run.ranks} ranks, {link}", f"plan: {tuned.chosen.name}")
+    return compare(run, tuned, predicted_steps(words, bed, cluster), setting, words, (plain_rows, tuned_rows))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Go the whole way; 2 for a user's mistake."""
+    """Go, and print the answer; 2 for a user's mistake."""
     console = Console()
     try:
-        with said_when_interrupted():
-            run = read_command(argv)
-            run.folder.mkdir(parents=True, exist_ok=True)
-            (run.folder / "plan.json").unlink(missing_ok=True)
-            name = parse(list(run.words)).name or "first-run"
-            console.say(
-                "first run",
-                f"{run.ranks} ranks of pretrain_moe.py share the experts of {JOB.stem}; files: {run.folder}",
-            )
-            mbit, bed, cluster = measure(run, console)
-            tuned = tune_job(run, cluster, console)
-            words = plain_words(run), tuned_words(run, tuned)
-            console.say("4 train", f"plain: {run.plain_steps} of {run.train_steps} steps, nothing overlapped")
-            train_job(run, words[0], "plain", run.plain_steps, mbit, console)
-            console.say("", f"tuned: all {run.train_steps} steps from the same start, with plan.json")
-            train_job(run, words[1], "tuned", run.train_steps, mbit, console)
-            link = "no limited link" if mbit is None else f"{run.link}, {mbit:g} Mbit/s"
-            facts = compare(
-                run, tuned, bed, cluster, (f"{name}: {run.ranks} ranks, {link}", f"plan: {tuned.chosen.name}"), words
-            )
+        run = read_command(argv)
+        facts = go(run, console)
     except (ConfigError, RankFailed) as error:
         return report_failure(error)
-    lines = table(facts)
-    for index, line in enumerate(lines):
+    except KeyboardInterrupt:
+        print("\nerror: interrupted; the ranks and their hosts are gone", file=sys.stderr)
+        return 130
+    for index, line in enumerate(table(facts)):
         console.say("" if index else "5 compare", line)
     console.say("look at", f"{run.folder / 'report.html'} (picture), {run.folder / 'trace.json'} (ui.perfetto.dev)")
     return 0

@@ -134,9 +134,8 @@ def verdict(facts: Facts) -> list[str]:
     """Whether the plan is worth its while here, and whether it trains the same model."""
     plain, tuned = facts.plain, facts.tuned
     difference, shared = facts.loss_difference, plain.losses.keys() & tuned.losses.keys()
-    same = f"over {len(shared)} steps losses differ by at most {difference:.0e} of their value"
-    limit = f"limit {SAME_LOSS:.0e}: sums are taken in another order"
-    loss = f"same training: {same} ({limit})" if difference <= SAME_LOSS else f"NOT the same training: {same} ({limit})"
+    same = f"over {len(shared)} steps losses differ by at most {difference:.0e} of their value (limit {SAME_LOSS:.0e})"
+    loss = f"{'same training' if difference <= SAME_LOSS else 'NOT the same training'}: {same}"
     gained = plain.step_seconds / tuned.step_seconds - 1.0
     if gained > SAME_SPEED:
         speed = f"faster: {gained:.0%} more steps in the same time"

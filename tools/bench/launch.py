@@ -37,6 +37,8 @@ ENVIRONMENT = {
     # Large tensors come from the heap and stay there: no page faults in the middle of a measurement.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
+    # torch warns of every connection of a host without a name, as those of a bed are.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
