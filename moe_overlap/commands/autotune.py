@@ -34,6 +34,7 @@ from moe_overlap.commands.predict import token_count
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import SPACES, SearchSettings, search_plan
+from moe_overlap.report.changes import change_lines
 from moe_overlap.report.html import write_report
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.search import search_json, search_lines, write_search
@@ -114,6 +115,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     print("\n".join(search_lines(search, folder, files, train_tokens)))
     if arguments.verbose:
         print(f"\n{prediction_text(search.prediction, search.cluster)}")
+        if search.baseline is not None:
+            print("\n".join(change_lines(search.changes, search.baseline)))
         print("\n".join(f"refused     {name}: {rule}" for name, rule in search.refused))
     return 0
 

@@ -13,6 +13,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import as_values, save_plan
 from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runner_up
+from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -24,6 +25,8 @@ from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, argument
 from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script
 
 PLACED = "an instruction list places that communication itself"
+SHOWN_CHANGES = 1
+"""Changes of the user's flags that the short answer names; --verbose and the JSON have all."""
 MEASURE = "--pipeline-model-parallel-size"
 APART = 0.01
 """Share of a predicted step by which its simulation may differ without being told."""
@@ -79,6 +82,7 @@ class PlanSearch:
         refused: plans that rules across flags refuse, with the rule.
         baseline: of the user's own layout; None where the flags have none.
         dropped: flags of the user that the run goes without, with the reason.
+        changes: what the plan changes in the user's own layout, the largest gain first.
     """
 
     target: str
@@ -93,6 +97,7 @@ class PlanSearch:
     baseline: Prediction | None
     dropped: Mapping[str, str]
     seconds: float
+    changes: tuple[Change, ...] = ()
 
     @property
     def prediction(self) -> Prediction:
@@ -115,6 +120,9 @@ class PlanSearch:
         target: Target = "megatron-lm" if self.target == "megatron-lm" else "moe-overlap"
         dropped = {**self.dropped, **(dict.fromkeys(self.tuned.dropped, PLACED) if self.tuned is not None else {})}
         effects = {MEASURE: f"predicted step {self.prediction.predicted.step_seconds:.3f} s"}
+        if self.baseline is not None:
+            for change in self.changes:
+                effects |= dict.fromkeys(list(change.after)[:1], f"in your flags, {change.effect(self.baseline)}")
         return argument_file(
             words, self.plan, said, target, effects=effects, dropped=dropped, plan_file=plan_file, head=head
         )
@@ -135,6 +143,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
         "arguments": search.written.arguments,
         "overlap": None if search.tuned is None else search.tuned.chosen.name,
         "baseline_step_seconds": None if search.baseline is None else search.baseline.predicted.step_seconds,
+        "changes": [] if search.baseline is None else changes_json(search.changes),
         "dropped_flags": [name for name, _ in search.written.left_out],
         "runners_up": [
             {
@@ -200,6 +209,8 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
         fits = "" if search.baseline.fits else f", and {search.baseline.memory_verdict}"
         gain = before / prediction.predicted.step_seconds
         lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast")
+        helpful = [change for change in search.changes if change.gain(search.baseline) > 0.0]
+        lines += change_lines(helpful[:SHOWN_CHANGES], search.baseline)
     apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
     if apart:
         widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
