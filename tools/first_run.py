@@ -57,7 +57,7 @@ JOB = ROOT / "examples" / "first-run.args"
 RATIO = 0.5
 """Seconds of all-to-all over those of computation that the link's rate is derived for."""
 PROBED_STEPS, WARM_UP = 5, 2
-SHOWN_STEPS = 6
+SHOWN_STEPS = {"plain": 1, "tuned": 4}
 """Steps of a training that are shown, besides the first."""
 MEASURED_PARTITIONS = (2, 4, 8)
 """Operators are measured in the sizes that these numbers of parts leave, too."""
@@ -67,6 +67,7 @@ LINKS = {**MEASURED_LINKS, "all_to_all": tuple(1 << power for power in range(18,
 OPERATORS_AT_ONCE = 25
 OUTPUTS = ("--save", "--log-json", "--trace", "--tensorboard-dir", "--wandb-project", "--log-expert-load")
 """Flags of files that the plain run leaves to the tuned one."""
+QUIET_SECONDS = 20
 OWN_FILES = ("plain*", "tuned*", "plan.json", "cluster*")
 """Patterns of files in the folder that a new run begins without."""
 REFUSED = (
@@ -256,10 +257,10 @@ class Console:
         print(f"{name:<11} {text}", flush=True)
 
     def doing(self, text: str) -> None:
-        """What is under way: it replaces the last such line on a terminal, else one in ten seconds is printed."""
+        """What is under way: it replaces the last such line on a terminal, else one in QUIET_SECONDS is printed."""
         if self._moving:
             sys.stderr.write(f"\r\x1b[K            … {text}")
-        elif time.monotonic() - self._said > 10:
+        elif time.monotonic() - self._said > QUIET_SECONDS:
             self._said = time.monotonic()
             sys.stderr.write(f"            … {text}\n")
         sys.stderr.flush()
@@ -368,13 +369,14 @@ def train_job(
     """
     logged = Path(str(parse(list(words)).config.logging.log_json))
     before = logged.stat().st_size if logged.exists() else 0  # a user's file may hold other runs
-    shown = {1, *(max(1, round(steps * part / SHOWN_STEPS)) for part in range(1, SHOWN_STEPS + 1))}
+    parts = SHOWN_STEPS[name]
+    shown = {1, *(round(steps * part / parts) for part in range(1, parts + 1))}
 
     def show(line: str) -> None:
         first, _, rest = line.partition(" ")
         if first == "step":
             number = int(rest.split("/")[0])
-            if number in shown or number == steps:
+            if number in shown:
                 console.say("", " ".join(line.split("  peak")[0].split()))
             else:
                 console.doing(" ".join(line.split()))
