@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import shutil
 import statistics
 import sys
 import time
@@ -68,8 +69,16 @@ OPERATORS_AT_ONCE = 25
 OUTPUTS = ("--save", "--log-json", "--trace", "--tensorboard-dir", "--wandb-project", "--log-expert-load")
 """Flags of files that the plain run leaves to the tuned one."""
 QUIET_SECONDS = 20
-OWN_FILES = ("plain*", "tuned*", "plan.json", "cluster*")
-"""Patterns of files in the folder that a new run begins without."""
+OWN_FILES = (
+    "cluster.json",
+    "cluster.measured.jsonl",
+    "plan.json",
+    *(f"{name}{kind}" for name in ("plain", "tuned") for kind in (".jsonl", "_trace.json")),
+    *(f"{name}{kind}.rank*" for name in ("plain", "tuned") for kind in (".jsonl", "_trace.json")),
+)
+"""Files of the folder, as patterns, that a new run begins without."""
+PLACING = ("setpriv", "taskset")
+"""Programs of util-linux that give every rank its processor, and end it with this program."""
 REFUSED = (
     ("--dry-run", "the first run trains", f"use pretrain_moe.py @{JOB.relative_to(ROOT)} --dry-run"),
     (
@@ -189,6 +198,10 @@ def read_command(argv: Sequence[str]) -> FirstRun:
         raise ConfigError("--processes", ranks, "one process has no link", "use 2, or run pretrain_moe.py itself")
     if arguments.plain_steps < 1:
         raise ConfigError("--plain-steps", arguments.plain_steps, "must be positive", "use 12")
+    if missing := [program for program in PLACING if shutil.which(program) is None]:
+        raise ConfigError(
+            "make train", ", ".join(missing), "not installed", "install util-linux, or use pretrain_moe.py"
+        )
     for flag, rule, fix in REFUSED:
         if any(word.partition("=")[0] == flag for word in expand_files(more)):
             raise ConfigError(flag, "", rule, fix)
@@ -421,10 +434,13 @@ def compare(
 
 def go(run: FirstRun, console: Console) -> Facts:
     """The whole way."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    for pattern in OWN_FILES:
-        for old in run.folder.glob(pattern):
-            old.unlink()
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        for pattern in OWN_FILES:
+            for old in run.folder.glob(pattern):
+                old.unlink()
+    except OSError as error:
+        raise ConfigError("--folder", run.folder, f"cannot be written: {error.strerror}", "give another") from None
     place = f"files: {run.folder}"
     console.say("first run", f"{run.ranks} ranks of pretrain_moe.py share the experts of {JOB.stem}; {place}")
     mbit, bed, cluster = measure(run, console)

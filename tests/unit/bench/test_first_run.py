@@ -74,7 +74,9 @@ def test_the_plain_run_leaves_files_to_the_tuned_one(tmp_path: Path) -> None:
         (["--load", "checkpoints"], "--load: plain and tuned training begin at step 1"),
         (["--log-interval", "10"], "--log-interval: the comparison reads every step"),
         (["--dry-run"], "--dry-run: the first run trains"),
+        (["--log-interval=10"], "--log-interval: the comparison reads every step"),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--folder", "/dev/null/first", "--link", "none"], "--folder /dev/null/first: cannot be written"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(
@@ -105,6 +107,12 @@ def test_ranks_are_pretrain_moe_itself_unless_the_link_is_emulated() -> None:
         "--bytes-per-second",
         "40000000.0",
     ]
+
+
+def test_a_machine_without_util_linux_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_run.shutil, "which", lambda program: None)
+    with pytest.raises(ConfigError, match="setpriv, taskset: not installed"):
+        read_command([])
 
 
 def test_the_table_says_what_was_gained() -> None:
