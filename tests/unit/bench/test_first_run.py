@@ -152,6 +152,13 @@ def test_facts_survive_their_file_and_stand_on_the_page() -> None:
     assert "step, measured" in text and "<svg></svg>" in text and "http" not in text
 
 
+def test_the_record_shows_the_table_of_its_figures() -> None:
+    folder = ROOT / "examples" / "records" / "2026-11-22_make_train_2cpu"
+    lines = table(facts_of(json.loads((folder / "result.json").read_text())))
+    shown = (folder / "README.md").read_text()
+    assert [line for line in lines if line.strip() not in shown] == []
+
+
 def test_what_ranks_print_is_handed_on_and_their_failure_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
