@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.cluster import GIB
+from moe_overlap.describe.cluster import GIB, start_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.report.prediction import prediction_json
@@ -131,7 +131,7 @@ def refinement_json(refinement: Refinement) -> dict[str, Any]:
 # Text.
 
 
-def tuned_text(tuned: Tuned, folder: Path) -> str:
+def tuned_text(tuned: Tuned, folder: Path, per_node: int) -> str:
     """The answer for a reader.
 
     Args:
@@ -153,7 +153,8 @@ def tuned_text(tuned: Tuned, folder: Path) -> str:
         f"searched   {tuned.search_seconds:.1f} s",
         f"written    {folder}: plan.json, megatron_args.txt, trace.json",
     ]
-    lines += [f"next       torchrun ... pretrain_moe.py @{folder / 'megatron_args.txt'}"]
+    ranks = start_flags(chosen.plan.world_size, per_node)
+    lines += [f"next       python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}"]
     return "\n".join(lines)
 
 
