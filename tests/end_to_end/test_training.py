@@ -137,9 +137,9 @@ def test_tensorboard_file_is_whole(undisturbed: Undisturbed) -> None:
     board = EventAccumulator(str(undisturbed.folder))
     board.Reload()
     losses = [row["loss"] for row in rows(undisturbed.losses)]
-    assert [round(point.value, 4) for point in board.Scalars("loss")] == [round(loss, 4) for loss in losses]
-    assert [point.step for point in board.Scalars("valid/loss")] == [20, STEPS]
-    assert [point.step for point in board.Scalars("test/loss")] == [STEPS]
+    assert [round(point.value, 4) for point in board.Scalars("lm loss")] == [round(loss, 4) for loss in losses]
+    assert [point.step for point in board.Scalars("lm loss validation")] == [20, STEPS]
+    assert [point.step for point in board.Scalars("lm loss test")] == [STEPS]
 
 
 def test_torch_trace_is_written_though_the_run_ends_before_its_last_step(undisturbed: Undisturbed) -> None:
