@@ -138,7 +138,7 @@ def tuned_text(tuned: Tuned, folder: Path, per_node: int) -> str:
         folder: where `write_run` has written it.
     """
     chosen = tuned.chosen
-    assert chosen.prediction is not None
+    assert chosen.prediction is not None and chosen.plan is not None
     gained = tuned.plain_seconds / chosen.seconds
     lines = [] if tuned.refinement is None else [*refinement_lines(tuned.refinement), ""]
     lines += [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
