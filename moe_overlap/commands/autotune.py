@@ -1,7 +1,7 @@
 """Search the plan of a run: layout, recomputation and overlap, written as flags and a Slurm script.
 
     python tools/autotune.py --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64 --output tuned
-    torchrun ... pretrain_moe.py @tuned/megatron_args.txt          (or: sbatch tuned/launch.sbatch)
+    sbatch tuned/launch.sbatch      (or: python pretrain_moe.py --nproc-per-node N @tuned/megatron_args.txt)
 
 What the flags say of the layout is the baseline, and binds nothing. --target megatron-lm answers with flags that unmodified
 Megatron-LM accepts. Written to --output: megatron_args.txt, launch.sbatch, plan.json, report.html, and trace.json (the predicted
@@ -76,7 +76,11 @@ def _overlap(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.output)
     write_run(folder, tuned)
     write_trace(folder / "trace.json", tuned.step)
-    print(json.dumps(tuned_json(tuned), indent=1) if arguments.json else tuned_text(tuned, folder))
+    print(
+        json.dumps(tuned_json(tuned), indent=1)
+        if arguments.json
+        else tuned_text(tuned, folder, cluster.group_of(0).gpus_per_node)
+    )
     return 0
 
 

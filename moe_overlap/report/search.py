@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.cluster import Cluster, start_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import as_values, save_plan
@@ -225,7 +225,9 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
         f"choices of recomputation, {pruned:,} ruled out by bounds{ended}"
     )
     lines.append(f"{'written':<12}{folder}: {', '.join(files)}")
-    start = f"sbatch {folder / SCRIPT}" if SCRIPT in files else f"torchrun … pretrain_moe.py @{folder / ARGUMENTS}"
+    ranks = start_flags(search.plan.world_size, search.cluster.group_of(0).gpus_per_node)
+    direct = f"python pretrain_moe.py {ranks}@{folder / ARGUMENTS}"
+    start = f"sbatch {folder / SCRIPT}" if SCRIPT in files else direct
     lines.append(f"{'next':<12}{start}")
     return lines
 
