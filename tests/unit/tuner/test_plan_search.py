@@ -170,8 +170,13 @@ def test_no_layout_divides() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--search-space", "full"], "--search-space full: is not searched yet; use megatron or"),
-        (["--search-space", "zero"], "--search-space zero: is not searched yet"),
+        (["--search-space", "full"], "--search-space full: has plans that nothing executes today"),
+        (["--search-space", "zero", "--target", "megatron-lm"], "or stages that differ); add --target any"),
+        (
+            ["--search-space", "intra-only"],
+            "--search-space intra-only: is not searched yet; use megatron, recompute, zero",
+        ),
+        (["--overlap-only", "--no-imbalance"], "--no-imbalance True: is of the search of plans"),
         (["--overlap-only", "--target", "megatron-lm"], "--target megatron-lm: is of the search of plans"),
         (["--search-space", "wide"], "--search-space wide: is no search space"),
         (["--time-limit", "0"], "--time-limit 0.0: must be greater than 0 seconds"),
