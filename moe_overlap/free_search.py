@@ -1,7 +1,7 @@
 """Plans beyond what a runtime executes (`--target any`): searched, predicted, and marked with what refuses them.
 
-1. Uniform plans of the wide space: only layouts whose bound is below the best plan of the narrow one are looked at
-   (`search_beyond`). A narrow search is cheap: nothing has to be played where no parameter group steps by itself.
+1. Uniform plans of the wide space, without model chunks: only layouts whose bound is below the best plan of the narrow one are
+   looked at (`search_beyond`). A narrow search is cheap: nothing has to be played where no parameter group steps by itself.
 2. Plans of unlike stages, for the layouts of the fastest uniform ones (`freed_layouts`, tuner/search/pipeline/per_stage.py).
 3. No command line says such plans: each is predicted as it is (`free_finalists`). The rule of plan/capabilities.py that refuses
    it is part of the answer (`refusal_of`).
@@ -75,9 +75,16 @@ def search_beyond(
     """
     costs = UniformCosts(task)
     if narrow_space(task.space) != task.space and found.solution.status is not Status.TIME_LIMIT:
-        known = found.solution.objective
+        before = found.solution.value
         wide = search_uniform(
-            list(layouts), costs, bounds, keep=keep, deadline=deadline, known=known, progress=progress
+            # States that step by themselves are not priced to a hundredth where chunks interleave.
+            [layout for layout in layouts if layout.virtual == 1],
+            costs,
+            bounds,
+            keep=keep,
+            deadline=deadline,
+            known=found.solution.objective,
+            progress=lambda done, total, best: progress(done, total, best or before),
         )
         found = widened(found, wide, keep)
     staged = None
