@@ -195,18 +195,17 @@ def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSea
     """A search over a space and one over a wider space as one.
 
     Args:
-        wide: over the same layouts; it knew the fastest plan of the narrow one, and looked for faster ones alone.
+        wide: over some of the layouts; it knew the fastest plan of the narrow one, and looked for faster ones alone.
     """
     both = joined(narrow, wide, keep)
     best = both.ranked[0] if both.ranked else None
     objective = math.inf if best is None else best.seconds
     solution = wide.solution
     status = Status.OPTIMAL if best is not None and solution.status is Status.INFEASIBLE else solution.status
-    counts = replace(wide.counts, stages=both.counts.stages)
     solution = replace(
         both.solution, value=best, objective=objective, bound=min(solution.bound, objective), status=status
     )
-    return replace(both, solution=solution, counts=counts)
+    return replace(both, solution=solution)
 
 
 class _Kept:
