@@ -11,14 +11,12 @@ Nothing here changes what is trained: a plan has no such decision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final, Unpack
 
-from megatron.training.cli.arguments import expand_files
 from moe_overlap.api import Options, problem_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.report.changes import Change
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.simulate.step import predict_plan
@@ -47,17 +45,16 @@ DEFAULTS: Final[Flags] = {
 
 
 def changes_of(
-    words: Sequence[str], planned: Flags, baseline: Prediction, cluster: Cluster, **options: Unpack[Options]
+    flags: Flags, planned: Flags, baseline: Prediction, cluster: Cluster, **options: Unpack[Options]
 ) -> tuple[Change, ...]:
     """What a plan changes in a user's flags.
 
     Args:
-        words: the user's flags, or `@FILE`.
+        flags: the user's, with their values.
         planned: the flags of the run under its plan.
         baseline: of the user's flags as they are.
     """
     gone = layout_flags()
-    flags = grouped(list(expand_files(words)))
     before = by_decision({name: values for name, values in flags.items() if name in gone})
     after = by_decision({name: values for name, values in planned.items() if name in gone})
     changes = []

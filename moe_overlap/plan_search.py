@@ -27,6 +27,7 @@ from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.free_search import free_finalists, narrow_space, search_beyond
 from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.overlap import SearchLimits
@@ -42,6 +43,7 @@ from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.fitting import module_sets
 from moe_overlap.tuner.search.layer.candidates import PLAIN
+from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
     SEARCH_SPACES,
@@ -58,10 +60,12 @@ from moe_overlap.tuner.write.argument_file import argument_file, layout_flags
 from moe_overlap.tuner.write.upstream_rules import upstream_plan_errors
 from moe_overlap.tuner.write.upstream_values import values_of
 
-Target = Literal["moe-overlap", "megatron-lm"]
+Target = Literal["moe-overlap", "megatron-lm", "any"]
 SPACES = ("megatron", "recompute")
 """Search spaces of plans that are executed."""
-NOT_YET = "zero offload full intra-only inter-only data zero2 zero3 equal-layer equal-operator".split()
+BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
+"""Search spaces with plans that no runtime executes today."""
+NOT_YET = "intra-only inter-only equal-operator".split()
 """Search spaces that are still missing."""
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
@@ -97,6 +101,7 @@ class SearchSettings:
         seconds: after which the best so far is the answer.
         overlap_limits, solver_seconds: of the overlap search for the first few.
         has_baseline: whether the user's own layout is predicted as well.
+        averages: whether the objective takes all micro-batches of a stage for their mean.
         progress: called with layouts done, layouts in all, and the best so far.
     """
 
@@ -106,7 +111,8 @@ class SearchSettings:
     overlap_limits: SearchLimits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
     solver_seconds: float = 2.0
     has_baseline: bool = True
-    progress: Callable[[int, int, RankedLayout | None], None] = lambda done, total, best: None
+    averages: bool = False
+    progress: Callable[[int, int, RankedLayout | StagedPlan | None], None] = lambda done, total, best: None
 
 
 def search_plan(
@@ -132,14 +138,17 @@ def search_plan(
     given_options = options
     flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
     job = dataclasses.replace(job, flags=flags)
-    task, bounds = _task(job, cluster, _space(settings), graphs, options)
+    space = _space(settings)
+    task, bounds = _task(job, cluster, narrow_space(space), graphs, options, settings.averages)
     run = Run(
         gpus=cluster.gpus,
         domain_gpus=max(cluster.group_of(0).domain_gpus, cluster.group_of(0).gpus_per_node),
         sequence_length=job.plan.sequence_length,
         global_batch_size=job.plan.global_batch_size,
     )
-    layouts = [layout for layout in uniform_layouts(job.model, run) if _has_dispatcher(job, layout)]
+    layouts = [
+        layout for layout in uniform_layouts(job.model, run) if space.has(layout) and _has_dispatcher(job, layout)
+    ]
     if not layouts:
         rule = f"no layout of {cluster.gpus} GPUs divides the batch and the model"
         raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
@@ -148,19 +157,33 @@ def search_plan(
         _capture_ahead(task, job, layouts, libraries)
     accepts = _accepted(task, settings.target, bare)
     said = _Said(task, bare, settings.target, cluster.gpus)
+    admits = said.is_read if settings.target != "any" else lambda plan: True
     search = partial(
-        search_uniform, accepts=accepts, admits=said.is_read, keep=KEPT, deadline=deadline, progress=settings.progress
+        search_uniform, accepts=accepts, admits=admits, keep=KEPT, deadline=deadline, progress=settings.progress
     )
     found = search(layouts, UniformCosts(task), bounds)
     if task.space.recomputes and found.unfit and found.solution.status is not Status.TIME_LIMIT:
         again, modules = _recomputing_modules(found, task, job, libraries if graphs == libraries.graphs else None)
         found = joined(found, search(again, UniformCosts(modules), bounds), KEPT)
-    if found.solution.value is None:
+    staged: StageSearch | None = None
+    if settings.target == "any":
+        wide, wide_bounds = _task(job, cluster, space, graphs, options, settings.averages)
+        beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, settings.progress)
+        found, staged = beyond.uniform, beyond.staged
+    if found.solution.value is None and (staged is None or staged.solution.value is None):
         raise _does_not_fit(found, cluster, said.refused)
     options = Options(**{**options, "precision": None})  # The flags say it.
+    if settings.target == "any":
+        extrapolating = machine_for(job, cluster, options)[1]
+        finalists = free_finalists(beyond, wide, KEPT, said.of_plan, extrapolating)
+    else:
+        finalists = _finalists(found, said, cluster, options)
     if found.solution.status is Status.TIME_LIMIT:
         deadline = -math.inf
-    finalists = in_order(simulated_finalists(_finalists(found, said, cluster, options), deadline))
+    few = OVERLAPPED if settings.target == "any" else len(finalists)  # Lists that move states are long.
+    finalists = [*simulated_finalists(finalists[:few], deadline), *finalists[few:]]
+    # A search that takes all micro-batches for their mean answers with what it takes for the best.
+    finalists = finalists if settings.averages else in_order(finalists)
     tuned, chosen = _overlapped(finalists, cluster, settings, deadline, options)
     answer = PlanSearch(
         target=settings.target,
@@ -175,11 +198,12 @@ def search_plan(
         baseline=_baseline(words, cluster, given_options) if settings.has_baseline else None,
         dropped=dropped,
         seconds=time.monotonic() - begun,
+        staged=staged,
     )
-    if answer.baseline is None:
+    if answer.baseline is None or answer.refusal is not None:
         return answer
     precise = Options(**{**options, "precision": given_options.get("precision")})
-    changes = changes_of(words, answer.written.flags, answer.baseline, cluster, **precise)
+    changes = changes_of(grouped(tuple(expand_files(words))), answer.written.flags, answer.baseline, cluster, **precise)
     return dataclasses.replace(answer, changes=changes)
 
 
@@ -240,9 +264,12 @@ def _space(settings: SearchSettings) -> SearchSpace:
     Raises:
         ConfigError: the space is not searched.
     """
-    if settings.space not in SPACES:
+    if settings.space in BEYOND and settings.target != "any":
+        rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
+        raise ConfigError("--search-space", settings.space, rule, "add --target any")
+    if settings.space not in (*SPACES, *BEYOND):
         rule = "is not searched yet" if settings.space in NOT_YET else "is no search space"
-        raise ConfigError("--search-space", settings.space, rule, f"use {' or '.join(SPACES)}")
+        raise ConfigError("--search-space", settings.space, rule, f"use {', '.join((*SPACES, *BEYOND))}")
     return SEARCH_SPACES[settings.space]
 
 
@@ -253,7 +280,7 @@ def _has_dispatcher(job: Job, layout: UniformLayout) -> bool:
 
 
 def _task(
-    job: Job, cluster: Cluster, space: SearchSpace, graphs: Graphs, options: Options
+    job: Job, cluster: Cluster, space: SearchSpace, graphs: Graphs, options: Options, averages: bool = False
 ) -> tuple[UniformTask, Callable[[UniformLayout], Bounds]]:
     """The task of the search, and the bounds of its layouts."""
     config = with_values(job.config, {"parallel.sequence_parallel": True})
@@ -287,6 +314,7 @@ def _task(
         features=features,
         space=space,
         load=load,
+        averages=averages,
     )
     of_tensor: dict[int, Bounds] = {}
 
@@ -343,6 +371,8 @@ def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts
     def accepts(layout: UniformLayout, memory: MemoryChoice) -> bool:
         template, model = task.templates(layout.tensor)
         plan = uniform_plan(template, model.num_layers, layout, memory)
+        if target == "any":
+            return True
         if target == "megatron-lm":
             return not upstream_plan_errors(plan, settings)
         try:
@@ -362,7 +392,10 @@ class _Said:
     """
 
     def __init__(self, task: UniformTask, bare: Sequence[str], target: Target, gpus: int) -> None:
-        self._task, self._bare, self._target, self._gpus = task, bare, target, gpus
+        self._task, self._bare, self._gpus = task, bare, gpus
+        self._target: Literal["moe-overlap", "megatron-lm"] = (
+            "megatron-lm" if target == "megatron-lm" else "moe-overlap"
+        )
         self._known: dict[str, bool] = {}
         self.refused: list[tuple[str, str]] = []
 
@@ -373,7 +406,14 @@ class _Said:
             ConfigError: Megatron-LM refuses them.
         """
         template, model = self._task.templates(ranked.layout.tensor)
-        plan = uniform_plan(template, model.num_layers, ranked.layout, ranked.memory)
+        return self.of_plan(uniform_plan(template, model.num_layers, ranked.layout, ranked.memory), model)
+
+    def of_plan(self, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
+        """The same of any plan whose stages have one shape.
+
+        Raises:
+            ConfigError: Megatron-LM refuses them.
+        """
         values = layout_values(plan, model.mtp_layers)
         values = {path: value for path, value in values.items() if path not in PRECISION_FIELDS}
         # The precision is said as the user says it: a plan knows no recipe.
@@ -394,7 +434,7 @@ class _Said:
 
 
 def _finalists(found: UniformSearch, said: _Said, cluster: Cluster, options: Options) -> list[Finalist]:
-    """The ranked plans, read from their flags and predicted.
+    """The ranked plans, read from their flags and predicted, in the order of the search.
 
     Raises:
         ConfigError: none is left, as measured operators of a machine may say otherwise than the search.

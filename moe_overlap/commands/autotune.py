@@ -33,7 +33,7 @@ from moe_overlap.commands.job_arguments import add_job_arguments, cluster_of, wo
 from moe_overlap.commands.predict import token_count
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan_search import SPACES, SearchSettings, search_plan
+from moe_overlap.plan_search import BEYOND, SPACES, SearchSettings, search_plan
 from moe_overlap.report.changes import change_lines
 from moe_overlap.report.html import write_report
 from moe_overlap.report.prediction import prediction_text
@@ -42,6 +42,7 @@ from moe_overlap.report.search_page import competitors, search_report
 from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
 from moe_overlap.tuner.capture.cache import PRECISIONS
+from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.uniform import RankedLayout
 
 SOLVER_SECONDS = 5.0
@@ -63,7 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _overlap(arguments: argparse.Namespace) -> int:
     """Decide the overlap of the flags' own layout."""
-    for option, default in (("target", "moe-overlap"), ("search_space", "recompute"), ("train_tokens", None)):
+    for option, default in (
+        ("target", "moe-overlap"),
+        ("search_space", "recompute"),
+        ("train_tokens", None),
+        ("no_imbalance", False),
+    ):
         value, flag = getattr(arguments, option), f"--{option.replace('_', '-')}"
         if value != default:
             raise ConfigError(
@@ -101,6 +107,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         seconds=float("inf") if limit is None else limit,
         overlap_limits=_limits(arguments),
         has_baseline=arguments.megatron_args is not None,
+        averages=arguments.no_imbalance,
         progress=Progress(sys.stderr),
     )
     given = Options(software=arguments.software, expert_load=arguments.expert_load, precision=arguments.precision)
@@ -148,7 +155,7 @@ class Progress:
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._said = stream, time.monotonic()
 
-    def __call__(self, done: int, total: int, best: RankedLayout | None) -> None:
+    def __call__(self, done: int, total: int, best: RankedLayout | StagedPlan | None) -> None:
         """Say it, if it is time."""
         is_terminal = self._stream.isatty()
         if time.monotonic() - self._said < (0.2 if is_terminal else 10.0):
@@ -167,9 +174,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")
     parser.add_argument("--overlap-only", action="store_true", help="keep the parallel layout, decide the overlap")
     parser.add_argument(
-        "--target", choices=("moe-overlap", "megatron-lm"), default="moe-overlap", help="who runs the plan"
+        "--target", choices=("moe-overlap", "megatron-lm", "any"), default="moe-overlap", help="who runs the plan"
     )
-    parser.add_argument("--search-space", metavar="NAME", default="recompute", help=" or ".join(SPACES))
+    parser.add_argument(
+        "--search-space",
+        metavar="NAME",
+        default="recompute",
+        help=f"{', '.join(SPACES)}; with --target any {', '.join(BEYOND)}",
+    )
+    parser.add_argument(
+        "--no-imbalance", action="store_true", help="search as if all micro-batches of a stage took their mean"
+    )
     parser.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
     parser.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")

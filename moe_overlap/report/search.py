@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,14 @@ from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.candidates import PLAIN
-from moe_overlap.tuner.search.solution import Status
+from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
+from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.uniform import UniformSearch
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, argument_file
 from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script
 
 PLACED = "an instruction list places that communication itself"
+EXECUTED = "--target moe-overlap: the best plan that runs today"
 SHOWN_CHANGES = 1
 """Changes of the user's flags that the short answer names; --verbose and the JSON have all."""
 MEASURE = "--pipeline-model-parallel-size"
@@ -39,6 +42,7 @@ class Finalist:
     Attributes:
         problem: the run under its plan, as read from the flags.
         arguments: the flags of the whole run; `said` are those that say the plan.
+        refusal: why pretrain_moe.py refuses the plan; None where it, or the target, executes it.
         simulated: simulated seconds of the step over the predicted ones; None where the plan was not simulated.
     """
 
@@ -47,6 +51,7 @@ class Finalist:
     prediction: Prediction
     arguments: tuple[str, ...]
     said: tuple[str, ...]
+    refusal: str | None = None
     simulated: float | None = None
 
     @property
@@ -83,6 +88,7 @@ class PlanSearch:
         baseline: of the user's own layout; None where the flags have none.
         dropped: flags of the user that the run goes without, with the reason.
         changes: what the plan changes in the user's own layout, the largest gain first.
+        staged: the search over plans of unlike stages; None where there was none.
     """
 
     target: str
@@ -98,6 +104,12 @@ class PlanSearch:
     dropped: Mapping[str, str]
     seconds: float
     changes: tuple[Change, ...] = ()
+    staged: StageSearch | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why nothing runs the chosen plan today; None where it is written as flags."""
+        return self.chosen.refusal
 
     @property
     def prediction(self) -> Prediction:
@@ -133,18 +145,20 @@ class PlanSearch:
 
 def search_json(search: PlanSearch) -> dict[str, Any]:
     """The answer for programs: the chosen plan as tools/predict.py prints it, the plan itself, and the others."""
-    counts, solution = search.found.counts, search.found.solution
+    counts, solution = search.found.counts, _solution(search)
+    executed = search.refusal is None
     return prediction_json(search.prediction) | {
         "target": search.target,
         "search_space": search.space,
         "chosen": search.chosen.name,
         "simulated_step_seconds": simulated_json(search.chosen),
         "plan": as_values(search.plan),
-        "arguments": search.written.arguments,
+        "arguments": search.written.arguments if executed else [],
+        "not_executed": search.refusal,
         "overlap": None if search.tuned is None else search.tuned.chosen.name,
         "baseline_step_seconds": None if search.baseline is None else search.baseline.predicted.step_seconds,
         "changes": [] if search.baseline is None else changes_json(search.changes),
-        "dropped_flags": [name for name, _ in search.written.left_out],
+        "dropped_flags": [name for name, _ in search.written.left_out] if executed else [],
         "runners_up": [
             {
                 "name": other.name,
@@ -173,7 +187,40 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
             "bound": solution.bound,
             "gap": solution.gap,
             "status": solution.status.value,
+            **({} if search.staged is None else {"per_stage": _staged_json(search.staged)}),
         },
+    }
+
+
+def _solution(search: PlanSearch) -> Solution[Any]:
+    """The best over uniform plans and plans of unlike stages.
+
+    With unlike stages the bound is proven for the layouts whose stages were freed, and for uniform plans of the others.
+    """
+    uniform = search.found.solution
+    if search.staged is None:
+        return uniform
+    staged = search.staged.solution
+    best = staged if staged.objective < uniform.objective else uniform
+    status = uniform.status
+    if status is not Status.TIME_LIMIT and staged.status in (Status.TIME_LIMIT, Status.FEASIBLE):
+        status = staged.status
+    bound = min(uniform.bound, staged.bound, best.objective)
+    return dataclasses.replace(best, bound=bound, status=status, seconds=uniform.seconds + staged.seconds)
+
+
+def _staged_json(staged: StageSearch) -> dict[str, Any]:
+    """What the search over unlike stages proved, of the layouts that it looked at."""
+    solution = staged.solution
+    return {
+        "layouts": staged.layouts,
+        "candidates": staged.candidates,
+        "kept": staged.kept,
+        "objective": None if solution.value is None else solution.objective,
+        "bound": None if math.isinf(solution.bound) else solution.bound,
+        "gap": None if solution.value is None else solution.gap,
+        "status": solution.status.value,
+        "seconds": solution.seconds,
     }
 
 
@@ -193,7 +240,7 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
     """
     prediction, counts = search.prediction, search.found.counts
     sentence = plan_sentence(search.plan)
-    ended = "" if search.found.solution.status is not Status.TIME_LIMIT else "; stopped early: better plans may be left"
+    ended = "" if _solution(search).status is not Status.TIME_LIMIT else "; stopped early: better plans may be left"
     lines = answer_lines(
         Answer(
             plan=search.plan,
@@ -202,6 +249,7 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
             chosen=f"{sentence}, for unmodified Megatron-LM" if search.target == "megatron-lm" else sentence,
             train_tokens=train_tokens,
             runners_up=[runner_up(other.name, other.prediction, search.chosen.prediction) for other in search.others],
+            try_next=[] if search.refusal is None else [EXECUTED],
         )
     )
     if search.baseline is not None:
@@ -211,6 +259,10 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
         lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast")
         helpful = [change for change in search.changes if change.gain(search.baseline) > 0.0]
         lines += change_lines(helpful[:SHOWN_CHANGES], search.baseline)
+    if search.refusal is None:
+        lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
+    else:
+        lines.append(f"{'not run':<12}pretrain_moe.py refuses it today: {search.refusal}")
     apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
     if apart:
         widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
@@ -222,9 +274,17 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
     pruned = counts.too_large + counts.too_slow
     lines.append(
         f"{'searched':<12}{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
-        f"choices of recomputation, {pruned:,} ruled out by bounds{ended}"
+        f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} ruled out by bounds{ended}"
     )
+    if search.staged is not None:
+        staged = search.staged
+        lines.append(
+            f"{'':<12}{staged.layouts} layouts with stages that differ: {staged.candidates:,} candidates for their stages, "
+            f"{staged.kept:,} on frontiers, {staged.solution.status.value}"
+        )
     lines.append(f"{'written':<12}{folder}: {', '.join(files)}")
+    if search.refusal is not None:
+        return lines
     ranks = start_flags(search.plan.world_size, search.cluster.group_of(0).gpus_per_node)
     direct = f"python pretrain_moe.py {ranks}@{folder / ARGUMENTS}"
     start = f"sbatch {folder / SCRIPT}" if SCRIPT in files else direct
@@ -239,17 +299,13 @@ def write_search(folder: Path, search: PlanSearch) -> list[str]:
     """Write the plan, the flags that run it and the script that starts it.
 
     Returns:
-        The names of the files. A machine that was measured gets no script: it may know no Slurm.
+        The names of the files. A machine that was measured gets no script: it may know no Slurm. A plan that nothing runs is
+        written alone.
     Raises:
         ConfigError: they cannot be written, or nodes have unlike numbers of GPUs.
     """
-    written = search.written
     plan = dataclasses.replace(search.plan, predicted=search.prediction.predicted)
-    target: Target = "megatron-lm" if search.target == "megatron-lm" else "moe-overlap"
-    environment = run_environment(plan, written.flags, search.cluster.group_of(0).gpu.architecture, target)
-    texts = {ARGUMENTS: written.text}
-    if search.cluster.measured is None:
-        texts[SCRIPT] = slurm_script(job_on(search.cluster, plan.model.name), target, written, environment)
+    texts = _run_texts(search, plan) if search.refusal is None else {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -258,3 +314,14 @@ def write_search(folder: Path, search: PlanSearch) -> list[str]:
     except OSError as error:
         raise ConfigError("--output", str(folder), f"cannot be written: {error.strerror}", "give another") from None
     return [*texts, "plan.json"]
+
+
+def _run_texts(search: PlanSearch, plan: Plan) -> dict[str, str]:
+    """The flags and the script by the names of their files."""
+    written = search.written
+    target: Target = "megatron-lm" if search.target == "megatron-lm" else "moe-overlap"
+    environment = run_environment(plan, written.flags, search.cluster.group_of(0).gpu.architecture, target)
+    texts = {ARGUMENTS: written.text}
+    if search.cluster.measured is None:
+        texts[SCRIPT] = slurm_script(job_on(search.cluster, plan.model.name), target, written, environment)
+    return texts

@@ -1,6 +1,6 @@
 """The layouts that all stages of a plan may share, and the plan that a layout stands for.
 
-1. `SearchSpace` names what a search is free to decide (design: `--search-space`); each name adds to the one before.
+1. `SearchSpace` names what a search is free to decide (`--search-space`): up to `full`, each name adds to the one before.
 2. `uniform_layouts` enumerates the degrees that megatron-core executes for a model on so many GPUs, but for two kinds that are
    never better than another: tensor-parallel groups, whose ranks talk in every layer, across NVLink domains; and CP with a
    micro-batch that has a common divisor with it, as a c-th of both computes as many tokens per rank and sends fewer.
@@ -23,6 +23,8 @@ MOST_VIRTUAL = 8
 """Most model chunks of a stage: every further one adds transfers, and hides less of the bubble than the one before."""
 MOST_SAMPLES = 32
 """Most samples of a micro-batch."""
+LEVELS = (0, 1, 2, 3)
+"""Levels of ZeRO."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,22 @@ class SearchSpace:
         recomputes: layers and modules to compute again.
         zero_levels: shardings of the states.
         offloads: whether states and activations may wait in host memory.
+        frees_stages: whether every stage decides for itself about its layers and its memory.
+        equal_layers: whether stages keep as many layers as in a uniform plan nevertheless.
+        only_data: whether all ranks are data ranks.
     """
 
     name: str
     recomputes: bool
     zero_levels: tuple[int, ...] = (1,)
     offloads: bool = False
+    frees_stages: bool = False
+    equal_layers: bool = False
+    only_data: bool = False
+
+    def has(self, layout: UniformLayout) -> bool:
+        """Whether a layout is in the space."""
+        return not self.only_data or (layout.ranks == (1, 1, 1, 1) and layout.pipeline == 1)
 
 
 SEARCH_SPACES = {
@@ -46,8 +58,16 @@ SEARCH_SPACES = {
     for space in (
         SearchSpace("megatron", recomputes=False),
         SearchSpace("recompute", recomputes=True),
-        SearchSpace("zero", recomputes=True, zero_levels=(0, 1, 2, 3)),
-        SearchSpace("offload", recomputes=True, zero_levels=(0, 1, 2, 3), offloads=True),
+        SearchSpace("zero", recomputes=True, zero_levels=LEVELS),
+        SearchSpace("offload", recomputes=True, zero_levels=LEVELS, offloads=True),
+        SearchSpace("full", recomputes=True, zero_levels=LEVELS, offloads=True, frees_stages=True),
+        # Restrictions of the full space, which papers compare with.
+        SearchSpace("data", recomputes=True, zero_levels=(0,), only_data=True),
+        SearchSpace("zero2", recomputes=True, zero_levels=(2,), only_data=True),
+        SearchSpace("zero3", recomputes=True, zero_levels=(3,), only_data=True),
+        SearchSpace(
+            "equal-layer", recomputes=True, zero_levels=LEVELS, offloads=True, frees_stages=True, equal_layers=True
+        ),
     )
 }
 

@@ -94,6 +94,7 @@ def search_uniform(
     admits: Callable[[RankedLayout], bool] = lambda plan: True,
     keep: int = 20,
     deadline: float = math.inf,
+    known: float = math.inf,
     progress: Progress = lambda done, total, best: None,
 ) -> UniformSearch:
     """Search the fastest plans.
@@ -104,6 +105,7 @@ def search_uniform(
         admits: the same, asked only of plans that would be kept: it may take long.
         keep: layouts that are ranked.
         deadline: of `time.monotonic`, behind which the best so far is the answer.
+        known: seconds of a plan that fits; what is slower is not looked for.
     """
     begun = time.monotonic()
     machine = costs.task.machine
@@ -115,7 +117,7 @@ def search_uniform(
     ]
     small = len(waiting)
     heapq.heapify(waiting)
-    found = _Kept(keep, capacity, admits)
+    found = _Kept(keep, capacity, admits, known)
     done, status = 0, Status.OPTIMAL
     try:
         while waiting and waiting[0][0] <= found.bar:
@@ -189,11 +191,28 @@ def joined(first: UniformSearch, second: UniformSearch, keep: int) -> UniformSea
     )
 
 
+def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSearch:
+    """A search over a space and one over a wider space as one.
+
+    Args:
+        wide: over some of the layouts; it knew the fastest plan of the narrow one, and looked for faster ones alone.
+    """
+    both = joined(narrow, wide, keep)
+    best = both.ranked[0] if both.ranked else None
+    objective = math.inf if best is None else best.seconds
+    solution = wide.solution
+    status = Status.OPTIMAL if best is not None and solution.status is Status.INFEASIBLE else solution.status
+    solution = replace(
+        both.solution, value=best, objective=objective, bound=min(solution.bound, objective), status=status
+    )
+    return replace(both, solution=solution)
+
+
 class _Kept:
     """The plans that a search keeps: of layouts that differ in micro-batch and model chunks only, the best."""
 
-    def __init__(self, keep: int, capacity: float, admits: Callable[[RankedLayout], bool]) -> None:
-        self._keep, self._capacity, self._admits = keep, capacity, admits
+    def __init__(self, keep: int, capacity: float, admits: Callable[[RankedLayout], bool], known: float) -> None:
+        self._keep, self._capacity, self._admits, self._known = keep, capacity, admits, known
         self._best: dict[object, RankedLayout] = {}
         self._points: list[RankedLayout] = []
         self.smallest: RankedLayout | None = None
@@ -202,7 +221,8 @@ class _Kept:
     @property
     def bar(self) -> float:
         """Seconds that a plan must stay below to be kept."""
-        return max(plan.seconds for plan in self._best.values()) if len(self._best) == self._keep else math.inf
+        full = len(self._best) == self._keep
+        return min(self._known, max(plan.seconds for plan in self._best.values()) if full else math.inf)
 
     @property
     def ranked(self) -> tuple[RankedLayout, ...]:

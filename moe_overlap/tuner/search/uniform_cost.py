@@ -62,6 +62,8 @@ class UniformTask:
         space: what is free beside the layout.
         modules: the sets of modules that may be recomputed.
         load: expert ranks -> rows of the busiest of them over the mean.
+        averages: whether the objective takes all micro-batches of a stage for their mean, as tuners do that tell none from
+            another; what it decides is then predicted as everything is.
     """
 
     templates: Callable[[int], tuple[Plan, ModelDescription]]
@@ -71,6 +73,7 @@ class UniformTask:
     space: SearchSpace
     modules: tuple[tuple[str, ...], ...] = ()
     load: Callable[[int], float] = lambda expert: 1.0
+    averages: bool = False
 
     def machine_of(self, layout: UniformLayout) -> Machine:
         """The machine with the load of a layout's busiest expert rank."""
@@ -97,7 +100,8 @@ class UniformCosts:
         self.task = task
         self.stages_priced = 0
         """Complete stages that were priced: stages by strategies by choices of recomputation."""
-        self._strategies = list(_strategies(task.space))
+        self.strategies: list[tuple[int, Offload]] = list(_strategies(task.space))
+        """[N] ZeRO levels with shares on the host."""
         self._graphs: dict[tuple[tuple[int, ...], int], CapturedModel] = {}
         self._tables: dict[tuple[int, int, int], tuple[OpTable, PartBytes]] = {}
         self._costs: dict[tuple[int, ...], PartCost] = {}
@@ -134,30 +138,63 @@ class UniformCosts:
         """Steps and bytes of a layout under every decision about memory."""
         task, (template, model) = self.task, self.task.templates(layout.tensor)
         plan = uniform_plan(template, model.num_layers, layout)
-        prices = self._priced(layout, plan, model)
         recomputes = recompute_choices(task, plan)
-        costs = _stage_costs(prices, plan, recomputes)
+        costs = self._all_stages(layout, plan, recomputes)
         self.stages_priced += len(plan.stages) * costs[0].forward_seconds.size
-        virtual, machine = layout.virtual, task.machine_of(layout)
-        one_way = [one_way_seconds(plan, prices.boundary_bytes, machine)] * (len(plan.stages) - 1)
-        beside = machine.constants.overlap_slowdown if task.features.overlap_transfers else None
+        counts = [stage.gradient_accumulation_steps for stage in plan.stages]
         step = pipeline_seconds(
-            [_times(cost) for cost in costs],
+            [self.times(cost, count) for cost, count in zip(costs, counts, strict=True)],
             [cost.optimizer_seconds for cost in costs],
-            one_way,
-            [stage.gradient_accumulation_steps for stage in plan.stages],
-            PipelineRules(virtual=virtual, beside=beside, fixed=machine.constants.step_seconds),
+            [self.sent_seconds(layout, plan)] * (len(plan.stages) - 1),
+            counts,
+            self.rules(layout),
         )
-        needed = [cost.peak_bytes - cost.peaks["fragmentation"] for cost in costs]
+        needed = [needed_bytes(cost) for cost in costs]
         return Evaluated(
             layout=layout,
             choices=tuple(
                 tuple(replace(choice, zero_level=level, offload=offload) for choice in recomputes)
-                for level, offload in self._strategies
+                for level, offload in self.strategies
             ),
             seconds=np.asarray(step.total),
             needed_bytes=np.max(needed, axis=0),
         )
+
+    def stage_costs(
+        self, layout: UniformLayout, plan: Plan, index: int, recomputes: Sequence[MemoryChoice]
+    ) -> StageCosts:
+        """[N, R] costs of one stage of a plan of the layout, whose chunks may be any.
+
+        Args:
+            plan: what it says of recomputation and of states is not looked at.
+        """
+        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1])
+        return prices.evaluator.costs(_shapes(prices, plan, index, recomputes))
+
+    def layer_kinds(self, layout: UniformLayout, plan: Plan) -> tuple[str, ...]:
+        """The kind of every layer of the model."""
+        return self._priced(layout, plan, self.task.templates(layout.tensor)[1]).kinds
+
+    def sent_seconds(self, layout: UniformLayout, plan: Plan) -> float:
+        """Seconds of one transfer between two stages."""
+        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1])
+        return one_way_seconds(plan, prices.boundary_bytes, self.task.machine_of(layout))
+
+    def rules(self, layout: UniformLayout) -> PipelineRules:
+        """What holds for all stages of a layout's pipeline."""
+        constants = self.task.machine_of(layout).constants
+        beside = constants.overlap_slowdown if self.task.features.overlap_transfers else None
+        return PipelineRules(virtual=layout.virtual, beside=beside, fixed=constants.step_seconds)
+
+    def times(self, costs: StageCosts, micro_batches: int) -> StageTimes:
+        """Seconds of a stage in the objective."""
+        times = _times(costs)
+        return averaged(times, micro_batches) if self.task.averages else times
+
+    def _all_stages(self, layout: UniformLayout, plan: Plan, recomputes: Sequence[MemoryChoice]) -> list[StageCosts]:
+        """[S] costs of every stage, [N, R] each."""
+        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1])
+        return _stage_costs(prices, plan, recomputes)
 
     def _priced(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> _Prices:
         """The parts of the model at the ranks and the micro-batch of a layout."""
@@ -175,7 +212,7 @@ class UniformCosts:
                 [self._cost(part, layout, plan, setting) for part in parts],
                 *setting,
                 self.task.machine_of(layout),
-                _strategy(plan.stages[0], self._strategies),
+                _strategy(plan.stages[0], self.strategies),
             )
             self._prices[key] = _Prices(
                 evaluator=evaluator,
@@ -411,6 +448,19 @@ def _by_variant(
     )
     for modules in dict.fromkeys(choice.modules for choice in recomputes if choice.modules):
         yield "+".join(sorted(modules)), [float(size) * (choice.modules == modules) for choice in recomputes]
+
+
+def needed_bytes(costs: StageCosts) -> Floats:
+    """[N, R] peaks without what the allocator reserves in vain."""
+    return costs.peak_bytes - costs.peaks["fragmentation"]
+
+
+def averaged(times: StageTimes, micro_batches: int) -> StageTimes:
+    """The seconds of a stage whose micro-batches all take their mean."""
+    return StageTimes(
+        forward=times.forward + times.first / micro_batches,
+        backward=times.backward + (times.turn + times.drain + times.tail) / micro_batches,
+    )
 
 
 def _times(costs: StageCosts) -> StageTimes:

@@ -27,7 +27,7 @@ def predicted(words: list[str]) -> Prediction:
 
 def changed(words: list[str], said: list[str], **options: Any) -> tuple[tuple[Change, ...], Prediction]:
     baseline = predicted(words)
-    return changes_of(words, grouped(said), baseline, H100, **{**OPTIONS, **options}), baseline
+    return changes_of(grouped(words), grouped(said), baseline, H100, **{**OPTIONS, **options}), baseline
 
 
 def test_each_decision_is_predicted_alone_and_the_largest_gain_comes_first() -> None:

@@ -23,6 +23,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import load_plan
 from moe_overlap.plan_search import SearchSettings, Target, in_order, search_plan, without_layout
 from moe_overlap.report.search import Finalist, PlanSearch, search_json, search_lines, write_search
 from moe_overlap.tuner.capture.cache import Flags
@@ -149,6 +150,23 @@ def test_answer_and_json(tmp_path: Path) -> None:
     assert len(values["runners_up"]) == len(found.others) and values["plan"]["stages"]
 
 
+def test_a_plan_that_nothing_runs_is_marked_with_what_refuses_it(tmp_path: Path) -> None:
+    """ZeRO-3 is written as a plan alone, and no next step is named."""
+    found = search_plan(SMALL, H100, SearchSettings(target="any", space="zero3"), **OPTIONS)
+    assert found.plan.stages[0].zero_level == 3 and found.tuned is None
+    assert found.chosen.seconds >= found.found.solution.objective * (1.0 - 1e-9)
+    assert write_search(tmp_path, found) == ["plan.json"]
+    assert load_plan(tmp_path / "plan.json").stages == found.plan.stages
+    lines = search_lines(found, tmp_path, ["plan.json"], None)
+    refusal = (
+        "pretrain_moe.py refuses it today: plan.json stages[0].zero_level 3: ZeRO 2 and 3 are not executed; write 1"
+    )
+    assert f"not run     {refusal}" in lines and not any(line.startswith("next") for line in lines)
+    values = json.loads(json.dumps(search_json(found)))
+    assert values["not_executed"] in refusal and values["arguments"] == []
+    assert values["search"]["status"] == "optimal" and values["search"]["gap"] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -170,8 +188,13 @@ def test_no_layout_divides() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--search-space", "full"], "--search-space full: is not searched yet; use megatron or"),
-        (["--search-space", "zero"], "--search-space zero: is not searched yet"),
+        (["--search-space", "full"], "--search-space full: has plans that nothing executes today"),
+        (["--search-space", "zero", "--target", "megatron-lm"], "or stages that differ); add --target any"),
+        (
+            ["--search-space", "intra-only"],
+            "--search-space intra-only: is not searched yet; use megatron, recompute, zero",
+        ),
+        (["--overlap-only", "--no-imbalance"], "--no-imbalance True: is of the search of plans"),
         (["--overlap-only", "--target", "megatron-lm"], "--target megatron-lm: is of the search of plans"),
         (["--search-space", "wide"], "--search-space wide: is no search space"),
         (["--time-limit", "0"], "--time-limit 0.0: must be greater than 0 seconds"),

@@ -1,0 +1,180 @@
+"""Plans beyond what a runtime executes (`--target any`): searched, predicted, and marked with what refuses them.
+
+1. Uniform plans of the wide space, without model chunks: only layouts whose bound is below the best plan of the narrow one are
+   looked at (`search_beyond`). A narrow search is cheap: nothing has to be played where no parameter group steps by itself.
+2. Plans of unlike stages, for the layouts of the fastest uniform ones (`freed_layouts`, tuner/search/pipeline/per_stage.py).
+3. No command line says such plans: each is predicted as it is (`free_finalists`). The rule of plan/capabilities.py that refuses
+   it is part of the answer (`refusal_of`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.plan.capabilities import refuse_unsupported
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.report.search import Finalist
+from moe_overlap.tuner.cost.interference import all_to_all_costs
+from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages
+from moe_overlap.tuner.search.solution import Status
+from moe_overlap.tuner.search.space import SEARCH_SPACES, SearchSpace, UniformLayout, uniform_plan
+from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform, widened
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
+
+FREED = 8
+"""Uniform plans of whose ranks and stages the stages are freed."""
+PER_STAGE_GAP = 1e-3
+"""Share of a step that the integer program may miss."""
+Bounding = Callable[[UniformLayout], Bounds]
+Progress = Callable[[int, int, RankedLayout | StagedPlan | None], None]
+Flags = Callable[[Plan, ModelDescription], tuple[list[str], tuple[str, ...]]]
+"""A plan and its model -> the flags of the run, and among them those that say the plan; ConfigError where none say it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreeSearch:
+    """What was found beyond the narrow space.
+
+    Attributes:
+        uniform: over plans whose stages share everything but their layers.
+        staged: over plans of unlike stages; None where the space has none.
+    """
+
+    uniform: UniformSearch
+    staged: StageSearch | None
+
+
+def narrow_space(space: SearchSpace) -> SearchSpace:
+    """The space that is searched before: what of it any runtime executes, where that is a part of it."""
+    recompute = SEARCH_SPACES["recompute"]
+    return recompute if set(recompute.zero_levels) < set(space.zero_levels) else space
+
+
+def search_beyond(
+    found: UniformSearch,
+    layouts: Sequence[UniformLayout],
+    task: UniformTask,
+    bounds: Bounding,
+    keep: int,
+    deadline: float = math.inf,
+    progress: Progress = lambda done, total, best: None,
+) -> FreeSearch:
+    """Steps 1 and 2.
+
+    Args:
+        found: of the narrow space, by the same objective.
+        task: its space is the wide one.
+    """
+    costs = UniformCosts(task)
+    if narrow_space(task.space) != task.space and found.solution.status is not Status.TIME_LIMIT:
+        before = found.solution.value
+        wide = search_uniform(
+            # States that step by themselves are not priced to a hundredth where chunks interleave.
+            [layout for layout in layouts if layout.virtual == 1],
+            costs,
+            bounds,
+            keep=keep,
+            deadline=deadline,
+            known=found.solution.objective,
+            progress=lambda done, total, best: progress(done, total, best or before),
+        )
+        found = widened(found, wide, keep)
+    staged = None
+    if task.space.frees_stages:
+        stopped = found.solution.status is Status.TIME_LIMIT
+        staged = search_stages(
+            costs,
+            freed_layouts(found, layouts),
+            found.ranked,
+            deadline=-math.inf if stopped else deadline,
+            gap=PER_STAGE_GAP,
+            progress=progress,
+        )
+    return FreeSearch(uniform=found, staged=staged)
+
+
+def freed_layouts(found: UniformSearch, layouts: Sequence[UniformLayout]) -> list[UniformLayout]:
+    """Layouts of several stages whose stages are freed, the fastest uniform plan's first, each without model chunks.
+
+    With a micro-batch twice as large beside each: what one stage cannot hold uniformly, stages that differ may.
+    """
+    known = set(layouts)
+    wanted: dict[UniformLayout, None] = {}
+    for plan in [plan for plan in found.ranked if plan.layout.pipeline > 1][:FREED]:
+        alone = replace(plan.layout, virtual=1)
+        for layout in (alone, replace(alone, micro_batch=2 * alone.micro_batch)):
+            if layout in known:
+                wanted.setdefault(layout)
+    return list(wanted)
+
+
+def free_finalists(
+    search: FreeSearch, task: UniformTask, keep: int, flags: Flags, extrapolating: tuple[str, ...] = ()
+) -> list[Finalist]:
+    """Step 3: the fastest plans in the order of their objectives, each predicted.
+
+    Args:
+        flags: asked for the flags of a plan that pretrain_moe.py executes.
+        extrapolating: why prices reach beyond what was measured.
+    """
+    finalists = []
+    exchanges = all_to_all_costs(task.machine.cluster)
+    candidates: list[RankedLayout | StagedPlan] = [*search.uniform.ranked]
+    candidates += search.staged.ranked if search.staged is not None else ()
+    for candidate in sorted(candidates, key=lambda each: each.seconds)[:keep]:
+        template, model = task.templates(candidate.layout.tensor)
+        plan = _plan_of(candidate, template, model)
+        validate_plan(plan, model)
+        problem = Problem(
+            model=model,
+            plan=plan,
+            graphs=task.graphs(plan, model),
+            features=task.features,
+            machine=replace(task.machine_of(candidate.layout), exchanges=exchanges),
+            extrapolating=extrapolating,
+        )
+        prediction = predict_plan(plan, problem)
+        step = prediction.predicted.step_seconds
+        assert task.averages or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
+        refusal = refusal_of(plan)
+        arguments: list[str] = []
+        said: tuple[str, ...] = ()
+        if refusal is None:
+            try:
+                arguments, said = flags(plan, model)
+            except ConfigError as error:
+                refusal = str(error)
+        finalists.append(
+            Finalist(
+                name=candidate.name,
+                problem=problem,
+                prediction=prediction,
+                arguments=tuple(arguments),
+                said=said,
+                refusal=refusal,
+            )
+        )
+    return finalists
+
+
+def _plan_of(candidate: RankedLayout | StagedPlan, template: Plan, model: ModelDescription) -> Plan:
+    if isinstance(candidate, StagedPlan):
+        return candidate.plan(template, model.num_layers)
+    return uniform_plan(template, model.num_layers, candidate.layout, candidate.memory)
+
+
+def refusal_of(plan: Plan) -> str | None:
+    """Why pretrain_moe.py refuses a plan today, with the field; None where it executes it."""
+    try:
+        refuse_unsupported(plan)
+    except ConfigError as error:
+        return str(error)
+    return None

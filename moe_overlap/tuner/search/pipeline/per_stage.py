@@ -1,0 +1,408 @@
+"""Plans whose stages decide for themselves: layers, recomputation, level of ZeRO and shares on the host of each.
+
+Contract. All stages of a plan share the ranks, the micro-batch and the pipeline of a uniform layout. Of one layout the answer is
+the best of all such plans, with the bound that the solver proves. The objective is pipeline.py's, so a plan's seconds are those
+that `predict_plan` gives it. Stages have one model chunk each, as Mist's have: interleaved pipelines stay uniform.
+
+Steps of `search_stages`, for one layout after the other, as long as there is time:
+1. Each stage's candidates: numbers of layers × choices of recomputation × strategies about states, priced by the
+   `StageEvaluator`. More layers are tried until even the fastest stage of so many is slower than the best plan.
+2. Of them those that fit, and that no other with the same layers beats in what the objective reads (`undominated`).
+3. Mist's integer program over these (`choose_stages`), which begins with the best uniform plan of the layout and looks for
+   nothing that is slower than the best plan of all layouts before.
+
+Source: Mist, section 5.3.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.describe.cluster import GIB
+from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.cost.evaluate import StageCosts
+from moe_overlap.tuner.cost.pipeline import StageTimes
+from moe_overlap.tuner.search.pipeline.mist_milp import choose_stages
+from moe_overlap.tuner.search.pipeline.stage_options import (
+    Choice,
+    PipelineProblem,
+    StageOptions,
+    options_of,
+    undominated,
+)
+from moe_overlap.tuner.search.solution import Solution, Status
+from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout, recompute_of, uniform_plan
+from moe_overlap.tuner.search.uniform import RankedLayout
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, needed_bytes, recompute_choices
+
+Floats = NDArray[np.float64]
+Chunks = tuple[tuple[int, int], ...]
+LAYOUT_SECONDS = 20.0
+"""Most seconds of the integer program for one layout: an interrupt is noticed when it returns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagedPlan:
+    """A plan of a layout whose stages differ.
+
+    Attributes:
+        chunks, memories: of every stage.
+        seconds: of a step, as the objective has them.
+        needed_bytes: of the fullest stage, as predicted.
+    """
+
+    layout: UniformLayout
+    chunks: tuple[Chunks, ...]
+    memories: tuple[MemoryChoice, ...]
+    seconds: float
+    needed_bytes: float
+
+    @property
+    def name(self) -> str:
+        """Degrees, then the layers of the stages and the decisions about memory that they do not share."""
+        layers = "+".join(str(sum(last - first for first, last in chunks)) for chunks in self.chunks)
+        parts = [self.layout.name, f"layers {layers}"]
+        for memory, places in groupby(range(len(self.memories)), key=lambda place: self.memories[place]):
+            stages = list(places)
+            shown = str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
+            if memory.name:
+                parts.append(f"stage {shown}: {memory.name}")
+        return "; ".join(parts)
+
+    def plan(self, template: Plan, num_layers: int) -> Plan:
+        """The plan as data.
+
+        Args:
+            template: its model, machines, batch and precision stay.
+        """
+        uniform = uniform_plan(template, num_layers, self.layout)
+        stages = (
+            replace(
+                stage,
+                chunks=chunks,
+                zero_level=memory.zero_level,
+                offload=memory.offload,
+                recompute=recompute_of(memory, chunks),
+            )
+            for stage, chunks, memory in zip(uniform.stages, self.chunks, self.memories, strict=True)
+        )
+        return replace(uniform, stages=tuple(stages))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSearch:
+    """The answer of a search over plans of unlike stages.
+
+    Attributes:
+        solution: over all layouts that were looked at; its bound holds for no other.
+        ranked: the best plan of each layout that is faster than all before, the fastest first.
+        layouts: how many were looked at.
+        candidates: of all their stages, that were priced.
+        kept: of them on the frontiers.
+    """
+
+    solution: Solution[StagedPlan]
+    ranked: tuple[StagedPlan, ...]
+    layouts: int
+    candidates: int
+    kept: int
+
+
+Progress = Callable[[int, int, StagedPlan | None], None]
+"""Called with layouts done, layouts in all, and the best so far."""
+
+
+def search_stages(
+    costs: UniformCosts,
+    layouts: Sequence[UniformLayout],
+    uniform: Sequence[RankedLayout] = (),
+    deadline: float = math.inf,
+    gap: float = 0.0,
+    progress: Progress = lambda done, total, best: None,
+) -> StageSearch:
+    """Search the plans of some layouts.
+
+    Args:
+        costs: of a task whose space says what is free.
+        uniform: plans that fit; the programs of their layouts begin with them, and what is slower than the fastest is no answer.
+        deadline: of `time.monotonic`, behind which the best so far is the answer.
+        gap: share of the objective that may be missing.
+    """
+    begun = time.monotonic()
+    of_layout = {plan.layout: plan for plan in uniform if plan.memory.modules in ((), *costs.task.modules)}
+    fastest = min((plan.seconds for plan in uniform), default=math.inf)
+    ranked: list[StagedPlan] = []
+    bound, status, done, candidates, kept = math.inf, Status.OPTIMAL, 0, 0, 0
+    try:
+        for layout in layouts:
+            best = min(fastest, ranked[0].seconds if ranked else math.inf)
+            if time.monotonic() > deadline:
+                status = Status.TIME_LIMIT
+                break
+            if (least := costs.step_bound(layout)) >= best:
+                bound, done = min(bound, least), done + 1
+                continue
+            freed = _Freed(costs, layout, of_layout.get(layout), best)
+            seconds = min(LAYOUT_SECONDS, deadline - time.monotonic())
+            # A uniform plan is beaten or met: the best choice is never slower than it.
+            beat = math.inf if math.isinf(best) else best * (1.0 + 1e-12)
+            solution = freed.solve(max(0.0, seconds), gap, beat)
+            bound, done = min(bound, solution.bound), done + 1
+            candidates, kept = candidates + freed.candidates, kept + sum(map(len, freed.stages))
+            if solution.status in (Status.TIME_LIMIT, Status.FEASIBLE) and status is Status.OPTIMAL:
+                status = solution.status
+            if solution.value is not None and solution.objective <= best:
+                ranked.insert(0, freed.staged(solution.value, solution.objective))
+            progress(done, len(layouts), ranked[0] if ranked else None)
+    except KeyboardInterrupt:
+        status = Status.TIME_LIMIT
+    if done < len(layouts):
+        # Nothing is known of the layouts that nobody looked at but what any plan of them takes.
+        bound = min([bound, *(costs.step_bound(layout) for layout in layouts[done:])])
+    value = ranked[0] if ranked else None
+    objective = math.inf if value is None else value.seconds
+    if value is None and status is Status.OPTIMAL:
+        status = Status.INFEASIBLE
+    return StageSearch(
+        solution=Solution(
+            value=value,
+            objective=objective,
+            bound=min(bound, objective),
+            status=status,
+            seconds=time.monotonic() - begun,
+        ),
+        ranked=tuple(ranked),
+        layouts=done,
+        candidates=candidates,
+        kept=kept,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The candidates of one stage that are left: the options of the integer program, and what each of them stands for."""
+
+    options: StageOptions
+    chunks: tuple[Chunks, ...]
+    memories: tuple[MemoryChoice, ...]
+    needed: Floats
+
+    def __len__(self) -> int:
+        return len(self.memories)
+
+
+class _Freed:
+    """One layout whose stages are free.
+
+    Args:
+        uniform: the best uniform plan of the layout, if one fits.
+        best: seconds above which no plan is of interest.
+    """
+
+    def __init__(self, costs: UniformCosts, layout: UniformLayout, uniform: RankedLayout | None, best: float) -> None:
+        assert layout.virtual == 1, layout
+        self._costs, self._layout, self._uniform, self._best = costs, layout, uniform, best
+        template, model = costs.task.templates(layout.tensor)
+        self._num_layers = model.num_layers
+        self._plan = uniform_plan(template, model.num_layers, layout)
+        self._kinds = costs.layer_kinds(layout, self._plan)
+        self._keeps_layers = costs.task.space.equal_layers
+        machine = costs.task.machine
+        self._capacity = machine.cluster.group_of(0).gpu.memory_gib * GIB / machine.memory.high
+        self._sent = costs.sent_seconds(layout, self._plan) if layout.pipeline > 1 else 0.0
+        self._priced: dict[object, StageCosts] = {}
+        self.candidates = 0
+        lots = [self._candidates_of(index) for index in range(layout.pipeline)]
+        self.stages = [_joined(of_stage) for of_stage in lots] if all(lots) else []
+
+    def solve(self, seconds: float, gap: float, beat: float) -> Solution[Choice]:
+        """Step 3."""
+        if not self.stages:  # One of them fits with no layers at all.
+            return Solution(value=None, objective=math.inf, bound=math.inf, status=Status.INFEASIBLE, seconds=0.0)
+        problem = PipelineProblem(
+            stages=tuple(stage.options for stage in self.stages),
+            layers=self._num_layers,
+            devices=(sum(len(stage.devices.ranks) for stage in self._plan.stages),),
+            micro_batches=self._plan.stages[0].gradient_accumulation_steps,
+            rules=self._costs.rules(self._layout),
+        )
+        return choose_stages(problem, self._start(), seconds, gap, beat)
+
+    def staged(self, choice: Choice, seconds: float) -> StagedPlan:
+        """The plan of a choice."""
+        chunks = [stage.chunks[row] for stage, row in zip(self.stages, choice, strict=True)]
+        sizes = [last - first for ((first, last),) in chunks]
+        ends = np.cumsum(sizes).tolist()
+        chunks = [((end - size, end),) for end, size in zip(ends, sizes, strict=True)]
+        return StagedPlan(
+            layout=self._layout,
+            chunks=tuple(chunks),
+            memories=tuple(stage.memories[row] for stage, row in zip(self.stages, choice, strict=True)),
+            seconds=seconds,
+            needed_bytes=max(float(stage.needed[row]) for stage, row in zip(self.stages, choice, strict=True)),
+        )
+
+    def _start(self) -> Choice | None:
+        """The uniform plan among the candidates."""
+        rows = []
+        for index, stage in enumerate(self.stages):
+            memory = self._own_memory(index)
+            if memory is None:
+                return None
+            rows.append(list(zip(stage.chunks, stage.memories, strict=True)).index((self._own_chunks(index), memory)))
+        return tuple(rows)
+
+    def _own_chunks(self, index: int) -> Chunks:
+        """The chunks that a stage has in the uniform plan, as its candidate names them."""
+        chunks = self._plan.stages[index].chunks
+        return chunks if self._keeps_layers else self._named(*chunks[0])
+
+    def _own_memory(self, index: int) -> MemoryChoice | None:
+        """What a stage decides about memory in the uniform plan."""
+        if self._uniform is None:
+            return None
+        memory = self._uniform.memory
+        longest = max(last - first for first, last in self._plan.stages[index].chunks)
+        return replace(memory, layers=min(memory.layers, longest))
+
+    def _named(self, first: int, last: int) -> Chunks:
+        """A range of layers; where all layers are alike, the first of as many."""
+        return ((first, last),) if self._differ else ((0, last - first),)
+
+    @property
+    def _differ(self) -> bool:
+        """Whether the layers of the model are of several kinds."""
+        return len(set(self._kinds)) > 1
+
+    def _candidates_of(self, index: int) -> list[_Candidates]:
+        """Steps 1 and 2 for a stage: what is left of each number of layers that fits."""
+        lots = (self._of_chunks(index, chunks) for chunks in self._chunks_of(index))
+        return [lot for lot in lots if lot is not None]
+
+    def _chunks_of(self, index: int) -> Iterator[Chunks]:
+        """The layers that a stage may have."""
+        if self._keeps_layers:
+            yield self._plan.stages[index].chunks
+            return
+        # Each of the other stages has a layer.
+        behind = self._layout.pipeline - 1 - index
+        for first in range(index, self._num_layers - behind) if self._differ and index else (0,):
+            for last in range(
+                first + 1, self._num_layers - (behind if self._differ else self._layout.pipeline - 1) + 1
+            ):
+                if self._differ and not behind and last < self._num_layers:
+                    continue
+                if self._is_too_slow(index, first, last):
+                    break
+                yield self._named(first, last)
+
+    def _is_too_slow(self, index: int, first: int, last: int) -> bool:
+        """Whether no plan in which a stage has these layers is faster than the best."""
+        costs = self._costs_of(index, ((first, last),))
+        micro_batches = self._plan.stages[index].gradient_accumulation_steps
+        stable = costs.forward_seconds + costs.backward_seconds
+        return bool((micro_batches - 1) * float(stable.min()) >= self._best)
+
+    def _recomputes(self, index: int, chunks: Chunks) -> list[MemoryChoice]:
+        stage = replace(self._plan.stages[index], chunks=chunks)
+        return recompute_choices(self._costs.task, replace(self._plan, stages=(stage,)))
+
+    def _costs_of(self, index: int, chunks: Chunks) -> StageCosts:
+        """[N, R] costs of a stage with some layers; equal layers at another place cost the same."""
+        kinds = tuple(
+            (kind, len(list(run))) for first, last in chunks for kind, run in groupby(self._kinds[first:last])
+        )
+        key = (index, kinds, len(chunks))
+        if key not in self._priced:
+            stages = list(self._plan.stages)
+            stages[index] = replace(stages[index], chunks=chunks)
+            plan = replace(self._plan, stages=tuple(stages))
+            self._priced[key] = self._costs.stage_costs(self._layout, plan, index, self._recomputes(index, chunks))
+        return self._priced[key]
+
+    def _of_chunks(self, index: int, chunks: Chunks) -> _Candidates | None:
+        """The candidates of a stage with some layers: those of the frontier, and that of the uniform plan."""
+        costs, recomputes = self._costs_of(index, chunks), self._recomputes(index, chunks)
+        needed = needed_bytes(costs)
+        fits = needed <= self._capacity
+        self.candidates += fits.size
+        if not fits.any():
+            return None
+        stage = self._plan.stages[index]
+        layers = sum(last - first for first, last in chunks)
+        options = options_of(
+            costs, np.full(len(recomputes), layers), (len(stage.devices.ranks),), sent=self._sent, fits=fits
+        )
+        options = replace(
+            options,
+            times=_flat(self._costs.times(costs, stage.gradient_accumulation_steps), fits.size),
+            first_layer=np.full(fits.size, chunks[0][0]) if self._differ and not self._keeps_layers else None,
+        )
+        rows = undominated(options, index, self._layout.pipeline)
+        own = self._own_memory(index)
+        if own is not None and chunks == self._own_chunks(index):
+            rows = np.union1d(rows, [self._row_of(own, recomputes)])
+        return _Candidates(
+            options=_some(options, rows),
+            chunks=(chunks,) * len(rows),
+            memories=tuple(self._memory(row, recomputes) for row in rows.tolist()),
+            needed=needed.ravel()[rows],
+        )
+
+    def _memory(self, row: int, recomputes: Sequence[MemoryChoice]) -> MemoryChoice:
+        level, offload = self._costs.strategies[row // len(recomputes)]
+        return replace(recomputes[row % len(recomputes)], zero_level=level, offload=offload)
+
+    def _row_of(self, memory: MemoryChoice, recomputes: Sequence[MemoryChoice]) -> int:
+        """The row of a decision."""
+        strategy = self._costs.strategies.index((memory.zero_level, memory.offload))
+        return strategy * len(recomputes) + recomputes.index(MemoryChoice(layers=memory.layers, modules=memory.modules))
+
+
+def _flat(times: StageTimes, size: int) -> StageTimes:
+    """Times [N, R] as [N · R]."""
+    return StageTimes(
+        **{field.name: np.broadcast_to(np.ravel(getattr(times, field.name)), size) for field in fields(StageTimes)}
+    )
+
+
+def _some(options: StageOptions, rows: NDArray[np.intp]) -> StageOptions:
+    return StageOptions(
+        layers=options.layers[rows],
+        devices=options.devices[rows],
+        times=options.at(rows),
+        optimizer=options.optimizer[rows],
+        fits=options.fits[rows],
+        sent=options.sent[rows],
+        first_layer=None if options.first_layer is None else options.first_layer[rows],
+    )
+
+
+def _joined(lots: Sequence[_Candidates]) -> _Candidates:
+    """Candidates with different layers as those of one stage."""
+    parts = [lot.options for lot in lots]
+    firsts = [part.first_layer for part in parts if part.first_layer is not None]
+    options = StageOptions(
+        layers=np.concatenate([part.layers for part in parts]),
+        devices=np.concatenate([part.devices for part in parts]),
+        times=StageTimes(
+            **{field.name: np.concatenate([part.column(field.name) for part in parts]) for field in fields(StageTimes)}
+        ),
+        optimizer=np.concatenate([part.optimizer for part in parts]),
+        fits=np.concatenate([part.fits for part in parts]),
+        sent=np.concatenate([part.sent for part in parts]),
+        first_layer=np.concatenate(firsts) if firsts else None,
+    )
+    return _Candidates(
+        options=options,
+        chunks=tuple(chunks for lot in lots for chunks in lot.chunks),
+        memories=tuple(memory for lot in lots for memory in lot.memories),
+        needed=np.concatenate([lot.needed for lot in lots]),
+    )

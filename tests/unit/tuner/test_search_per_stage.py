@@ -1,0 +1,239 @@
+"""Plans of unlike stages: the search against every plan by `predict`, its answer against the simulator, and spaces compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+
+from moe_overlap.free_search import freed_layouts, narrow_space, refusal_of, search_beyond
+from moe_overlap.plan.plan import Offload, Plan
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.pipeline import StageTimes
+from moe_overlap.tuner.cost.simulate.step import predict_plan, simulate_step
+from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages
+from moe_overlap.tuner.search.solution import Status
+from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, UniformLayout
+from moe_overlap.tuner.search.uniform import RankedLayout, search_uniform
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, averaged
+from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of, least_memory
+
+LAYOUT = UniformLayout(tensor=1, context=1, expert=2, expert_tensor=1, pipeline=2, virtual=1, micro_batch=1)
+STRATEGIES = [(1, Offload()), (3, Offload()), (1, Offload(optimizer=0.5))]
+THREE = ("--num-layers", "3", "--pipeline-model-parallel-size", "1")
+
+
+def costs_of(case: Case, averages: bool = False) -> UniformCosts:
+    """Prices of a few strategies, so that every plan can be predicted."""
+    costs = UniformCosts(dataclasses.replace(case.task, averages=averages))
+    costs.strategies = list(STRATEGIES)
+    return costs
+
+
+def problem_of(case: Case, plan: Plan) -> Problem:
+    return Problem(
+        model=case.model,
+        plan=plan,
+        graphs=graphs_of(plan, case.model),
+        features=case.task.features,
+        machine=case.task.machine,
+    )
+
+
+def predicted(case: Case, plan: Plan) -> Prediction:
+    return predict_plan(plan, problem_of(case, plan))
+
+
+def every_plan(case: Case, layout: UniformLayout, layers: int) -> list[StagedPlan]:
+    """All plans of two stages, by what the stages decide."""
+    plans = []
+    for first in range(1, layers):
+        ranges = ((0, first), (first, layers))
+        memories = [
+            [
+                MemoryChoice(layers=again, zero_level=level, offload=offload)
+                for again in range(last - begin + 1)
+                for level, offload in STRATEGIES
+            ]
+            for begin, last in ranges
+        ]
+        for choice in itertools.product(*memories):
+            plans.append(
+                StagedPlan(
+                    layout=layout,
+                    chunks=tuple((chunk,) for chunk in ranges),
+                    memories=choice,
+                    seconds=math.inf,
+                    needed_bytes=0.0,
+                )
+            )
+    return plans
+
+
+def fastest(case: Case, layout: UniformLayout, layers: int) -> float:
+    """The shortest step of every plan that fits, each by `predict`."""
+    predictions = [predicted(case, plan.plan(case.template, layers)) for plan in every_plan(case, layout, layers)]
+    fitting = [each.predicted.step_seconds for each in predictions if each.fits]
+    assert 0 < len(fitting) < len(predictions)
+    return min(fitting)
+
+
+@cache
+def scarce() -> Case:
+    """A model of which a stage fits only if it decides something about its memory."""
+    return least_memory(case_of(*THREE, "--global-batch-size", "64", gpus=4, space="full"), 0.045)
+
+
+@cache
+def searched() -> StageSearch:
+    return search_stages(costs_of(scarce()), [LAYOUT])
+
+
+def agree(case: Case, layout: UniformLayout, layers: int) -> StageSearch:
+    found = search_stages(costs_of(case), [layout])
+    assert found.solution.status is Status.OPTIMAL and found.solution.gap <= 1e-6
+    assert found.solution.objective == pytest.approx(fastest(case, layout, layers), rel=1e-9)
+    return found
+
+
+def test_the_search_finds_what_an_enumeration_finds() -> None:
+    found = agree(scarce(), LAYOUT, 3)
+    assert found.kept < found.candidates
+    uniform = search_uniform([LAYOUT], costs_of(scarce()), lambda layout: scarce().bounds)
+    assert found.solution.objective < uniform.solution.objective
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.04, 0.045, 0.05])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--moe-router-topk", "3"),
+        ("--moe-layer-freq", "([0]*1+[1]*2)"),
+        ("--seq-length", "2048", "--max-position-embeddings", "2048"),
+    ],
+)
+def test_the_search_finds_what_an_enumeration_finds_on_perturbed_cases(words: tuple[str, ...], share: float) -> None:
+    case = case_of(*THREE, "--global-batch-size", "64", *words, gpus=4, space="full", node_gb_per_s=10.0)
+    agree(least_memory(case, share), LAYOUT, 3)
+
+
+def test_the_answer_is_a_plan_that_predict_and_the_simulator_price_the_same() -> None:
+    case, staged = scarce(), searched().solution.value
+    assert staged is not None
+    plan = staged.plan(case.template, 3)
+    validate_plan(plan, case.model)
+    assert plan.stages[0].recompute != plan.stages[1].recompute or plan.stages[0].offload != plan.stages[1].offload
+    prediction = predicted(case, plan)
+    assert prediction.fits
+    assert prediction.predicted.step_seconds == pytest.approx(staged.seconds, rel=1e-9)
+    assert prediction.fullest.needed_bytes == pytest.approx(staged.needed_bytes, rel=1e-6)
+    simulated = simulate_step(plan, problem_of(case, plan)).simulation.step_seconds
+    assert simulated == pytest.approx(staged.seconds, rel=0.01)
+    refusal = refusal_of(plan)
+    assert refusal is not None and refusal.startswith("plan.json stages[")
+
+
+def test_what_is_slower_than_a_known_plan_is_no_answer() -> None:
+    case = scarce()
+    best = searched().solution.value
+    assert best is not None
+    impossible = RankedLayout(
+        layout=dataclasses.replace(LAYOUT, micro_batch=2),
+        memory=MemoryChoice(),
+        seconds=0.5 * best.seconds,
+        needed_bytes=0.0,
+    )
+    found = search_stages(costs_of(case), [LAYOUT], [impossible])
+    assert found.solution.value is None and found.ranked == ()
+    assert found.solution.status is Status.INFEASIBLE
+
+
+def test_a_deadline_and_an_interrupt_leave_the_best_so_far() -> None:
+    stopped = search_stages(costs_of(scarce()), [LAYOUT], deadline=-math.inf)
+    assert stopped.solution.status is Status.TIME_LIMIT and stopped.solution.value is None
+    assert 0.0 < stopped.solution.bound <= searched().solution.objective
+
+    def interrupted(done: int, total: int, best: object) -> None:
+        raise KeyboardInterrupt
+
+    two = [LAYOUT, dataclasses.replace(LAYOUT, micro_batch=2)]
+    stopped = search_stages(costs_of(scarce()), two, progress=interrupted)
+    assert stopped.solution.status is Status.TIME_LIMIT and stopped.layouts == 1
+    assert stopped.solution.value == searched().solution.value
+    assert 0.0 < stopped.solution.bound <= stopped.solution.objective
+
+
+# Spaces
+
+
+@cache
+def objective(space: str, pipelines: tuple[int, ...] = (1, 2)) -> float:
+    """Seconds of the best plan of a space, of four layouts with these numbers of stages."""
+    case = scarce()
+    single = dataclasses.replace(LAYOUT, pipeline=1, expert=1)
+    layouts = [LAYOUT, single, dataclasses.replace(single, expert=4), dataclasses.replace(LAYOUT, expert=1)]
+    assert set(layouts) <= set(case.layouts)
+    layouts = [layout for layout in layouts if SEARCH_SPACES[space].has(layout) and layout.pipeline in pipelines]
+    task = dataclasses.replace(case.task, space=SEARCH_SPACES[space])
+    narrow = dataclasses.replace(case.task, space=narrow_space(task.space))
+    found = search_uniform(layouts, UniformCosts(narrow), lambda layout: case.bounds)
+    search = search_beyond(found, layouts, task, lambda layout: case.bounds, 20)
+    staged = math.inf if search.staged is None else search.staged.solution.objective
+    return min(search.uniform.solution.objective, staged)
+
+
+@pytest.mark.parametrize("space", ["recompute", "zero", "offload", "data", "zero2", "zero3", "equal-layer"])
+def test_the_full_space_is_never_worse_than_a_part_of_it(space: str) -> None:
+    assert objective("full") <= objective(space) * (1.0 + 1e-9)
+
+
+def test_each_space_adds_to_the_one_before() -> None:
+    two = [objective(space, (2,)) for space in ("full", "equal-layer", "offload", "zero", "recompute")]
+    assert two == sorted(two) and two[0] < two[-1]
+
+
+def test_layouts_of_the_fastest_uniform_plans_are_freed() -> None:
+    """Those of several stages, without model chunks, and with twice the micro-batch."""
+    case = scarce()
+    alone = RankedLayout(
+        layout=dataclasses.replace(LAYOUT, pipeline=1), memory=MemoryChoice(), seconds=1.0, needed_bytes=0.0
+    )
+    found = search_uniform([alone.layout], UniformCosts(case.task), lambda layout: case.bounds)
+    chunks = dataclasses.replace(alone, layout=dataclasses.replace(LAYOUT, virtual=2))
+    found = dataclasses.replace(found, ranked=(alone, chunks))
+    assert freed_layouts(found, case.layouts) == [LAYOUT, dataclasses.replace(LAYOUT, micro_batch=2)]
+
+
+def test_data_spaces_have_data_ranks_alone() -> None:
+    for name, levels in (("data", (0,)), ("zero2", (2,)), ("zero3", (3,))):
+        space = SEARCH_SPACES[name]
+        assert space.zero_levels == levels
+        layouts = [layout for layout in scarce().layouts if space.has(layout)]
+        assert {(layout.ranks, layout.pipeline) for layout in layouts} == {((1, 1, 1, 1), 1)}
+        assert len({layout.micro_batch for layout in layouts}) > 1
+
+
+# Mean micro-batches
+
+
+def test_mean_micro_batches_take_as_long_together() -> None:
+    times = StageTimes(forward=2.0, backward=3.0, first=1.0, waited=0.5, turn=0.25, drain=0.5, tail=4.0)
+    mean = averaged(times, 8)
+    assert 8 * mean.stable == pytest.approx(8 * times.stable + 1.0 + 0.25 + 0.5 + 4.0)
+    assert np.all([getattr(mean, name) == 0.0 for name in ("first", "waited", "turn", "drain", "tail")])
+
+
+def test_what_mean_micro_batches_decide_is_never_faster() -> None:
+    case = scarce()
+    staged = search_stages(costs_of(case, averages=True), [LAYOUT]).solution.value
+    assert staged is not None
+    step = predicted(case, staged.plan(case.template, 3)).predicted.step_seconds
+    assert step >= searched().solution.objective * (1.0 - 1e-9)
+    assert staged.seconds != pytest.approx(step, rel=1e-6)
