@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.training.cli.arguments import script_gpus
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.model_file import read_model
@@ -25,7 +26,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="FILE", help="model file (examples/models); its flags come first")
     parser.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
     parser.add_argument("--gpu", help="type of GPU, in place of --cluster")
-    parser.add_argument("--num-gpus", type=int, help="how many of them")
+    parser.add_argument("--num-gpus", type=int, help="how many of them; default those of the script")
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
@@ -34,6 +35,8 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         if arguments.gpu is not None or arguments.num_gpus is not None:
             raise ConfigError("--cluster", arguments.cluster, "stands beside --gpu or --num-gpus", "use one of them")
         return load_cluster(arguments.cluster)
+    if arguments.num_gpus is None and arguments.gpu is not None and arguments.megatron_args is not None:
+        arguments.num_gpus = script_gpus([f"@{arguments.megatron_args}"])
     if arguments.gpu is None or arguments.num_gpus is None:
         raise ConfigError(
             "--gpu", arguments.gpu or "", "the machines are unknown", "add --gpu and --num-gpus, or --cluster"
