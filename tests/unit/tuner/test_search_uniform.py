@@ -283,9 +283,9 @@ def agrees(case: Case, best: list[tuple[float, UniformLayout]], keep: int) -> No
 
 
 def test_the_search_finds_what_an_enumeration_finds() -> None:
-    # So many micro-batches that bounds are close to steps.
+    # So many micro-batches that bounds are close to steps: where one plan is kept, bounds that were a fifth too high would lose it.
     case = least_memory(case_of("--global-batch-size", "64", gpus=4), 0.055)
-    agree(case)
+    agree(case, keep=(1, 2, 3))
     found = case.search(keep=3)
     assert 0 < found.counts.fitting < found.counts.evaluated and found.counts.too_large
 
