@@ -283,7 +283,7 @@ def agrees(case: Case, best: list[tuple[float, UniformLayout]], keep: int) -> No
 
 
 def test_the_search_finds_what_an_enumeration_finds() -> None:
-    # So many micro-batches that bounds are close to steps: where one plan is kept, bounds that were a fifth too high would lose it.
+    # So many micro-batches that bounds are close to steps: with one plan kept, bounds a fifth too high would lose the best.
     case = least_memory(case_of("--global-batch-size", "64", gpus=4), 0.055)
     agree(case, keep=(1, 2, 3))
     found = case.search(keep=3)
