@@ -15,7 +15,8 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
+from itertools import islice
 from typing import Literal, Unpack
 
 from megatron.training.cli.arguments import expand_files
@@ -54,7 +55,7 @@ from moe_overlap.tuner.search.space import (
     uniform_layouts,
     uniform_plan,
 )
-from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, joined, search_uniform
+from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, variant_plans
 from moe_overlap.tuner.write.argument_file import argument_file, layout_flags
 from moe_overlap.tuner.write.upstream_rules import upstream_plan_errors
@@ -80,8 +81,8 @@ TIE = 0.01
 SIMULATED = 0.1
 """Plans that are predicted to be slower than the fastest by more than this share of a step are not simulated: no simulated step
 of a plan without overlap was found to differ from its prediction by a tenth (tests/unit/tuner/test_search_simulated.py)."""
-WITH_MODULES = 4
-"""Choices of ranks for which graphs are captured that recompute modules: seconds each."""
+MODULE_SETS = 1
+"""The first so many sets of modules may be recomputed: each is captured on its own."""
 OVERLAPPED = 3
 """The overlap of so many of them is decided."""
 REPLACED = {
@@ -158,16 +159,20 @@ def search_plan(
     accepts = _accepted(task, settings.target, bare)
     said = _Said(task, bare, settings.target, cluster.gpus)
     admits = said.is_read if settings.target != "any" else lambda plan: True
-    search = partial(
-        search_uniform, accepts=accepts, admits=admits, keep=KEPT, deadline=deadline, progress=settings.progress
+    found = search_uniform(
+        layouts,
+        UniformCosts(task),
+        bounds,
+        accepts=accepts,
+        admits=admits,
+        keep=KEPT,
+        deadline=deadline,
+        progress=settings.progress,
     )
-    found = search(layouts, UniformCosts(task), bounds)
-    if task.space.recomputes and found.unfit and found.solution.status is not Status.TIME_LIMIT:
-        again, modules = _recomputing_modules(found, task, job, libraries if graphs == libraries.graphs else None)
-        found = joined(found, search(again, UniformCosts(modules), bounds), KEPT)
     staged: StageSearch | None = None
     if settings.target == "any":
         wide, wide_bounds = _task(job, cluster, space, graphs, options, settings.averages)
+        wide = dataclasses.replace(wide, modules=())  # Beyond what runs whole layers are recomputed.
         beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, settings.progress)
         found, staged = beyond.uniform, beyond.staged
     if found.solution.value is None and (staged is None or staged.solution.value is None):
@@ -315,6 +320,7 @@ def _task(
         space=space,
         load=load,
         averages=averages,
+        modules=tuple(islice(module_sets(template(1)[0], job.model, features), MODULE_SETS if space.recomputes else 0)),
     )
     of_tensor: dict[int, Bounds] = {}
 
@@ -329,10 +335,8 @@ def _task(
     return task, bounds
 
 
-def _capture_ahead(
-    task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries, every: bool = False
-) -> None:
-    """Have one process capture what nearly all layouts are put together from, or every one of the layouts itself."""
+def _capture_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries) -> None:
+    """Have one process capture what nearly all layouts are put together from."""
     config = capturable(with_values(job.config, {"parallel.sequence_parallel": True}))
     first = {layout.ranks: layout for layout in layouts}
     requests = []
@@ -342,26 +346,7 @@ def _capture_ahead(
             requests += [
                 request for of_stage in stage_requests(config, model, variant).values() for request in of_stage
             ]
-    libraries.prepare(requests, every)
-
-
-def _recomputing_modules(
-    found: UniformSearch, task: UniformTask, job: Job, libraries: Libraries | None
-) -> tuple[list[UniformLayout], UniformTask]:
-    """The fastest layouts that do not fit, and the task that recomputes modules in them.
-
-    Graphs that recompute modules are not put together from others but captured, layout by layout: so few layouts get them.
-
-    Args:
-        libraries: where one process captures them all; None where graphs come from elsewhere.
-    """
-    ranks = list(dict.fromkeys(plan.layout.ranks for plan in found.unfit))[:WITH_MODULES]
-    layouts = [plan.layout for plan in found.unfit if plan.layout.ranks in ranks]
-    sets = tuple(module_sets(task.templates(1)[0], job.model, task.features))[:1]
-    modules = dataclasses.replace(task, modules=sets)
-    if libraries is not None:
-        _capture_ahead(modules, job, layouts, libraries, every=True)
-    return layouts, modules
+    libraries.prepare(requests, all_layouts=False)
 
 
 def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:

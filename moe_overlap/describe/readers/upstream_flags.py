@@ -363,6 +363,7 @@ def awaited(name: str) -> str | None:
     return group.reason if group else None
 
 
+@functools.cache
 def refusal(name: str) -> tuple[str, str] | None:
     """Reason and fix of an upstream flag that is refused."""
     group = _first(REFUSED, name)

@@ -153,13 +153,16 @@ class NamedPart:
     Attributes:
         part: kind, variant, inputs and outputs; its lists are not read.
         held: storages that are there before the first operator, in order; those of one expert stand for all.
-        returned: gradients of the outputs, which appear between the passes; behind: storages noted at the end.
+        emptied: what the forward pass empties and the backward pass fills again, as recomputed modules' outputs are: it counts
+            as new memory, noted between the passes; in order.
+        returned: gradients of the outputs, which appear behind those; behind: storages noted at the end.
     """
 
     part: Part
     ops: tuple[NamedOp, ...]
     storages: Mapping[StorageName, NamedStorage]
     held: tuple[StorageName, ...]
+    emptied: tuple[StorageName, ...]
     returned: tuple[StorageName, ...]
     behind: tuple[StorageName, ...]
     outputs: tuple[StorageName, ...]
@@ -289,6 +292,7 @@ class _Names:
         outside = [storage.id for storage in part.storages if self._of[storage.id][0][0] not in _OF_OPERATORS]
         start = [i for i in outside if i < first and i not in part.gradient_inputs]
         behind = [i for i in outside if i > first and i not in (*part.gradient_inputs, *touched)]
+        emptied = [i for i in range(min(part.gradient_inputs, default=0)) if self._is_met_in_backward(i)]
 
         def by_name(ids: Sequence[int]) -> tuple[StorageName, ...]:
             return tuple(dict.fromkeys(self._of[index][0] for index in ids))
@@ -303,12 +307,18 @@ class _Names:
             ops=tuple(self._ops),
             storages=storages,
             held=by_name(start),
+            emptied=by_name(emptied),
             returned=by_name(part.gradient_inputs),
             behind=by_name(behind),
             outputs=by_name(part.outputs),
             gradient_outputs=by_name(part.gradient_outputs),
             homes=homes,
         )
+
+    def _is_met_in_backward(self, index: int) -> bool:
+        """Whether the first operator that uses a storage is one of the backward pass."""
+        name = self._of[index][0]
+        return name[0] in _OF_OPERATORS and name[1][0] == "backward"
 
 
 def arranged(backbone: NamedPart, of_block: Mapping[str, NamedPart]) -> NamedPart:
@@ -342,7 +352,23 @@ def arranged(backbone: NamedPart, of_block: Mapping[str, NamedPart]) -> NamedPar
         storages[name] = storage
         if block is not None:
             homes[name] = block
-    return dataclasses.replace(backbone, ops=ops, storages=storages, homes=homes)
+    emptied = _emptied(backbone, of_block, block_of_op)
+    return dataclasses.replace(backbone, ops=ops, storages=storages, homes=homes, emptied=emptied)
+
+
+def _emptied(
+    backbone: NamedPart, of_block: Mapping[str, NamedPart], block_of_op: Mapping[OpName, str]
+) -> tuple[StorageName, ...]:
+    """What is filled again in the backward pass, in the order of the backbone's blocks."""
+    own = {
+        block: [name for name in source.emptied if _home(name, block_of_op) == block]
+        for block, source in of_block.items()
+    }
+    order = [backbone.home(name) for name in backbone.emptied]
+    if any(len(names) != order.count(block) for block, names in own.items()):
+        raise NotComposableError(f"{backbone.part.kind}: blocks empty different numbers of storages")
+    left = {block: iter(names) for block, names in own.items()}
+    return tuple(next(left[block]) for block in order)
 
 
 def _home(name: StorageName, block_of_op: Mapping[OpName, str]) -> str | None:
@@ -426,6 +452,7 @@ def _places(source: NamedPart, experts: int) -> tuple[dict[Place, int], list[Pla
     returned = False
     for named_op in source.ops:
         if not returned and named_op.op.phase == "backward":
+            add(source.emptied)
             add(source.returned)
             returned = True
         add(named_op.reads)

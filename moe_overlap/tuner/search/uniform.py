@@ -3,7 +3,8 @@
 1. Every layout gets a lower bound of its bytes and of its step (bounds.py); those that cannot fit are left out.
 2. Layouts are evaluated in the order of their bounds, each with all its decisions about memory (uniform_cost.py), until no
    remaining bound is below the step of the last plan that is kept. What is kept is then exactly what an enumeration of all
-   layouts by `predict` would keep.
+   layouts by `predict` would keep. Modules are recomputed only where nothing recomputed would be kept but does not fit:
+   elsewhere they only cost seconds.
 3. A deadline or an interrupt ends the search early: the best so far stays, and the bound says how good it is.
 
 No solver is needed: a uniform plan has one layout and one decision about memory.
@@ -70,14 +71,12 @@ class UniformSearch:
     Attributes:
         ranked: the fastest that fit, one for each choice of ranks and stages.
         smallest: of the evaluated layouts what needs the least memory; the answer where nothing fits.
-        unfit: plans that would be faster than the fastest of `ranked` if they fitted, the fastest of each layout's ranks first.
         frontier: of seconds and bytes over all evaluated plans.
     """
 
     solution: Solution[RankedLayout]
     ranked: tuple[RankedLayout, ...]
     smallest: RankedLayout | None
-    unfit: tuple[RankedLayout, ...]
     frontier: tuple[RankedLayout, ...]
     counts: Counts
 
@@ -129,7 +128,9 @@ def search_uniform(
                 # Pricing the parts is cheaper than pricing stages: most layouts go no further.
                 heapq.heappush(waiting, (max(bound, costs.step_bound(layout)), True, layout))
                 continue
-            found.add(costs.evaluate(layout), accepts)
+            is_short = found.add(costs.evaluate(layout), accepts)
+            if is_short and costs.task.modules:
+                found.add(costs.evaluate(layout, of_modules=True), accepts)
             done += 1
             progress(done, small, found.best)
     except KeyboardInterrupt:
@@ -149,14 +150,13 @@ def search_uniform(
         ),
         ranked=found.ranked,
         smallest=found.smallest,
-        unfit=found.unfit,
         frontier=found.frontier,
         counts=Counts(
             layouts=len(layouts),
             too_large=len(layouts) - small,
             too_slow=small - done,
             evaluated=done,
-            fitting=found.fitting,
+            fitting=len(found.fitting),
             stages=costs.stages_priced,
         ),
     )
@@ -216,7 +216,7 @@ class _Kept:
         self._best: dict[object, RankedLayout] = {}
         self._points: list[RankedLayout] = []
         self.smallest: RankedLayout | None = None
-        self.fitting = 0
+        self.fitting: set[UniformLayout] = set()
 
     @property
     def bar(self) -> float:
@@ -235,16 +235,6 @@ class _Kept:
         return next(iter(self.ranked), None)
 
     @property
-    def unfit(self) -> tuple[RankedLayout, ...]:
-        """Plans that do not fit and would be faster than the best that does, one for each choice of ranks and stages."""
-        bar = math.inf if self.best is None else self.best.seconds
-        first: dict[object, RankedLayout] = {}
-        for plan in sorted(self._points, key=lambda plan: plan.seconds):
-            if plan.needed_bytes > self._capacity and plan.seconds < bar:
-                first.setdefault((plan.layout.ranks, plan.layout.pipeline), plan)
-        return tuple(first.values())
-
-    @property
     def frontier(self) -> tuple[RankedLayout, ...]:
         """Of all evaluated plans those that no other beats in both seconds and bytes."""
         frontier: list[RankedLayout] = []
@@ -253,12 +243,16 @@ class _Kept:
                 frontier.append(plan)
         return tuple(frontier)
 
-    def add(self, evaluated: Evaluated, accepts: Accepts) -> None:
-        """Keep what is worth it of a layout."""
+    def add(self, evaluated: Evaluated, accepts: Accepts) -> bool:
+        """Keep what is worth it of a layout.
+
+        Returns:
+            Whether a plan that is faster than what is kept of the layout, and would be kept, does not fit.
+        """
         rows, columns = np.unravel_index(
             np.argsort(evaluated.seconds, axis=None, kind="stable"), evaluated.seconds.shape
         )
-        fits = False
+        fits, is_short = False, False
         least = math.inf
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
             needed = float(evaluated.needed_bytes[row, column])
@@ -277,16 +271,20 @@ class _Kept:
                 self.smallest = plan
             if needed <= self._capacity and not fits:
                 fits = True
+                self.fitting.add(plan.layout)
                 self._keep_fastest(plan)
-        self.fitting += fits
+            is_short |= needed > self._capacity and self._is_worth(plan)
+        return is_short
+
+    def _is_worth(self, plan: RankedLayout) -> bool:
+        """Whether a plan is faster than what it would take the place of."""
+        key = plan.layout.ranks, plan.layout.pipeline
+        return plan.seconds < min(self.bar, self._best[key].seconds if key in self._best else math.inf)
 
     def _keep_fastest(self, plan: RankedLayout) -> None:
-        key = plan.layout.ranks, plan.layout.pipeline
-        if plan.seconds >= min(self.bar, self._best[key].seconds if key in self._best else math.inf):
+        if not self._is_worth(plan) or not self._admits(plan):
             return
-        if not self._admits(plan):
-            return
-        self._best[key] = plan
+        self._best[plan.layout.ranks, plan.layout.pipeline] = plan
         if len(self._best) > self._keep:
             slowest = max(self._best, key=lambda key: self._best[key].seconds)
             del self._best[slowest]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +102,7 @@ class UniformCosts:
         """Complete stages that were priced: stages by strategies by choices of recomputation."""
         self.strategies: list[tuple[int, Offload]] = list(_strategies(task.space))
         """[N] ZeRO levels with shares on the host."""
-        self._graphs: dict[tuple[tuple[int, ...], int], CapturedModel] = {}
+        self._graphs: dict[tuple[tuple[int, ...], tuple[MemoryChoice, ...]], CapturedModel] = {}
         self._tables: dict[tuple[int, int, int], tuple[OpTable, PartBytes]] = {}
         self._costs: dict[tuple[int, ...], PartCost] = {}
         self._through: dict[tuple[object, ...], float] = {}
@@ -129,16 +129,20 @@ class UniformCosts:
     def _through_seconds(self, layout: UniformLayout, template: Plan, model: ModelDescription) -> float:
         """Seconds of a micro-batch through all parts, of which nothing is recomputed."""
         plan = uniform_plan(template, model.num_layers, layout)
-        graph, setting = self._graph(layout, plan, model, 1), self._setting(layout, plan, model)
+        graph, setting = self._graph(layout, plan, model, [MemoryChoice()]), self._setting(layout, plan, model)
         kinds = Counter(("embedding", "head", *graph.layer_kinds, *graph.mtp_kinds))
         parts = [(graph.part(kind, samples=layout.micro_batch), count) for kind, count in kinds.items()]
         return sum(count * self._cost(part, layout, plan, setting).seconds for part, count in parts)
 
-    def evaluate(self, layout: UniformLayout) -> Evaluated:
-        """Steps and bytes of a layout under every decision about memory."""
+    def evaluate(self, layout: UniformLayout, of_modules: bool = False) -> Evaluated:
+        """Steps and bytes of a layout under every decision about memory.
+
+        Args:
+            of_modules: modules are recomputed; else nothing or whole layers.
+        """
         task, (template, model) = self.task, self.task.templates(layout.tensor)
         plan = uniform_plan(template, model.num_layers, layout)
-        recomputes = recompute_choices(task, plan)
+        recomputes = module_choices(task) if of_modules else recompute_choices(task, plan)
         costs = self._all_stages(layout, plan, recomputes)
         self.stages_priced += len(plan.stages) * costs[0].forward_seconds.size
         counts = [stage.gradient_accumulation_steps for stage in plan.stages]
@@ -168,17 +172,17 @@ class UniformCosts:
         Args:
             plan: what it says of recomputation and of states is not looked at.
         """
-        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1])
+        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
         return prices.evaluator.costs(_shapes(prices, plan, index, recomputes))
 
     def layer_kinds(self, layout: UniformLayout, plan: Plan) -> tuple[str, ...]:
         """The kind of every layer of the model."""
-        return self._priced(layout, plan, self.task.templates(layout.tensor)[1]).kinds
+        return self._priced(layout, plan, self.task.templates(layout.tensor)[1], ()).kinds
 
     def sent_seconds(self, layout: UniformLayout, plan: Plan) -> float:
         """Seconds of one transfer between two stages."""
-        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1])
-        return one_way_seconds(plan, prices.boundary_bytes, self.task.machine_of(layout))
+        sent = boundary_bytes(plan, plan.stages[0], self.task.templates(layout.tensor)[1])
+        return one_way_seconds(plan, sent, self.task.machine_of(layout))
 
     def rules(self, layout: UniformLayout) -> PipelineRules:
         """What holds for all stages of a layout's pipeline."""
@@ -193,15 +197,19 @@ class UniformCosts:
 
     def _all_stages(self, layout: UniformLayout, plan: Plan, recomputes: Sequence[MemoryChoice]) -> list[StageCosts]:
         """[S] costs of every stage, [N, R] each."""
-        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1])
+        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
         return _stage_costs(prices, plan, recomputes)
 
-    def _priced(self, layout: UniformLayout, plan: Plan, model: ModelDescription) -> _Prices:
-        """The parts of the model at the ranks and the micro-batch of a layout."""
+    def _priced(
+        self, layout: UniformLayout, plan: Plan, model: ModelDescription, recomputes: Sequence[MemoryChoice]
+    ) -> _Prices:
+        """The parts of the model at the ranks and the micro-batch of a layout, in the variants of some choices."""
+        # One recomputed layer stands for any number of them.
+        choices = [MemoryChoice(), *(choice for choice in recomputes if choice.layers == 1 or choice.modules)]
         # Stages of as many ranks have the same groups; a single stage reduces over all of them and sends nothing.
-        key = (layout.ranks, layout.pipeline, layout.micro_batch)
+        key = (layout.ranks, layout.pipeline, layout.micro_batch, *choices)
         if key not in self._prices:
-            graph = self._graph(layout, plan, model)
+            graph = self._graph(layout, plan, model, choices)
             setting = self._setting(layout, plan, model)
             named = list(_parts_of(graph, plan, self.task, layout.micro_batch))
             parts = [part for _, part in named]
@@ -228,17 +236,12 @@ class UniformCosts:
         return setting_of(plan, model, plan.stages[0], self.task.machine_of(layout), self.task.features)
 
     def _graph(
-        self, layout: UniformLayout, plan: Plan, model: ModelDescription, variants: int | None = None
+        self, layout: UniformLayout, plan: Plan, model: ModelDescription, choices: Sequence[MemoryChoice]
     ) -> CapturedModel:
-        """The captured parts of a layout's ranks.
-
-        Args:
-            variants: the first so many variants of recomputation, of which the first recomputes nothing; None: all.
-        """
-        key = (layout.ranks, variants or 0)
+        """The captured parts of a layout's ranks in the variants of some choices of recomputation."""
+        key = (layout.ranks, tuple(choices))
         if key not in self._graphs:
-            plans = islice(variant_plans(self.task, plan), variants)
-            captured = [self.task.graphs(variant, model)[0] for variant in plans]
+            captured = [self.task.graphs(variant, model)[0] for variant in _variant_plans(plan, choices)]
             parts = {(part.kind, part.variant, part.one_sample): part for graph in captured for part in graph.parts}
             self._graphs[key] = replace(captured[0], parts=tuple(parts.values()))
         return self._graphs[key]
@@ -291,26 +294,34 @@ class _Prices:
 
 
 def recompute_choices(task: UniformTask, plan: Plan) -> list[MemoryChoice]:
-    """[R] Nothing, whole layers of every chunk, sets of modules."""
+    """[R] Nothing, and whole layers of every chunk."""
     if not task.space.recomputes:
         return [MemoryChoice()]
     longest = max(last - first for stage in plan.stages for first, last in stage.chunks)
     # megatron-core refuses whole layers beside its overlap of two micro-batches.
     most = 0 if task.features.overlap_experts else longest
-    whole = [MemoryChoice(layers=layers) for layers in range(most + 1)]
-    return [*whole, *(MemoryChoice(modules=modules) for modules in task.modules)]
+    return [MemoryChoice(layers=layers) for layers in range(most + 1)]
+
+
+def module_choices(task: UniformTask) -> list[MemoryChoice]:
+    """[R] Sets of modules."""
+    return [MemoryChoice(modules=modules) for modules in task.modules]
 
 
 def variant_plans(task: UniformTask, plan: Plan) -> Iterator[Plan]:
     """One-stage plans, whose graphs together hold every variant of recomputation at the ranks of a plan."""
+    whole = [choice for choice in recompute_choices(task, plan) if choice.layers <= 1]
+    return _variant_plans(plan, [*whole, *module_choices(task)])
+
+
+def _variant_plans(plan: Plan, choices: Sequence[MemoryChoice]) -> Iterator[Plan]:
+    """A one-stage plan for every choice of recomputation."""
     stage = plan.stages[0]
     last = max(last for stage in plan.stages for _, last in stage.chunks)
     whole = replace(plan, stages=(replace(stage, chunks=((0, last),)),), loss_stage=0)
     whole = replace(whole, mtp_stage=None if plan.mtp_stage is None else 0)
-    for choice in recompute_choices(task, whole):
-        # One recomputed layer stands for any number of them.
-        if choice.layers <= 1:
-            yield replace(whole, stages=(replace(whole.stages[0], recompute=recompute_of(choice, ((0, last),))),))
+    for choice in choices:
+        yield replace(whole, stages=(replace(whole.stages[0], recompute=recompute_of(choice, ((0, last),))),))
 
 
 def _parts_of(graph: CapturedModel, plan: Plan, task: UniformTask, samples: int) -> Iterator[tuple[Row, Part]]:

@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Literal
 
 from moe_overlap.describe.errors import ConfigError
@@ -211,6 +212,7 @@ def _no_flag_of_upstream(name: str, values: tuple[str, ...]) -> str:
     return "Megatron-LM has no such flag"
 
 
+@cache
 def group_of(flag: str) -> str:
     """The group in which a flag is written."""
     name = flag.removeprefix("--")

@@ -115,7 +115,6 @@ def searched() -> tuple[PlanSearch, list[Competitor]]:
         solution=Solution(value=best, objective=best.seconds, bound=best.seconds, status=Status.OPTIMAL, seconds=0.1),
         ranked=(best,),
         smallest=small,
-        unfit=(),
         frontier=(best, small),
         counts=Counts(layouts=2, too_large=0, too_slow=0, evaluated=2, fitting=2, stages=8),
     )
