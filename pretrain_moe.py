@@ -1,4 +1,4 @@
-"""Train a Mixture-of-Experts language model: `torchrun --nproc-per-node N pretrain_moe.py @examples/FILE.args [flags]`.
+"""Train a Mixture-of-Experts language model: `python pretrain_moe.py --nproc-per-node N @examples/FILE.args [flags]`.
 
 The program is moe_overlap/commands/train.py; installed, it is also called `moe-train`.
 """

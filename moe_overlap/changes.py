@@ -47,19 +47,19 @@ DEFAULTS: Final[Flags] = {
 
 
 def changes_of(
-    words: Sequence[str], said: Sequence[str], baseline: Prediction, cluster: Cluster, **options: Unpack[Options]
+    words: Sequence[str], planned: Flags, baseline: Prediction, cluster: Cluster, **options: Unpack[Options]
 ) -> tuple[Change, ...]:
     """What a plan changes in a user's flags.
 
     Args:
         words: the user's flags, or `@FILE`.
-        said: the flags that say the plan.
+        planned: the flags of the run under its plan.
         baseline: of the user's flags as they are.
     """
     gone = layout_flags()
     flags = grouped(list(expand_files(words)))
     before = by_decision({name: values for name, values in flags.items() if name in gone})
-    after = by_decision({name: values for name, values in grouped(said).items() if name in gone})
+    after = by_decision({name: values for name, values in planned.items() if name in gone})
     changes = []
     for decision in dict.fromkeys((*before, *after)):
         old, new = before.get(decision, {}), after.get(decision, {})

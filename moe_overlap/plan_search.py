@@ -22,6 +22,7 @@ from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.sizes import describe_model
 from megatron.training.plan_flags import arguments_of, layout_values, with_values
 from moe_overlap.api import Options, busiest_load, machine_for, problem_of, tune
+from moe_overlap.changes import changes_of
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -184,7 +185,7 @@ def search_plan(
     # A search that takes all micro-batches for their mean answers with what it takes for the best.
     finalists = finalists if settings.averages else in_order(finalists)
     tuned, chosen = _overlapped(finalists, cluster, settings, deadline, options)
-    return PlanSearch(
+    answer = PlanSearch(
         target=settings.target,
         space=settings.space,
         cluster=cluster,
@@ -199,6 +200,11 @@ def search_plan(
         seconds=time.monotonic() - begun,
         staged=staged,
     )
+    if answer.baseline is None or answer.refusal is not None:
+        return answer
+    precise = Options(**{**options, "precision": given_options.get("precision")})
+    changes = changes_of(words, answer.written.flags, answer.baseline, cluster, **precise)
+    return dataclasses.replace(answer, changes=changes)
 
 
 def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dict[str, str]]:

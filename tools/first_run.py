@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import shutil
 import statistics
 import sys
 import time
@@ -57,7 +58,7 @@ JOB = ROOT / "examples" / "first-run.args"
 RATIO = 0.5
 """Seconds of all-to-all over those of computation that the link's rate is derived for."""
 PROBED_STEPS, WARM_UP = 5, 2
-SHOWN_STEPS = 6
+SHOWN_STEPS = {"plain": 1, "tuned": 4}
 """Steps of a training that are shown, besides the first."""
 MEASURED_PARTITIONS = (2, 4, 8)
 """Operators are measured in the sizes that these numbers of parts leave, too."""
@@ -67,8 +68,17 @@ LINKS = {**MEASURED_LINKS, "all_to_all": tuple(1 << power for power in range(18,
 OPERATORS_AT_ONCE = 25
 OUTPUTS = ("--save", "--log-json", "--trace", "--tensorboard-dir", "--wandb-project", "--log-expert-load")
 """Flags of files that the plain run leaves to the tuned one."""
-OWN_FILES = ("plain*", "tuned*", "plan.json", "cluster*")
-"""Patterns of files in the folder that a new run begins without."""
+QUIET_SECONDS = 20
+OWN_FILES = (
+    "cluster.json",
+    "cluster.measured.jsonl",
+    "plan.json",
+    *(f"{name}{kind}" for name in ("plain", "tuned") for kind in (".jsonl", "_trace.json")),
+    *(f"{name}{kind}.rank*" for name in ("plain", "tuned") for kind in (".jsonl", "_trace.json")),
+)
+"""Files of the folder, as patterns, that a new run begins without."""
+PLACING = ("setpriv", "taskset")
+"""Programs of util-linux that give every rank its processor, and end it with this program."""
 REFUSED = (
     ("--dry-run", "the first run trains", f"use pretrain_moe.py @{JOB.relative_to(ROOT)} --dry-run"),
     (
@@ -188,6 +198,10 @@ def read_command(argv: Sequence[str]) -> FirstRun:
         raise ConfigError("--processes", ranks, "one process has no link", "use 2, or run pretrain_moe.py itself")
     if arguments.plain_steps < 1:
         raise ConfigError("--plain-steps", arguments.plain_steps, "must be positive", "use 12")
+    if missing := [program for program in PLACING if shutil.which(program) is None]:
+        raise ConfigError(
+            "make train", ", ".join(missing), "not installed", "install util-linux, or use pretrain_moe.py"
+        )
     for flag, rule, fix in REFUSED:
         if any(word.partition("=")[0] == flag for word in expand_files(more)):
             raise ConfigError(flag, "", rule, fix)
@@ -256,10 +270,10 @@ class Console:
         print(f"{name:<11} {text}", flush=True)
 
     def doing(self, text: str) -> None:
-        """What is under way: it replaces the last such line on a terminal, else one in ten seconds is printed."""
+        """What is under way: it replaces the last such line on a terminal, else one in QUIET_SECONDS is printed."""
         if self._moving:
             sys.stderr.write(f"\r\x1b[K            … {text}")
-        elif time.monotonic() - self._said > 10:
+        elif time.monotonic() - self._said > QUIET_SECONDS:
             self._said = time.monotonic()
             sys.stderr.write(f"            … {text}\n")
         sys.stderr.flush()
@@ -368,13 +382,14 @@ def train_job(
     """
     logged = Path(str(parse(list(words)).config.logging.log_json))
     before = logged.stat().st_size if logged.exists() else 0  # a user's file may hold other runs
-    shown = {1, *(max(1, round(steps * part / SHOWN_STEPS)) for part in range(1, SHOWN_STEPS + 1))}
+    parts = SHOWN_STEPS[name]
+    shown = {1, *(round(steps * part / parts) for part in range(1, parts + 1))}
 
     def show(line: str) -> None:
         first, _, rest = line.partition(" ")
         if first == "step":
             number = int(rest.split("/")[0])
-            if number in shown or number == steps:
+            if number in shown:
                 console.say("", " ".join(line.split("  peak")[0].split()))
             else:
                 console.doing(" ".join(line.split()))
@@ -419,10 +434,13 @@ def compare(
 
 def go(run: FirstRun, console: Console) -> Facts:
     """The whole way."""
-    run.folder.mkdir(parents=True, exist_ok=True)
-    for pattern in OWN_FILES:
-        for old in run.folder.glob(pattern):
-            old.unlink()
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        for pattern in OWN_FILES:
+            for old in run.folder.glob(pattern):
+                old.unlink()
+    except OSError as error:
+        raise ConfigError("--folder", run.folder, f"cannot be written: {error.strerror}", "give another") from None
     place = f"files: {run.folder}"
     console.say("first run", f"{run.ranks} ranks of pretrain_moe.py share the experts of {JOB.stem}; {place}")
     mbit, bed, cluster = measure(run, console)

@@ -134,8 +134,13 @@ def start_process(config: Config) -> Process:
         if alone:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         else:
-            dist.init_process_group(backend, timeout=timeout)
-    except (dist.DistError, ValueError) as error:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            # torch's agent keeps its store over a restart (--max-restarts): addresses of the attempt before are no peers' now.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt-{attempt}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error):
             port, fix = os.environ.get("MASTER_PORT", ""), "choose a free port (torchrun --master-port N)"
             raise ConfigError("MASTER_PORT", port, "another process listens on it", fix) from error

@@ -1,7 +1,7 @@
 """Search the plan of a run: layout, recomputation and overlap, written as flags and a Slurm script.
 
     python tools/autotune.py --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64 --output tuned
-    torchrun ... pretrain_moe.py @tuned/megatron_args.txt          (or: sbatch tuned/launch.sbatch)
+    sbatch tuned/launch.sbatch      (or: python pretrain_moe.py --nproc-per-node N @tuned/megatron_args.txt)
 
 What the flags say of the layout is the baseline, and binds nothing. --target megatron-lm answers with flags that unmodified
 Megatron-LM accepts. Written to --output: megatron_args.txt, launch.sbatch, plan.json, report.html, and trace.json (the predicted
@@ -34,6 +34,7 @@ from moe_overlap.commands.predict import token_count
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import BEYOND, SPACES, SearchSettings, search_plan
+from moe_overlap.report.changes import change_lines
 from moe_overlap.report.html import write_report
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.search import search_json, search_lines, write_search
@@ -81,7 +82,11 @@ def _overlap(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.output)
     write_run(folder, tuned)
     write_trace(folder / "trace.json", tuned.step)
-    print(json.dumps(tuned_json(tuned), indent=1) if arguments.json else tuned_text(tuned, folder))
+    print(
+        json.dumps(tuned_json(tuned), indent=1)
+        if arguments.json
+        else tuned_text(tuned, folder, cluster.group_of(0).gpus_per_node)
+    )
     return 0
 
 
@@ -121,6 +126,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     print("\n".join(search_lines(search, folder, files, train_tokens)))
     if arguments.verbose:
         print(f"\n{prediction_text(search.prediction, search.cluster)}")
+        if search.baseline is not None:
+            print("\n".join(change_lines(search.changes, search.baseline)))
         print("\n".join(f"refused     {name}: {rule}" for name, rule in search.refused))
     return 0
 

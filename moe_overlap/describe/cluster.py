@@ -98,6 +98,16 @@ class Cluster:
         raise ValueError(f"{self.name} has no GPU {rank}")
 
 
+def start_flags(ranks: int, per_node: int) -> str:
+    """The flags by which pretrain_moe.py starts so many ranks, with a space behind them; none for a single one.
+
+    Where several nodes meet is known to whoever starts them.
+    """
+    if per_node < ranks:
+        return f"--nproc-per-node {per_node} --nnodes {-(-ranks // per_node)} --rdzv-endpoint HOST:PORT "
+    return f"--nproc-per-node {ranks} " if ranks > 1 else ""
+
+
 def known_gpus() -> dict[str, dict[str, Any]]:
     """Rows of gpus.json by name and by alias."""
     text = resources.files(__package__).joinpath("gpus.json").read_text(encoding="utf-8")

@@ -55,7 +55,7 @@ class Change:
         return f"alone {seconds:+.3f} s a step and {memory:+.1f} GiB on the fullest stage{fits}"
 
 
-def changes_json(changes: Sequence[Change], baseline: Prediction) -> list[dict[str, Any]]:
+def changes_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
     """The changes for programs, the largest gain first."""
     return [
         {

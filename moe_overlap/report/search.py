@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.cluster import Cluster, start_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import as_values, save_plan
 from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runner_up
+from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -27,6 +28,8 @@ from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environ
 
 PLACED = "an instruction list places that communication itself"
 EXECUTED = "--target moe-overlap: the best plan that runs today"
+SHOWN_CHANGES = 1
+"""Changes of the user's flags that the short answer names; --verbose and the JSON have all."""
 MEASURE = "--pipeline-model-parallel-size"
 APART = 0.01
 """Share of a predicted step by which its simulation may differ without being told."""
@@ -85,6 +88,7 @@ class PlanSearch:
         baseline: of the user's own layout; None where the flags have none.
         dropped: flags of the user that the run goes without, with the reason.
         staged: the search over plans of unlike stages; None where there was none.
+        changes: what the plan changes in the user's own layout, the largest gain first.
     """
 
     target: str
@@ -100,6 +104,7 @@ class PlanSearch:
     dropped: Mapping[str, str]
     seconds: float
     staged: StageSearch | None = None
+    changes: tuple[Change, ...] = ()
 
     @property
     def refusal(self) -> str | None:
@@ -127,6 +132,9 @@ class PlanSearch:
         target: Target = "megatron-lm" if self.target == "megatron-lm" else "moe-overlap"
         dropped = {**self.dropped, **(dict.fromkeys(self.tuned.dropped, PLACED) if self.tuned is not None else {})}
         effects = {MEASURE: f"predicted step {self.prediction.predicted.step_seconds:.3f} s"}
+        if self.baseline is not None:
+            for change in self.changes:
+                effects |= dict.fromkeys(list(change.after)[:1], f"in your flags, {change.effect(self.baseline)}")
         return argument_file(
             words, self.plan, said, target, effects=effects, dropped=dropped, plan_file=plan_file, head=head
         )
@@ -149,6 +157,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
         "not_executed": search.refusal,
         "overlap": None if search.tuned is None else search.tuned.chosen.name,
         "baseline_step_seconds": None if search.baseline is None else search.baseline.predicted.step_seconds,
+        "changes": [] if search.baseline is None else changes_json(search.changes),
         "dropped_flags": [name for name, _ in search.written.left_out] if executed else [],
         "runners_up": [
             {
@@ -248,10 +257,8 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
         fits = "" if search.baseline.fits else f", and {search.baseline.memory_verdict}"
         gain = before / prediction.predicted.step_seconds
         lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast")
-    if search.refusal is None:
-        lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
-    else:
-        lines.append(f"{'not run':<12}pretrain_moe.py refuses it today: {search.refusal}")
+        helpful = [change for change in search.changes if change.gain(search.baseline) > 0.0]
+        lines += change_lines(helpful[:SHOWN_CHANGES], search.baseline)
     apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
     if apart:
         widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
@@ -259,7 +266,10 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
             f"{'simulated':<12}{len(apart)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
             f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
         )
-    lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
+    if search.refusal is None:
+        lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
+    else:
+        lines.append(f"{'not run':<12}pretrain_moe.py refuses it today: {search.refusal}")
     pruned = counts.too_large + counts.too_slow
     lines.append(
         f"{'searched':<12}{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
@@ -274,7 +284,9 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
     lines.append(f"{'written':<12}{folder}: {', '.join(files)}")
     if search.refusal is not None:
         return lines
-    start = f"sbatch {folder / SCRIPT}" if SCRIPT in files else f"torchrun … pretrain_moe.py @{folder / ARGUMENTS}"
+    ranks = start_flags(search.plan.world_size, search.cluster.group_of(0).gpus_per_node)
+    direct = f"python pretrain_moe.py {ranks}@{folder / ARGUMENTS}"
+    start = f"sbatch {folder / SCRIPT}" if SCRIPT in files else direct
     lines.append(f"{'next':<12}{start}")
     return lines
 

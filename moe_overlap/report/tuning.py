@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.describe.cluster import GIB
+from moe_overlap.describe.cluster import GIB, start_flags
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.report.prediction import prediction_json
@@ -131,14 +131,14 @@ def refinement_json(refinement: Refinement) -> dict[str, Any]:
 # Text.
 
 
-def tuned_text(tuned: Tuned, folder: Path) -> str:
+def tuned_text(tuned: Tuned, folder: Path, per_node: int) -> str:
     """The answer for a reader.
 
     Args:
         folder: where `write_run` has written it.
     """
     chosen = tuned.chosen
-    assert chosen.prediction is not None
+    assert chosen.prediction is not None and chosen.plan is not None
     gained = tuned.plain_seconds / chosen.seconds
     lines = [] if tuned.refinement is None else [*refinement_lines(tuned.refinement), ""]
     lines += [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
@@ -153,7 +153,8 @@ def tuned_text(tuned: Tuned, folder: Path) -> str:
         f"searched   {tuned.search_seconds:.1f} s",
         f"written    {folder}: plan.json, megatron_args.txt, trace.json",
     ]
-    lines += [f"next       torchrun ... pretrain_moe.py @{folder / 'megatron_args.txt'}"]
+    ranks = start_flags(chosen.plan.world_size, per_node)
+    lines += [f"next       python pretrain_moe.py {ranks}@{folder / 'megatron_args.txt'}"]
     return "\n".join(lines)
 
 

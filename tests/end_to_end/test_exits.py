@@ -55,7 +55,7 @@ def test_sigterm_with_handler_saves_and_the_run_continues_bitwise(undisturbed: U
     # The very line that the run printed continues it.
     (following,) = (line.split("pretrain_moe.py ")[1] for line in first.out.splitlines() if line.startswith("next"))
     first = alone(following.split())
-    assert (first.status, first.err) == (0, "")
+    assert first.status == 0, first.err
     assert [json.loads(row)["step"] for row in losses.read_text().splitlines()] == list(range(1, STEPS + 1))
     assert compare_losses(["--bitwise", str(undisturbed.losses), str(losses)]) == 0
     # A finished run says how to train for longer, and that works, too.

@@ -137,7 +137,9 @@ def verdict(facts: Facts) -> list[str]:
     same = f"over {len(shared)} steps losses differ by at most {difference:.0e} of their value (limit {SAME_LOSS:.0e})"
     loss = f"{'same training' if difference <= SAME_LOSS else 'NOT the same training'}: {same}"
     gained = plain.step_seconds / tuned.step_seconds - 1.0
-    if gained > SAME_SPEED:
+    if tuned.predicted_seconds >= plain.predicted_seconds:
+        speed = "nothing is predicted to be faster than plain here: the two trainings execute the same plan"
+    elif gained > SAME_SPEED:
         speed = f"faster: {gained:.0%} more steps in the same time"
     elif gained < -SAME_SPEED:
         speed = f"NOT faster on this machine: {-gained:.0%} fewer steps in the same time, against the prediction"

@@ -230,7 +230,9 @@ def _require_free_port(endpoint: str) -> None:
             pass
     except OSError as error:
         fix = f"choose a free one, or drop the flag: {PROCESSES} alone finds one"
-        raise ConfigError(f"port of {endpoint}", "", f"cannot be opened: {error.strerror or error}", fix) from None
+        # Python writes the address behind the system's reason; a name that is not known has none.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ConfigError(f"port of {endpoint}", "", f"cannot be opened: {reason or error}", fix) from None
 
 
 def _family(host: str) -> socket.AddressFamily:

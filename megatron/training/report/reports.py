@@ -29,6 +29,7 @@ from megatron.training.cli.dry_run import layout_line, model_line
 from megatron.training.cli.flags.without_effect import idle_flags
 from megatron.training.cli.sizes import parallel_layout
 from megatron.training.report.metrics import MetricsLog
+from moe_overlap.describe.cluster import start_flags
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 
@@ -267,12 +268,7 @@ def start_command(environment: Mapping[str, str], program: str, world_size: int,
         argv: flags of the run, without a launcher's.
     """
     name, words = Path(program).name, shlex.join(argv)
-    per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
-    if per_node < world_size:
-        # Where the machines meet is known to whoever starts them.
-        start = f"--nproc-per-node {per_node} --nnodes {world_size // per_node} --rdzv-endpoint HOST:PORT "
-    else:
-        start = f"--nproc-per-node {world_size} " if world_size > 1 else ""
+    start = start_flags(world_size, int(environment.get("LOCAL_WORLD_SIZE", world_size)))
     return f"{name if name == 'moe-train' else 'python pretrain_moe.py'} {start}{words}"
 
 

@@ -21,10 +21,10 @@ def row(step: int, loss: float, seconds: float, exposed: float) -> dict[str, Any
     return {"step": step, "loss": loss, "step_seconds": seconds, "exposed_comm_seconds": exposed}
 
 
-def facts(tuned_seconds: float = 1.0, loss_factor: float = 1.0) -> Facts:
+def facts(tuned_seconds: float = 1.0, loss_factor: float = 1.0, tuned_predicted: float = 0.9) -> Facts:
     plain = [row(step, 6.0 / step, 9.0 if step < 3 else 1.5, 0.5) for step in range(1, 6)]
     tuned = [row(step, 6.0 / step * loss_factor, tuned_seconds, 0.1) for step in range(1, 9)]
-    return Facts(("two ranks",), "partitions", RunFacts(1.4, 0.4, plain), RunFacts(0.9, 0.05, tuned))
+    return Facts(("two ranks",), "partitions", RunFacts(1.4, 0.4, plain), RunFacts(tuned_predicted, 0.05, tuned))
 
 
 def test_the_rate_gives_the_wanted_share_of_computation() -> None:
@@ -74,7 +74,9 @@ def test_the_plain_run_leaves_files_to_the_tuned_one(tmp_path: Path) -> None:
         (["--load", "checkpoints"], "--load: plain and tuned training begin at step 1"),
         (["--log-interval", "10"], "--log-interval: the comparison reads every step"),
         (["--dry-run"], "--dry-run: the first run trains"),
+        (["--log-interval=10"], "--log-interval: the comparison reads every step"),
         (["--no-such-flag"], "--no-such-flag"),
+        (["--folder", "/dev/null/first", "--link", "none"], "--folder /dev/null/first: cannot be written"),
     ],
 )
 def test_mistakes_are_one_line_before_anything_starts(
@@ -107,6 +109,12 @@ def test_ranks_are_pretrain_moe_itself_unless_the_link_is_emulated() -> None:
     ]
 
 
+def test_a_machine_without_util_linux_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_run.shutil, "which", lambda program: None)
+    with pytest.raises(ConfigError, match="setpriv, taskset: not installed"):
+        read_command([])
+
+
 def test_the_table_says_what_was_gained() -> None:
     lines = table(facts())
     assert lines[2].split() == ["step,", "measured", "1.500", "s", "1.000", "s", "1.50"], (
@@ -127,6 +135,10 @@ def test_the_table_is_honest_about_speed(seconds: float, said: str) -> None:
     assert table(facts(tuned_seconds=seconds))[7].startswith(said)
 
 
+def test_the_table_says_when_there_was_nothing_to_gain() -> None:
+    assert table(facts(tuned_predicted=1.4))[7].startswith("nothing is predicted to be faster than plain here")
+
+
 def test_the_table_is_honest_about_losses() -> None:
     assert table(facts(loss_factor=1.001))[8].startswith(
         "NOT the same training: over 5 steps losses differ by at most 1e-03"
@@ -138,6 +150,13 @@ def test_facts_survive_their_file_and_stand_on_the_page() -> None:
     assert table(again) == table(facts())
     text = page(again, "<svg></svg>")
     assert "step, measured" in text and "<svg></svg>" in text and "http" not in text
+
+
+def test_the_record_shows_the_table_of_its_figures() -> None:
+    folder = ROOT / "examples" / "records" / "2026-11-22_make_train_2cpu"
+    lines = table(facts_of(json.loads((folder / "result.json").read_text())))
+    shown = (folder / "README.md").read_text()
+    assert [line for line in lines if line.strip() not in shown] == []
 
 
 def test_what_ranks_print_is_handed_on_and_their_failure_is_told(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_overlap.commands.compare import compare_traces as main
 from moe_overlap.plan.instructions import Span
 from moe_overlap.plan.operators import kind_of
-from moe_overlap.plan.trace import write_trace
+from moe_overlap.plan.trace import lanes_of, read_traces, write_ranks, write_trace
 from moe_overlap.report.trace import read_trace, rows_of
 
 
@@ -105,3 +106,64 @@ def test_files_that_are_no_traces(
     assert main([str(tmp_path / "predicted.json"), str(tmp_path / "measured.json")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {tmp_path / 'measured.json'}: ") and message in error and error.count("\n") == 1
+
+
+def test_communications_at_the_same_time_have_lanes_of_their_own(tmp_path: Path) -> None:
+    """Perfetto keeps a slice if no other one of its lane, which it does not lie in, overlaps it by a nanosecond."""
+    tick = 1.0006e-6  # not a whole number of nanoseconds
+    overlapping = [Span("L0.moe.dispatch", "ep", 0, b, b * tick, (b + 2.5) * tick) for b in range(40)]
+    following = [Span("L0.attention", "compute", 0, b, b * tick, (b + 1) * tick) for b in range(40)]
+    tensor = [Span("L0.attention", "tp", 0, 0, 0.0, 2 * tick)]
+    step = [*overlapping, *following, *tensor]
+    assert max(lanes_of(overlapping)) == 2 and set(lanes_of(following)) == {0}
+    write_ranks(tmp_path / "trace.json", {0: step, 1: step})
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            begin, end = round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)
+            lanes.setdefault((event["pid"], event["tid"]), []).append((begin, end))
+    assert len(lanes) == 2 * (3 + 1 + 1) and sum(map(len, lanes.values())) == 2 * len(step)
+    for slices in lanes.values():
+        assert all(end <= begin for (_, end), (begin, _) in zip(sorted(slices), sorted(slices)[1:], strict=False))
+    (file,) = read_traces(tmp_path / "trace.json")
+    for rank in (0, 1):
+        assert sorted((s.name, s.channel, s.micro_batch) for s in file.spans[rank]) == sorted(
+            (s.name, s.channel, s.micro_batch) for s in step
+        )
+
+
+def test_files_of_an_earlier_run_beside_a_whole_one_are_not_read(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "run.json", {0: spans(1.0), 1: spans(1.0)})
+    write_trace(tmp_path / "run.json.rank1", spans(9.0), 1)
+    assert [sorted(file.spans) for file in read_traces(tmp_path / "run.json")] == [[0, 1]]
+
+
+def about(hidden: int = 64, tensor: int = 1, micro_batches: int = 4, overlap: str = "none") -> dict[str, Any]:
+    stage = {"tensor": tensor, "gradient_accumulation_steps": micro_batches, "overlap": overlap}
+    plan = {"precision": "bf16", "global_batch_size": 2 * micro_batches, "stages": [stage]}
+    return {"model": {"name": "a", "hidden_size": hidden}, "plan": plan}
+
+
+@pytest.mark.parametrize(
+    ("other", "refused"),
+    [
+        (about(), None),
+        (about(micro_batches=8, overlap="tutel"), None),
+        ({}, None),
+        (about(hidden=32), "model hidden_size 32: the prediction is of 64"),
+        (about(tensor=2), "stages[0] tensor 2: the prediction is of 1"),
+    ],
+)
+def test_traces_of_unlike_jobs_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: dict[str, Any], refused: str | None
+) -> None:
+    first, second = tmp_path / "predicted.json", tmp_path / "measured.json"
+    write_trace(first, spans(1.0), 0, about())
+    write_trace(second, spans(1.0), 0, other)
+    status, error = main([str(first), str(second)]), capsys.readouterr().err
+    if refused is None:
+        assert (status, error) == (0, "")
+    else:
+        rule = "the traces are of unlike jobs; compare traces of the same flags"
+        assert (status, error) == (2, f"error: {second} {refused}: {rule}\n")

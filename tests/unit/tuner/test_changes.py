@@ -8,6 +8,7 @@ import pytest
 
 from moe_overlap.api import predict, problem_of
 from moe_overlap.changes import by_decision, changes_of
+from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.simulate.step import predict_plan
@@ -26,7 +27,7 @@ def predicted(words: list[str]) -> Prediction:
 
 def changed(words: list[str], said: list[str], **options: Any) -> tuple[tuple[Change, ...], Prediction]:
     baseline = predicted(words)
-    return changes_of(words, said, baseline, H100, **{**OPTIONS, **options}), baseline
+    return changes_of(words, grouped(said), baseline, H100, **{**OPTIONS, **options}), baseline
 
 
 def test_each_decision_is_predicted_alone_and_the_largest_gain_comes_first() -> None:
@@ -52,8 +53,7 @@ def test_what_is_refused_alone_says_why() -> None:
 
 def test_a_flag_that_says_its_default_is_no_change() -> None:
     same = [*SMALL, "--context-parallel-size", "1"]
-    said = [word for flag, values in by_flags(SMALL).items() for word in (flag, *values)]
-    assert changed(same, said)[0] == ()
+    assert changed(same, SMALL)[0] == ()
 
 
 def test_lines_name_the_flags_and_what_they_do() -> None:
@@ -64,18 +64,10 @@ def test_lines_name_the_flags_and_what_they_do() -> None:
     assert removed.startswith("change      remove --recompute-granularity full, remove --recompute-method uniform, ")
     (batch,) = (line for line in lines if "--micro-batch-size" in line)
     assert "--micro-batch-size 1 -> 2: alone " in batch and batch.endswith(" GiB on the fullest stage")
-    (row,) = (row for row in changes_json(changes, baseline) if row["name"] == "micro-batch")
+    (row,) = (row for row in changes_json(changes) if row["name"] == "micro-batch")
     assert row["before"] == ["--micro-batch-size", "1"] and row["after"] == ["--micro-batch-size", "2"]
 
 
 @pytest.mark.parametrize("flag", sorted(layout_flags()))
 def test_every_flag_of_a_layout_has_a_decision(flag: str) -> None:
     assert by_decision({flag: ("2",)})
-
-
-def by_flags(words: list[str]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for place, word in enumerate(words):
-        if word in layout_flags():
-            found[word] = () if words[place + 1].startswith("--") else (words[place + 1],)
-    return found

@@ -271,3 +271,18 @@ def test_progress_is_said_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     progress(1, 10, None)
     progress(2, 10, None)
     assert stream.getvalue() == "2 of at most 10 layouts evaluated; nothing that fits yet\n"
+
+
+def test_the_answer_says_what_of_the_users_flags_costs_most() -> None:
+    search = searched("megatron-lm")
+    assert search.baseline is not None and search.changes
+    gains = [change.gain(search.baseline) for change in search.changes]
+    assert gains == sorted(gains, reverse=True)
+    lines = [line for line in search_lines(search, Path("tuned"), [], None) if line.startswith("change ")]
+    assert len(lines) == (gains[0] > 0.0)
+    first = search.changes[0]
+    assert [row["name"] for row in search_json(search)["changes"]] == [change.name for change in search.changes]
+    if first.after and first.alone is not None:
+        assert f"in your flags, {first.effect(search.baseline)}" in " ".join(
+            search.written.text.replace("# ", "").split()
+        )
