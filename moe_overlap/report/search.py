@@ -87,8 +87,8 @@ class PlanSearch:
         refused: plans that rules across flags refuse, with the rule.
         baseline: of the user's own layout; None where the flags have none.
         dropped: flags of the user that the run goes without, with the reason.
-        changes: what the plan changes in the user's own layout, the largest gain first.
         staged: the search over plans of unlike stages; None where there was none.
+        changes: what the plan changes in the user's own layout, the largest gain first.
     """
 
     target: str
@@ -103,8 +103,8 @@ class PlanSearch:
     baseline: Prediction | None
     dropped: Mapping[str, str]
     seconds: float
-    changes: tuple[Change, ...] = ()
     staged: StageSearch | None = None
+    changes: tuple[Change, ...] = ()
 
     @property
     def refusal(self) -> str | None:
@@ -259,10 +259,6 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
         lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast")
         helpful = [change for change in search.changes if change.gain(search.baseline) > 0.0]
         lines += change_lines(helpful[:SHOWN_CHANGES], search.baseline)
-    if search.refusal is None:
-        lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
-    else:
-        lines.append(f"{'not run':<12}pretrain_moe.py refuses it today: {search.refusal}")
     apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
     if apart:
         widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
@@ -270,7 +266,10 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
             f"{'simulated':<12}{len(apart)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
             f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
         )
-    lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
+    if search.refusal is None:
+        lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
+    else:
+        lines.append(f"{'not run':<12}pretrain_moe.py refuses it today: {search.refusal}")
     pruned = counts.too_large + counts.too_slow
     lines.append(
         f"{'searched':<12}{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
