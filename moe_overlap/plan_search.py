@@ -105,12 +105,17 @@ class SearchSettings:
 
 
 def search_plan(
-    words: Sequence[str], cluster: Cluster, settings: SearchSettings, **options: Unpack[Options]
+    words: Sequence[str],
+    cluster: Cluster,
+    settings: SearchSettings,
+    libraries: Libraries | None = None,
+    **options: Unpack[Options],
 ) -> PlanSearch:
     """The fastest plan of a run on a cluster.
 
     Args:
         words: Megatron flags, or `@FILE`; what they say of the layout is a baseline, and binds nothing.
+        libraries: captures that several searches share; default those of the cache.
     Raises:
         ConfigError: as `predict`; no layout divides the model, the batch and the GPUs; or no plan fits.
     """
@@ -119,7 +124,7 @@ def search_plan(
     bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
     bare = with_precision(bare, options.get("precision"))
     job = _described(words, bare, cluster.gpus, options)
-    libraries = Libraries(CaptureFiles(cache_folder()))
+    libraries = libraries or Libraries(CaptureFiles(cache_folder()))
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
     given = options.get("graphs")
     graphs = given or (cpu_graphs if on_cpu else libraries.graphs)

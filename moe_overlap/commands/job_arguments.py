@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
+from moe_overlap.commands.gpus import ListGpus
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.model_file import read_model
@@ -24,8 +26,9 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megatron-args", metavar="FILE", help="flags of the run, or its shell script")
     parser.add_argument("--model", metavar="FILE", help="model file (examples/models); its flags come first")
     parser.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
-    parser.add_argument("--gpu", help="type of GPU, in place of --cluster")
-    parser.add_argument("--num-gpus", type=int, help="how many of them")
+    parser.add_argument("--gpu", help="type of GPU, in place of --cluster; --list-gpus prints the known ones")
+    parser.add_argument("--num-gpus", metavar="N", help="how many of them")
+    parser.add_argument("--list-gpus", action=ListGpus, help="print the known types of GPU and stop")
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
@@ -38,7 +41,34 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         raise ConfigError(
             "--gpu", arguments.gpu or "", "the machines are unknown", "add --gpu and --num-gpus, or --cluster"
         )
-    return shipped_cluster(arguments.gpu, arguments.num_gpus)
+    if "," in arguments.num_gpus:
+        rule = "only a search of plans (tools/autotune.py) compares numbers of GPUs"
+        raise ConfigError("--num-gpus", arguments.num_gpus, rule, "give one number")
+    return shipped_cluster(arguments.gpu, _count(arguments.num_gpus, arguments.num_gpus))
+
+
+def clusters_of(arguments: argparse.Namespace) -> list[Cluster]:
+    """The machines of every number in `--num-gpus`, the fewest first.
+
+    Raises:
+        ConfigError: as `cluster_of`; or a number is given twice.
+    """
+    text = arguments.num_gpus
+    if arguments.cluster is not None or arguments.gpu is None or "," not in (text or ""):
+        return [cluster_of(arguments)]
+    counts = sorted(_count(part, text) for part in text.split(","))
+    for first, second in itertools.pairwise(counts):
+        if first == second:
+            raise ConfigError("--num-gpus", text, f"{first} is given twice", "give every number once")
+    return [shipped_cluster(arguments.gpu, count) for count in counts]
+
+
+def _count(part: str, text: str) -> int:
+    """One number of GPUs out of the text of `--num-gpus`."""
+    if not (part.isascii() and part.isdigit() and int(part) > 0):
+        rule = "must be a whole number from 1" if part == text else f"{part or 'nothing'} is no number of GPUs"
+        raise ConfigError("--num-gpus", text, rule, "give for example 64, or 32,64,128 to tools/autotune.py")
+    return int(part)
 
 
 def words_of(arguments: argparse.Namespace) -> list[str]:

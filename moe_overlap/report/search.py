@@ -161,9 +161,8 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
     Args:
         folder, files: where the answer is written, and under which names.
     """
-    prediction, counts = search.prediction, search.found.counts
+    prediction = search.prediction
     sentence = plan_sentence(search.plan)
-    ended = "" if search.found.solution.status is not Status.TIME_LIMIT else "; stopped early: better plans may be left"
     lines = answer_lines(
         Answer(
             plan=search.plan,
@@ -174,10 +173,17 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
             runners_up=[runner_up(other.name, other.prediction, search.chosen.prediction) for other in search.others],
         )
     )
+    return [*lines, *closing_lines(search, folder, files)]
+
+
+def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> list[str]:
+    """The user's own layout, flags that are left out, how far the search went, what is written, and how to run it."""
+    lines, counts, solution = [], search.found.counts, search.found.solution
+    ended = "" if solution.status is not Status.TIME_LIMIT else "; stopped early: better plans may be left"
     if search.baseline is not None:
         before = search.baseline.predicted.step_seconds
         fits = "" if search.baseline.fits else f", and {search.baseline.memory_verdict}"
-        gain = before / prediction.predicted.step_seconds
+        gain = before / search.prediction.predicted.step_seconds
         lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast")
     lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
     pruned = counts.too_large + counts.too_slow
