@@ -156,7 +156,7 @@ def search_plan(
         again, modules = _recomputing_modules(found, task, job, libraries if graphs == libraries.graphs else None)
         found = joined(found, search(again, UniformCosts(modules), bounds), KEPT)
     if found.solution.value is None:
-        raise _does_not_fit(found, cluster, said.refused)
+        raise _does_not_fit(found, cluster, said.refused, task.machine.memory.certainty)
     options = Options(**{**options, "precision": None})  # The flags say it.
     finalists = _finalists(found, said, cluster, options)
     if found.solution.status is Status.TIME_LIMIT:
@@ -444,7 +444,9 @@ def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Predi
     return predict_plan(problem.plan, problem)
 
 
-def _does_not_fit(found: UniformSearch, cluster: Cluster, refused: Sequence[tuple[str, str]]) -> ConfigError:
+def _does_not_fit(
+    found: UniformSearch, cluster: Cluster, refused: Sequence[tuple[str, str]], certainty: str
+) -> ConfigError:
     """The error where no plan fits: the plan that needs the least, and what it lacks."""
     gpu = cluster.group_of(0).gpu
     if found.solution.status is Status.TIME_LIMIT:
@@ -462,5 +464,6 @@ def _does_not_fit(found: UniformSearch, cluster: Cluster, refused: Sequence[tupl
         rule = f"none of {found.counts.layouts:,} layouts fits {gpu.memory_gib:g} GiB, by a lower bound of their bytes"
         return ConfigError("--num-gpus", subject, rule, "use more GPUs, or GPUs with more memory")
     least = found.smallest.needed_bytes / GIB
-    rule = f"no plan fits {gpu.memory_gib:g} GiB with 95 % certainty; the smallest needs {least:.1f} ({found.smallest.name})"
+    rule = f"no plan fits {gpu.memory_gib:g} GiB with {certainty} certainty; "
+    rule += f"the smallest needs {least:.1f} ({found.smallest.name})"
     return ConfigError("--num-gpus", subject, rule, "use more GPUs, or a shorter sequence")

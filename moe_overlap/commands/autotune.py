@@ -31,7 +31,14 @@ from typing import TextIO
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, tune
-from moe_overlap.commands.job_arguments import add_job_arguments, cluster_of, clusters_of, words_of
+from moe_overlap.commands.job_arguments import (
+    add_job_arguments,
+    add_margin_argument,
+    cluster_of,
+    clusters_of,
+    margin_of,
+    words_of,
+)
 from moe_overlap.commands.predict import token_count
 from moe_overlap.commands.tune_many import tune_both, tune_numbers
 from moe_overlap.describe.errors import ConfigError
@@ -71,7 +78,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
                 flag, value, "is of the search of plans, and the layout is kept", "drop it or --overlap-only"
             )
     cluster = cluster_of(arguments)
-    given = Options(software=arguments.software, expert_load=arguments.expert_load, precision=arguments.precision)
+    given = _options(arguments)
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(words_of(arguments), cluster, _limits(arguments), seconds, arguments.refine, **given)
     folder = Path(arguments.output)
@@ -100,7 +107,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         has_baseline=arguments.megatron_args is not None,
         progress=Progress(sys.stderr),
     )
-    given = Options(software=arguments.software, expert_load=arguments.expert_load, precision=arguments.precision)
+    given = _options(arguments)
     clusters, words = clusters_of(arguments), words_of(arguments)
     if len(clusters) > 1:
         return tune_numbers(arguments, words, clusters, settings, given, train_tokens)
@@ -117,6 +124,15 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(f"\n{prediction_text(search.prediction, search.cluster)}")
         print("\n".join(f"refused     {name}: {rule}" for name, rule in search.refused))
     return 0
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    return Options(
+        software=arguments.software,
+        expert_load=arguments.expert_load,
+        precision=arguments.precision,
+        memory_margin=margin_of(arguments),
+    )
 
 
 def _require_writable(folder: Path) -> None:
@@ -167,6 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
     parser.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
+    add_margin_argument(parser)
     parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole training, as 300B")
     parser.add_argument("--verbose", action="store_true", help="every figure of the chosen plan")
     parser.add_argument("--overlap-max-partitions", metavar="N", type=int, default=8, help="most partitions of a range")

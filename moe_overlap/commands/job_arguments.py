@@ -9,6 +9,7 @@ from moe_overlap.commands.gpus import ListGpus
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.model_file import read_model
+from moe_overlap.tuner.cost.memory_errors import require_margin
 
 USUAL = (
     "--bf16",
@@ -29,6 +30,23 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help="type of GPU, in place of --cluster; --list-gpus prints the known ones")
     parser.add_argument("--num-gpus", metavar="N", help="how many of them")
     parser.add_argument("--list-gpus", action=ListGpus, help="print the known types of GPU and stop")
+
+
+def add_margin_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that `margin_of` reads."""
+    parser.add_argument(
+        "--memory-margin",
+        metavar="QUANTILE",
+        type=float,
+        help="a plan fits where this quantile of its peak of memory is within the capacity (0.95)",
+    )
+
+
+def margin_of(arguments: argparse.Namespace) -> float | None:
+    """The quantile of `--memory-margin`; ConfigError where it is none."""
+    margin: float | None = arguments.memory_margin
+    require_margin(margin)
+    return margin
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:

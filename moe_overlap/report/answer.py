@@ -184,7 +184,7 @@ def _memory(prediction: Prediction) -> str:
     fullest, capacity = prediction.fullest, prediction.capacity_bytes / GIB
     where = f"stage {fullest.stage} needs" if len(prediction.predicted.stages) > 1 else "needs"
     most = f"most of it {fullest.category} ({fullest.category_bytes / GIB:.1f})"
-    quantile = f"with 95 % certainty no more than {fullest.high_bytes / GIB:.1f}"
+    quantile = f"with {prediction.memory.certainty} certainty no more than {fullest.high_bytes / GIB:.1f}"
     text = f"{prediction.memory_verdict}: {where} {fullest.needed_bytes / GIB:.1f} of {capacity:.1f} GiB, {quantile}; {most}"
     count = len(prediction.overflow)
     return text if count < 2 else f"{text}; {count} stages may not fit"
