@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Sequence
 
+from megatron.training.cli.arguments import expand_files
 from moe_overlap.commands.gpus import ListGpus
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
@@ -12,13 +14,16 @@ from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.tuner.cost.memory_errors import require_margin
 
 USUAL = (
-    "--bf16",
     "--use-distributed-optimizer",
     "--overlap-grad-reduce",
     "--overlap-param-gather",
     "--micro-batch-size",
     "1",
 )
+PRECISIONS_OF_DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
+"""Flags of the precision that a config.json names by `torch_dtype`."""
+PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")
+"""Flags that say a precision; prefixes."""
 MOE = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
 
 
@@ -97,20 +102,34 @@ def words_of(arguments: argparse.Namespace) -> list[str]:
     """
     if arguments.model is None and arguments.megatron_args is None:
         raise ConfigError("--megatron-args", "", "nothing says what is trained", "add --megatron-args or --model")
-    words = [] if arguments.model is None else _model_words(arguments.model, arguments.megatron_args is None)
-    words += [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
+    given = [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
+    words = [] if arguments.model is None else _model_words(arguments.model, given, arguments.precision)
+    words += given
     for option in ("global_batch_size", "seq_length"):
         value = getattr(arguments, option, None)
         words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
     return words
 
 
-def _model_words(path: str, alone: bool) -> list[str]:
+def _model_words(path: str, given: Sequence[str], precision: str | None) -> list[str]:
     """The flags of a model file.
 
     Args:
-        alone: no flags of a run stand beside it: it gets what nearly every run sets, as a config.json says nothing of training.
+        given: flags of a run that stand beside it. Where there are none, the file gets what nearly every run sets, as a
+            config.json says nothing of training.
+        precision: of the tool's own option.
+    Raises:
+        ConfigError: the file is none, or its `torch_dtype` is no precision of a run and nothing else says one.
     """
     described = read_model(path)
-    usual = [*USUAL, *(MOE if "num-experts" in described.flags else ())] if alone else []
-    return [*usual, *described.arguments]
+    usual = [] if given else [*USUAL, *(MOE if "num-experts" in described.flags else ())]
+    is_said = precision is not None or any(
+        word.startswith(PRECISE) for word in (*described.arguments, *expand_files(given))
+    )
+    if is_said or (given and described.dtype is None):
+        return [*usual, *described.arguments]
+    dtype = described.dtype or "bfloat16"
+    if dtype not in PRECISIONS_OF_DTYPES:
+        rule = f"is no precision of a run ({', '.join(PRECISIONS_OF_DTYPES)})"
+        raise ConfigError(f"{path} torch_dtype", dtype, rule, "add --precision")
+    return [*PRECISIONS_OF_DTYPES[dtype], *usual, *described.arguments]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, predict, problem_of, simulated
+from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.job_arguments import add_job_arguments, add_margin_argument, cluster_of, margin_of, words_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import PRECISIONS, Job, read_job
@@ -25,6 +26,7 @@ from moe_overlap.report.prediction import prediction_json, prediction_text
 from moe_overlap.report.trace import write_trace
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 for a user's mistake. A plan that does not fit is an answer, not a mistake."""
     arguments = _parser().parse_args(argv)

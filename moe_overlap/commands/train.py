@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron.training
-from moe_overlap.commands.exits import end_process, end_with_launcher, ends_with_its_reader, leave
+from moe_overlap.commands.exits import end_process, end_with_launcher, ends_with_its_reader, interruptible, leave
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from moe_overlap.runtime.context import RunContext
 
 
+@interruptible
 def main(argv: Sequence[str]) -> int:
     """Execute the command; returns the exit status: 0, 1 for a run that failed, 2 for a user's mistake."""
     rank = 0
