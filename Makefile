@@ -3,16 +3,18 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PROCESSES ?= 2
 WORKERS ?= 2
+# The link between the processes: auto (namespaces where they can be made, else emulator), namespaces, emulator, none.
+LINK ?= auto
 ARGS ?=
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: train test test-slow check format clean
 
 train: .venv/installed
-	$(BIN)/torchrun --nproc-per-node $(PROCESSES) pretrain_moe.py @examples/tiny-mixtral-8x7b.args --save checkpoints $(ARGS)
+	$(BIN)/python tools/first_run.py --processes $(PROCESSES) --link $(LINK) $(ARGS)
 
 # A hundred processes import the same modules: compiled once, whatever the caller's environment says.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
@@ -40,4 +42,4 @@ format: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info checkpoints
+	rm -rf .venv build *.egg-info checkpoints runs/first

@@ -4,7 +4,8 @@
 2. Uniform plans are searched with that (tuner/search/uniform.py), under the rules of the target: what this runtime executes, or
    what unmodified Megatron-LM accepts.
 3. The fastest are written as flags and read again as any command line is: what rules across flags refuse is no answer, and each
-   is predicted as tools/predict.py predicts it. Of those within `TIE` of the fastest the one that needs the least memory leads.
+   is predicted as tools/predict.py predicts it. Those near the fastest are simulated, and the simulated steps order them. Of
+   those within `TIE` of the fastest the one that needs the least memory leads.
 4. For this runtime the overlap of the first few is decided (`--overlap-only`); the shortest step is the answer.
 """
 
@@ -36,7 +37,7 @@ from moe_overlap.tuner.capture.cache import PRECISIONS, CaptureFiles, Graphs, ca
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.fitting import module_sets
 from moe_overlap.tuner.search.layer.candidates import PLAIN
@@ -71,6 +72,9 @@ OF_PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Flags of the precision; prefixes."""
 TIE = 0.01
 """Share of a step below which predictions tell no plan from another."""
+SIMULATED = 0.1
+"""Plans that are predicted to be slower than the fastest by more than this share of a step are not simulated: no simulated step
+of a plan without overlap was found to differ from its prediction by a tenth (tests/unit/tuner/test_search_simulated.py)."""
 WITH_MODULES = 4
 """Choices of ranks for which graphs are captured that recompute modules: seconds each."""
 OVERLAPPED = 3
@@ -139,7 +143,7 @@ def search_plan(
         sequence_length=job.plan.sequence_length,
         global_batch_size=job.plan.global_batch_size,
     )
-    layouts = list(uniform_layouts(job.model, run))
+    layouts = [layout for layout in uniform_layouts(job.model, run) if _has_dispatcher(job, layout)]
     if not layouts:
         rule = f"no layout of {cluster.gpus} GPUs divides the batch and the model"
         raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
@@ -158,9 +162,9 @@ def search_plan(
     if found.solution.value is None:
         raise _does_not_fit(found, cluster, said.refused, task.machine.memory.certainty)
     options = Options(**{**options, "precision": None})  # The flags say it.
-    finalists = _finalists(found, said, cluster, options)
     if found.solution.status is Status.TIME_LIMIT:
         deadline = -math.inf
+    finalists = in_order(simulated_finalists(_finalists(found, said, cluster, options), deadline))
     tuned, chosen = _overlapped(finalists, cluster, settings, deadline, options)
     return PlanSearch(
         target=settings.target,
@@ -239,6 +243,12 @@ def _space(settings: SearchSettings) -> SearchSpace:
         rule = "is not searched yet" if settings.space in NOT_YET else "is no search space"
         raise ConfigError("--search-space", settings.space, rule, f"use {' or '.join(SPACES)}")
     return SEARCH_SPACES[settings.space]
+
+
+def _has_dispatcher(job: Job, layout: UniformLayout) -> bool:
+    """Whether the flags' dispatcher runs a layout: megatron-core's flex dispatcher wants ranks that exchange tokens."""
+    is_flex = job.model.num_experts > 0 and job.config.moe.moe_token_dispatcher_type == "flex"
+    return not is_flex or layout.expert * layout.expert_tensor > 1
 
 
 def _task(
@@ -383,7 +393,7 @@ class _Said:
 
 
 def _finalists(found: UniformSearch, said: _Said, cluster: Cluster, options: Options) -> list[Finalist]:
-    """The ranked plans, read from their flags and predicted; the fastest first, but for ties.
+    """The ranked plans, read from their flags and predicted.
 
     Raises:
         ConfigError: none is left, as measured operators of a machine may say otherwise than the search.
@@ -401,13 +411,32 @@ def _finalists(found: UniformSearch, said: _Said, cluster: Cluster, options: Opt
         )
     if not finalists:
         raise ConfigError("the search", "", f"no plan is left: {said.refused[-1][1]}", "use more GPUs")
-    return in_order(finalists)
+    return finalists
+
+
+def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.inf) -> list[Finalist]:
+    """The finalists with the simulated steps of those that are near the fastest.
+
+    Args:
+        deadline: of `time.monotonic`, behind which nothing more is simulated.
+    """
+    near = min(finalist.seconds for finalist in finalists) * (1.0 + SIMULATED)
+    known = []
+    for finalist in finalists:
+        # The prediction of a plan that overlaps, or whose stages are unlike, is of its simulated lists already.
+        is_closed = not finalist.plan.transfers and not any(s.overlap.is_listed for s in finalist.plan.stages)
+        if is_closed and finalist.seconds <= near and time.monotonic() < deadline:
+            ratio = listed_seconds(finalist.plan, finalist.problem) / finalist.seconds
+            finalist = dataclasses.replace(finalist, simulated=ratio)
+        known.append(finalist)
+    return known
 
 
 def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
-    """The fastest first; but of those within TIE of it the one that needs the least memory leads."""
-    ordered = sorted(finalists, key=lambda finalist: finalist.seconds)
-    tied = [finalist for finalist in ordered if finalist.seconds <= ordered[0].seconds * (1.0 + TIE)]
+    """The fastest first, as simulated; but of those within TIE of it the one that needs the least memory leads."""
+    ordered = sorted(finalists, key=lambda finalist: finalist.simulated_seconds)
+    fastest = ordered[0].simulated_seconds
+    tied = [finalist for finalist in ordered if finalist.simulated_seconds <= fastest * (1.0 + TIE)]
     leader = min(tied, key=lambda finalist: finalist.prediction.fullest.needed_bytes)
     return [leader, *(finalist for finalist in ordered if finalist is not leader)]
 
@@ -420,7 +449,7 @@ def _overlapped(
     Returns:
         None where nothing is overlapped, with the first plan.
     """
-    best, chosen, shortest = None, finalists[0], finalists[0].seconds
+    best, chosen, shortest = None, finalists[0], finalists[0].simulated_seconds
     if settings.target != "moe-overlap":
         return None, chosen
     for finalist in finalists[:OVERLAPPED]:

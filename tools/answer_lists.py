@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.dry_run import dry_run
-from megatron.training.cli.start import Machine, obstacles
+from megatron.training.cli.start import VARIABLE, Machine, obstacles
 from moe_overlap.describe.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +44,8 @@ class Answer:
 def answer(entry: dict[str, Any]) -> Answer:
     """Execute a dry run of one list; errors other than the user's pass through."""
     try:
-        parsed = parse(entry["arguments"])
+        # Places of data and checkpoints are variables that the job's environment gives; any value will do.
+        parsed = parse([VARIABLE.sub("given", word) for word in entry["arguments"]])
         dry_run(parsed, None, io.StringIO())
     except ConfigError as error:
         return Answer(entry["name"], entry["moe"], str(error), ())

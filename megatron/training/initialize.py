@@ -27,6 +27,10 @@ from moe_overlap.describe.errors import ConfigError
 T = TypeVar("T")
 
 
+class AnotherRankFailed(RuntimeError):
+    """Work that ranks do together failed on another one, by an error that is no user's mistake."""
+
+
 def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
     """Run `work` on rank 0; every rank returns its result. Without a process group: just run it.
 
@@ -35,7 +39,7 @@ def on_first_rank(work: Callable[[], T], group: Any = None) -> T:
         group: every rank of the run; the default group unless given.
     Raises:
         ConfigError: on every rank, when `work` raised it on rank 0.
-        RuntimeError: on the other ranks, when `work` raised anything else.
+        AnotherRankFailed: on the other ranks, when `work` raised anything else.
     """
     if not dist.is_initialized():
         return work()
@@ -88,7 +92,7 @@ def _portable(error: Exception) -> tuple[Any, ...]:
 def _restored(message: tuple[Any, ...]) -> Exception:
     if len(message) == 4:
         return ConfigError(*message)
-    return RuntimeError(f"another rank failed: {message[0]}")
+    return AnotherRankFailed(f"another rank failed: {message[0]}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ class Machinery:
         chunks: this rank's model chunks, wrapped in DDP.
         parameter_norm: norm of all parameters of the model; collective.
         deferral_figures: figures of the deferred weight gradients so far, by the log's names; empty where none are deferred.
+        operation: the operator or communication that runs on this rank, or ran last; None before the first.
     """
 
     runner: StepRunner
@@ -119,6 +120,7 @@ class Machinery:
     scheduler: Scheduler
     parameter_norm: Callable[[], float]
     deferral_figures: Callable[[], dict[str, int]]
+    operation: Callable[[], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +153,14 @@ class Reporting:
         reports: what is reported beside them, each at its interval.
         covered_channels: channels whose communication the spans cover.
         flops_per_token: floating-point operations of the model per token, forward and backward.
-        write_trace: writes the spans of the last step, for --trace.
+        write_trace: writes the spans of the last step, by rank, for --trace.
     """
 
     log: MetricsLog
     reports: Reports
     covered_channels: tuple[str, ...]
     flops_per_token: float
-    write_trace: Callable[[Sequence[Span]], None]
+    write_trace: Callable[[Mapping[int, Sequence[Span]]], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,12 +38,16 @@ class TrainingLoop:
         progress: steps and samples consumed so far.
         reason: why the loop ended before its last step; None while it has not.
         first_loss: loss of the first step this loop ran.
+        activity: what the loop does now: `start`, `step 3`, `save after step 3`, `evaluation after step 3`.
+        on_activity: is told each of these when it begins.
     """
 
     def __init__(self, job: Job, progress: Progress) -> None:
         self.progress = progress
         self.reason: str | None = None
         self.first_loss: float | None = None
+        self.activity = "start"
+        self.on_activity: Callable[[str], None] = lambda activity: None
         self.job, self._config = job, job.config
         self._started = time.monotonic()
         self._saved_at = progress.iteration
@@ -52,6 +56,10 @@ class TrainingLoop:
         self._stopped_by_signal = False
         if job.config.training.exit_signal_handler:
             signal.signal(job.config.training.exit_signal, self._on_signal)
+
+    def _enter(self, activity: str) -> None:
+        self.activity = activity
+        self.on_activity(activity)
 
     def run(self) -> None:
         """Train, save at the end, evaluate on held-out samples, close the log's files.
@@ -109,7 +117,13 @@ class TrainingLoop:
         reporting, trace = self.job.reporting, self._config.overlap.trace
         reporting.reports.flush_loads(self.progress.iteration)
         if trace is not None and spans:
-            Sink("--trace", trace).attempt(lambda: reporting.write_trace(spans))
+            sink = Sink("--trace", trace)
+            # Every rank takes part; rank 0 alone writes.
+            by_rank = spans_of_all_ranks(spans)
+            if by_rank is not None:
+                sink.attempt(lambda: reporting.write_trace(by_rank))
+                if sink.works:
+                    reporting.log.say("trace", f"{trace}: {len(by_rank)} ranks, for ui.perfetto.dev")
 
     def step(self, iteration: int, feed: Batches) -> Sequence[Span]:
         """Execute, count and log one training step; returns this rank's spans.
@@ -117,6 +131,7 @@ class TrainingLoop:
         Raises:
             TrainingFailed: loss or gradient norm is not finite, and no dynamic loss scale takes care of it.
         """
+        self._enter(f"step {iteration}")
         machinery, schedule = self.job.machinery, self.job.schedule
         # On a CPU the peak is tracked tensor by tensor, which is slow. Later steps repeat it, once the optimizer has
         # its state.
@@ -197,6 +212,7 @@ class TrainingLoop:
         feed = job.batches(split, consumed)
         if feed is None:
             return
+        self._enter(f"evaluation after step {self.progress.iteration}")
         loss = tokens = 0.0
         instructions = job.schedule.lowered(size)
         for _ in range(iterations):
@@ -214,6 +230,7 @@ class TrainingLoop:
         """Save the present state, whatever the intervals say, or start to as soon as the former save is complete."""
         if self._config.checkpoint.save is None:
             return
+        self._enter(f"save after step {self.progress.iteration}")
         self._say_what_is_saved(wait=True)
         # One save at a time: the former one was waited for, since the writers of both would share a process group.
         self.job.checkpoints.save(self.progress, persistent)
@@ -248,6 +265,13 @@ class TrainingLoop:
         if _is_due(training.exit_interval, iteration):
             return f"--exit-interval {training.exit_interval}"
         return None
+
+
+def spans_of_all_ranks(spans: Sequence[Span]) -> dict[int, Sequence[Span]] | None:
+    """The spans of a step by rank, on rank 0; None on the other ranks. Collective."""
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(tuple(spans), gathered)
+    return None if gathered is None else dict(enumerate(gathered))
 
 
 def stops_at_nan(config: Config) -> bool:

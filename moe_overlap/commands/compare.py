@@ -15,7 +15,7 @@ from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_text, plain_json
-from moe_overlap.report.trace import comparison_json, comparison_text, read_trace
+from moe_overlap.report.trace import comparison_json, comparison_text, read_trace, require_one_job
 
 LOSSES = """Compare the losses of two runs: `tools/compare_losses.py A.jsonl B.jsonl [--bitwise | --relative 1e-5]`.
 
@@ -28,9 +28,10 @@ TRACES = """Compare a predicted trace with a measured one: the seconds of every 
     python tools/compare_trace.py predicted.json measured.json
     python tools/compare_trace.py predicted.json measured.json --json
 
-Traces are those of --trace, of pretrain_moe.py and of tools/predict.py; further ranks of a measured run (FILE.rank1, …) are found
-beside the file. A kind is the name of an operator without its layer (`moe.experts.backward`) on its channel; seconds are means
-over the ranks that a trace has. Errors are those of the prediction, relative to the measurement.
+Traces are those of --trace, of pretrain_moe.py and of tools/predict.py; further ranks of a run of an earlier version (FILE.rank1,
+…) are found beside the file. Both must be of one job: the same model and layout, as far as the files say. A kind is the name of
+an operator without its layer (`moe.experts.backward`) on its channel; seconds are means over the ranks that a trace has. Errors
+are those of the prediction, relative to the measurement.
 """
 """The help of `compare_traces`."""
 
@@ -105,7 +106,7 @@ def compare_losses(argv: Sequence[str] | None = None) -> int:
 
 @interruptible
 def compare_traces(argv: Sequence[str] | None = None) -> int:
-    """Print the comparison; 2 for a file that cannot be read."""
+    """Print the comparison; 2 for a file that cannot be read, or traces of unlike jobs."""
     parser = argparse.ArgumentParser(description=TRACES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("predicted", type=Path)
@@ -114,6 +115,7 @@ def compare_traces(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         predicted, measured = read_trace(arguments.predicted), read_trace(arguments.measured)
+        require_one_job(predicted, measured, str(arguments.measured))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,11 +10,94 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
+LAUNCH_FOLDER = "MOE_OVERLAP_LAUNCH_FOLDER"
+"""Variable by which our own launcher tells its ranks where their `LaunchFolder` is."""
 RANK_0_SPEAKS_WITHIN_SECONDS = 10
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchFolder:
+    """A temporary folder in which the ranks of one machine tell their launcher how far they are, and who has spoken.
+
+    One rank in trouble brings down the others, and each would say so: of these lines the user needs the first. The launcher
+    speaks for a rank that a signal ended before it could.
+    """
+
+    path: Path
+    attempt: str = "0"
+
+    @classmethod
+    def of_this_process(cls, environment: Mapping[str, str]) -> LaunchFolder | None:
+        """The folder of the launcher that started this rank; None where torchrun or Slurm did, or nobody."""
+        path = environment.get(LAUNCH_FOLDER)
+        return cls(Path(path), environment.get("TORCHELASTIC_RESTART_COUNT", "0")) if path else None
+
+    def claim(self) -> bool:
+        """Whether this rank is the first of its attempt to speak."""
+        try:
+            (self.path / f"spoken-{self.attempt}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # Twice is better than not at all.
+        return True
+
+    def has_spoken(self) -> bool:
+        """Whether a rank of the last attempt has spoken."""
+        attempts = [int(path.name.partition("-")[2]) for path in self.path.glob("attempt-*")]
+        return (self.path / f"spoken-{max(attempts, default=0)}").exists()
+
+    def begin(self) -> None:
+        """Note that a rank of this attempt has begun."""
+        with contextlib.suppress(OSError):
+            (self.path / f"attempt-{self.attempt}").touch()
+
+    def note(self, rank: int, activity: str) -> None:
+        """Keep what a rank is doing, for the launcher to name if the rank is killed."""
+        with contextlib.suppress(OSError):
+            (self.path / f"rank-{rank}").write_text(activity)
+
+    def activity(self, rank: int) -> str:
+        """What a rank was doing when it last said so."""
+        try:
+            return (self.path / f"rank-{rank}").read_text()
+        except OSError:
+            return "start"
+
+    def finish(self, rank: int) -> None:
+        """Note that a rank has come to its end."""
+        with contextlib.suppress(OSError):
+            (self.path / f"done-{rank}").touch()
+
+    def finished(self) -> int:
+        """The number of ranks that have come to their end."""
+        return len(list(self.path.glob("done-*")))
+
+
+def speak(line: str, waits: bool = False) -> None:
+    """Print a rank's last line, unless another rank of our own launcher has spoken before.
+
+    Args:
+        waits: the cause lies with another rank: it, or the launcher, is given time to speak first. The launcher ends this
+            process meanwhile, unless the other one hangs.
+    """
+    folder = LaunchFolder.of_this_process(os.environ)
+    if folder is not None and waits:
+        time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
+    if folder is None or folder.claim():
+        print(line, file=sys.stderr, flush=True)
+
+
+def leave_to_signals() -> None:
+    """Have Ctrl-C end a rank at once and in silence, as SIGTERM does: its launcher, or the shell, says what happened."""
+    if "RANK" in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_with_launcher() -> None:
@@ -32,7 +115,7 @@ def leave(rank: int, line: str, status: int) -> int:
     torchrun ends every process as soon as one has failed: if another rank went first, nobody would read the line.
     """
     if rank == 0:
-        print(line, file=sys.stderr, flush=True)
+        speak(line)
     else:
         time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
     return status
@@ -44,7 +127,7 @@ _Main = TypeVar("_Main", bound=Callable[..., int])
 
 
 def interruptible(main: _Main) -> _Main:
-    """A command that Ctrl-C ends with one line; of many ranks the first one says it."""
+    """A command that Ctrl-C ends with one line; of many ranks the first one says it. Training has signals of its own."""
 
     @functools.wraps(main)
     def command(*arguments: Any, **named: Any) -> int:

@@ -6,7 +6,7 @@ import argparse
 import itertools
 from collections.abc import Sequence
 
-from megatron.training.cli.arguments import expand_files
+from megatron.training.cli.arguments import expand_files, script_gpus
 from moe_overlap.commands.gpus import ListGpus
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
@@ -33,7 +33,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="FILE", help="model file (examples/models); its flags come first")
     parser.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
     parser.add_argument("--gpu", help="type of GPU, in place of --cluster; --list-gpus prints the known ones")
-    parser.add_argument("--num-gpus", metavar="N", help="how many of them")
+    parser.add_argument("--num-gpus", metavar="N", help="how many of them; default those of the script")
     parser.add_argument("--list-gpus", action=ListGpus, help="print the known types of GPU and stop")
 
 
@@ -60,6 +60,9 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
         if arguments.gpu is not None or arguments.num_gpus is not None:
             raise ConfigError("--cluster", arguments.cluster, "stands beside --gpu or --num-gpus", "use one of them")
         return load_cluster(arguments.cluster)
+    if arguments.num_gpus is None and arguments.gpu is not None and arguments.megatron_args is not None:
+        counted = script_gpus([f"@{arguments.megatron_args}"])
+        arguments.num_gpus = None if counted is None else str(counted)
     if arguments.gpu is None or arguments.num_gpus is None:
         raise ConfigError(
             "--gpu", arguments.gpu or "", "the machines are unknown", "add --gpu and --num-gpus, or --cluster"

@@ -1,7 +1,8 @@
-"""Train a Mixture-of-Experts language model: `torchrun --nproc-per-node N pretrain_moe.py @examples/FILE.args [flags]`.
+"""Train a Mixture-of-Experts language model: `pretrain_moe.py --nproc-per-node N @examples/FILE.args [flags]`.
 
 Flags are Megatron-LM's (`--help`). `--dry-run` stops before the first step. torch is imported only when training starts, so that
-mistakes in flags are answered at once.
+mistakes in flags are answered at once. With `--nproc-per-node` this process checks the command line and starts the ranks, which
+torchrun and Slurm start as well.
 
 This command is where the training package and the runtime meet, which do not import each other: `main` reads and checks flags,
 `train` starts and ends the process, `assemble` ties plan, model, data, checkpoint and reports to a training loop.
@@ -19,13 +20,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron.training
-from moe_overlap.commands.exits import end_process, end_with_launcher, ends_with_its_reader, interruptible, leave
+from moe_overlap.commands.exits import (
+    LaunchFolder,
+    end_process,
+    end_with_launcher,
+    ends_with_its_reader,
+    leave,
+    leave_to_signals,
+    speak,
+)
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable
 
 if TYPE_CHECKING:
     from megatron.training.cli.arguments import ParsedArguments
     from megatron.training.cli.config import Config
+    from megatron.training.cli.launch import Launch
     from megatron.training.data.datasets import BatchSource
     from megatron.training.data.tokenizers import Tokenizer
     from megatron.training.job import Machinery, Reporting
@@ -36,8 +46,10 @@ if TYPE_CHECKING:
     from moe_overlap.runtime.build import Builders, Settings
     from moe_overlap.runtime.context import RunContext
 
+INTERRUPTED = 130
+"""The status of a program that Ctrl-C ended, as shells count it."""
 
-@interruptible
+
 def main(argv: Sequence[str]) -> int:
     """Execute the command; returns the exit status: 0, 1 for a run that failed, 2 for a user's mistake."""
     rank = 0
@@ -47,18 +59,27 @@ def main(argv: Sequence[str]) -> int:
         from megatron.training.checkpoint.arguments import with_checkpoint_arguments
         from megatron.training.cli.arguments import parse
         from megatron.training.cli.dry_run import dry_run
+        from megatron.training.cli.launch import require_launchable, split_launch
         from megatron.training.cli.start import require_startable, this_machine
         from megatron.training.cli.validation import validate
         from megatron.training.plan_argument import with_plan
 
+        launch, words = split_launch(argv, os.environ)
+        world_size = launch.world_size if launch else world_size
         with ends_with_its_reader():
-            parsed = with_plan(with_checkpoint_arguments(parse(argv)), world_size)
+            parsed = with_plan(with_checkpoint_arguments(parse(words)), world_size)
             if parsed.dry_run:
-                dry_run(parsed, parsed.world_size, sys.stdout)
+                require_one_size(parsed.world_size, launch)
+                dry_run(parsed, launch.world_size if launch else parsed.world_size, sys.stdout)
                 return 0
         validate(parsed.config, world_size)
         require_startable(parsed, this_machine())
-        return train(parsed, argv)
+        if launch is None:
+            return train(parsed, words)
+        require_launchable(parsed, launch)
+        from moe_overlap.commands.launcher import start_ranks
+
+        return start_ranks(launch, words, parsed.config)
     except ConfigError as error:
         return leave(rank, f"error: {error}", 2)
 
@@ -85,6 +106,13 @@ def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
     return numbers["RANK"], numbers["WORLD_SIZE"]
 
 
+def require_one_size(world_size: int | None, launch: Launch | None) -> None:
+    """Refuse a dry run whose --world-size is not that of its launcher's flags."""
+    if launch is not None and world_size not in (None, launch.world_size):
+        rule = f"--nproc-per-node says {launch.world_size} processes in all"
+        raise ConfigError("--world-size", world_size, rule, "drop one of them")
+
+
 def require_our_portion() -> None:
     """Refuse another package's `megatron.training`, before anything is imported from it."""
     if getattr(megatron.training, "PORTION", None) != "moe-overlap":
@@ -105,23 +133,44 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
         cpu_backend.install()
     import torch.distributed as dist
 
-    from megatron.training.initialize import start_process
+    from megatron.training.initialize import AnotherRankFailed, start_process
     from megatron.training.report.reports import announce_end
     from megatron.training.training import TrainingFailed
-    from moe_overlap.runtime.step import CommunicationFailed
+    from moe_overlap.commands.failures import Place, failure_line, kind_of_failure
     from moe_overlap.runtime.weight_grad.queue import DeferredBytesExceeded
 
-    process = start_process(parsed.config)
+    folder = LaunchFolder.of_this_process(os.environ)
+    process, loop = start_process(parsed.config), None
+    if folder is not None:
+        folder.begin()
     try:
         loop = assemble(parsed, process.rank)
+        if folder is not None:
+            loop.on_activity = functools.partial(folder.note, process.rank)
         loop.run()
         announce_end(loop.job.reporting.log, argv, parsed.config, process.world_size, loop.reason)
+        if folder is not None:
+            folder.finish(process.rank)
     except TrainingFailed as error:
         return leave(process.rank, f"error: {error}", 1)
-    except (CommunicationFailed, DeferredBytesExceeded) as error:
+    except ConfigError:
+        raise
+    except AnotherRankFailed as error:
+        speak(f"error: {error} (rank {process.rank}, {loop.activity if loop else 'start'})", waits=True)
+        return 1
+    except DeferredBytesExceeded as error:
+        speak(f"error: {error} (rank {process.rank}, {loop.activity if loop else 'start'})")
+        return 1
+    except Exception as error:
         # Each rank speaks for itself: rank 0 may be the one that is gone, and they do not all miss the same peer.
-        # Bytes held differ by rank, too.
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        kind = kind_of_failure(error)
+        in_step = loop is not None and loop.activity.startswith("step")
+        place = Place(
+            process.rank,
+            loop.activity if loop else "start",
+            loop.job.machinery.operation() if loop is not None and in_step else None,
+        )
+        speak(failure_line(error, kind, place), waits=kind == "peer")
         return 1
     finally:
         dist.destroy_process_group()
@@ -228,6 +277,7 @@ def machinery_of(config: Config, context: RunContext, total_steps: int) -> Machi
         scheduler=make_scheduler(config, optimizer, context.plan.global_batch_size, total_steps),
         parameter_norm=context.optimizer.parameter_norm,
         deferral_figures=context.deferral_figures,
+        operation=lambda: context.recorder.operation,
     )
 
 
@@ -269,16 +319,22 @@ def reporting_of(
     log = MetricsLog(config.logging, rank, total_steps, asdict(config))
     announce(log, parsed, model, dist.get_world_size(), data_description)
     loads = count_expert_loads(context) if uses_expert_loads(config) else None
-    trace_path = Path((config.overlap.trace or "") + (f".rank{rank}" if rank else ""))
+    trace_path = Path(config.overlap.trace or "")
     return Reporting(
         log=log,
         reports=Reports(config.logging, log, phase_seconds, loads),
         covered_channels=context.recorder.covered,
         flops_per_token=training_flops_per_token(model, plan.sequence_length),
-        write_trace=lambda spans: trace.write_trace(trace_path, spans, rank, trace.about_run(plan, model)),
+        write_trace=lambda spans: trace.write_ranks(trace_path, spans, about=trace.about_run(plan, model)),
     )
 
 
 def run() -> NoReturn:
     """Entry point of `moe-train` and `pretrain_moe.py`: ends the process with the status of `main`."""
-    end_process(main(sys.argv[1:]))
+    leave_to_signals()
+    try:
+        status = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr, flush=True)
+        status = INTERRUPTED
+    end_process(status)

@@ -1,7 +1,12 @@
-"""Spans, measured or simulated, as a Perfetto trace (Chrome's JSON format): one process per rank, one track per channel.
+"""Spans, measured or simulated, as a Perfetto trace (Chrome's JSON format): one process per rank, one group of lanes per channel.
 
-A run writes a file for each rank: FILE, FILE.rank1, … (`--trace` of pretrain_moe.py). Beside its spans a file says,
-under `otherData`, what ran: plan and model, so that measured seconds can be compared with prices (`tuner/calibrate/refine.py`).
+Perfetto drops a slice that overlaps another one of its lane without lying inside of it. Communications of one channel overlap
+where a list starts the next before the last is waited for: each gets a lane on which nothing else runs then. The lanes of a
+channel share its name, so a reader sees the channel and not the lane.
+
+A run writes one file with all of its ranks (`--trace` of pretrain_moe.py); every rank counts from its own start of the step.
+Earlier versions wrote a file for each rank, FILE, FILE.rank1, …, which are read as well. Beside its spans a file says, under
+`otherData`, what ran: plan and model, so that measured seconds can be compared with prices (`tuner/calibrate/refine.py`).
 """
 
 from __future__ import annotations
@@ -80,12 +85,15 @@ def write_ranks(
 
 
 def read_traces(path: Path) -> list[TraceFile]:
-    """A trace file and those of the further ranks beside it.
+    """A trace file and those of the further ranks beside it; a file with several ranks is whole.
 
     Raises:
         ConfigError: a file cannot be read, or has no spans.
     """
-    return [_read(one) for one in (path, *sorted(path.parent.glob(f"{path.name}.rank*")))]
+    whole = _read(path)
+    # Files of further ranks beside it are an earlier run's.
+    beside = sorted(path.parent.glob(f"{path.name}.rank*")) if len(whole.spans) == 1 else []
+    return [whole, *(_read(further) for further in beside)]
 
 
 def _read(path: Path) -> TraceFile:
@@ -120,10 +128,14 @@ def _read(path: Path) -> TraceFile:
 
 
 def _span_events(spans: Sequence[Span], rank: int) -> list[Event]:
-    channels = {channel: number for number, channel in enumerate(sorted({span.channel for span in spans}))}
+    lanes = lanes_of(spans)
+    tracks = {
+        place: number for number, place in enumerate(sorted({*zip((s.channel for s in spans), lanes, strict=True)}))
+    }
     events: list[Event] = [
-        {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": channel}}
-        for channel, number in channels.items()
+        {"ph": "M", "name": kind, "pid": rank, "tid": number, "args": value}
+        for (channel, _), number in tracks.items()
+        for kind, value in (("thread_name", {"name": channel}), ("thread_sort_index", {"sort_index": number}))
     ]
     events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
     events += [
@@ -131,14 +143,34 @@ def _span_events(spans: Sequence[Span], rank: int) -> list[Event]:
             "ph": "X",
             "name": span.name,
             "pid": rank,
-            "tid": channels[span.channel],
-            "ts": span.start * 1e6,
-            "dur": (span.end - span.start) * 1e6,
+            "tid": tracks[span.channel, lane],
+            "ts": _nanoseconds(span.start) / 1e3,
+            "dur": (_nanoseconds(span.end) - _nanoseconds(span.start)) / 1e3,
             "args": {"chunk": span.chunk, "micro_batch": span.micro_batch} | _partition_of(span),
         }
-        for span in spans
+        for span, lane in zip(spans, lanes, strict=True)
     ]
     return events
+
+
+def _nanoseconds(seconds: float) -> int:
+    """A time as Perfetto keeps it: start and end are rounded, not the duration, which could reach into the next slice."""
+    return round(seconds * 1e9)
+
+
+def lanes_of(spans: Sequence[Span]) -> list[int]:
+    """The lane of every span among those of its channel: the first one that is free when the span begins.
+
+    Spans of one lane never overlap, and a channel has no more lanes than spans that run at the same time.
+    """
+    lanes = [0] * len(spans)
+    free_from: dict[str, list[float]] = {}
+    for place in sorted(range(len(spans)), key=lambda place: (spans[place].start, spans[place].end)):
+        span, ends = spans[place], free_from.setdefault(spans[place].channel, [])
+        lane = next((lane for lane, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[lane : lane + 1] = [span.end]
+        lanes[place] = lane
+    return lanes
 
 
 def _partition_of(span: Span) -> dict[str, list[int]]:

@@ -25,6 +25,8 @@ from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environ
 
 PLACED = "an instruction list places that communication itself"
 MEASURE = "--pipeline-model-parallel-size"
+APART = 0.01
+"""Share of a predicted step by which its simulation may differ without being told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,7 @@ class Finalist:
     Attributes:
         problem: the run under its plan, as read from the flags.
         arguments: the flags of the whole run; `said` are those that say the plan.
+        simulated: simulated seconds of the step over the predicted ones; None where the plan was not simulated.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Finalist:
     prediction: Prediction
     arguments: tuple[str, ...]
     said: tuple[str, ...]
+    simulated: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -51,6 +55,16 @@ class Finalist:
     def seconds(self) -> float:
         """Predicted seconds of a step."""
         return self.prediction.predicted.step_seconds
+
+    @property
+    def simulated_seconds(self) -> float:
+        """Simulated seconds of a step, by which finalists are ordered; the predicted ones where it was not simulated."""
+        return self.seconds * (1.0 if self.simulated is None else self.simulated)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether simulation and prediction differ by more than `APART`."""
+        return self.simulated is not None and abs(self.simulated - 1.0) > APART
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +130,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
         "target": search.target,
         "search_space": search.space,
         "chosen": search.chosen.name,
+        "simulated_step_seconds": simulated_json(search.chosen),
         "plan": as_values(search.plan),
         "arguments": search.written.arguments,
         "overlap": None if search.tuned is None else search.tuned.chosen.name,
@@ -125,6 +140,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
             {
                 "name": other.name,
                 "step_seconds": other.seconds,
+                "simulated_step_seconds": simulated_json(other),
                 "needed_bytes": other.prediction.fullest.needed_bytes,
                 "fits": other.prediction.fits,
                 "arguments": list(other.said),
@@ -150,6 +166,11 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
             "status": solution.status.value,
         },
     }
+
+
+def simulated_json(finalist: Finalist) -> float | None:
+    """Simulated seconds of a step; None where the plan was not simulated."""
+    return None if finalist.simulated is None else finalist.simulated_seconds
 
 
 # Text
@@ -185,6 +206,13 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         fits = "" if search.baseline.fits else f", and {search.baseline.memory_verdict}"
         gain = before / search.prediction.predicted.step_seconds
         lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast")
+    apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]
+    if apart:
+        widest = max(apart, key=lambda finalist: abs(finalist.simulated_seconds / finalist.seconds - 1.0))
+        lines.append(
+            f"{'simulated':<12}{len(apart)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
+            f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
+        )
     lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
     pruned = counts.too_large + counts.too_slow
     lines.append(

@@ -6,25 +6,27 @@ ranks that a trace has. Errors are those of the prediction, relative to the meas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.operators import kind_of
-from moe_overlap.plan.trace import read_traces, write_ranks
+from moe_overlap.plan.trace import about_run, read_traces, write_ranks
+from moe_overlap.tuner.calibrate.refine import FREE_OF_PLAN, FREE_OF_STAGE
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 
 
 def write_trace(path: str | Path, step: SimulatedStep) -> None:
     """Spans and kept bytes of a simulated step; ConfigError where the file cannot be written."""
-    ranks = list(step.prices)
+    ranks, first = list(step.prices), next(iter(step.prices.values()))
     try:
         write_ranks(
             Path(path),
             {rank: step.simulation.spans(rank) for rank in ranks},
             {rank: step.kept_bytes(rank) for rank in ranks},
+            about_run(first.plan, first.model),
         )
     except OSError as error:
         raise ConfigError("--trace", str(path), f"cannot be written: {error.strerror}", "give another file") from None
@@ -37,10 +39,12 @@ class Trace:
     Attributes:
         seconds: by kind of span and channel, the mean of the ranks.
         step_seconds: from the first start to the last end, of the slowest rank.
+        about: what ran, as the file says; empty where it does not.
     """
 
     seconds: dict[tuple[str, str], float]
     step_seconds: float
+    about: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def read_trace(path: Path) -> Trace:
@@ -49,14 +53,54 @@ def read_trace(path: Path) -> Trace:
     Raises:
         ConfigError: a file cannot be read, or has no spans.
     """
-    ranks = [spans for file in read_traces(path) for spans in file.spans.values()]
+    files = read_traces(path)
+    ranks = [spans for file in files for spans in file.spans.values()]
     sums: dict[tuple[str, str], float] = {}
     for spans in ranks:
         for span in spans:
             kind = (kind_of(span.name), span.channel)
             sums[kind] = sums.get(kind, 0.0) + (span.end - span.start) / len(ranks)
     steps = [max(span.end for span in spans) - min(span.start for span in spans) for spans in ranks]
-    return Trace(sums, max(steps))
+    return Trace(sums, max(steps), files[0].about)
+
+
+BATCH = frozenset({"schema_version", "global_batch_size", "gradient_accumulation_steps"})
+"""Plan fields in which a simulated step may differ: it shows as many micro-batches as it takes to see the pipeline."""
+
+
+def require_one_job(predicted: Trace, measured: Trace, source: str) -> None:
+    """Refuse two traces of unlike models or layouts, where both files say what ran; overlap is what a comparison is about.
+
+    Args:
+        source: name of the measured file, for the error.
+    Raises:
+        ConfigError: names the first field that differs.
+    """
+    for place, one, other in _common_parts(predicted.about, measured.about):
+        for name in (name for name in one if name in other):
+            if one[name] != other[name]:
+                rule = f"the prediction is of {one[name]}: the traces are of unlike jobs"
+                raise ConfigError(f"{source} {place} {name}", other[name], rule, "compare traces of the same flags")
+
+
+def _common_parts(
+    predicted: Mapping[str, Any], measured: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Model, plan and stages of both, without the fields in which traces of one job may differ."""
+    both = predicted, measured
+    if not all(isinstance(about.get(name), dict) for about in both for name in ("plan", "model")):
+        return
+    yield "model", *(_without(about["model"], {"name"}) for about in both)  # type: ignore[misc]
+    plans = [about["plan"] for about in both]
+    yield "plan", *(_without(plan, {"stages", *FREE_OF_PLAN, *BATCH}) for plan in plans)  # type: ignore[misc]
+    stages = [[stage for stage in plan.get("stages", ()) if isinstance(stage, dict)] for plan in plans]
+    yield "plan", {"stages": len(stages[0])}, {"stages": len(stages[1])}
+    for index, pair in enumerate(zip(*stages, strict=False)):
+        yield f"stages[{index}]", *(_without(stage, {*FREE_OF_STAGE, *BATCH}) for stage in pair)  # type: ignore[misc]
+
+
+def _without(record: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
+    return {name: value for name, value in sorted(record.items()) if name not in names}
 
 
 def comparison_json(predicted: Trace, measured: Trace) -> dict[str, Any]:

@@ -98,6 +98,15 @@ class SpanRecorder:
         self._current, self._in_backward = None, False
         self._origin = self.clock.mark()
 
+    @property
+    def operation(self) -> str | None:
+        """The operator or communication that runs now, or else the one that ended last; None before the first of a step."""
+        if self._current is not None:
+            return self._current.name
+        if self._background:
+            return self._background[-1].name
+        return self._raw[-1][0].name if self._raw else None
+
     def forward(self, chunk: int, micro_batch: int) -> None:
         """Note that the forward pass of one micro-batch starts on this rank."""
         self.chunk, self.micro_batch, self._in_backward = chunk, micro_batch, False

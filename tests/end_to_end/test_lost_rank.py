@@ -1,8 +1,9 @@
-"""A peer that is lost in the middle of an exchange: every rank that is left says in which operation, and ends."""
+"""A rank that is lost or fails in the middle of a step: every rank that is left says in which operation and step, and ends."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_a_killed_rank_ends_the_others_with_the_operation(tmp_path: Path) -> Non
         assert ended.status == 1, ended.err
         (line,) = ended.err.splitlines()
         assert line.startswith(f"error: {WAITED_FOR}: rank {rank} could not complete its all-to-all with rank 1")
+        assert line.endswith(f"(rank {rank}, step 3)")
     rows = [json.loads(row) for row in log.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(0 < row["deferred_peak_bytes"] <= 60_000 and row["deferred_early"] > 0 for row in rows)
@@ -61,3 +63,42 @@ def test_a_frozen_rank_ends_the_other_after_the_timeout(tmp_path: Path) -> None:
     assert status == 1 and time.monotonic() - begin > TIMEOUT_SECONDS - 1
     (line,) = (tmp_path / "rank0.err").read_text().splitlines()
     assert line.startswith(f"error: {WAITED_FOR}: rank 0 could not complete its all-to-all with rank 1")
+
+
+FAILURES = {
+    "raise": r"L0\.moe\.dispatch: KeyError: 'no such expert'; traceback in (\S+)",
+    "memory": r"L0\.moe\.dispatch: out of memory: 2,048\.0 MiB more were asked for; a smaller .* needs less",
+}
+"""Way to fail -> what the rank itself says."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+def test_a_failing_rank_and_the_other_say_one_line_each(tmp_path: Path, overlap: bool, how: str) -> None:
+    if overlap:
+        launch = lose(1, how, tmp_path, 2)
+    else:
+        # Two micro-batches make two dispatches of the first layer in each step.
+        words = [SMALL_ARGS, "--train-iters", "100"]
+        launch = Launch(["1", str(2 * STEPS + 1), f"{how}-plain", *words], tmp_path, 2, PROGRAM)
+    left, failed = launch.wait(PROMPT_SECONDS)
+    assert (left.status, failed.status) == (1, 1)
+    (line,) = failed.err.splitlines()
+    said = re.fullmatch(rf"error: {FAILURES[how]} \(rank 1, step 3\)", line)
+    assert said, line
+    if how == "raise":
+        assert Path(said[1]).read_text().startswith("Traceback (most recent call last)")
+        Path(said[1]).unlink()
+    (line,) = left.err.splitlines()
+    waited_for = rf"{re.escape(WAITED_FOR)}: rank 0 could not" if overlap else r"L0\.moe\.dispatch: lost a peer: "
+    assert re.fullmatch(rf"error: {waited_for}.* \(rank 0, step 3\)", line), line
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_a_plain_run_ends_the_other_with_the_operation(tmp_path: Path) -> None:
+    words = ["1", str(2 * STEPS + 1), "SIGKILL-plain", SMALL_ARGS, "--train-iters", "100"]
+    left, lost = Launch(words, tmp_path, 2, PROGRAM).wait(PROMPT_SECONDS)
+    assert (left.status, lost.status, lost.err) == (1, -signal.SIGKILL, "")
+    (line,) = left.err.splitlines()
+    assert re.fullmatch(r"error: L0\.moe\.dispatch: lost a peer: \w.* \(rank 0, step 3\)", line), line

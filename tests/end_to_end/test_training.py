@@ -87,9 +87,11 @@ def test_trace_has_the_names_of_the_instruction_list(undisturbed: Undisturbed) -
     config = parse(SMALL).config
     model = describe_model(config, 257, "small")
     plan = plan_from_flags(config, model, 2)
-    for rank, name in ((0, "trace.json"), (1, "trace.json.rank1")):
-        events = json.loads((undisturbed.folder / name).read_text())["traceEvents"]
-        measured = {event["name"] for event in events if event["ph"] == "X"}
+    (trace,) = undisturbed.folder.glob("trace.json*")
+    assert f"trace        {trace}: 2 ranks" in undisturbed.ended.out
+    events = json.loads(trace.read_text())["traceEvents"]
+    for rank in range(2):
+        measured = {event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank}
         planned = {instruction.name for instruction in lower(plan, model, rank)}
         assert measured == planned
 
@@ -135,9 +137,9 @@ def test_tensorboard_file_is_whole(undisturbed: Undisturbed) -> None:
     board = EventAccumulator(str(undisturbed.folder))
     board.Reload()
     losses = [row["loss"] for row in rows(undisturbed.losses)]
-    assert [round(point.value, 4) for point in board.Scalars("loss")] == [round(loss, 4) for loss in losses]
-    assert [point.step for point in board.Scalars("valid/loss")] == [20, STEPS]
-    assert [point.step for point in board.Scalars("test/loss")] == [STEPS]
+    assert [round(point.value, 4) for point in board.Scalars("lm loss")] == [round(loss, 4) for loss in losses]
+    assert [point.step for point in board.Scalars("lm loss validation")] == [20, STEPS]
+    assert [point.step for point in board.Scalars("lm loss test")] == [STEPS]
 
 
 def test_torch_trace_is_written_though_the_run_ends_before_its_last_step(undisturbed: Undisturbed) -> None:

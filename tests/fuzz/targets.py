@@ -56,6 +56,11 @@ def targets(folder: Path) -> tuple[Target, ...]:
     load = ExpertLoad(1, 4, 0, 8, (5, 1, 0, 2), (0, 0, 0, 8), 1.3).to_line().encode()
     trace = {"ph": "X", "name": "expert.L0.forward", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0, "args": {"chunk": 0}}
     track = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "compute"}}
+    launcher = (
+        b'#!/bin/bash\n#SBATCH -N 2\nrun() {\n local L=${1:-4}\n eval "torchrun train.py --x $L ${LR%%,*} $@"\n}\n'
+        b'case "$M" in 7B|8*) L=32;; *) L=1 ;; esac\ncat <<EOF >log\n$(date) `id` $L\nEOF\n[[ -z $Z || 2 -gt 1 ]] && run 7 --y\n'
+        b"for i in 1 2; do A+=(--z $i); done\n((L > 3 && 1)) || srun bash -c 'python p.py ${A[@]} \"$(( L*(2+1) ))\"' &\n"
+    )
     script = b"A=1\nif [ $A = 1 ]; then\n ARGS=(--lr 1e-3 --num-layers $((2*2)))\nfi\ntorchrun train.py ${ARGS[@]} --seed $A\n"
     mark = mark_text({"step": 7, "order": 1, "files": {"__0_0.distcp": [1, 2]}, "progress": {"iteration": 7}})
     old_mark = json.dumps({"format": 1, "step": 7, "order": 1, "files": {"a": [1, 2]}, "layout": {"world": 2}})
@@ -90,7 +95,9 @@ def targets(folder: Path) -> tuple[Target, ...]:
             (json.dumps({"traceEvents": [track, trace]}).encode(),),
             _from_file(folder, "t.json", read_traces),
         ),
-        Target("script", (script,), lambda content: script_flags(content.decode("utf-8", "replace"), {}, "job.sh")),
+        Target(
+            "script", (script, launcher), lambda content: script_flags(content.decode("utf-8", "replace"), {}, "job.sh")
+        ),
         Target("arguments", (arguments,), _from_file(folder, "job.args", lambda path: parse([f"@{path}"]))),
         Target("index", (index,), _from_file(folder, "data.idx", read_index)),
     )

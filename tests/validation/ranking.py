@@ -123,8 +123,8 @@ def rankings(cases: Iterable[Case], constants: Constants) -> list[str]:
         runs: dict[tuple[str, ...], list[Case]] = defaultdict(list)
         for row in one.rows():
             runs[tuple(flags_of(row))].append(by_number[row.number])
-        measured = np.array([np.mean([_measured_cost(case.row) for case in same]) for same in runs.values()])
-        predicted = np.array([_predicted_cost(same[0], constants) for same in runs.values()])
+        measured = np.array([np.mean([measured_cost(case.row) for case in same]) for same in runs.values()])
+        predicted = np.array([predicted_cost(same[0], constants) for same in runs.values()])
         lines += _lines(one, measured, predicted)
     return lines + [f"ranking not scored: {text}" for text in NOT_PREDICTED]
 
@@ -139,12 +139,13 @@ def _lines(one: RankingSet, measured: Floats, predicted: Floats) -> list[str]:
     return lines
 
 
-def _measured_cost(row: Row) -> float:
+def measured_cost(row: Row) -> float:
     """Smaller is better: seconds, or the inverse of a rate."""
     return row.seconds if row["metric"] == "step_time_s" else 1.0 / float(row["value"])
 
 
-def _predicted_cost(case: Case, constants: Constants) -> float:
+def predicted_cost(case: Case, constants: Constants) -> float:
+    """The same of a prediction."""
     predicted = case.predict(constants).predicted
     return predicted.step_seconds if case.row["metric"] == "step_time_s" else 1.0 / predicted.model_tflops_per_gpu
 

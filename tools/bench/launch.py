@@ -37,6 +37,8 @@ ENVIRONMENT = {
     # Large tensors come from the heap and stay there: no page faults in the middle of a measurement.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
+    # torch warns of every connection of a host without a name, as those of a bed are.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 
@@ -93,27 +95,20 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._replies: list[int] = []
         self._unread: list[bytes] = [b""] * ranks
-        meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        if bed is None:
-            meeting |= {"MASTER_PORT": str(_free_port())}
-        else:
-            meeting |= {"MASTER_ADDR": bed.address(0), "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
         try:
+            shared = environment_of_job(ranks, bed, port)
             for rank in range(ranks):
-                self._start(rank, command, meeting, bed, rank * bed.hosts // ranks if bed is not None else 0)
+                self._start(placed(command, rank, ranks, bed), shared | place_of(rank))
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, rank: int, command: Sequence[str], meeting: dict[str, str], bed: Bed | None, host: int) -> None:
-        cpus = sorted(os.sched_getaffinity(0))
+    def _start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         reads, writes = os.pipe()
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        pinned = ["setpriv", "--pdeathsig", "KILL", "--", "taskset", "-c", str(cpus[rank % len(cpus)]), *command]
         try:
             process = subprocess.Popen(
-                [*(bed.prefix(host) if bed is not None else ()), *pinned, "--reply-fd", str(writes)],
-                env={**_outside_torchrun(), **ENVIRONMENT, **meeting, **place},
+                [*command, "--reply-fd", str(writes)],
+                env=environment,
                 cwd=self._folder,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -189,6 +184,29 @@ class Ranks:
         self._replies = []
 
 
+def placed(command: Sequence[str], rank: int, ranks: int, bed: Bed | None) -> list[str]:
+    """The command line that executes a rank on its host, on a CPU of its own, for as long as this program lives."""
+    cpus = sorted(os.sched_getaffinity(0))
+    host = bed.prefix(rank * bed.hosts // ranks) if bed is not None else ()
+    return [*host, "setpriv", "--pdeathsig", "KILL", "--", "taskset", "-c", str(cpus[rank % len(cpus)]), *command]
+
+
+def environment_of_job(ranks: int, bed: Bed | None, port: int) -> dict[str, str]:
+    """The variables that all ranks of a job share."""
+    meeting = {"WORLD_SIZE": str(ranks)}
+    if bed is None:
+        meeting |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    else:
+        meeting |= {"MASTER_ADDR": bed.address(0), "MASTER_PORT": str(port)}
+        meeting |= {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+    return {**_outside_torchrun(), **ENVIRONMENT, **meeting}
+
+
+def place_of(rank: int) -> dict[str, str]:
+    """The variables that tell a rank its place."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
 def _outside_torchrun() -> dict[str, str]:
     """The environment without torchrun's variables: this job has a rendezvous of its own."""
     return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
@@ -207,23 +225,24 @@ class RanksOnBed:
     Args:
         bed: None: emulated links.
         jobs: told by name of their variants; where there is one, it is told everything.
-        mbit: rate of every rank's exit in 10^6 bit/s.
+        mbit: rate of every rank's exit in 10^6 bit/s; None: not limited.
     """
 
-    def __init__(self, bed: Bed | None, jobs: Sequence[tuple[Sequence[str], Ranks]], mbit: float) -> None:
+    def __init__(self, bed: Bed | None, jobs: Sequence[tuple[Sequence[str], Ranks]], mbit: float | None) -> None:
         self._bed, self._jobs = bed, jobs
         self.set_rate(mbit)
 
-    def set_rate(self, mbit: float) -> None:
-        """Change the rate of every exit."""
+    def set_rate(self, mbit: float | None) -> None:
+        """Change the rate of every exit; None: not limited."""
         self._mbit = mbit
         if self._bed is not None:
             self._bed.set_rate(mbit)
 
     def tell(self, **order: Any) -> list[Any]:
         """Send one order to the ranks of its variant, or of the first job; their answers."""
+        rate = None if self._mbit is None else self._mbit * 1e6 / 8
         named = (ranks for names, ranks in self._jobs if order.get("variant") in names)
-        return next(named, self._jobs[0][1]).tell(bytes_per_second=self._mbit * 1e6 / 8, **order)
+        return next(named, self._jobs[0][1]).tell(bytes_per_second=rate, **order)
 
 
 @contextlib.contextmanager
@@ -235,7 +254,7 @@ def ranks_on_bed(
     *,
     timer: bool,
     namespaces: bool,
-    mbit: float,
+    mbit: float | None,
 ) -> Iterator[RanksOnBed]:
     """Hosts, links and processes; gone when the block is left.
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.cli.config import Config
+from megatron.training.cli.flags.launch import LAUNCH_FLAGS
 from megatron.training.cli.flags.table import Flag, config_flags, flag_texts, help_text
 from moe_overlap import VERSION_LINE
 from moe_overlap.describe.errors import ConfigError, one_of
@@ -134,7 +135,7 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
         awaited=tuple(unexecuted),
         given=frozenset(name for name in written if name in own),
         dry_run="--dry-run" in written,
-        world_size=_world_size(written),
+        world_size=_world_size(written) or (script_gpus(argv) if "--dry-run" in written else None),
         implied=frozenset(name for name in written if name in own and name not in by_hand),
     )
 
@@ -149,6 +150,8 @@ def config_to_flags(config: Config) -> list[str]:
     return arguments
 
 
+SCRIPTS = (".sh", ".sbatch", ".slurm")
+"""Ends of the names of files that are read as shell scripts."""
 MOST_FILES, MOST_DEPTH = 1000, 50
 MOST_ARGUMENT_BYTES = 1 << 18
 """Argument files of one command line: how many, how deep they include each other, and the bytes of each."""
@@ -184,7 +187,7 @@ def expand_files(
         read.append(path)
         try:
             text = bounded_text(path, MOST_ARGUMENT_BYTES)
-            is_script = path.suffix in (".sh", ".sbatch", ".slurm")
+            is_script = path.suffix in SCRIPTS
             words = script_flags(text, {}, argument).arguments if is_script else _beside(text, path.parent)
         except (Unreadable, OSError) as error:
             reason = str(error).removeprefix("cannot be read: ")
@@ -192,6 +195,23 @@ def expand_files(
         except ValueError as error:
             raise ConfigError(argument, "", f"cannot be split into words: {error}", "close the quotation") from None
         yield from expand_files(words, path.parent, (*inside, path.resolve()), read)
+
+
+def script_gpus(argv: Sequence[str]) -> int | None:
+    """Nodes times processes per node of the last shell script among the arguments; None where no script says them.
+
+    Raises:
+        ConfigError: the script cannot be read.
+    """
+    found = None
+    for argument in argv:
+        if argument.startswith("@") and Path(argument[1:]).suffix in SCRIPTS:
+            try:
+                text = bounded_text(Path(argument[1:]), MOST_ARGUMENT_BYTES)
+            except (Unreadable, OSError) as error:
+                raise ConfigError(argument, "", f"cannot be read: {error}", "correct the path") from None
+            found = script_flags(text, {}, argument).num_gpus or found
+    return found
 
 
 def _beside(text: str, folder: Path) -> list[str]:
@@ -256,7 +276,9 @@ def _arity(name: str, own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFl
         return ranges[nargs] if nargs in ranges else (int(str(nargs)), int(str(nargs)))
     if name in DROPPED:
         raise ConfigError(name, "", "upstream has dropped this flag", DROPPED[name])
-    known = sorted({*own, *COMMAND_FLAGS})
+    if name in LAUNCH_FLAGS:
+        raise ConfigError(name, "", "starts the ranks, which an argument file does not", "give it on the command line")
+    known = sorted({*own, *COMMAND_FLAGS, *LAUNCH_FLAGS})
     near = difflib.get_close_matches(name, known, 1, 0.75) or difflib.get_close_matches(name, upstream, 1, 0.75)
     raise ConfigError(name, "", "unknown flag", f"did you mean {near[0]}?" if near else "see --help")
 

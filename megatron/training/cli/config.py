@@ -544,7 +544,7 @@ class OverlapConfig:
     max_deferred_bytes: int = 1 << 30
     """Most bytes that deferred weight gradients may hold; the instruction list computes early what does not fit."""
     trace: str | None = None
-    """Write the measured spans of the last step as a Perfetto trace, one file per rank."""
+    """Write the measured spans of the last step as a Perfetto trace, all ranks in one file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

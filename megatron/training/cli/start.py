@@ -6,6 +6,7 @@ A dry run lists them all (`obstacles`); a start raises the first (`require_start
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Iterator
@@ -48,6 +49,10 @@ def cuda_is_there() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+VARIABLE = re.compile(r"\$\{\w+\}")
+"""What is left of a variable that a shell script expects from outside."""
+
+
 def require_startable(parsed: ParsedArguments, machine: Machine) -> None:
     """Raise the first obstacle: flag, value, rule and fix."""
     for obstacle in obstacles(parsed, machine):
@@ -70,6 +75,15 @@ def _not_given(config: Config) -> Iterator[ConfigError]:
         yield ConfigError("--lr", "", "training needs it", "add for example --lr 3e-4")
     if training.train_iters is None and training.train_samples is None:
         yield ConfigError("--train-iters", "", "training needs a length", "add --train-iters N")
+    for flag in config_flags():
+        value = getattr(getattr(config, flag.group), flag.field)
+        texts = value if isinstance(value, tuple) else (value,)
+        # A run that saved to a folder named ${1} would lose its checkpoints to the next one.
+        if any(isinstance(text, str) and VARIABLE.search(text) for text in texts):
+            rule = "holds a variable of a shell script without a value"
+            fix = "write its value behind the file, or convert the script by tools/import_flags.py --set NAME=VALUE"
+            yield ConfigError(flag.names[0], " ".join(map(str, texts)), rule, fix)
+            return
 
 
 def _needed(config: Config, machine: Machine) -> Iterator[ConfigError]:

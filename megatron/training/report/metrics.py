@@ -74,6 +74,20 @@ class Boards:
             self._wandb.finish()
 
 
+CURVES = {
+    "loss": "lm loss",
+    "learning_rate": "learning-rate",
+    "grad_norm": "grad-norm",
+    "params_norm": "params-norm",
+    "num_zeros_in_grad": "num-zeros",
+    "loss_scale": "loss-scale",
+    "step_seconds": "iteration-time",
+    "model_tflops_per_device": "throughput",
+    "valid": "lm loss validation",
+    "test": "lm loss test",
+}
+"""Figure -> its curve in TensorBoard and W&B, named as Megatron-LM names it, so that runs of both lie in one chart; figures that
+Megatron-LM lacks keep their names."""
 LARGEST_EXPONENT = 20
 """Largest exponent of a perplexity, as upstream bounds it."""
 
@@ -137,9 +151,9 @@ class MetricsLog:
         if metrics.step % self._config.tensorboard_log_interval == 0:
             values = {**_board_values(metrics), **board_only}
             if not self._config.log_loss_scale_to_tensorboard:
-                values.pop("loss_scale", None)
+                values.pop(CURVES["loss_scale"], None)
             self._draw(lambda boards: boards.scalars(values, metrics.step))
-        if metrics.step % self._config.log_interval == 0 or metrics.step == 1:
+        if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._total):
             self._print(step_line(metrics, self._total))
 
     def _write_line(self, line: str) -> None:
@@ -158,9 +172,9 @@ class MetricsLog:
 
     def log_evaluation(self, name: str, loss: float, step: int, note: str = "") -> None:
         """Record the loss on a split that is not trained on."""
-        values = {f"{name}/loss": loss}
+        values = {CURVES[name]: loss}
         if self._config.log_validation_ppl_to_tensorboard:
-            values[f"{name}/ppl"] = math.exp(min(loss, LARGEST_EXPONENT))
+            values[f"{CURVES[name]} ppl"] = math.exp(min(loss, LARGEST_EXPONENT))
         self._draw(lambda boards: boards.scalars(values, step))
         self._print(f"{name:<12} loss {loss:.4f}{note}")
 
@@ -229,5 +243,7 @@ def _board_values(metrics: StepMetrics) -> dict[str, float]:
     row = asdict(metrics)
     optional = row.pop("optional") | row.pop("deferred")
     return {
-        name: value for name, value in (row | optional).items() if isinstance(value, (int, float)) and name != "step"
+        CURVES.get(name, name): value
+        for name, value in (row | optional).items()
+        if isinstance(value, (int, float)) and name != "step"
     }

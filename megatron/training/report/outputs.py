@@ -16,7 +16,6 @@ from pathlib import Path
 
 from megatron.training.checkpoint.folder import non_persistent_folder
 from megatron.training.cli.config import Config
-from megatron.training.initialize import on_every_rank, on_first_rank
 from moe_overlap.describe.errors import ConfigError
 
 _PROBE_BYTES = 4096
@@ -58,7 +57,10 @@ def prove_outputs(config: Config, rank: int) -> None:
     Raises:
         ConfigError: on every rank: a place cannot be written, or the folder is another one on some node.
     """
-    on_every_rank(lambda: _prove_places(config, rank))
+    # Not at the top: a launcher proves its ranks' places (`prove_places`) without torch.
+    from megatron.training.initialize import on_every_rank, on_first_rank
+
+    on_every_rank(lambda: prove_places(config, rank))
     for flag, folder in _checkpoint_folders(config):
         probe = on_first_rank(lambda folder=folder: _probe(folder))  # type: ignore[misc]
         try:
@@ -76,8 +78,8 @@ def places(config: Config, rank: int) -> Iterator[tuple[str, Path, bool]]:
     suffix = f".rank{rank}" if rank else ""
     if logging.log_json is not None:
         yield "--log-json", Path(logging.log_json + suffix), False
-    if config.overlap.trace is not None:
-        yield "--trace", Path(config.overlap.trace + suffix), False
+    if rank == 0 and config.overlap.trace is not None:
+        yield "--trace", Path(config.overlap.trace), False
     if rank == 0 and logging.log_expert_load is not None:
         yield "--log-expert-load", Path(logging.log_expert_load), False
     profiles = logging.profile and logging.use_pytorch_profiler and rank in logging.profile_ranks
@@ -100,7 +102,12 @@ def _checkpoint_folders(config: Config) -> Iterator[tuple[str, Path]]:
         yield flag, non_persistent_folder(flags.save, apart)
 
 
-def _prove_places(config: Config, rank: int) -> None:
+def prove_places(config: Config, rank: int) -> None:
+    """Write to every place of one rank's outputs.
+
+    Raises:
+        ConfigError: a place cannot be written.
+    """
     for flag, path, is_folder in places(config, rank):
         try:
             folder = path if is_folder else path.parent

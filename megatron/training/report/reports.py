@@ -7,12 +7,15 @@ seconds per step on every rank; the caller names what is timed, and a window add
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import shlex
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -255,6 +258,24 @@ def announce(log: MetricsLog, parsed: ParsedArguments, model: ModelDescription, 
         log.say("no effect", " ".join(name for name, _ in idle))
 
 
+def start_command(environment: Mapping[str, str], program: str, world_size: int, argv: Sequence[str]) -> str:
+    """The simplest command line that starts this run again on as many ranks.
+
+    Args:
+        environment: of this rank; says how many ranks each machine has, where a launcher counts them.
+        program: the path that this process was started by.
+        argv: flags of the run, without a launcher's.
+    """
+    name, words = Path(program).name, shlex.join(argv)
+    per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+    if per_node < world_size:
+        # Where the machines meet is known to whoever starts them.
+        start = f"--nproc-per-node {per_node} --nnodes {world_size // per_node} --rdzv-endpoint HOST:PORT "
+    else:
+        start = f"--nproc-per-node {world_size} " if world_size > 1 else ""
+    return f"{name if name == 'moe-train' else 'python pretrain_moe.py'} {start}{words}"
+
+
 def announce_end(log: MetricsLog, argv: Sequence[str], config: Config, world_size: int, reason: str | None) -> None:
     """Print the reason of an early end, if there is one, and the command that continues the run.
 
@@ -266,7 +287,7 @@ def announce_end(log: MetricsLog, argv: Sequence[str], config: Config, world_siz
         log.say("stopped", reason)
     if config.checkpoint.save is None:
         return
-    command = f"torchrun --nproc-per-node {world_size} pretrain_moe.py {shlex.join(argv)}"
+    command = start_command(os.environ, sys.argv[0], world_size, argv)
     longer = f" --train-iters {2 * (config.training.train_iters or 0)} --override-opt-param-scheduler"
     more = longer if reason is None and config.training.train_iters else ""
     log.say("next", f"{command} --load {config.checkpoint.save}{more}")

@@ -1,129 +1,65 @@
 """The flags that a shell script hands to a training program, without running it. Standard library only.
 
-1. Comments go, continued lines are joined, brackets of arrays are kept together.
-2. Assignments are read from top to bottom. A condition is decided where the values of its variables decide it, an unset variable
-   being empty. Where files or commands decide it, and inside loops, the variables that are set become unknown: an unknown
-   variable in the flags is an error. A `case` is decided by its value, in the same way.
-3. The command is the last one that starts a training program, `*.py`; the arguments after it are the flags.
-Single quotes are read like double ones. A variable without a value stays as `${NAME}`, and is reported.
+1. shell_syntax.py reads the script as a tree of commands.
+2. `_Follower` goes through it from top to bottom and keeps the values of variables, arrays and functions. A condition is decided
+   where the values in it decide it. Where files or commands decide, and inside loops, the variables that are set become unknown.
+3. shell_program.py takes the training command, `torchrun ... pretrain_gpt.py`, `python -m NAME` or either inside
+   `bash -c "..."`; the words after the program are the flags.
+
+An unknown value is kept as a mark inside the text, and is an error with its line only if it reaches a flag: `$(hostname)` in a
+path of logs hurts nobody. A variable that the script never sets comes from outside; without a value it stays as `${NAME}`, and is
+reported. Flags and their values that share the quotes of an array's element, as in `ARGS+=("--split '99,1,0'")`, are split.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable
-
-# Conditions
-
-_AND_OR = re.compile(r"(&&|\|\|)")
-_NUMBERS = {
-    "-eq": lambda a, b: a == b, "-ne": lambda a, b: a != b, "-lt": lambda a, b: a < b,
-    "-le": lambda a, b: a <= b, "-gt": lambda a, b: a > b, "-ge": lambda a, b: a >= b,
-}  # fmt: skip
-_SIGNS = {"==": "-eq", "!=": "-ne", "<": "-lt", "<=": "-le", ">": "-gt", ">=": "-ge"}
-
-
-def decided(condition: str) -> bool | None:
-    """Whether a condition holds; None where files, commands or other forms of test decide.
-
-    Args:
-        condition: the text after `if` or `elif`, variables filled in.
-    """
-    if re.search(r"\$\(|`|\$\{", condition):
-        return None
-    parts = _AND_OR.split(condition.strip())
-    holds = _test(parts[0])
-    for sign, part in zip(parts[1::2], parts[2::2], strict=True):
-        other = _test(part)
-        if holds is None or other is None:
-            return None
-        holds = (holds and other) if sign == "&&" else (holds or other)
-    return holds
-
-
-def _test(text: str) -> bool | None:
-    text = text.strip()
-    if text in ("true", "false"):
-        return text == "true"
-    if text.startswith("((") and text.endswith("))"):
-        compared = re.fullmatch(r"\s*(-?\d{1,18})\s*(==|!=|<=|>=|<|>)\s*(-?\d{1,18})\s*", text[2:-2])
-        return _NUMBERS[_SIGNS[compared[2]]](int(compared[1]), int(compared[3])) if compared else None
-    inner = re.fullmatch(r"\[\[\s(.*)\s\]\]|\[\s(.*)\s\]", text, re.DOTALL)
-    if inner is None:
-        return None
-    try:
-        words = shlex.split(inner[1] if inner[1] is not None else inner[2])
-    except ValueError:
-        return None
-    if words[:1] == ["!"]:
-        holds = _compared(words[1:])
-        return None if holds is None else not holds
-    return _compared(words)
-
-
-def _compared(words: list[str]) -> bool | None:
-    """Decide one comparison; a variable that was empty and not quoted leaves a word out."""
-    if len(words) == 3 and words[1] in ("=", "==", "!="):
-        return fnmatchcase(words[0], words[2]) == (words[1] != "!=")
-    if (
-        len(words) == 3
-        and words[1] in _NUMBERS
-        and all(re.fullmatch(r"-?\d{1,18}", word) for word in (words[0], words[2]))
-    ):
-        return _NUMBERS[words[1]](int(words[0]), int(words[2]))
-    if len(words) == 2 and words[0] in ("-z", "-n"):
-        return (words[1] == "") == (words[0] == "-z")
-    if len(words) == 1:
-        return words[0] != "" and words[0] != "-n"
-    if len(words) == 2 and words[0] in ("=", "==", "!="):
-        return False
-    return None
-
-
-# Statements
-
-_ASSIGNMENT = re.compile(
-    r"^(?:export\s+|declare\s+(?:-\w+\s+)*|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?=)(.*)$", re.DOTALL
+from moe_overlap.describe.readers.shell_conditions import compared, evaluated
+from moe_overlap.describe.readers.shell_program import UNKNOWN, Command, inner_script, started, training_command
+from moe_overlap.describe.readers.shell_syntax import DECLARING, SyntaxProblem, parse_script
+from moe_overlap.describe.readers.shell_tree import (
+    AndOr,
+    Arithmetic,
+    Assignment,
+    Case,
+    Condition,
+    Function,
+    Group,
+    If,
+    Loop,
+    Node,
+    Parameter,
+    Pipeline,
+    Simple,
+    Substitution,
+    Sum,
+    Text,
+    Word,
 )
-_ENVIRONMENT = re.compile(r"^(?:[A-Za-z_]\w*=(?:\"[^\"]*\"|'[^']*'|[^\s\"'(])*\s+)+(?=\S)")
-_COMMENT = re.compile(r"(^|\s)#.*$")
-_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*|\d+)(?:\[[@*]\])?(?::?([-=])([^{}]*))?\}|\$([A-Za-z_]\w*|\d+|@)")
-_SUM = re.compile(r"\$\(\(([^()]*)\)\)")
-_SUM_PARTS = re.compile(r"\d+|[-+*/%]")
-_PATTERN = re.compile(r"\(?([^()=]*)\)\s*")
-_DEPTH = 20
+
 MOST_SCRIPT_BYTES = 1 << 18
 """Bytes of the longest script that is read; those of large jobs have some ten thousand."""
-_MOST_STATEMENT = 1 << 15
 _MOST_FILLED = 1 << 22
-"""Characters that filling in all variables of a script may make: `A=$A$A` in 40 lines would make 2⁴⁰."""
-_MOST_DIGITS = 18
+"""Characters that all expansions of a script may make: `A=$A$A` in 40 lines would make 2⁴⁰."""
+_MOST_CALLS = 8
+"""Functions, `eval` and `bash -c` inside each other."""
+_MOST_CUT = 4096
+"""Characters of a value from whose ends a pattern is cut."""
+_HEADER = re.compile(r"^#SBATCH\s+(--nodes|-N|--ntasks-per-node)(?:=|\s+)(\d{1,9})\s*(?:#.*)?$", re.MULTILINE)
+
+Values = tuple[str, ...]
+"""Of an array the elements; of a plain variable one."""
 
 
 class _TooLong(Exception):
     """A script whose text grows without end while its variables are filled in."""
-
-
-class _Values(dict[str, str]):
-    """The values of variables, and how many characters filling them in has made so far."""
-
-    made = 0
-
-    def spend(self, characters: int) -> None:
-        """Count characters.
-
-        Raises:
-            _TooLong: they are too many.
-        """
-        self.made += characters
-        if self.made > _MOST_FILLED:
-            raise _TooLong
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +69,12 @@ class ScriptFlags:
     Attributes:
         arguments: the flags and their values.
         unresolved: variables in them that the script gives no value.
+        num_gpus: nodes times processes per node; None where the command does not say them.
     """
 
     arguments: tuple[str, ...]
     unresolved: tuple[str, ...]
+    num_gpus: int | None = None
 
 
 def script_flags(text: str, environment: Mapping[str, str], source: str) -> ScriptFlags:
@@ -146,301 +84,432 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
         environment: values of variables that the script expects from outside; they win over its own.
         source: the script's name, for the error.
     Raises:
-        ConfigError: no command with a Python program, or several; a variable in it that cannot be known; a script that is
-            too long, or becomes so with its variables filled in.
+        ConfigError: the text is no script; no command with a Python program, or several; a value in it that cannot be known; a
+            script that is too long, or becomes so with its variables filled in.
     """
     if len(text) > MOST_SCRIPT_BYTES:
         raise ConfigError(source, "", f"has more than {MOST_SCRIPT_BYTES >> 10} KiB", "give the script of a job")
-    reader = _Reader(environment, source)
-    line = 0
+    follower = _Follower(environment, source, _of_slurm(text))
     try:
-        for line, statement in _simple(_statements(text)):
-            reader.read(line, statement)
+        nodes = parse_script(text)
+        follower.assigned |= set(_assigned(nodes))
+        follower.follow(nodes)
+    except SyntaxProblem as problem:
+        raise ConfigError(f"{source} line {problem.line}", "", problem.rule, "correct the script") from None
     except _TooLong:
-        place = f"{source} line {line}" if line else source
-        rule = "grows without end: a variable holds itself more than once, or a line is longer than 32 KiB"
-        raise ConfigError(place, "", rule, "write the flags out") from None
-    command = reader.command()
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        rule = f"its command cannot be split into words: {error}"
-        raise ConfigError(source, "", rule, "close the quotation") from None
-    program = next((index for index, word in enumerate(words) if word.endswith(".py")), None)
-    if program is None:
-        raise ConfigError(source, "", f"starts no Python program in {printable(command)}", "call it by its name")
-    # A flag and its value may share the quotes of an element, as in ARGS+=("--split '99,1,0'").
-    flags = [
-        part for word in words[program + 1 :] for part in (shlex.split(word) if re.match(r"--\S+\s", word) else [word])
-    ]
-    ends = [
-        index
-        for index, word in enumerate(flags)
-        if word in ("|", "&", "&&", "||", ";") or word.startswith((">", "2>", "&>"))
-    ]
-    flags = flags[: ends[0]] if ends else flags
-    names = [match[1] or match[4] for word in flags for match in _VARIABLE.finditer(word)]
-    for name in names:
-        reader.require_known(name)
-    return ScriptFlags(tuple(flags), tuple(dict.fromkeys(names)))
+        rule = "grows without end: a variable holds itself more than once"
+        raise ConfigError(f"{source} line {follower.line}", "", rule, "write the flags out") from None
+    command = training_command(follower.commands, source)
+    flags = [part for word in command.flags for part in _parts(word)]
+    unresolved = []
+    for word in flags:
+        for mark in UNKNOWN.finditer(word):
+            unknown = follower.unknowns[int(mark[1])]
+            if unknown.rule:
+                fix = f"write the flags out, or give the value by tools/import_flags.py --set {unknown.name}=VALUE"
+                fix = fix if re.fullmatch(r"\w+", unknown.name) else "write the value in its place"
+                raise ConfigError(f"{source} line {unknown.line}", "", unknown.rule, fix)
+            unresolved.append(unknown.name)
+    shown = tuple(UNKNOWN.sub(lambda mark: f"${{{follower.unknowns[int(mark[1])].name}}}", word) for word in flags)
+    return ScriptFlags(shown, tuple(dict.fromkeys(unresolved)), command.num_gpus)
 
 
-class _Reader:
-    """Follows a script's assignments and branches.
+@dataclass(frozen=True, slots=True)
+class _Unknown:
+    """A value that is not known.
+
+    Attributes:
+        name: of the variable, or the text of a command.
+        rule: why it cannot be known; "" for a variable from outside.
+    """
+
+    line: int
+    name: str
+    rule: str
+
+
+class _Follower:
+    """Goes through a script's commands and keeps what they assign.
 
     Args:
         environment: values that win over the script's own.
         source: the script's name, for errors.
+        given: values that hold until the script assigns others.
     """
 
-    def __init__(self, environment: Mapping[str, str], source: str) -> None:
+    def __init__(self, environment: Mapping[str, str], source: str, given: Mapping[str, str]) -> None:
+        self.line = 1
+        self.commands: list[Command] = []
+        self.unknowns: list[_Unknown] = []
+        self.assigned: set[str] = set()
+        """Variables that the script assigns somewhere: before that they are empty, not from outside."""
         self._environment, self._source = environment, source
-        self._values = _Values(environment)
-        self._unknown: dict[str, int] = {}
-        self._blocks: list[_Block] = []
-        self._commands: list[tuple[int, str]] = []
+        self._values: dict[str, Values] = {name: (value,) for name, value in {**given, **environment}.items()}
+        self._functions: dict[str, tuple[Node, ...]] = {}
+        self._arguments: Values | None = None
+        """Those of the function that is followed; None outside of functions."""
+        self._undecided: int | None = None
+        """The line of the condition or loop, around what is followed, that cannot be decided."""
+        self._calls = 0
+        self._filled = 0
 
-    def read(self, line: int, statement: str) -> None:
-        """Follow one statement, without `;`."""
-        word, _, rest = statement.partition(" ")
-        if word in ("if", "case", "for", "while", "until", "select"):
-            holds = self._decided(rest) if word == "if" else None
-            value = self._value(rest.rpartition(" in")[0]) if word == "case" else None
-            self._blocks.append(_Block(line, holds, before=False, is_case=word == "case", value=value))
-        elif word in ("elif", "else") and self._blocks:
-            block = self._blocks[-1]
-            block.before = None if block.holds is None or block.before is None else block.before or block.holds
-            block.holds = not block.before if block.before is not None else None
-            if word == "elif" and block.holds:
-                block.holds = self._decided(rest)
-        elif word in ("fi", "esac", "done") and self._blocks:
-            self._blocks.pop()
+    # Commands
+
+    def follow(self, nodes: Iterable[Node]) -> None:
+        """Follow commands in their order."""
+        for node in nodes:
+            self._follow(node)
+
+    def _follow(self, node: Node) -> None:
+        match node:
+            case Simple():
+                self._simple(node)
+            case Pipeline():
+                self.follow(node.commands)
+            case AndOr():
+                self._and_or(node)
+            case If():
+                self._if(node)
+            case Case():
+                self._case(node)
+            case Loop():
+                self._without_knowing(node.line, node.body)
+                if node.name is not None:
+                    self._set(node.name, (self._unknown(node.line, node.name),))
+            case Function():
+                self._functions[node.name] = node.body
+            case Group():
+                values = dict(self._values)
+                self.follow(node.body)
+                self._values = values if node.is_subshell else self._values
+            case Condition() | Arithmetic():
+                pass
+
+    def _without_knowing(self, line: int, nodes: Iterable[Node]) -> None:
+        """Follow commands that may be executed or not."""
+        outer, self._undecided = self._undecided, line if self._undecided is None else self._undecided
+        self.follow(nodes)
+        self._undecided = outer
+
+    def _and_or(self, node: AndOr) -> None:
+        holds = self._holds(node.first)
+        self._follow(node.first)
+        for operator, other in node.rest:
+            if holds is None:
+                # What follows a command, as in `cd src && torchrun ...`, is executed unless the command fails.
+                expected = (
+                    operator == "&&" and not isinstance(node.first, Condition | Arithmetic) and not _is_test(node.first)
+                )
+                if expected:
+                    self._follow(other)
+                else:
+                    self._without_knowing(_line_of(other) or self.line, (other,))
+            elif holds == (operator == "&&"):
+                self._follow(other)
+                holds = self._holds(other)
+
+    def _if(self, node: If) -> None:
+        decided: bool | None = False
+        for condition, body in node.branches:
+            if decided:
+                return
+            if condition is None:
+                holds: bool | None = True
+            else:
+                self.follow(condition[:-1])
+                holds = self._holds(condition[-1]) if condition else None
+            if decided is None or holds is None:
+                self._without_knowing(node.line, body)
+                decided = None
+            elif holds:
+                self.follow(body)
+                decided = True
+
+    def _case(self, node: Case) -> None:
+        value, decided = self._known(node.value), False
+        for patterns, body in node.branches:
+            if value is None:
+                self._without_knowing(node.line, body)
+            elif not decided and any(
+                pattern is not None and fnmatchcase(value, pattern) for pattern in map(self._known, patterns)
+            ):
+                decided = True
+                self.follow(body)
+
+    def _simple(self, node: Simple) -> None:
+        self.line = node.line
+        words = self._fields(node.words)
+        name = words[0] if words else ""
+        if not words or name in DECLARING:
+            for assignment in node.assignments:
+                self._assign(assignment)
+        elif name in self._functions:
+            outer, self._arguments = self._arguments, tuple(words[1:])
+            self._call(self._functions[name])
+            self._arguments = outer
+        elif name == "eval":
+            self._call(parse_script(" ".join(words[1:])))
+        elif (inner := inner_script(words, self._text(node.document))) is not None:
+            self._call(parse_script(inner))
         else:
-            pattern = _PATTERN.match(statement)
-            if self._blocks and self._blocks[-1].is_case and pattern:
-                self._blocks[-1].choose(pattern[1])
-                statement = statement[pattern.end() :]
-            skipped = any(block.holds is False for block in self._blocks)
-            assigned = _ASSIGNMENT.match(statement)
-            if statement and not skipped:
-                self._run(line, statement)
-            elif assigned and assigned[1] not in self._unknown:
-                self._values.setdefault(assigned[1], "")
+            command = started(node.line, words)
+            self.commands += [] if command is None else [command]
 
-    def _value(self, text: str) -> str | None:
-        """The text with its variables filled in, an unset one being empty; None where one is unknown."""
-        names = [match[1] or match[4] for match in _VARIABLE.finditer(text)]
-        if any(name in self._unknown for name in names):
-            return None
-        value = _VARIABLE.sub(lambda match: match[3] or "", _filled(text, self._values))
-        return None if "$(" in value or "`" in value else value
+    def _call(self, nodes: tuple[Node, ...]) -> None:
+        if self._calls == _MOST_CALLS:
+            raise _TooLong
+        self._calls += 1
+        line = self.line
+        self.assigned |= set(_assigned(nodes))
+        self.follow(nodes)
+        self.line = line
+        self._calls -= 1
 
-    def _decided(self, condition: str) -> bool | None:
-        if condition.strip().startswith("(("):
-            condition = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", r"${\1:-0}", condition)
-        value = self._value(condition)
-        return None if value is None else decided(value)
-
-    def _run(self, line: int, statement: str) -> None:
-        guarded = re.match(r"^(\[.*\]|\(\(.*\)\))\s*(&&|\|\|)\s*(\w+\+?=.*)$", statement, re.DOTALL)
-        if guarded:
-            holds = self._decided(guarded[1])
-            if holds is None or holds == (guarded[2] == "&&"):
-                self._assign(line, guarded[3], known=holds is not None)
-        elif _is_command(statement, _filled(statement, self._values)):
-            self._commands.append((line, _filled(statement, self._values)))
+    def _assign(self, assignment: Assignment) -> None:
+        name = assignment.name
+        if assignment.is_array:
+            values = tuple(self._fields(assignment.values))
         else:
-            self._assign(line, statement, known=all(block.holds for block in self._blocks))
+            values = (self._text(assignment.values[0]),)
+        before = self._values.get(name, ())
+        if assignment.is_element:
+            values = (self._unknown(assignment.line, name),)
+        elif assignment.appends and assignment.is_array:
+            values = (*before, *values)
+        elif assignment.appends:
+            values = ((before[0] if before else "") + values[0], *before[1:])
+        # `A+=x` copies A at each of its lines.
+        self._spend(sum(map(len, values)))
+        self._set(name, values)
 
-    def _assign(self, line: int, statement: str, *, known: bool) -> None:
-        assigned = _ASSIGNMENT.match(statement)
-        if assigned is None or assigned[1] in self._environment:
+    def _set(self, name: str, values: Values) -> None:
+        if name in self._environment:
             return
-        name, sign, value = assigned.groups()
-        if not known or (sign == "+=" and name in self._unknown):
-            self._values.pop(name, None)
-            self._unknown[name] = line if not self._blocks else self._blocks[-1].line
-            return
-        self._unknown.pop(name, None)
-        _assign(self._values, name, sign, value)
+        if self._undecided is not None:
+            values = (self._unknown(self._undecided, name),)
+        self._values[name] = values
 
-    def require_known(self, name: str) -> None:
-        """Raise ConfigError for a variable that is set inside a condition or loop which cannot be followed."""
-        if name in self._unknown:
-            place = f"{self._source} line {self._unknown[name]}"
-            rule = f"decides ${{{name}}}, and cannot be read without running it"
-            fix = f"give its value by tools/import_flags.py --set {name}=VALUE, or write the flags out"
-            raise ConfigError(place, "", rule, fix)
+    # Conditions
 
-    def command(self) -> str:
-        """The command that trains.
+    def _holds(self, node: Node) -> bool | None:
+        """Whether a condition holds; None where files, commands or other forms of test decide."""
+        match node:
+            case Simple() if not node.assignments and node.words:
+                words = self._fields(node.words, is_condition=True)
+                if words in (["true"], ["false"]):
+                    return words == ["true"]
+                closed = words[:1] == ["["] and words[-1:] == ["]"]
+                if not closed and words[:1] != ["test"]:
+                    return None
+                return compared(words[1 : -1 if closed else None])
+            case Condition():
+                items = [item if isinstance(item, str) else self._text(item, is_condition=True) for item in node.items]
+                return compared(items)
+            case Arithmetic():
+                number = self._sum(node.text, is_condition=True)
+                return None if number is None else number != 0
+            case Pipeline() if len(node.commands) == 1:
+                holds = self._holds(node.commands[0])
+                return holds if holds is None else holds != node.is_negated
+            case AndOr():
+                holds = self._holds(node.first)
+                for operator, other in node.rest:
+                    second = self._holds(other)
+                    if holds is None or second is None:
+                        return None
+                    holds = (holds and second) if operator == "&&" else (holds or second)
+                return holds
+        return None
+
+    def _known(self, word: Word) -> str | None:
+        text = self._text(word, is_condition=True)
+        return None if UNKNOWN.search(text) else text
+
+    # Words
+
+    def _fields(self, words: Iterable[Word], is_condition: bool = False) -> list[str]:
+        """The words of a command with everything filled in and split."""
+        return [field for word in words for field in self._split(word, is_condition)]
+
+    def _split(self, word: Word, is_condition: bool) -> list[str]:
+        """The fields of one word: values that stand outside quotes are split at blanks, elements of quoted arrays apart."""
+        fields = list[str]()
+        open_field: str | None = "" if word.has_quotes and not _is_all_elements(word) else None
+        for piece in word.pieces:
+            if isinstance(piece, Parameter) and (piece.subscript == "@" or piece.name == "@") and piece.is_quoted:
+                parts = list(self._parameter(piece, is_condition))
+            elif isinstance(piece, Parameter) and not piece.is_quoted:
+                parts = [part for value in self._parameter(piece, is_condition) for part in _blank_split(value)]
+            else:
+                parts = [self._piece(piece, is_condition)]
+            for number, part in enumerate(parts):
+                if number and open_field is not None:
+                    fields.append(open_field)
+                    open_field = None
+                open_field = (open_field or "") + part
+        return fields if open_field is None else [*fields, open_field]
+
+    def _text(self, word: Word | None, is_condition: bool = False) -> str:
+        """A word with everything filled in, not split, as in an assignment."""
+        return "" if word is None else "".join(self._piece(piece, is_condition) for piece in word.pieces)
+
+    def _piece(self, piece: Text | Parameter | Substitution | Sum, is_condition: bool) -> str:
+        match piece:
+            case Text():
+                return piece.text
+            case Parameter():
+                return " ".join(self._parameter(piece, is_condition))
+            case Sum():
+                number = self._sum(piece.text, is_condition)
+                return self._no_value(f"$(({piece.text}))") if number is None else str(number)
+            case Substitution():
+                return self._no_value(f"$({piece.text})")
+
+    def _parameter(self, piece: Parameter, is_condition: bool) -> Values:
+        """The values of `${...}`."""
+        name = piece.name
+        shown = f"{name}[{piece.subscript}]" if piece.subscript else name
+        values = self._value_of(name, is_condition)
+        if piece.subscript not in (None, "@", "*"):
+            return (self._no_value(f"${{{shown}}}"),)
+        if piece.subscript is None and name not in "@*" and values is not None:
+            values = values[:1]  # Without [@] an array is its first element.
+        operator, argument = piece.operator.removeprefix(":"), piece.argument
+        is_empty = values is None or (piece.operator.startswith(":") and not any(values))
+        if operator == "":
+            found = values
+        elif operator in "-=":
+            found = (self._text(argument, is_condition),) if is_empty else values
+        elif operator == "+":
+            found = () if is_empty else (self._text(argument, is_condition),)
+        elif operator == "?":
+            found = values
+        elif operator == "length" and values is not None and not UNKNOWN.search("".join(values)):
+            found = (str(len(values) if piece.subscript else len("".join(values))),)
+        elif operator in ("#", "##", "%", "%%") and values is not None:
+            cut = tuple(_cut(value, operator, self._text(argument, is_condition)) for value in values)
+            found = tuple(value if value is not None else self._no_value(f"${{{shown}{operator}...}}") for value in cut)
+        else:
+            return (self._no_value(f"${{{shown}{'' if operator == 'not followed' else operator}...}}"),)
+        if found is None:
+            found = () if is_condition or name in self.assigned else (self._mark(_Unknown(self.line, name, "")),)
+        self._spend(sum(map(len, found)))
+        return found
+
+    def _value_of(self, name: str, is_condition: bool) -> Values | None:
+        """The values of a variable; None for one that has none yet."""
+        if name in ("@", "*"):
+            return self._arguments or ()
+        if name.isdigit() and name != "0" and self._arguments is not None:
+            return self._arguments[int(name) - 1 : int(name)]
+        if not name.isdigit() and not name.isidentifier():
+            return (self._no_value(f"${name}"),)
+        return self._values.get(name)
+
+    def _sum(self, text: str, is_condition: bool = False) -> int | None:
+        """The value of an expression in whole numbers; None where it is not known."""
+
+        def number(match: re.Match[str]) -> str:
+            values = self._value_of(match[1], is_condition)
+            if values is None and (is_condition or match[1] in self.assigned):
+                return "0"
+            self._spend(len(values[0]) if values else 0)
+            return values[0] or "0" if values else "\0"
+
+        return evaluated(re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number, text.replace("${1}", "\0")))
+
+    # Unknown values
+
+    def _unknown(self, line: int, name: str) -> str:
+        """The mark of a variable that a condition or loop sets."""
+        return self._mark(_Unknown(line, name, f"decides ${{{name}}}, and cannot be read without running it"))
+
+    def _no_value(self, shown: str) -> str:
+        """The mark of an expansion that nothing but a shell can make."""
+        shown = printable(UNKNOWN.sub("…", shown), 60)
+        return self._mark(_Unknown(self.line, shown, f"has {shown}, which cannot be read without running it"))
+
+    def _mark(self, unknown: _Unknown) -> str:
+        self.unknowns.append(unknown)
+        return f"\0{len(self.unknowns) - 1}\0"
+
+    def _spend(self, characters: int) -> None:
+        """Count the characters that expansions make.
 
         Raises:
-            ConfigError: there is none, or there are several.
+            _TooLong: they are too many.
         """
-        programs = re.compile(r"train|finetune|run_\w+\.py")
-        trains = [(line, command) for line, command in self._commands if programs.search(command)] or self._commands
-        if not trains:
-            fix = "give the script that calls torchrun"
-            raise ConfigError(self._source, "", "holds no command that starts a Python program", fix)
-        if len({command for _, command in trains}) > 1:
-            lines = " and ".join(str(line) for line, _ in trains)
-            fix = "leave one of them in a copy of the script"
-            raise ConfigError(self._source, "", f"starts training in lines {lines}: which is meant is not known", fix)
-        return trains[-1][1]
-
-
-@dataclass(slots=True)
-class _Block:
-    """An open `if`, `case` or loop.
-
-    Attributes:
-        line: the line that it begins in.
-        holds: whether the branch being read is taken; None if that is not known.
-        before: whether an earlier branch was taken; None if that is not known.
-        value: the value that `case` compares; None if that is not known.
-    """
-
-    line: int
-    holds: bool | None
-    before: bool | None
-    is_case: bool = False
-    value: str | None = None
-
-    def choose(self, patterns: str) -> None:
-        """Go on to a branch of `case`: is it the first that fits the value?"""
-        if self.value is not None:
-            value = self.value.strip("\"' ")
-            fits = any(fnmatchcase(value, pattern.strip("\"' ")) for pattern in patterns.split("|"))
-            self.holds, self.before = fits and not self.before, self.before or fits
-
-
-def _simple(statements: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Statements cut at `;`, without the words `then` and `do`."""
-    for line, text in statements:
-        for part in _cut(text):
-            while True:
-                word, _, rest = part.strip().partition(" ")
-                if word == "else" and rest.strip():
-                    yield line, word
-                elif word not in ("then", "do"):
-                    break
-                part = rest
-            if part.strip():
-                yield line, part.strip()
-
-
-def _cut(text: str) -> list[str]:
-    """Text cut at each `;` that stands outside quotes and brackets."""
-    parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote or letter in "\"'":
-            quote = "" if letter == quote else quote or letter
-        else:
-            depth += (letter in "({") - (letter in ")}")
-        if letter == ";" and not quote and depth <= 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
-
-
-def _statements(text: str) -> list[tuple[int, str]]:
-    """Number and text of each line without its comment, joined while a line is continued or a bracket or quotation is open."""
-    statements: list[tuple[int, str]] = []
-    open_text, first = "", 0
-    for number, line in enumerate(text.splitlines(), 1):
-        first = first if open_text else number
-        if not open_text or not _quoted(open_text):
-            line = _COMMENT.sub(r"\1", line)
-        joined = open_text + line.strip() if open_text else line.strip()
-        # A comment inside a continued command ends nothing: the next line goes on.
-        if len(joined) > _MOST_STATEMENT:
+        self._filled += characters
+        if self._filled > _MOST_FILLED:
             raise _TooLong
-        if line.rstrip().endswith("\\"):
-            open_text = joined[:-1].rstrip() + " "
-        elif open_text and not line.strip() and not _quoted(open_text) and not _bracketed(open_text):
-            continue
-        elif _quoted(joined) or _bracketed(joined):
-            open_text = joined + " "
-        else:
-            statements += [(first, joined)] if joined else []
-            open_text = ""
-    return [*statements, (first, open_text.strip())] if open_text.strip() else statements
 
 
-def _quoted(text: str) -> bool:
-    return text.count('"') % 2 == 1
+def _of_slurm(text: str) -> dict[str, str]:
+    """What Slurm sets for a batch script, by its header."""
+    given = {("nodes" if name == "-N" else name.lstrip("-")): value for name, value in _HEADER.findall(text)}
+    nodes, tasks = given.get("nodes"), given.get("ntasks-per-node")
+    values = {} if nodes is None else {"SLURM_NNODES": nodes, "SLURM_JOB_NUM_NODES": nodes}
+    return values if tasks is None else {**values, "SLURM_NTASKS_PER_NODE": tasks}
 
 
-def _bracketed(text: str) -> bool:
-    return bool(re.match(r"^\s*(?:\w+\s+)?\w+\+?=\(", text)) and text.count("(") > text.count(")")
+def _assigned(nodes: Iterable[Node]) -> Iterator[str]:
+    """Variables that commands assign, in whatever branch."""
+    for node in nodes:
+        match node:
+            case Simple():
+                yield from (assignment.name for assignment in node.assignments)
+            case Pipeline():
+                yield from _assigned(node.commands)
+            case AndOr():
+                yield from _assigned((node.first, *(other for _, other in node.rest)))
+            case If():
+                for condition, body in node.branches:
+                    yield from _assigned((*(condition or ()), *body))
+            case Case():
+                for _, body in node.branches:
+                    yield from _assigned(body)
+            case Loop() | Function() | Group():
+                yield from _assigned(node.body)
+            case _:
+                pass
 
 
-def _is_command(statement: str, filled: str) -> bool:
-    """Whether a statement starts a Python program, variables of its environment before it or not."""
-    bare = _ENVIRONMENT.sub("", statement)
-    if _ASSIGNMENT.match(bare) or re.match(r"(echo|printf|mkdir|cd|cp|rm|ls|source|export|test|\[)\b", bare):
-        return False
-    return bool(re.search(r"\S+\.py[\"']?(\s|$)", filled)) and bool(re.search(r"torchrun|python|srun|\$", statement))
+def _is_test(node: Node) -> bool:
+    return isinstance(node, Simple) and bool(node.words) and node.words[0].plain in ("[", "test")
 
 
-def _assign(values: _Values, name: str, sign: str, value: str) -> None:
-    value = value.strip().rstrip(";").strip()
-    quotes = ("(", ")") if value.startswith("(") else ('"', '"') if value.startswith('"') else ("'", "'")
-    if len(value) > 1 and value.startswith(quotes[0]) and value.endswith(quotes[1]):
-        value = value[1:-1]
-    value = _filled(value, values).strip()
-    values[name] = f"{values.get(name, '')} {value}".strip() if sign == "+=" else value
-    # `A+=x` copies A at each of its lines.
-    values.spend(len(values[name]))
+def _line_of(node: Node) -> int | None:
+    return getattr(node, "line", None)
 
 
-def _filled(text: str, values: _Values) -> str:
-    """The text with variables, defaults and sums filled in, from the inside out; a variable without a value stays as it is."""
-
-    def value(match: re.Match[str]) -> str:
-        filled = replaced(match)
-        values.spend(len(filled))
-        return filled
-
-    def replaced(match: re.Match[str]) -> str:
-        name = match[1] or match[4]
-        if name == "@":
-            return ""
-        if values.get(name) is not None and (values[name] or match[2] is None):
-            return values[name]
-        if match[2] is not None:
-            return match[3].strip("\"'")
-        return f"${{{name}}}"
-
-    for _ in range(_DEPTH):
-        filled = _SUM.sub(lambda match: _summed(match, values), _VARIABLE.sub(value, text))
-        if filled == text:
-            break
-        text = filled
-    return text
+def _is_all_elements(word: Word) -> bool:
+    """Whether a word is "${A[@]}" or "$@" and nothing else: of no elements it makes no word."""
+    (piece, *others) = word.pieces or (Text(""),)
+    return not others and isinstance(piece, Parameter) and (piece.subscript == "@" or piece.name == "@")
 
 
-def _summed(match: re.Match[str], values: Mapping[str, str]) -> str:
-    """The value of a sum of whole numbers, products first; anything else stays as it is."""
-    text = re.sub(r"[A-Za-z_]\w*", lambda name: values.get(name[0], name[0])[: _MOST_DIGITS + 1], match[1])
-    if len(text) > _MOST_STATEMENT or re.search(rf"\d{{{_MOST_DIGITS + 1}}}", text):
-        return match[0]
-    parts = _SUM_PARTS.findall(text)
-    if "".join(parts) != text.replace(" ", "") or not parts or not parts[0].isdigit():
-        return match[0]
-    terms = [int(parts[0])]
-    for sign, number in zip(parts[1::2], parts[2::2], strict=False):
-        if not number.isdigit() or (sign in "/%" and number == "0"):
-            return match[0]
-        last = terms[-1]
-        if sign in "*/%":
-            terms[-1] = (
-                last * int(number) if sign == "*" else last // int(number) if sign == "/" else last % int(number)
-            )
-        else:
-            terms.append(int(number) if sign == "+" else -int(number))
-        if abs(terms[-1]) >= 10**_MOST_DIGITS:
-            return match[0]
-    return str(sum(terms))
+def _blank_split(value: str) -> list[str]:
+    """A value split at blanks. Quotes in it count as in `eval` and `bash -c`, since launch scripts are written for either."""
+    if "'" in value or '"' in value:
+        try:
+            return shlex.split(value)
+        except ValueError:
+            pass
+    return value.split()
+
+
+def _parts(word: str) -> list[str]:
+    """A flag and its value that share the quotes of an array's element, apart."""
+    return _blank_split(word) if re.match(r"--\S+\s", word) else [word]
+
+
+def _cut(value: str, operator: str, pattern: str) -> str | None:
+    """`${value%pattern}` and the like: the shortest or longest match goes from one end; None where that is not known."""
+    if UNKNOWN.search(value + pattern) or len(value) > _MOST_CUT:
+        return None
+    ends = range(len(value) + 1)
+    if operator.startswith("#"):
+        kept = [value[end:] for end in ends if fnmatchcase(value[:end], pattern)]
+    else:
+        kept = [value[:end] for end in reversed(ends) if fnmatchcase(value[end:], pattern)]
+    return value if not kept else kept[-1] if len(operator) == 2 else kept[0]

@@ -39,7 +39,7 @@ from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Priced, cost_of, layer_variant, one_way_seconds
+from moe_overlap.tuner.cost.analytic import Priced, cost_of, layer_variant, one_way_seconds, prediction_variant
 from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
@@ -160,7 +160,12 @@ class StagePrices:
             gradient = str(buffer.gradient)
             return self.deferred_bytes(gradient) / self._products(gradient)
         what, part, moves = buffer.role, buffer.subject, buffer.home is Home.MOVED
-        if what not in KEPT or buffer.home not in (Home.DEVICE, Home.MOVED) or name == NORM_STATE:
+        if (
+            what not in KEPT
+            or buffer.home not in (Home.DEVICE, Home.MOVED)
+            or name == NORM_STATE
+            or self._is_copy(part)
+        ):
             return 0.0
         stage, rates, size = self.stage, self.priced.rates, self.priced.family.sizes[self.row(part)]
         whole = size.dense_parameters + size.expert_parameters
@@ -212,13 +217,19 @@ class StagePrices:
         if group.number is None:
             wanted = (part, "none")
         elif group.kind is GroupKind.PREDICTION:
-            wanted = (self.graph.mtp_kinds[group.number], layer_variant(self.stage, 0))
+            wanted = (self.graph.mtp_kinds[group.number], prediction_variant(self.stage))
         else:
             layer = group.number
             first = next(first for first, last in self.stage.chunks if first <= layer < last)
             wanted = (self.graph.layer_kinds[layer], layer_variant(self.stage, layer - first))
         parts = [table.part for table in self.priced.family.tables]
         return next(row for row, one in enumerate(parts) if (one.kind, one.variant) == wanted)
+
+    def _is_copy(self, part: str) -> bool:
+        """Whether a part is the words that prediction layers read on another stage: those count as a part of the layers."""
+        return (
+            part == GroupKind.EMBEDDING and self.plan.stage_of(self.stage.devices.ranks[0]) != self.plan.embedding_stage
+        )
 
     def _products(self, gradient: str) -> int:
         """Products that make a deferred weight gradient: one for each partition of its operator, one if fused."""
@@ -243,6 +254,8 @@ class StagePrices:
         if not part:
             whole = costs.tail_seconds if what is OperatorKind.GRADIENTS else costs.first_extra_seconds
             return float(whole[0, self.column])
+        if self._is_copy(part):
+            return 0.0
         row = self.row(part)
         if what is OperatorKind.OPTIMIZER:
             return float(terms.optimizer_seconds[row, 0])

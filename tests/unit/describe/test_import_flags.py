@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.training.cli.arguments import parse
+from moe_overlap.commands.train import main as train
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.shell_conditions import compared, evaluated
 from moe_overlap.describe.readers.shell_script import script_flags
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +44,8 @@ def test_values_from_outside_win() -> None:
     ("script", "words"),
     [
         ("A=1\nB=$A\npython pretrain_gpt.py --x ${B}2", "--x 12"),
-        ("A='--x $B'\nB=3\npython p.py $A", "--x 3"),
+        ("A='--x $B'\nB=3\npython p.py $A", "--x $B"),
+        ("A='python p.py --x $B'\nB=3\neval $A", "--x 3"),
         ('options=" --x 1 \\\n --y 2"\nrun_cmd="torchrun p.py ${options}"\npython p.py ${options}', "--x 1 --y 2"),
         ("srun python p.py --x $(( 2 + 3*4 )) --y ${Z:-5} --z ${Z-}", "--x 14 --y 5 --z"),
         ('A+=( --x 1 )\nA+=( --y 2 )\ntorchrun p.py "${A[@]}" > log 2>&1', "--x 1 --y 2"),
@@ -63,12 +66,36 @@ def test_values_from_outside_win() -> None:
         ),
         ("if [ -z ${V} ]; then\n  A=\nelse\n  A=--v\nfi\npython p.py --x 1 $A", "--x 1"),
         ("T=2; if (( T > 1 )) ; then A=--sequence-parallel; else A=--x; fi\npython p.py $A", "--sequence-parallel"),
-        ("T=1\n[ $T -gt 1 ] && A=--s\n[[ -z $A ]] && B='--b 1'\npython p.py $A $B", "${A} --b 1"),
+        ("T=1\n[ $T -gt 1 ] && A=--s\n[[ -z $A ]] && B='--b 1'\npython p.py $A $B", "--b 1"),
         ("if [ ! -f p.py ]; then\n  echo missing; exit 1\nfi\npython p.py --x 1", "--x 1"),
         ('M=13B\ncase "$M" in\n 7B) L=32 ;;\n 13B|14B)\n  L=40\n  ;;\n *) L=1 ;;\nesac\npython p.py --x $L', "--x 40"),
         ("A+=(\n  \"--split '99,1,0'\"\n)\npython p.py ${A[@]}", "--split 99,1,0"),
         ("if [ $X = true ]; then A=--x; elif [ $X = false ]; then A=--y; fi\npython p.py --z 1 $A", "--z 1"),
         ("A=--x\nif [ -d /data ]; then D=1; fi\nA=--y\npython p.py $A", "--y"),
+        ('srun -N 2 --container-image x bash -c "cd /w && python train.py --x 1 > log"', "--x 1"),
+        ("X=3\nsrun bash -lc 'export Y=4; torchrun train.py --x $X --y $Y'", "--x 3 --y 4"),
+        ("torchrun --nnodes 2 -m pretrain_gpt --x 1", "--x 1"),
+        ("python -m torch.distributed.run --nproc-per-node 8 pretrain.py --x 1", "--x 1"),
+        ("run() {\n  local N=$1\n  torchrun train.py --n $N\n}\nrun 7", "--n 7"),
+        ('run() { torchrun train.py --n $1 $2 "$@"; }\nrun 7 --y', "--n 7 --y 7 --y"),
+        ('torchrun train.py "$@" --x 1', "--x 1"),
+        ("cat <<EOF > note\npython other.py --z 1 'don't\nEOF\npython p.py --x 1", "--x 1"),
+        ("N=2\nbash <<EOF\npython p.py --x $N\nEOF", "--x 2"),
+        ("sbatch <<'EOF'\n#!/bin/bash\n#SBATCH -N 2\nM=1\npython p.py --x $M\nEOF", "--x 1"),
+        ("L=1e-4,1e-5\npython p.py --lr ${L%%,*} --min-lr ${L##*,}", "--lr 1e-4 --min-lr 1e-5"),
+        ("F=a/b.json\npython p.py --f ${F%.json} --g ${F#a/} --n ${#F}", "--f a/b --g b.json --n 8"),
+        ("H=$(hostname)\nA=(--log /logs/$H)\nA=(--x 1)\npython p.py ${A[@]}", "--x 1"),
+        ('A=(--x \'a b\' "c d")\npython p.py "${A[@]}"', "--x a b c d"),
+        ("A=(1 2)\npython p.py --x $A --y ${#A[@]}", "--x 1 --y 2"),
+        ("python p.py --x \\\n  # --y 2 \\\n  1 # last", "--x 1"),
+        ("cd src && python p.py --x 1 | tee log &\nwait", "--x 1"),
+        ("(A=2; B=3)\nA=1\n{ A=5; }\npython p.py --x $A", "--x 5"),
+        ("for i in 1 2; do echo $i; done\nwhile read x; do :; done < file\npython p.py --x 1", "--x 1"),
+        ("[[ $A =~ ^(a|b)$ ]] && C=1\n[[ -n $Z || 2 -gt 1 ]] && B=4\npython p.py --x $B", "--x 4"),
+        ("A=7; ((A % 2 == 1 && A > 3)) && B=$((A / 2 * (1 + 1)))\npython p.py --x $B", "--x 6"),
+        ("python p.py --x $'1' --y `echo` --y 2 ${Q:+--q}".replace("`echo`", "3"), "--x 1 --y 3 --y 2"),
+        ("python p.py --save ~/out --x 1", "--save ${HOME}/out --x 1"),
+        ("set -euo pipefail; ulimit -n 1; trap 'kill 0' EXIT\npython p.py --x 1 2>&1 >/dev/null", "--x 1"),
     ],
 )
 def test_ways_of_writing(script: str, words: str) -> None:
@@ -82,6 +109,15 @@ def test_ways_of_writing(script: str, words: str) -> None:
         ("case $(m) in\n 7B) L=32 ;;\n 13B) L=40 ;;\nesac\npython p.py --x $L", "x.sh line 1: decides ${L}"),
         ("A=(--x)\nfor i in 1 2; do A+=(--y $i); done\npython p.py ${A[@]}", "x.sh line 2: decides ${A}"),
         ("python pretrain_a.py --x 1\n\npython pretrain_b.py --x 2", "x.sh: starts training in lines 1 and 3"),
+        ("\npython p.py --save /ckpt/$(whoami)", "x.sh line 2: has $(whoami), which cannot be read"),
+        ("A=x\nD=`date`\npython p.py --save /ckpt/$D", "x.sh line 2: has $(date), which cannot be read"),
+        ("A=1\npython p.py --x ${A/1/2}", "x.sh line 2: has ${A...}, which cannot be read"),
+        ("A=1\n\npython p.py --x 'a", "x.sh line 3: opens a quotation that is not closed"),
+        ("if true; then\npython p.py", "x.sh line 1: begins a command that lacks fi"),
+        ("A=(1\n2\npython p.py", "x.sh line 1: opens the array A, which is not closed"),
+        ("A=1\ncat <<EOF\npython p.py", "x.sh line 2: begins a here-document that 'EOF' does not end"),
+        ("done\npython p.py", "x.sh line 1: has done without what it belongs to"),
+        ("f() { f; }\nf\npython p.py", "x.sh line 1: grows without end"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_with_its_line(script: str, line: str) -> None:
@@ -131,3 +167,35 @@ def test_the_tool_writes_a_file_that_parses_alike(tmp_path: Path) -> None:
         parse([f"@{out}", "--moe-layer-freq", "2"]).config
         == parse([f"@{SCRIPT}", "--moe-layer-freq", "2", "--num-layers", "6"]).config
     )
+
+
+@pytest.mark.parametrize(
+    ("script", "num_gpus"),
+    [
+        ("torchrun --nnodes=4 --nproc_per_node 8 p.py --x 1", 32),
+        ("G=8\nN=2\ntorchrun --nproc-per-node $G --nnodes $N p.py --x 1", 16),
+        ("#!/bin/bash\n#SBATCH --nodes=4\nsrun torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 p.py --x 1", 32),
+        ("torchrun --nproc-per-node gpu p.py", None),
+        ("python p.py", None),
+    ],
+)
+def test_a_script_says_its_number_of_gpus(script: str, num_gpus: int | None) -> None:
+    assert script_flags(script, {}, "x.sh").num_gpus == num_gpus
+
+
+def test_a_variable_without_a_value_stops_training_and_no_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train([f"@{SCRIPT}"]) == 2
+    assert "error: --data-path ${3}: holds a variable of a shell script without a value" in capsys.readouterr().err
+    assert train([f"@{SCRIPT}", "--dry-run"]) == 0
+    assert "2 processes" in capsys.readouterr().out, "as the script starts"
+
+
+def test_conditions_and_sums() -> None:
+    assert [evaluated(text) for text in ("7/2", "-7/2", "-7 % 3", "2*(3+4)", "1 < 2", "08+1", "1 && 0")] == [
+        *(3, -3, -1, 14, 1, 9, 0)
+    ]
+    assert [evaluated(text) for text in ("", "1/0", "9" * 19, "(" * 300, "2 **", "1.5", "a")] == [None] * 7
+    assert compared(["a", "=", "a*"]) and not compared(["!", "a", "=", "a"])
+    assert compared(["\01\0", "=", "a", "||", "1", "-eq", "1"]) is True
+    assert compared(["\01\0", "=", "a", "&&", "1", "-eq", "1"]) is None
+    assert compared(["-f", "x"]) is None and compared(["-f", "x", "-a", "-z", "y"]) is False

@@ -121,8 +121,15 @@ def test_tensorboard(tmp_path: Path) -> None:
     read = event_accumulator.EventAccumulator(str(tmp_path))
     read.Reload()
     tags = set(read.Tags()["scalars"])
-    assert {"loss", "grad_norm", "learning_rate", "params_norm", "valid/loss"} <= tags and "step" not in tags
-    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(2, 2.0), (4, 4.0)]
+    assert {
+        "lm loss",
+        "grad-norm",
+        "learning-rate",
+        "params-norm",
+        "iteration-time",
+        "lm loss validation",
+    } <= tags and "step" not in tags
+    assert [(event.step, event.value) for event in read.Scalars("lm loss")] == [(2, 2.0), (4, 4.0)]
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -134,7 +141,7 @@ def test_the_curve_of_the_loss_scale(tmp_path: Path, wanted: bool) -> None:
     log.close()
     read = event_accumulator.EventAccumulator(str(tmp_path))
     read.Reload()
-    assert ("loss_scale" in read.Tags()["scalars"]) == wanted and "skipped_iterations" in read.Tags()["scalars"]
+    assert ("loss-scale" in read.Tags()["scalars"]) == wanted and "skipped_iterations" in read.Tags()["scalars"]
 
 
 LOADS = [
@@ -204,7 +211,7 @@ def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     settings = {"training": {"seed": 5}}
     assert made == [{"project": "moe", "name": "first", "entity": None, "dir": str(folder), "config": settings}]
     assert folder.is_dir() and run.finished
-    points = [(values["loss"], values["iteration-time"], step) for values, step in run.points[:2]]
+    points = [(values["lm loss"], values["iteration-time"], step) for values, step in run.points[:2]]
     assert points == [(2.0, 0.5, 2), (4.0, 0.5, 4)]
-    assert run.points[2] == ({"valid/loss": 0.0, "valid/ppl": 1.0}, 4)
+    assert run.points[2] == ({"lm loss validation": 0.0, "lm loss validation ppl": 1.0}, 4)
     assert run.points[3][0]["router/L0/imbalance"] == 2.5

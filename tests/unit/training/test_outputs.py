@@ -77,7 +77,7 @@ def test_other_ranks_prove_their_own_places() -> None:
         ("--trace", "trace"),
         ("--log-expert-load", "loads"),
     ]
-    assert flags[1][1:] == [("--log-json", "log.rank1"), ("--trace", "trace.rank1"), ("--use-pytorch-profiler", ".")]
+    assert flags[1][1:] == [("--log-json", "log.rank1"), ("--use-pytorch-profiler", ".")]
 
 
 class Broken:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from megatron.training.cli import config as config_module
 from megatron.training.cli import config_fields
 from megatron.training.cli.config import Config
+from megatron.training.cli.flags.launch import launch_help
 from moe_overlap.describe.errors import ConfigError, one_of
 
 ValueKind = Literal["switch", "int", "float", "str", "layers", "pair"]
@@ -195,7 +196,8 @@ def spelling(path: str) -> str:
 _WIDTH = 120
 _INDENT = 4
 _USAGE = """\
-usage: torchrun --nproc-per-node N pretrain_moe.py [@FILE] [--model FILE] [flags]
+usage: python pretrain_moe.py [--nproc-per-node N] [@FILE] [--model FILE] [flags]
+       torchrun --nproc-per-node N pretrain_moe.py [@FILE] [--model FILE] [flags]
 
 Flags have Megatron-LM's names and meanings; @FILE reads flags from a file (comments after #), later flags win.
 
@@ -209,6 +211,8 @@ this command
     A config.json names no sample length: --seq-length is then its number of positions, at most 4096.
   --world-size N
     With --dry-run: number of processes; default the smallest that the parallel sizes allow.
+
+start of the ranks, as torchrun names it; on the command line, not in a file
 """
 
 
@@ -216,7 +220,7 @@ def help_text() -> str:
     """Every flag, grouped by what it configures."""
     docs = field_docs()
     groups = typing.get_type_hints(Config)
-    lines = [_USAGE]
+    lines = [_USAGE + launch_help()]
     for group, cls in groups.items():
         lines.append(str(cls.__doc__))
         for flag in config_flags():

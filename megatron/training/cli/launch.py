@@ -1,0 +1,237 @@
+"""The launcher's flags, and the checks that one process makes for all ranks before it starts them. No torch.
+
+`pretrain_moe.py --nproc-per-node N [flags]` starts its own ranks (`moe_overlap/commands/launcher.py`). The flags are torchrun's,
+under torchrun's names. They stand on the command line itself, not in an argument file: a file says what is trained, not where.
+
+1. `split_launch` takes the launcher's flags out of a command line.
+2. `require_launchable` asks everything that would stop every rank of the job, once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron.training.cli.arguments import ParsedArguments
+from megatron.training.cli.config import Config
+from megatron.training.cli.dry_run import missing_files
+from megatron.training.cli.flags.launch import LAUNCH_FLAGS, STANDALONE
+from megatron.training.cli.packages import require_packages
+from megatron.training.cli.rules.checkpoint import start_of
+from megatron.training.cli.sizes import describe_model, known_vocab_size
+from megatron.training.cli.start import cuda_is_there
+from megatron.training.data.sources import check_indexed_dataset, data_source
+from megatron.training.plan_flags import plan_of_run
+from megatron.training.report.outputs import prove_places
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import printable
+
+PROCESSES, NODES, NODE_RANK, RESTARTS = "--nproc-per-node", "--nnodes", "--node-rank", "--max-restarts"
+ENDPOINT, BACKEND, JOB = "--rdzv-endpoint", "--rdzv-backend", "--rdzv-id"
+ADDRESS, PORT = "--master-addr", "--master-port"
+MOST_PROCESSES = 2**20
+DEFAULT_PORT = 29500
+"""torchrun's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """The ranks of a job, and how their nodes meet.
+
+    Attributes:
+        backend: `static`: the node of rank 0 is known; `c10d`: the nodes number themselves when they meet.
+        endpoint: HOST:PORT of the meeting; empty where one node finds a free port itself.
+        job: name of the job at the meeting.
+    """
+
+    processes_per_node: int
+    nodes: int = 1
+    node_rank: int = 0
+    max_restarts: int = 0
+    backend: Literal["static", "c10d"] = "c10d"
+    endpoint: str = ""
+    job: str = "none"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return self.processes_per_node * self.nodes
+
+
+def split_launch(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Launch | None, list[str]]:
+    """The launcher's part of a command line, None where it has none, and the other words in their order.
+
+    Raises:
+        ConfigError: a launcher's flag is wrong, contradicts another, or the process is a rank already.
+    """
+    given: dict[str, str] = {}
+    words: list[str] = []
+    position = 0
+    while position < len(argv):
+        name, equals, value = argv[position].partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        position += 1
+        if name not in LAUNCH_FLAGS:
+            words.append(argv[position - 1])
+        elif name == STANDALONE:
+            _require(not equals, name, value, "takes no value", f"write {name}")
+            given[name] = ""
+        else:
+            if not equals:
+                follows = position < len(argv) and not argv[position].startswith(("--", "@"))
+                _require(follows, name, "", "needs a value", f"write {name} VALUE")
+                value, position = argv[position], position + 1
+            given[name] = value
+    if not given:
+        return None, words
+    first = next(iter(given))
+    shown = " ".join(filter(None, (first, printable(given[first], 40))))
+    _require("RANK" not in environment, shown, "", "torchrun or Slurm has started this rank already", "drop it")
+    _require(
+        PROCESSES in given, shown, "", f"{PROCESSES} says that this process starts the ranks", f"add {PROCESSES} N"
+    )
+    return _launch(given, environment), words
+
+
+def _launch(given: Mapping[str, str], environment: Mapping[str, str]) -> Launch:
+    processes, nodes = _processes(given[PROCESSES], environment), _whole(given, NODES, 1, 1)
+    node_rank, port = _whole(given, NODE_RANK, 0, 0), _whole(given, PORT, DEFAULT_PORT, 1)
+    restarts = _whole(given, RESTARTS, 0, 0)
+    _require(port < 2**16, PORT, port, "is no port", "use 1 to 65535")
+    _require(
+        node_rank < nodes, NODE_RANK, node_rank, f"{NODES} says {nodes}: they count from 0", f"use 0 to {nodes - 1}"
+    )
+    endpoint, backend = given.get(ENDPOINT, ""), given.get(BACKEND)
+    _require(backend in (None, "c10d", "static"), BACKEND, backend, "unknown choice", "use c10d or static")
+    for flag in (ENDPOINT, ADDRESS):
+        _require(given.get(flag) != "", flag, "", "needs a value", f"write {flag} HOST")
+        _require(
+            STANDALONE not in given or flag not in given, STANDALONE, "", f"is set together with {flag}", "drop one"
+        )
+        host = given.get(flag, "").rpartition(":")[0] or given.get(flag, "")
+        _require(not set(host) & set(" /@\t\n"), flag, printable(host, 60), "is no host", "write a name or an address")
+    _require(STANDALONE not in given or nodes == 1, STANDALONE, "", f"is for one node, {NODES} says {nodes}", "drop it")
+    both = ENDPOINT in given and (ADDRESS in given or PORT in given)
+    _require(not both, ENDPOINT, endpoint, f"is set together with {ADDRESS if ADDRESS in given else PORT}", "drop one")
+    if nodes > 1 and not endpoint and ADDRESS not in given:
+        raise ConfigError(
+            NODES, nodes, "the nodes must know where to meet", f"add {ENDPOINT} HOST:PORT, the same on all"
+        )
+    if backend is None:
+        # torchrun reads an endpoint by its default, `static`, which needs the node's rank.
+        backend = "static" if ADDRESS in given or PORT in given or NODE_RANK in given else "c10d"
+    if backend == "c10d" and NODE_RANK in given and nodes > 1:
+        raise ConfigError(NODE_RANK, node_rank, "c10d numbers the nodes itself", f"drop it or use {BACKEND} static")
+    if backend == "static" and nodes > 1 and NODE_RANK not in given:
+        raise ConfigError(f"{BACKEND} static", "", "every node must know its rank", f"add {NODE_RANK} 0 to {nodes - 1}")
+    if ADDRESS in given or (backend == "static" and not endpoint):
+        endpoint = f"{given.get(ADDRESS, '127.0.0.1')}:{port}"
+    elif endpoint:
+        host, _, text = endpoint.rpartition(":")
+        plain = not host
+        _require(
+            plain or text.isascii() and text.isdigit() and 0 < int(text[:9]) < 2**16, ENDPOINT, endpoint, *_PORT_RULE
+        )
+        endpoint = f"{endpoint}:{DEFAULT_PORT}" if plain else endpoint
+    job = given.get(JOB, "none")
+    _require(job != "", JOB, "", "needs a value", f"write {JOB} NAME")
+    return Launch(
+        processes_per_node=processes,
+        nodes=nodes,
+        node_rank=node_rank,
+        max_restarts=restarts,
+        backend="static" if backend == "static" else "c10d",
+        endpoint=endpoint,
+        job=job,
+    )
+
+
+_PORT_RULE = ("names no port", "write HOST:PORT")
+
+
+def _processes(text: str, environment: Mapping[str, str]) -> int:
+    """A number of processes, or `gpu`: one for each GPU that this process sees."""
+    if text == "gpu":
+        count = visible_gpus(environment)
+        _require(count, PROCESSES, text, "no GPU is visible here", "give a number")
+        return count
+    number = _whole({PROCESSES: text}, PROCESSES, 1, 1)
+    _require(number <= MOST_PROCESSES, PROCESSES, text, f"is above {MOST_PROCESSES}", "correct the value")
+    return number
+
+
+def _whole(given: Mapping[str, str], flag: str, default: int, least: int) -> int:
+    text = given.get(flag)
+    if text is None:
+        return default
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    rule = f"must be a whole number from {least}"
+    _require(is_number and int(text) >= least, flag, printable(text, 40), rule, "correct the value")
+    return int(text)
+
+
+def _require(holds: object, flag: str, value: object, rule: str, fix: str) -> None:
+    if not holds:
+        raise ConfigError(flag, value, rule, fix)
+
+
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """GPUs that torch would count: the driver's, or those that CUDA_VISIBLE_DEVICES leaves."""
+    if not cuda_is_there():
+        return 0
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    devices = [device.strip() for device in chosen.split(",")]
+    # CUDA reads the list up to the first entry that names no device.
+    return next((place for place, device in enumerate(devices) if device in ("", "-1")), len(devices))
+
+
+def require_launchable(parsed: ParsedArguments, launch: Launch) -> None:
+    """Ask what every rank would ask, once: packages, devices, plan, data, checkpoint, outputs, port.
+
+    Raises:
+        ConfigError: the first thing that stops the job.
+    """
+    config = parsed.config
+    require_packages(config)
+    gpus = visible_gpus(os.environ)
+    if cuda_is_there() and 0 < gpus < launch.processes_per_node:
+        rule, fix = f"this machine has {gpus} GPUs", f"start at most {gpus} processes here"
+        raise ConfigError(PROCESSES, launch.processes_per_node, rule, fix)
+    _require_inputs(config)
+    plan_of_run(config, describe_model(config, known_vocab_size(config) or 0, parsed.name), launch.world_size)
+    # Each node looks at its own disks; where nodes number themselves, any node may be that of rank 0.
+    first = launch.node_rank * launch.processes_per_node
+    for rank in range(first, first + launch.processes_per_node):
+        prove_places(config, rank)
+    if launch.nodes == 1 and launch.endpoint:
+        _require_free_port(launch.endpoint)
+
+
+def _require_inputs(config: Config) -> None:
+    for prefix in data_source(config.data).prefixes:
+        check_indexed_dataset(prefix)
+    start_of(config.checkpoint)
+    for flag, path in missing_files(config):
+        # A run without --exit-on-missing-checkpoint may begin where --load will find it the next time.
+        if flag not in ("--load", "--pretrained-checkpoint"):
+            raise ConfigError(flag, path, "does not exist", "correct the path")
+
+
+def _require_free_port(endpoint: str) -> None:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.create_server((host.strip("[]"), int(port)), family=_family(host)):
+            pass
+    except OSError as error:
+        fix = f"choose a free one, or drop the flag: {PROCESSES} alone finds one"
+        raise ConfigError(f"port of {endpoint}", "", f"cannot be opened: {error.strerror or error}", fix) from None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,98 @@
+"""The difference between a user's flags and a chosen plan's, decision by decision, each predicted alone.
+
+1. Flags are grouped by decision (`DECISIONS`); flags that are only right together, such as the numbers of stages and of model
+   chunks, are one decision.
+2. Every decision that differs is made alone in the user's own flags, which are read like any command line and predicted. Where
+   rules across flags refuse it alone, the rule is kept.
+3. The largest gain comes first. Gains do not add up: the plan as a whole is what the search predicts.
+
+Nothing here changes what is trained: a plan has no such decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Unpack
+
+from megatron.training.cli.arguments import expand_files
+from moe_overlap.api import Options, problem_of
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.report.changes import Change
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.write.argument_file import layout_flags
+
+Flags = Mapping[str, tuple[str, ...]]
+
+DECISIONS: Final = (
+    ("tensor parallelism", ("--tensor-model-parallel-size", "--sequence-parallel", "--expert-tensor-parallel-size")),
+    ("context parallelism", ("--context-parallel-size",)),
+    ("expert parallelism", ("--expert-model-parallel-size",)),
+    ("micro-batch", ("--micro-batch-size",)),
+    ("recomputation", ("--recompute-", "--moe-layer-recompute")),
+    ("optimizer states", ("--use-distributed-optimizer", "--use-megatron-fsdp", "--data-parallel-sharding-strategy")),
+)
+"""Names of decisions, and prefixes of their flags; every other flag of a layout is of the pipeline."""
+PIPELINE = "pipeline"
+DEFAULTS: Final[Flags] = {
+    "--tensor-model-parallel-size": ("1",),
+    "--context-parallel-size": ("1",),
+    "--expert-model-parallel-size": ("1",),
+    "--pipeline-model-parallel-size": ("1",),
+    "--micro-batch-size": ("1",),
+}
+"""What a flag stands for where it is not written."""
+
+
+def changes_of(
+    words: Sequence[str], said: Sequence[str], baseline: Prediction, cluster: Cluster, **options: Unpack[Options]
+) -> tuple[Change, ...]:
+    """What a plan changes in a user's flags.
+
+    Args:
+        words: the user's flags, or `@FILE`.
+        said: the flags that say the plan.
+        baseline: of the user's flags as they are.
+    """
+    gone = layout_flags()
+    flags = grouped(list(expand_files(words)))
+    before = by_decision({name: values for name, values in flags.items() if name in gone})
+    after = by_decision({name: values for name, values in grouped(said).items() if name in gone})
+    changes = []
+    for decision in dict.fromkeys((*before, *after)):
+        old, new = before.get(decision, {}), after.get(decision, {})
+        if {**DEFAULTS, **old} == {**DEFAULTS, **new}:
+            continue
+        kept = {name: values for name, values in flags.items() if name not in old} | dict(new)
+        alone, rule = None, ""
+        try:
+            problem = problem_of([word for name, values in kept.items() for word in (name, *values)], cluster, options)
+            alone = predict_plan(problem.plan, problem)
+        except ConfigError as error:
+            rule = (
+                f"{error.subject} {error.value}: {error.rule}"
+                if error.value != ""
+                else f"{error.subject}: {error.rule}"
+            )
+        same = {name for name in old if old[name] == new.get(name)}
+        changes.append(
+            Change(
+                name=decision,
+                before={name: values for name, values in old.items() if name not in same},
+                after={name: values for name, values in new.items() if name not in same},
+                alone=alone,
+                rule=rule,
+            )
+        )
+    return tuple(sorted(changes, key=lambda change: -change.gain(baseline)))
+
+
+def by_decision(flags: Flags) -> dict[str, dict[str, tuple[str, ...]]]:
+    """The flags of a layout, by the decision that they belong to."""
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, values in flags.items():
+        decisions = (decision for decision, prefixes in DECISIONS if name.startswith(prefixes))
+        found.setdefault(next(decisions, PIPELINE), {})[name] = values
+    return found

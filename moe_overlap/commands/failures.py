@@ -1,0 +1,90 @@
+"""The one line of a rank that fails: what went wrong, in which operation, on which rank and in which step.
+
+Errors of four kinds reach a rank. Its memory is out; a peer is lost or does not answer; another rank has failed at a common
+check and speaks for itself; or the program has a bug, whose traceback is kept in a file that the line names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import traceback
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["memory", "peer", "other"]
+_ALLOCATION = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|std::bad_alloc|Cannot allocate memory", re.IGNORECASE)
+_LOST = re.compile(
+    r"(closed|reset) by peer|timed out|timeout|broken pipe|gloo|nccl|socket|connection (refused|was)", re.IGNORECASE
+)
+_NOISE = re.compile(r"\[[^\]\s]*/[^\]\s]+:\d+\] |\. This is typically caused by .*")
+"""The place in torch's C++ sources that gloo writes in front of its messages, and the general advice behind them."""
+_MOST_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank was when it failed.
+
+    Attributes:
+        activity: `step 3`, `evaluation after step 3`, `save after step 3` or `start`.
+        operation: the operator or communication that ran; None where a message names it, and outside of steps.
+    """
+
+    rank: int
+    activity: str
+    operation: str | None = None
+
+
+def kind_of_failure(error: BaseException) -> Kind:
+    """Tell the three kinds that a rank reports apart, by class and message."""
+    import torch
+    import torch.distributed as dist
+
+    from moe_overlap.runtime.step import CommunicationFailed
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "memory"
+    # An allocation may fail inside of a communication, too.
+    if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(_first_line(error)):
+        return "memory"
+    if isinstance(error, (CommunicationFailed, dist.DistError)):
+        return "peer"
+    # gloo raises plain RuntimeErrors.
+    return "peer" if isinstance(error, RuntimeError) and _LOST.search(_first_line(error)) else "other"
+
+
+def failure_line(error: BaseException, kind: Kind, place: Place) -> str:
+    """`error: L0.moe.dispatch: lost a peer: Connection closed by peer [127.0.0.1]:4711 (rank 0, step 3)`."""
+    named, reason = f"{place.operation}: " if place.operation else "", _first_line(error)
+    if kind == "memory":
+        # Not the message's own head: an error of a communication begins with its operation.
+        asked = _ALLOCATION.search(reason)
+        reason = f"{int(asked[1]) / 2**20:,.1f} MiB more were asked for" if asked else reason
+        text = f"{named}out of memory{f': {reason}' if reason else ''}; a smaller --micro-batch-size or recomputation needs less"
+    elif kind == "peer":
+        from moe_overlap.runtime.step import CommunicationFailed
+
+        # These messages begin with their operation.
+        text = reason if isinstance(error, CommunicationFailed) else f"{named}lost a peer: {reason}"
+    else:
+        text = f"{named}{type(error).__name__}{f': {reason}' if reason else ''}{_kept_traceback(error, place.rank)}"
+    return f"error: {text} (rank {place.rank}, {place.activity})"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return " ".join(_NOISE.sub("", text).split())[:_MOST_CHARACTERS]
+
+
+def _kept_traceback(error: BaseException, rank: int) -> str:
+    """Write the traceback to a new file; returns the words that name it, none where it cannot be written."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=f"moe-rank{rank}-", suffix=".traceback", text=True)
+        with os.fdopen(descriptor, "w") as file:
+            file.write("".join(traceback.format_exception(error)))
+    except OSError:
+        return ""
+    return f"; traceback in {path}"

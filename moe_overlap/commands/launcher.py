@@ -1,0 +1,125 @@
+"""`pretrain_moe.py --nproc-per-node N`: start the ranks of this machine, and say in one line how they ended.
+
+torch's elastic agent, which is torchrun's, starts and watches the ranks, starts them again (`--max-restarts`) and passes signals
+on. What it logs and raises is left out. A rank that fails says so itself, the first one alone (`exits.LaunchFolder`); for a rank
+that a signal ended, this process does. Should this process be killed, the kernel ends the ranks (`exits.end_with_launcher`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.training.cli.config import Config
+from megatron.training.cli.launch import Launch
+from moe_overlap.commands.exits import LAUNCH_FOLDER, LaunchFolder
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+ENDED_BY_SIGNAL = 128
+"""The status of a process that a signal ended, as shells count it: this and the signal's number."""
+STOPS_WITHIN = datetime.timedelta(seconds=30)
+"""Time for a rank to end after a signal; one that saves first (--exit-signal-handler) has as long as a collective."""
+
+
+def start_ranks(launch: Launch, words: Sequence[str], config: Config) -> int:
+    """Start this machine's ranks and wait for them; returns the exit status.
+
+    Args:
+        words: the command line of a rank: everything but the launcher's flags. It has been checked.
+    Returns:
+        0, or that of the rank that failed; 128 and the number of the signal that ended it, or that ended this process.
+    """
+    folder = LaunchFolder(Path(tempfile.mkdtemp(prefix="moe-launch-")))
+    try:
+        return _watch(launch, words, config, folder)
+    except KeyboardInterrupt:  # before the agent listens to signals
+        return _stopped(signal.SIGINT)
+    finally:
+        shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _watch(launch: Launch, words: Sequence[str], config: Config, folder: LaunchFolder) -> int:
+    os.environ[LAUNCH_FOLDER] = str(folder.path)
+    # As torchrun does: every rank would start a thread for every core.
+    if launch.processes_per_node > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    # The agent logs every failure in several lines; this process has nothing else to log.
+    logging.disable(logging.CRITICAL)
+    program = str(Path(sys.argv[0]).resolve())
+    try:
+        elastic_launch(elastic_config(launch, config), sys.executable)("-u", program, *words)
+    except ChildFailedError as error:
+        return _failed({rank: failure.exitcode for rank, failure in error.failures.items()}, launch, folder)
+    except SignalException as stopped:
+        # Ranks that save before they go (--exit-signal-handler) have said so themselves.
+        if folder.finished() == launch.processes_per_node:
+            return 0
+        return _stopped(signal.Signals(stopped.sigval))
+    except Exception as error:  # The meeting of several machines fails in many ways, each with a class of its own.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        where = f"the {launch.nodes} machines did not meet at {launch.endpoint}" if launch.nodes > 1 else "cannot start"
+        print(f"error: {where}: {reason[:300]}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def elastic_config(launch: Launch, config: Config) -> LaunchConfig:
+    """torchrun's description of the same start."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    patience = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    configs: dict[str, Any] = {"timeout": max(1, int(patience.total_seconds()))}
+    if launch.backend == "static":
+        configs["rank"] = launch.node_rank
+    apart = launch.nodes == 1 and not launch.endpoint
+    return LaunchConfig(
+        min_nodes=launch.nodes,
+        max_nodes=launch.nodes,
+        nproc_per_node=launch.processes_per_node,
+        run_id=str(uuid.uuid4()) if apart else launch.job,
+        rdzv_backend=launch.backend,
+        rdzv_endpoint="localhost:0" if apart else launch.endpoint,
+        rdzv_configs=configs,
+        max_restarts=launch.max_restarts,
+        shutdown_timeout=int((patience if config.training.exit_signal_handler else STOPS_WITHIN).total_seconds()),
+    )
+
+
+def _failed(statuses: Mapping[int, int], launch: Launch, folder: LaunchFolder) -> int:
+    """Say which rank a signal ended, unless a rank has said why; returns the status of the rank that failed first."""
+    # The agent ends the others by SIGTERM as soon as it sees a failure: these are consequences.
+    causes = {rank: status for rank, status in statuses.items() if status != -signal.SIGTERM} or dict(statuses)
+    # A rank that was killed says nothing, and is the reason why others lose their peer in the same moment.
+    rank = min(causes, key=lambda rank: (causes[rank] >= 0, rank))
+    status = causes[rank]
+    if status < 0:
+        name = signal.Signals(-status).name
+        hint = "; the kernel does so where memory is out" if -status == signal.SIGKILL else ""
+        line = f"error: rank {rank} was ended by {name} ({folder.activity(rank)}){hint}"
+        print(line, file=sys.stderr, flush=True)
+        return ENDED_BY_SIGNAL - status
+    # Ranks leave quietly where rank 0 speaks, which may run on another machine.
+    if launch.nodes == 1 and not folder.has_spoken():
+        print(f"error: rank {rank} ended with status {status} ({folder.activity(rank)})", file=sys.stderr, flush=True)
+    return status
+
+
+def _stopped(number: signal.Signals) -> int:
+    what = "Ctrl-C" if number == signal.SIGINT else number.name
+    print(f"stopped by {what}: every rank has ended", file=sys.stderr, flush=True)
+    return ENDED_BY_SIGNAL + number

@@ -1,0 +1,81 @@
+"""What a plan changes in a user's flags: every decision alone, as `predict` has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_overlap.api import predict, problem_of
+from moe_overlap.changes import by_decision, changes_of
+from moe_overlap.report.changes import Change, change_lines, changes_json
+from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.write.argument_file import layout_flags
+from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
+
+PLAN = "--micro-batch-size 2 --expert-model-parallel-size 4 --pipeline-model-parallel-size 1".split()
+PLAN.append("--use-distributed-optimizer")
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+
+
+def predicted(words: list[str]) -> Prediction:
+    problem = problem_of(words, H100, OPTIONS)
+    return predict_plan(problem.plan, problem)
+
+
+def changed(words: list[str], said: list[str], **options: Any) -> tuple[tuple[Change, ...], Prediction]:
+    baseline = predicted(words)
+    return changes_of(words, said, baseline, H100, **{**OPTIONS, **options}), baseline
+
+
+def test_each_decision_is_predicted_alone_and_the_largest_gain_comes_first() -> None:
+    changes, baseline = changed([*SMALL, "--pipeline-model-parallel-size", "1"], PLAN)
+    assert {change.name for change in changes} == {"micro-batch", "expert parallelism"}
+    for change in changes:
+        words = [word for flag, values in change.after.items() for word in (flag, *values)]
+        alone = predict([*SMALL, "--pipeline-model-parallel-size", "1", *words], H100, **OPTIONS)
+        assert change.alone is not None
+        assert change.alone.predicted.step_seconds == alone.predicted.step_seconds
+        assert change.gain(baseline) == baseline.predicted.step_seconds - alone.predicted.step_seconds != 0.0
+    gains = [change.gain(baseline) for change in changes]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_what_is_refused_alone_says_why() -> None:
+    changes, baseline = changed(SMALL, [*PLAN, "--num-virtual-stages-per-pipeline-rank", "5"])
+    (refused,) = (change for change in changes if change.alone is None)
+    assert refused.name == "pipeline" and refused.gain(baseline) == 0.0
+    assert "--num-virtual-stages-per-pipeline-rank 5: " in refused.effect(baseline)
+    assert refused.effect(baseline).startswith("only together with others: ")
+
+
+def test_a_flag_that_says_its_default_is_no_change() -> None:
+    same = [*SMALL, "--context-parallel-size", "1"]
+    said = [word for flag, values in by_flags(SMALL).items() for word in (flag, *values)]
+    assert changed(same, said)[0] == ()
+
+
+def test_lines_name_the_flags_and_what_they_do() -> None:
+    words = [*SMALL, *FULL, "--pipeline-model-parallel-size", "1"]
+    changes, baseline = changed(words, PLAN)
+    lines = change_lines(changes, baseline)
+    (removed,) = (line for line in lines if "remove" in line)
+    assert removed.startswith("change      remove --recompute-granularity full, remove --recompute-method uniform, ")
+    (batch,) = (line for line in lines if "--micro-batch-size" in line)
+    assert "--micro-batch-size 1 -> 2: alone " in batch and batch.endswith(" GiB on the fullest stage")
+    (row,) = (row for row in changes_json(changes, baseline) if row["name"] == "micro-batch")
+    assert row["before"] == ["--micro-batch-size", "1"] and row["after"] == ["--micro-batch-size", "2"]
+
+
+@pytest.mark.parametrize("flag", sorted(layout_flags()))
+def test_every_flag_of_a_layout_has_a_decision(flag: str) -> None:
+    assert by_decision({flag: ("2",)})
+
+
+def by_flags(words: list[str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for place, word in enumerate(words):
+        if word in layout_flags():
+            found[word] = () if words[place + 1].startswith("--") else (words[place + 1],)
+    return found
