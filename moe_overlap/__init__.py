@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_overlap.api import predict, tune
+    from moe_overlap.describe.cluster import Cluster
+    from moe_overlap.results import predict, tune
 
-__all__ = ["predict", "tune"]
+__all__ = ["Cluster", "predict", "tune"]
 __version__ = "0.1.0"
 VERSION_LINE = f"megatron-moe-overlap {__version__}"
 """The line that `--version` prints."""
 
 
 def __getattr__(name: str) -> Any:
-    """`from moe_overlap import tune, predict`; what they need is imported when they are asked for."""
+    """`from moe_overlap import tune, predict, Cluster`; what they need is imported when they are asked for."""
     if name in __all__:
-        from moe_overlap import api
+        from moe_overlap import results
 
-        return getattr(api, name)
+        return getattr(results, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -62,6 +62,8 @@ class Options(TypedDict, total=False):
     """Release whose losses count; default the GPU's median release."""
     expert_load: str | None
     """File of --log-expert-load: the busiest ranks set the pace. Default: balanced routing."""
+    memory_margin: float | None
+    """A plan fits where this quantile of its peak is within the capacity; default 0.95."""
     graphs: Graphs | None
     """Captured models of the stages; default the cached capture."""
     constants: Constants | None
@@ -218,7 +220,7 @@ def machine_for(
         lookup = lookup_of(cluster, list(keys))
     return machine_of(
         cluster,
-        constants or shipped_constants(),
+        (constants or shipped_constants()).with_margin(options.get("memory_margin")),
         options.get("software"),
         load,
         lookup,

@@ -117,12 +117,17 @@ class SearchSettings:
 
 
 def search_plan(
-    words: Sequence[str], cluster: Cluster, settings: SearchSettings, **options: Unpack[Options]
+    words: Sequence[str],
+    cluster: Cluster,
+    settings: SearchSettings,
+    libraries: Libraries | None = None,
+    **options: Unpack[Options],
 ) -> PlanSearch:
     """The fastest plan of a run on a cluster.
 
     Args:
         words: Megatron flags, or `@FILE`; what they say of the layout is a baseline, and binds nothing.
+        libraries: captures that several searches share; default those of the cache.
     Raises:
         ConfigError: as `predict`; no layout divides the model, the batch and the GPUs; or no plan fits.
     """
@@ -131,7 +136,7 @@ def search_plan(
     bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
     bare = with_precision(bare, options.get("precision"))
     job = _described(words, bare, cluster.gpus, options)
-    libraries = Libraries(CaptureFiles(cache_folder()))
+    libraries = libraries or Libraries(CaptureFiles(cache_folder()))
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
     given = options.get("graphs")
     graphs = given or (cpu_graphs if on_cpu else libraries.graphs)
@@ -176,7 +181,7 @@ def search_plan(
         beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, settings.progress)
         found, staged = beyond.uniform, beyond.staged
     if found.solution.value is None and (staged is None or staged.solution.value is None):
-        raise _does_not_fit(found, cluster, said.refused)
+        raise _does_not_fit(found, cluster, said.refused, task.machine.memory.certainty)
     options = Options(**{**options, "precision": None})  # The flags say it.
     if settings.target == "any":
         extrapolating = machine_for(job, cluster, options)[1]
@@ -499,7 +504,9 @@ def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Predi
     return predict_plan(problem.plan, problem)
 
 
-def _does_not_fit(found: UniformSearch, cluster: Cluster, refused: Sequence[tuple[str, str]]) -> ConfigError:
+def _does_not_fit(
+    found: UniformSearch, cluster: Cluster, refused: Sequence[tuple[str, str]], certainty: str
+) -> ConfigError:
     """The error where no plan fits: the plan that needs the least, and what it lacks."""
     gpu = cluster.group_of(0).gpu
     if found.solution.status is Status.TIME_LIMIT:
@@ -517,5 +524,6 @@ def _does_not_fit(found: UniformSearch, cluster: Cluster, refused: Sequence[tupl
         rule = f"none of {found.counts.layouts:,} layouts fits {gpu.memory_gib:g} GiB, by a lower bound of their bytes"
         return ConfigError("--num-gpus", subject, rule, "use more GPUs, or GPUs with more memory")
     least = found.smallest.needed_bytes / GIB
-    rule = f"no plan fits {gpu.memory_gib:g} GiB with 95 % certainty; the smallest needs {least:.1f} ({found.smallest.name})"
+    rule = f"no plan fits {gpu.memory_gib:g} GiB with {certainty} certainty; "
+    rule += f"the smallest needs {least:.1f} ({found.smallest.name})"
     return ConfigError("--num-gpus", subject, rule, "use more GPUs, or a shorter sequence")

@@ -4,8 +4,10 @@
     sbatch tuned/launch.sbatch      (or: python pretrain_moe.py --nproc-per-node N @tuned/megatron_args.txt)
 
 What the flags say of the layout is the baseline, and binds nothing. --target megatron-lm answers with flags that unmodified
-Megatron-LM accepts. Written to --output: megatron_args.txt, launch.sbatch, plan.json, report.html, and trace.json (the predicted
-step with few micro-batches, for ui.perfetto.dev). docs/searching.md says what is searched.
+Megatron-LM accepts; --target both searches for both, writes the answer for Megatron-LM to DIR/megatron-lm and prints the gain.
+--num-gpus 32,64,128 prints a table of the best plans and writes each to DIR/<n>-gpus. Written to --output: megatron_args.txt,
+launch.sbatch, plan.json, report.html, and trace.json (the predicted step with few micro-batches, for ui.perfetto.dev).
+docs/searching.md says what is searched.
 
     python tools/autotune.py --overlap-only --megatron-args examples/mixtral-8x7b.args --gpu H100 --num-gpus 64 --output tuned
     python tools/autotune.py --overlap-only ... --refine measured.json --output tuned2
@@ -29,16 +31,23 @@ from typing import TextIO
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, tune
-from moe_overlap.commands.job_arguments import add_job_arguments, cluster_of, words_of
+from moe_overlap.commands.job_arguments import (
+    add_job_arguments,
+    add_margin_argument,
+    cluster_of,
+    clusters_of,
+    margin_of,
+    words_of,
+)
 from moe_overlap.commands.predict import token_count
+from moe_overlap.commands.tune_many import tune_both, tune_numbers
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import BEYOND, SPACES, SearchSettings, search_plan
 from moe_overlap.report.changes import change_lines
-from moe_overlap.report.html import write_report
 from moe_overlap.report.prediction import prediction_text
-from moe_overlap.report.search import search_json, search_lines, write_search
-from moe_overlap.report.search_page import competitors, search_report
+from moe_overlap.report.search import search_json, search_lines
+from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
 from moe_overlap.tuner.capture.cache import PRECISIONS
@@ -76,7 +85,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
                 flag, value, "is of the search of plans, and the layout is kept", "drop it or --overlap-only"
             )
     cluster = cluster_of(arguments)
-    given = Options(software=arguments.software, expert_load=arguments.expert_load, precision=arguments.precision)
+    given = _options(arguments)
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(words_of(arguments), cluster, _limits(arguments), seconds, arguments.refine, **given)
     folder = Path(arguments.output)
@@ -102,7 +111,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     _require_writable(Path(arguments.output))
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
     settings = SearchSettings(
-        target=arguments.target,
+        target="moe-overlap" if arguments.target == "both" else arguments.target,
         space=arguments.search_space,
         seconds=float("inf") if limit is None else limit,
         overlap_limits=_limits(arguments),
@@ -110,16 +119,15 @@ def _plan(arguments: argparse.Namespace) -> int:
         averages=arguments.no_imbalance,
         progress=Progress(sys.stderr),
     )
-    given = Options(software=arguments.software, expert_load=arguments.expert_load, precision=arguments.precision)
-    search = search_plan(words_of(arguments), cluster_of(arguments), settings, **given)
+    given = _options(arguments)
+    clusters, words = clusters_of(arguments), words_of(arguments)
+    if len(clusters) > 1:
+        return tune_numbers(arguments, words, clusters, settings, given, train_tokens)
+    if arguments.target == "both":
+        return tune_both(arguments, words, clusters[0], settings, given, train_tokens)
+    search = search_plan(words, clusters[0], settings, **given)
     folder = Path(arguments.output)
-    files = write_search(folder, search)
-    report = search_report(search, competitors(search), train_tokens)
-    write_report(folder / "report.html", report)
-    files.append("report.html")
-    if report.step is not None:
-        write_trace(folder / "trace.json", report.step)
-        files.append("trace.json")
+    files = write_answer(folder, search, train_tokens)
     if arguments.json:
         print(json.dumps(search_json(search), indent=1))
         return 0
@@ -130,6 +138,15 @@ def _plan(arguments: argparse.Namespace) -> int:
             print("\n".join(change_lines(search.changes, search.baseline)))
         print("\n".join(f"refused     {name}: {rule}" for name, rule in search.refused))
     return 0
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    return Options(
+        software=arguments.software,
+        expert_load=arguments.expert_load,
+        precision=arguments.precision,
+        memory_margin=margin_of(arguments),
+    )
 
 
 def _require_writable(folder: Path) -> None:
@@ -174,7 +191,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")
     parser.add_argument("--overlap-only", action="store_true", help="keep the parallel layout, decide the overlap")
     parser.add_argument(
-        "--target", choices=("moe-overlap", "megatron-lm", "any"), default="moe-overlap", help="who runs the plan"
+        "--target",
+        choices=("moe-overlap", "megatron-lm", "both", "any"),
+        default="moe-overlap",
+        help="who runs the plan",
     )
     parser.add_argument(
         "--search-space",
@@ -188,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
     parser.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
+    add_margin_argument(parser)
     parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole training, as 300B")
     parser.add_argument("--verbose", action="store_true", help="every figure of the chosen plan")
     parser.add_argument("--overlap-max-partitions", metavar="N", type=int, default=8, help="most partitions of a range")
@@ -199,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         "--time-limit",
         metavar="S",
         type=float,
-        help="seconds of the search, after which the best so far is the answer; with --overlap-only of each "
+        help="seconds of each search, after which the best so far is the answer; with --overlap-only of each "
         "weight-gradient schedule (5)",
     )
     parser.add_argument(

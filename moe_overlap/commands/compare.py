@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_overlap import VERSION_LINE
+from moe_overlap.commands.exits import interruptible
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_text, plain_json
 from moe_overlap.report.trace import comparison_json, comparison_text, read_trace, require_one_job
@@ -60,6 +61,7 @@ def relative_differences(first: dict[int, float], second: dict[int, float]) -> d
     return {step: abs(first[step] - second[step]) / abs(first[step]) for step in sorted(first.keys() & second.keys())}
 
 
+@interruptible
 def compare_losses(argv: Sequence[str] | None = None) -> int:
     """Print the comparison; the exit status says whether the runs agree."""
     parser = argparse.ArgumentParser(description=LOSSES, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -102,6 +104,7 @@ def compare_losses(argv: Sequence[str] | None = None) -> int:
     return 1 if beyond else 0
 
 
+@interruptible
 def compare_traces(argv: Sequence[str] | None = None) -> int:
     """Print the comparison; 2 for a file that cannot be read, or traces of unlike jobs."""
     parser = argparse.ArgumentParser(description=TRACES, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 LAUNCH_FOLDER = "MOE_OVERLAP_LAUNCH_FOLDER"
 """Variable by which our own launcher tells its ranks where their `LaunchFolder` is."""
@@ -118,6 +119,26 @@ def leave(rank: int, line: str, status: int) -> int:
     else:
         time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
     return status
+
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+_Main = TypeVar("_Main", bound=Callable[..., int])
+
+
+def interruptible(main: _Main) -> _Main:
+    """A command that Ctrl-C ends with one line; of many ranks the first one says it. Training has signals of its own."""
+
+    @functools.wraps(main)
+    def command(*arguments: Any, **named: Any) -> int:
+        try:
+            return main(*arguments, **named)
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") == "0":
+                print("error: interrupted", file=sys.stderr, flush=True)
+            return INTERRUPTED
+
+    return cast("_Main", command)
 
 
 @contextlib.contextmanager

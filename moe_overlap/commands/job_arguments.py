@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Sequence
 
-from megatron.training.cli.arguments import script_gpus
+from megatron.training.cli.arguments import expand_files, script_gpus
+from moe_overlap.commands.gpus import ListGpus
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.model_file import read_model
+from moe_overlap.tuner.cost.memory_errors import require_margin
 
 USUAL = (
-    "--bf16",
     "--use-distributed-optimizer",
     "--overlap-grad-reduce",
     "--overlap-param-gather",
     "--micro-batch-size",
     "1",
 )
+PRECISIONS_OF_DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float32": ()}
+"""Flags of the precision that a config.json names by `torch_dtype`."""
+PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")
+"""Flags that say a precision; prefixes."""
 MOE = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
 
 
@@ -25,8 +32,26 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megatron-args", metavar="FILE", help="flags of the run, or its shell script")
     parser.add_argument("--model", metavar="FILE", help="model file (examples/models); its flags come first")
     parser.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
-    parser.add_argument("--gpu", help="type of GPU, in place of --cluster")
-    parser.add_argument("--num-gpus", type=int, help="how many of them; default those of the script")
+    parser.add_argument("--gpu", help="type of GPU, in place of --cluster; --list-gpus prints the known ones")
+    parser.add_argument("--num-gpus", metavar="N", help="how many of them; default those of the script")
+    parser.add_argument("--list-gpus", action=ListGpus, help="print the known types of GPU and stop")
+
+
+def add_margin_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that `margin_of` reads."""
+    parser.add_argument(
+        "--memory-margin",
+        metavar="QUANTILE",
+        type=float,
+        help="a plan fits where this quantile of its peak of memory is within the capacity (0.95)",
+    )
+
+
+def margin_of(arguments: argparse.Namespace) -> float | None:
+    """The quantile of `--memory-margin`; ConfigError where it is none."""
+    margin: float | None = arguments.memory_margin
+    require_margin(margin)
+    return margin
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
@@ -36,12 +61,40 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
             raise ConfigError("--cluster", arguments.cluster, "stands beside --gpu or --num-gpus", "use one of them")
         return load_cluster(arguments.cluster)
     if arguments.num_gpus is None and arguments.gpu is not None and arguments.megatron_args is not None:
-        arguments.num_gpus = script_gpus([f"@{arguments.megatron_args}"])
+        counted = script_gpus([f"@{arguments.megatron_args}"])
+        arguments.num_gpus = None if counted is None else str(counted)
     if arguments.gpu is None or arguments.num_gpus is None:
         raise ConfigError(
             "--gpu", arguments.gpu or "", "the machines are unknown", "add --gpu and --num-gpus, or --cluster"
         )
-    return shipped_cluster(arguments.gpu, arguments.num_gpus)
+    if "," in arguments.num_gpus:
+        rule = "only a search of plans (tools/autotune.py) compares numbers of GPUs"
+        raise ConfigError("--num-gpus", arguments.num_gpus, rule, "give one number")
+    return shipped_cluster(arguments.gpu, _count(arguments.num_gpus, arguments.num_gpus))
+
+
+def clusters_of(arguments: argparse.Namespace) -> list[Cluster]:
+    """The machines of every number in `--num-gpus`, the fewest first.
+
+    Raises:
+        ConfigError: as `cluster_of`; or a number is given twice.
+    """
+    text = arguments.num_gpus
+    if arguments.cluster is not None or arguments.gpu is None or "," not in (text or ""):
+        return [cluster_of(arguments)]
+    counts = sorted(_count(part, text) for part in text.split(","))
+    for first, second in itertools.pairwise(counts):
+        if first == second:
+            raise ConfigError("--num-gpus", text, f"{first} is given twice", "give every number once")
+    return [shipped_cluster(arguments.gpu, count) for count in counts]
+
+
+def _count(part: str, text: str) -> int:
+    """One number of GPUs out of the text of `--num-gpus`."""
+    if not (part.isascii() and part.isdigit() and int(part) > 0):
+        rule = "must be a whole number from 1" if part == text else f"{part or 'nothing'} is no number of GPUs"
+        raise ConfigError("--num-gpus", text, rule, "give for example 64, or 32,64,128 to tools/autotune.py")
+    return int(part)
 
 
 def words_of(arguments: argparse.Namespace) -> list[str]:
@@ -52,20 +105,34 @@ def words_of(arguments: argparse.Namespace) -> list[str]:
     """
     if arguments.model is None and arguments.megatron_args is None:
         raise ConfigError("--megatron-args", "", "nothing says what is trained", "add --megatron-args or --model")
-    words = [] if arguments.model is None else _model_words(arguments.model, arguments.megatron_args is None)
-    words += [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
+    given = [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
+    words = [] if arguments.model is None else _model_words(arguments.model, given, arguments.precision)
+    words += given
     for option in ("global_batch_size", "seq_length"):
         value = getattr(arguments, option, None)
         words += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
     return words
 
 
-def _model_words(path: str, alone: bool) -> list[str]:
+def _model_words(path: str, given: Sequence[str], precision: str | None) -> list[str]:
     """The flags of a model file.
 
     Args:
-        alone: no flags of a run stand beside it: it gets what nearly every run sets, as a config.json says nothing of training.
+        given: flags of a run that stand beside it. Where there are none, the file gets what nearly every run sets, as a
+            config.json says nothing of training.
+        precision: of the tool's own option.
+    Raises:
+        ConfigError: the file is none, or its `torch_dtype` is no precision of a run and nothing else says one.
     """
     described = read_model(path)
-    usual = [*USUAL, *(MOE if "num-experts" in described.flags else ())] if alone else []
-    return [*usual, *described.arguments]
+    usual = [] if given else [*USUAL, *(MOE if "num-experts" in described.flags else ())]
+    is_said = precision is not None or any(
+        word.startswith(PRECISE) for word in (*described.arguments, *expand_files(given))
+    )
+    if is_said or (given and described.dtype is None):
+        return [*usual, *described.arguments]
+    dtype = described.dtype or "bfloat16"
+    if dtype not in PRECISIONS_OF_DTYPES:
+        rule = f"is no precision of a run ({', '.join(PRECISIONS_OF_DTYPES)})"
+        raise ConfigError(f"{path} torch_dtype", dtype, rule, "add --precision")
+    return [*PRECISIONS_OF_DTYPES[dtype], *usual, *described.arguments]

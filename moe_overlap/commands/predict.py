@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, predict, problem_of, simulated
-from moe_overlap.commands.job_arguments import add_job_arguments, cluster_of, words_of
+from moe_overlap.commands.exits import interruptible
+from moe_overlap.commands.job_arguments import add_job_arguments, add_margin_argument, cluster_of, margin_of, words_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import PRECISIONS, Job, read_job
 from moe_overlap.plan.plan import Plan
@@ -25,6 +26,7 @@ from moe_overlap.report.prediction import prediction_json, prediction_text
 from moe_overlap.report.trace import write_trace
 
 
+@interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 for a user's mistake. A plan that does not fit is an answer, not a mistake."""
     arguments = _parser().parse_args(argv)
@@ -36,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             software=arguments.software,
             expert_load=arguments.expert_load,
             plan=arguments.plan,
+            memory_margin=margin_of(arguments),
         )
         train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
         prediction = predict(words, cluster, **given)
@@ -103,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
     )
     parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    add_margin_argument(parser)
     parser.add_argument("--train-tokens", metavar="N", help="tokens to train, as 300B; default what the flags train")
     parser.add_argument("--verbose", action="store_true", help="every figure behind the answer")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")

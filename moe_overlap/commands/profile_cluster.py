@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import job_operators
+from moe_overlap.commands.exits import interruptible
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.profile.cluster_file import KINDS, measured_cluster, this_device
@@ -63,6 +64,7 @@ class Ranks:
         return self.world // self.per_node
 
 
+@interruptible
 def main(
     argv: Sequence[str] | None = None, measure_host_time: Callable[[Database, Cluster], None] | None = None
 ) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from moe_overlap import VERSION_LINE
-from moe_overlap.commands.exits import ends_with_its_reader
+from moe_overlap.commands.exits import ends_with_its_reader, interruptible
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json
 from moe_overlap.describe.model import ModelDescription
@@ -19,6 +19,7 @@ from moe_overlap.report.plan import format_plan
 
 
 @ends_with_its_reader()
+@interruptible
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -121,13 +121,15 @@ def shipped_cluster(gpu: str, num_gpus: int, subject: str = "--gpu") -> Cluster:
     Raises:
         ConfigError: an unknown GPU (the known ones are listed), or a number that does not fill its nodes.
     """
-    row = _known(gpu, subject)
+    row = known_gpu(gpu, subject)
     per_node = row["gpus_per_node"]
     if num_gpus < 1 or (num_gpus > per_node and num_gpus % per_node):
         fix = f"use up to {per_node}, or a multiple of {per_node}"
         raise ConfigError("--num-gpus", num_gpus, f"nodes of {row['name']} have {per_node} GPUs", fix)
     nodes = max(1, num_gpus // per_node)
-    return cluster_of({"name": f"{gpu}-{num_gpus}", "groups": [node_group(row, nodes, num_gpus // nodes)]}, subject)
+    return cluster_of(
+        {"name": f"{row['alias']}-{num_gpus}", "groups": [node_group(row, nodes, num_gpus // nodes)]}, subject
+    )
 
 
 def node_group(row: Mapping[str, Any], nodes: int, gpus_per_node: int) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def _group(row: Any, subject: str) -> NodeGroup:
         _require_fields(row["gpu"], _GPU_FIELDS | known_blocks, f"{subject}.gpu")
         gpu = Gpu(**row["gpu"])
     else:
-        known = _known(row["gpu"], f"{subject}.gpu")
+        known = known_gpu(row["gpu"], f"{subject}.gpu")
         gpu = Gpu(**{field.name: known[field.name] for field in dataclasses.fields(Gpu)})
     if row["domain_gpus"] > 1 and row["domain_gb_per_s"] is None:
         rule = f"{row['domain_gpus']} GPUs share a domain"
@@ -223,12 +225,22 @@ def _group(row: Any, subject: str) -> NodeGroup:
     return NodeGroup(**{**row, "gpu": gpu})
 
 
-def _known(name: str, subject: str) -> dict[str, Any]:
+def known_gpu(name: str, subject: str) -> dict[str, Any]:
+    """The row of gpus.json with this name or alias, in upper or lower case; `alias` is the name as the file writes it.
+
+    Raises:
+        ConfigError: there is none; the nearest names are suggested.
+    """
     gpus = known_gpus()
-    if name in gpus:
-        return gpus[name]
-    near = difflib.get_close_matches(name, gpus, 1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    by_case = {alias.lower(): alias for alias in gpus}
+    if name.lower() in by_case:
+        alias = by_case[name.lower()]
+        return {"alias": alias, **gpus[alias]}
+    near = [by_case[alias] for alias in difflib.get_close_matches(name.lower(), by_case, 3)]
+    # Aliases of one GPU are one suggestion.
+    names = list(dict.fromkeys(gpus[alias]["name"] for alias in near))
+    hint = f"did you mean {names[0]}? " if names else ""
+    hint += f"near it: {', '.join(names[1:])}; " if names[1:] else ""
     fix = f"{hint}known: {', '.join(gpus)}; others stand in a cluster file, with their rates"
     raise ConfigError(subject, name, "unknown GPU", fix)
 

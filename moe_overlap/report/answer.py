@@ -71,17 +71,21 @@ class Answer:
 def answer_lines(answer: Answer) -> list[str]:
     """The lines of an answer."""
     prediction = answer.prediction
-    lines = [
-        _line("plan", answer.chosen or plan_sentence(answer.plan)),
-        _line("step", _step(answer)),
-        *([_line("training", _training(answer))] if answer.train_tokens else []),
-        _line("memory", _memory(prediction)),
-        _line("waiting", _waiting(prediction)),
-    ]
+    lines = [*figure_lines(answer), _line("waiting", _waiting(prediction))]
     lines += [_line("beware", text) for text in _beware(prediction)]
     lines += [_line("runner-up", _runner_up(other, answer)) for other in answer.runners_up[:SHOWN_RUNNERS_UP]]
     lines += [_line("try next", text) for text in answer.try_next or suggestions(answer.plan, prediction)]
     return lines
+
+
+def figure_lines(answer: Answer, name: str = "plan") -> list[str]:
+    """The plan under this name, its step, the training where tokens are known, and its memory."""
+    return [
+        _line(name, answer.chosen or plan_sentence(answer.plan)),
+        _line("step", _step(answer)),
+        *([_line("training", _training(answer))] if answer.train_tokens else []),
+        _line("memory", _memory(answer.prediction)),
+    ]
 
 
 def _line(name: str, text: str) -> str:
@@ -180,7 +184,7 @@ def _memory(prediction: Prediction) -> str:
     fullest, capacity = prediction.fullest, prediction.capacity_bytes / GIB
     where = f"stage {fullest.stage} needs" if len(prediction.predicted.stages) > 1 else "needs"
     most = f"most of it {fullest.category} ({fullest.category_bytes / GIB:.1f})"
-    quantile = f"with 95 % certainty no more than {fullest.high_bytes / GIB:.1f}"
+    quantile = f"with {prediction.memory.certainty} certainty no more than {fullest.high_bytes / GIB:.1f}"
     text = f"{prediction.memory_verdict}: {where} {fullest.needed_bytes / GIB:.1f} of {capacity:.1f} GiB, {quantile}; {most}"
     count = len(prediction.overflow)
     return text if count < 2 else f"{text}; {count} stages may not fit"

@@ -178,7 +178,8 @@ def _memory(report: Report) -> Iterator[str]:
     ]
     yield _table("memory-table", ["GiB", *peaks[0], "peak", "needed"], rows)
     verdict = f"{prediction.memory_verdict}: a GPU has {prediction.capacity_bytes / GIB:.1f} GiB"
-    quantile = f"with 95 % certainty the fullest stage needs no more than {prediction.fullest.high_bytes / GIB:.1f}"
+    most = f"{prediction.fullest.high_bytes / GIB:.1f}"
+    quantile = f"with {prediction.memory.certainty} certainty the fullest stage needs no more than {most}"
     yield f"<p>{escape(verdict)}; {escape(quantile)}. Fragmentation is given back before an allocation fails.</p>"
 
 

@@ -22,6 +22,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "fits": prediction.fits,
         "does_not_fit": prediction.overflow,
         "memory_verdict": prediction.memory_verdict,
+        "memory_margin": prediction.memory.margin,
         "fullest_stage": dataclasses.asdict(prediction.fullest),
         "cheapest_change_that_fits": None if prediction.remedy is None else _remedy_json(prediction.remedy),
         "changes_tried": [change_name(change) for change in prediction.tried],

@@ -238,9 +238,8 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
     Args:
         folder, files: where the answer is written, and under which names.
     """
-    prediction, counts = search.prediction, search.found.counts
+    prediction = search.prediction
     sentence = plan_sentence(search.plan)
-    ended = "" if _solution(search).status is not Status.TIME_LIMIT else "; stopped early: better plans may be left"
     lines = answer_lines(
         Answer(
             plan=search.plan,
@@ -252,10 +251,17 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
             try_next=[] if search.refusal is None else [EXECUTED],
         )
     )
+    return [*lines, *closing_lines(search, folder, files)]
+
+
+def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> list[str]:
+    """The user's own layout, flags that are left out, how far the search went, what is written, and how to run it."""
+    lines, counts = [], search.found.counts
+    ended = "" if _solution(search).status is not Status.TIME_LIMIT else "; stopped early: better plans may be left"
     if search.baseline is not None:
         before = search.baseline.predicted.step_seconds
         fits = "" if search.baseline.fits else f", and {search.baseline.memory_verdict}"
-        gain = before / prediction.predicted.step_seconds
+        gain = before / search.prediction.predicted.step_seconds
         lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast")
         helpful = [change for change in search.changes if change.gain(search.baseline) > 0.0]
         lines += change_lines(helpful[:SHOWN_CHANGES], search.baseline)

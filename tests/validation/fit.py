@@ -28,6 +28,7 @@ from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.expected_error import ExpectedError, errors_json, group_errors, group_names
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import CommonConstants, Constants, GpuConstants, ReleaseConstants, constants_json
+from moe_overlap.tuner.cost.memory_errors import MemoryErrors
 from tests.validation.evaluate import Case
 
 TARGET = Path(owner.__file__).with_name("constants.json")
@@ -306,18 +307,16 @@ def error_groups(errors: Sequence[tuple[Case, float]]) -> dict[str, ExpectedErro
     return group_errors(runs)
 
 
-def memory_quantiles(ratios: Sequence[float]) -> MemoryQuantiles:
-    """The 5 % and the 95 % quantile of measured over predicted peaks, for one more run.
-
-    Logarithms of ratios are taken for normally distributed. Few are known, so their spread is uncertain itself: Student's t,
-    by the expansion of Cornish and Fisher (Abramowitz and Stegun, 26.7.5), takes the place of the normal quantile.
-    """
+def memory_errors(ratios: Sequence[float]) -> MemoryErrors:
+    """Mean and deviation of the logarithms of measured over predicted peaks."""
     logs = np.log(np.array(ratios))
-    z, free = statistics.NormalDist().inv_cdf(0.95), len(logs) - 1
-    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    spread = t * float(logs.std(ddof=1)) * math.sqrt(1 + 1 / len(logs))
-    low, high = (math.exp(float(logs.mean()) + sign * spread) for sign in (-1, 1))
-    return MemoryQuantiles(_rounded(low), _rounded(high))
+    mean, deviation = float(f"{logs.mean():.4g}"), float(f"{logs.std(ddof=1):.4g}")
+    return MemoryErrors(mean=mean, deviation=deviation, runs=len(logs))
+
+
+def memory_quantiles(ratios: Sequence[float]) -> MemoryQuantiles:
+    """The 5 % and the 95 % quantile of measured over predicted peaks, for one more run."""
+    return memory_errors(ratios).quantiles()
 
 
 def main() -> None:
@@ -342,7 +341,7 @@ def main() -> None:
     constants = dataclasses.replace(constants, fragmentation=fragmentation(peaks, constants))
     ratios = [1.0 / (1.0 + case.memory_error(constants)) for case in peaks if not case.row.is_reserved]
     ratios += calibration_peaks(cache_folder(), constants)
-    constants = dataclasses.replace(constants, memory=memory_quantiles(ratios))
+    constants = dataclasses.replace(constants, memory=memory_quantiles(ratios), memory_errors=memory_errors(ratios))
     TARGET.write_text(constants_json(constants), encoding="utf-8")
     groups = error_groups(left_out_errors(cases, steps, known, report))
     TARGET.with_name("errors.json").write_text(errors_json(groups), encoding="utf-8")

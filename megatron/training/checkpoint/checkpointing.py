@@ -239,6 +239,8 @@ class Checkpointer:
         """
         flags = self._config.checkpoint
         start = on_first_rank(lambda: checkpoint_rules.start_of(flags))
+        note = checkpoint_rules.missing_note(flags, start)
+        self.notes = () if note is None else (note,)
         if start is None:
             return None
         with checkpoint_rules.told_of(start.flag):
@@ -289,7 +291,7 @@ class Checkpointer:
             on_every_rank(lambda: _take_over_random_states(stored, loaded[RANDOM_STATES]))
         elif with_random:
             told = (*told, "random-number states begin anew: they were saved in another layout")
-        self.notes = (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *changed, *told)
+        self.notes += (f"{stored.path}{', weights alone' if start.weights_alone else ''}", *changed, *told)
 
     def _state(self, with_optimizer: bool, with_random: bool, *, loading: bool) -> dict[str, Any]:
         models = {f"model{index}": model_state(unwrap(c), self._groups) for index, c in enumerate(self._chunks)}

@@ -24,6 +24,8 @@ class ModelFile:
     """Names without dashes -> a value, a list of values, or true for a switch."""
     notes: tuple[str, ...]
     """Lines that say where megatron-core computes otherwise than the source of the file."""
+    dtype: str | None = None
+    """What a config.json says of its weights, as `bfloat16`: the precision of a run where nothing else says one."""
 
     @property
     def arguments(self) -> list[str]:
@@ -51,7 +53,9 @@ def read_model(path: str, subject: str = "--model") -> ModelFile:
         return _own(values, path)
     if isinstance(values, dict) and "model_type" in values:
         flags, notes = flags_of_config(values, path)
-        return ModelFile(name=_name_of_config(values, file), flags=flags, notes=notes)
+        dtype = values.get("torch_dtype") or values.get("dtype")
+        written = None if dtype is None else str(dtype).removeprefix("torch.")
+        return ModelFile(name=_name_of_config(values, file), flags=flags, notes=notes, dtype=written)
     rule = "has neither flags nor a model_type"
     fix = "give a file like examples/models/mixtral-8x7b.json or a Hugging Face config.json"
     raise ConfigError(subject, path, rule, fix)

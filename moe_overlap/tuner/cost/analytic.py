@@ -261,7 +261,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether what every stage needs stays within the capacity of its GPU, at the 95 % quantile."""
+        """Whether what every stage needs stays within the capacity of its GPU, at the quantile of the margin."""
         return self.memory_verdict == "fits"
 
     @property

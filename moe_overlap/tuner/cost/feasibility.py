@@ -2,10 +2,10 @@
 
 1. A stage *needs* its predicted peak without fragmentation: before an allocation fails, the caching allocator gives back what it
    reserves in vain (with `expandable_segments`, whatever lies between tensors, too).
-2. `MemoryQuantiles` are factors on what is needed: with 5 % and with 95 % certainty a run needs no more than that. They come from
-   the peaks of calibration runs (`tests/validation/fit.py`).
-3. The verdict, over all stages: *fits*, where the 95 % quantile is within the capacity everywhere; *does not fit*, where even the
-   5 % quantile of a stage exceeds it; *may not fit* between them.
+2. `MemoryQuantiles` are factors on what is needed: with 5 % certainty, and with the certainty that `--memory-margin` asks for
+   (95 %), a run needs no more than that. They come from the peaks of calibration runs (`memory_errors.py`).
+3. The verdict, over all stages: *fits*, where the quantile of the margin is within the capacity everywhere; *does not fit*, where
+   even the 5 % quantile of a stage exceeds it; *may not fit* between them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ from typing import Literal
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.plan.plan import PeakBytes, PredictedStage
 
+CERTAINTY = 0.95
+"""The margin where none is asked for."""
 Verdict = Literal["fits", "may not fit", "does not fit"]
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryQuantiles:
-    """Measured over predicted peaks: the 5 % and the 95 % quantile."""
+    """Measured over predicted peaks: the 5 % quantile, and the one of the margin."""
 
     low: float = 1.0
     high: float = 1.0
+    margin: float = CERTAINTY
+
+    @property
+    def certainty(self) -> str:
+        """The margin for a reader, as `95 %`."""
+        return f"{100 * self.margin:.10g} %"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +47,7 @@ class FullestStage:
     low_bytes: int
     """The 5 % quantile of what the stage needs."""
     high_bytes: int
-    """The 95 % quantile."""
+    """The quantile of the margin."""
     category: str
     """The largest of PeakBytes."""
     category_bytes: int
@@ -79,7 +87,7 @@ class Remedy:
     slower_by: float
     """Relative to the step of the plan that does not fit."""
     high_bytes: int
-    """The 95 % quantile of what the fullest stage then needs."""
+    """The quantile of the margin of what the fullest stage then needs."""
 
 
 def needed_bytes(stage: PredictedStage) -> int:
@@ -118,7 +126,7 @@ def largest_category(peaks: PeakBytes) -> tuple[str, int]:
 
 
 def overflow_lines(stages: Sequence[PredictedStage], capacity: float, quantiles: MemoryQuantiles) -> list[str]:
-    """The stages whose 95 % quantile exceeds the capacity, each with its largest category."""
+    """The stages whose quantile of the margin exceeds the capacity, each with its largest category."""
     lines = []
     for index, stage in enumerate(stages):
         needed = needed_bytes(stage)
@@ -126,6 +134,6 @@ def overflow_lines(stages: Sequence[PredictedStage], capacity: float, quantiles:
             name, size = largest_category(stage.peak_bytes_by_category)
             lines.append(
                 f"stage {index} needs {needed / GIB:.1f} GiB of {capacity / GIB:.1f}, most of it {name} ({size / GIB:.1f}); "
-                f"with 95 % certainty no more than {needed * quantiles.high / GIB:.1f}"
+                f"with {quantiles.certainty} certainty no more than {needed * quantiles.high / GIB:.1f}"
             )
     return lines

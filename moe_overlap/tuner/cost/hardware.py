@@ -27,6 +27,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.operators import in_backward_operator
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.links import LinkRates
+from moe_overlap.tuner.cost.memory_errors import MemoryErrors, require_margin
 
 Dispatcher = Literal["allgather", "alltoall", "deepep", "hybridep"]
 Graphs = Literal["none", "partial", "full"]
@@ -263,6 +264,7 @@ class Constants:
         fragmentation: what the allocator reserves in vain, as a share of activations and temporaries.
         common: the same for all GPUs.
         memory: measured over predicted peaks of what is allocated.
+        memory_errors: what other quantiles of them come from; None where no run is known.
     """
 
     gpus: dict[str, GpuConstants]
@@ -270,6 +272,21 @@ class Constants:
     fragmentation: float = 0.0
     common: CommonConstants = CommonConstants()
     memory: MemoryQuantiles = MemoryQuantiles()
+    memory_errors: MemoryErrors | None = None
+
+    def with_margin(self, margin: float | None) -> Constants:
+        """The constants with another margin of memory; None and the margin that they have change nothing.
+
+        Raises:
+            ConfigError: the margin is no quantile, or errors of memory are not known for this machine.
+        """
+        require_margin(margin)
+        if margin is None or margin == self.memory.margin:
+            return self
+        if self.memory_errors is None:
+            rule = "how far peaks of memory are off is not known for this machine"
+            raise ConfigError("--memory-margin", margin, rule, "drop it")
+        return dataclasses.replace(self, memory=self.memory_errors.quantiles(margin))
 
     def of_gpu(self, gpu: Gpu) -> tuple[GpuConstants, bool]:
         """Constants of a GPU type, and whether they are another type's."""
@@ -362,6 +379,7 @@ def constants_of(content: dict[str, Any]) -> Constants:
         content["fragmentation"],
         common=CommonConstants(**content["common"]),
         memory=MemoryQuantiles(**content["memory"]),
+        memory_errors=None if content["memory_errors"] is None else MemoryErrors(**content["memory_errors"]),
     )
 
 
@@ -389,7 +407,8 @@ def constants_json(constants: Constants) -> str:
     content = {
         "common": dataclasses.asdict(constants.common),
         "fragmentation": constants.fragmentation,
-        "memory": dataclasses.asdict(constants.memory),
+        "memory": {"low": constants.memory.low, "high": constants.memory.high},
+        "memory_errors": dataclasses.asdict(constants.memory_errors) if constants.memory_errors is not None else None,
         "gpus": {name: dataclasses.asdict(row) for name, row in sorted(constants.gpus.items())},
         "releases": {
             name: {architecture: dataclasses.asdict(row) for architecture, row in sorted(rows.items())}

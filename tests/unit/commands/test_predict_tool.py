@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import moe_overlap.api as api
+import moe_overlap.results as results
 from moe_overlap.commands.predict import main
 from tests.unit.tuner.test_cost_predict import by_hand
 
@@ -129,6 +130,6 @@ def test_torch_is_imported_once_for_a_layout(tmp_path: Path) -> None:
 def test_the_package_offers_predict() -> None:
     import moe_overlap
 
-    assert moe_overlap.predict is api.predict
+    assert moe_overlap.predict is results.predict
     with pytest.raises(AttributeError, match="no attribute 'predictions'"):
         _ = moe_overlap.predictions

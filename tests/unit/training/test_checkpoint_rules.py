@@ -13,6 +13,7 @@ from megatron.training.checkpoint.folder import Stored
 from megatron.training.cli.config import CheckpointConfig, Config, ModelConfig, MoEConfig, OptimizerConfig
 from megatron.training.cli.rules.checkpoint import (
     Differences,
+    missing_note,
     model_fingerprint,
     require_fit,
     require_parts,
@@ -203,3 +204,19 @@ def test_lengths_that_a_constant_schedule_does_not_use_may_differ() -> None:
     longer = constant | {"num_steps": 0, "lr_decay_steps": 800, "wd_incr_steps": 800}
     loaded = schedule_to_load(stored(scheduler=constant), "runs/a", longer, OptimizerConfig())
     assert loaded == longer | {"num_steps": 40}
+
+
+def test_a_load_that_holds_no_checkpoint_is_said(tmp_path: Path) -> None:
+    load, other = tmp_path / "load", tmp_path / "other"
+
+    def note(**flags: Any) -> str | None:
+        config = CheckpointConfig(load=str(load), **flags)
+        return missing_note(config, start_of(config))
+
+    head = f"nothing from --load {load}, which holds no checkpoint: "
+    assert note() == f"{head}the run begins at step 0"
+    save(other, 9)
+    assert note(pretrained_checkpoint=str(other)) == f"{head}--pretrained-checkpoint {other} is loaded"
+    save(load, 3)
+    assert note() is None and note(pretrained_checkpoint=str(other)) is None
+    assert missing_note(CheckpointConfig(), None) is None

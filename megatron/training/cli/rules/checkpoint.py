@@ -91,6 +91,14 @@ def start_of(flags: CheckpointConfig) -> Start | None:
     return Start(stored, PRETRAINED, flags.pretrained_checkpoint, weights_alone=True)
 
 
+def missing_note(flags: CheckpointConfig, start: Start | None) -> str | None:
+    """A sentence on a --load that holds no checkpoint, and where the run begins instead; None where it holds one."""
+    if flags.load is None or (start is not None and start.flag == "--load"):
+        return None
+    instead = "the run begins at step 0" if start is None else f"{start.flag} {start.folder} is loaded"
+    return f"nothing from --load {flags.load}, which holds no checkpoint: {instead}"
+
+
 @contextlib.contextmanager
 def told_of(flag: str) -> Iterator[None]:
     """Have errors about --load name this flag instead."""

@@ -1,0 +1,68 @@
+"""What tools/autotune.py does where it searches more than one plan: `--target both`, or several numbers of GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe_overlap.api import Options
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan_search import SearchSettings
+from moe_overlap.report.prediction import prediction_text
+from moe_overlap.report.scaling import scaling_json, scaling_lines
+from moe_overlap.report.search_folder import write_answer
+from moe_overlap.report.targets import UPSTREAM_FOLDER, both_json, both_lines
+from moe_overlap.scaling import search_both, search_numbers
+
+
+def tune_both(
+    arguments: argparse.Namespace,
+    words: Sequence[str],
+    cluster: Cluster,
+    settings: SearchSettings,
+    given: Options,
+    train_tokens: float | None,
+) -> int:
+    """Search for both targets, write both answers and print the gain."""
+    both = search_both(words, cluster, settings, **given)
+    folder = Path(arguments.output)
+    write_answer(folder / UPSTREAM_FOLDER, both.upstream, train_tokens)
+    files = write_answer(folder, both.here, train_tokens)
+    if arguments.json:
+        print(json.dumps(both_json(both), indent=1))
+        return 0
+    print("\n".join(both_lines(both, folder, files, train_tokens)))
+    for search in (both.upstream, both.here) if arguments.verbose else ():
+        print(f"\n{search.target}: {search.chosen.name}\n{prediction_text(search.prediction, search.cluster)}")
+    return 0
+
+
+def tune_numbers(
+    arguments: argparse.Namespace,
+    words: Sequence[str],
+    clusters: Sequence[Cluster],
+    settings: SearchSettings,
+    given: Options,
+    train_tokens: float | None,
+) -> int:
+    """Search for every number of GPUs, write every plan and print the table."""
+    if arguments.target == "both":
+        rule = "several numbers of GPUs are compared for one target"
+        raise ConfigError("--target", "both", rule, "give one number, or --target moe-overlap or megatron-lm")
+    rows = search_numbers(words, clusters, settings, **given)
+    folder = Path(arguments.output)
+    for row in rows:
+        if row.search is not None:
+            write_answer(folder / row.folder, row.search, train_tokens)
+    if arguments.json:
+        print(json.dumps(scaling_json(rows, train_tokens), indent=1))
+        return 0
+    print("\n".join(scaling_lines(rows, folder, train_tokens)))
+    for row in rows if arguments.verbose else ():
+        if row.search is not None:
+            text = prediction_text(row.search.prediction, row.cluster)
+            print(f"\n{row.cluster.gpus} GPUs: {row.search.chosen.name}\n{text}")
+    return 0

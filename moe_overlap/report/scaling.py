@@ -1,0 +1,119 @@
+"""The answer of `--num-gpus 32,64,128`: a row for every number of GPUs, as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.report.answer import DAY_SECONDS, HOUR_SECONDS, plan_sentence, shown_tokens
+from moe_overlap.report.search import PlanSearch, search_json
+
+HEADINGS = ("GPUs", "step", "tokens/s per GPU", "efficiency")
+OF_TRAINING = ("days", "GPU-hours")
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRow:
+    """The answer for one number of GPUs.
+
+    Attributes:
+        search: None where no plan was found; `reason` then says why.
+    """
+
+    cluster: Cluster
+    search: PlanSearch | None
+    reason: str
+
+    @property
+    def folder(self) -> str:
+        """Where the plan is written, inside the folder of the answer."""
+        return f"{self.cluster.gpus}-gpus"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of a row.
+
+    Attributes:
+        efficiency: tokens per second and GPU over those of the fewest GPUs that have a plan.
+        train_seconds, gpu_hours: of the whole training; None where its tokens are not known.
+    """
+
+    step_seconds: float
+    tokens_per_second_per_gpu: float
+    efficiency: float
+    train_seconds: float | None
+    gpu_hours: float | None
+
+
+def figures_of(rows: Sequence[ScalingRow], train_tokens: float | None) -> list[Figures | None]:
+    """The figures of every row; None where it has no plan."""
+    plans = [row.search.prediction.predicted if row.search is not None else None for row in rows]
+    smallest = next(plan.tokens_per_second_per_gpu for plan in plans if plan is not None)
+    figures: list[Figures | None] = []
+    for row, plan in zip(rows, plans, strict=True):
+        if plan is None:
+            figures.append(None)
+            continue
+        rate = plan.tokens_per_second_per_gpu
+        seconds = None if train_tokens is None else train_tokens / (rate * row.cluster.gpus)
+        hours = None if seconds is None else seconds / HOUR_SECONDS * row.cluster.gpus
+        figures.append(Figures(plan.step_seconds, rate, rate / smallest, seconds, hours))
+    return figures
+
+
+def scaling_json(rows: Sequence[ScalingRow], train_tokens: float | None) -> list[dict[str, Any]]:
+    """A search's JSON for every number of GPUs with its figures; where there is no plan, the reason."""
+    values: list[dict[str, Any]] = []
+    for row, figures in zip(rows, figures_of(rows, train_tokens), strict=True):
+        if row.search is None or figures is None:
+            values.append({"num_gpus": row.cluster.gpus, "reason": row.reason})
+            continue
+        training = {"train_seconds": figures.train_seconds, "train_gpu_hours": figures.gpu_hours}
+        own = {"num_gpus": row.cluster.gpus, "scaling_efficiency": figures.efficiency}
+        values.append(search_json(row.search) | own | (training if figures.gpu_hours is not None else {}))
+    return values
+
+
+def scaling_lines(rows: Sequence[ScalingRow], folder: Path, train_tokens: float | None) -> list[str]:
+    """The table for a reader, what its columns are, and where the plans are written."""
+    headings = HEADINGS if train_tokens is None else (*HEADINGS, *OF_TRAINING)
+    table = [tuple(headings)]
+    for row, figures in zip(rows, figures_of(rows, train_tokens), strict=True):
+        table.append(_cells(row, figures))
+    widths = [max(len(cells[column]) for cells in table if len(cells) > column) for column in range(len(headings))]
+    last = ["plan", *(row.reason if row.search is None else plan_sentence(row.search.plan) for row in rows)]
+    lines = []
+    for cells, text in zip(table, last, strict=True):
+        figures_text = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False))
+        lines.append(f"{figures_text}  {text}")
+    planned = [row for row in rows if row.search is not None]
+    first = planned[0]
+    assert first.search is not None
+    batch = f"{first.search.plan.global_batch_size:,} samples of {first.search.plan.sequence_length:,} tokens"
+    target = "unmodified Megatron-LM" if first.search.target == "megatron-lm" else "this runtime"
+    seconds = sum(row.search.seconds for row in planned if row.search is not None)
+    devices = f"{first.cluster.gpus} × {first.cluster.group_of(0).gpu.name}"
+    lines.append(f"{'efficiency':<12}tokens/s per GPU relative to {devices}; every step trains a batch of {batch}")
+    if train_tokens is not None:
+        lines.append(f"{'training':<12}{shown_tokens(train_tokens)} tokens")
+    lines.append(f"{'searched':<12}{seconds:.0f} s, for {target}; everything is predicted, nothing was run")
+    lines.append(f"{'written':<12}{', '.join(str(folder / row.folder) for row in planned)}")
+    return lines
+
+
+def _cells(row: ScalingRow, figures: Figures | None) -> tuple[str, ...]:
+    if figures is None:
+        return (str(row.cluster.gpus),)
+    cells = (
+        str(row.cluster.gpus),
+        f"{figures.step_seconds:.3f} s",
+        f"{figures.tokens_per_second_per_gpu:,.0f}",
+        f"{100 * figures.efficiency:.1f} %",
+    )
+    if figures.train_seconds is None or figures.gpu_hours is None:
+        return cells
+    return (*cells, f"{figures.train_seconds / DAY_SECONDS:,.1f}", f"{figures.gpu_hours:,.0f}")

@@ -1,0 +1,76 @@
+"""The answer of `--target both`: the best plan for unmodified Megatron-LM, the best one for this runtime, and the gain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_overlap.report.answer import Answer, figure_lines, plan_sentence
+from moe_overlap.report.search import PlanSearch, closing_lines, search_json
+
+UPSTREAM_FOLDER = "megatron-lm"
+"""Inside the folder of the answer for this runtime."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BothTargets:
+    """Two plans for one job on the same machines.
+
+    Attributes:
+        upstream: the search for unmodified Megatron-LM.
+        here: the search for this runtime; it has the baseline.
+        tie: share of a step below which predictions tell no plan from another.
+    """
+
+    upstream: PlanSearch
+    here: PlanSearch
+    tie: float
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast this runtime's plan is."""
+        upstream, here = (search.prediction.predicted.step_seconds for search in (self.upstream, self.here))
+        return upstream / here
+
+
+def both_json(both: BothTargets) -> dict[str, Any]:
+    """The plan for this runtime as a single search has it, the other one under `megatron_lm`, and the gain."""
+    return search_json(both.here) | {"megatron_lm": search_json(both.upstream), "gain": both.gain}
+
+
+def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_tokens: float | None) -> list[str]:
+    """The answer for a reader.
+
+    Args:
+        folder, files: where this runtime's answer is written, and under which names; the other one is in UPSTREAM_FOLDER.
+    """
+    lines = []
+    for name, search in ((UPSTREAM_FOLDER, both.upstream), (both.here.target, both.here)):
+        for_whom = "for unmodified Megatron-LM" if search is both.upstream else "for this runtime"
+        chosen = f"{plan_sentence(search.plan)}, {for_whom}"
+        answer = Answer(
+            plan=search.plan,
+            prediction=search.prediction,
+            cluster=search.cluster,
+            chosen=chosen,
+            train_tokens=train_tokens,
+        )
+        lines += figure_lines(answer, name)
+    lines.append(f"{'gain':<12}{gain_sentence(both)}")
+    lines += closing_lines(both.here, folder, files)
+    at_written = next(index for index, line in enumerate(lines) if line.startswith("written "))
+    lines[at_written] += f"; the same for Megatron-LM in {folder / UPSTREAM_FOLDER}"
+    return lines
+
+
+def gain_sentence(both: BothTargets) -> str:
+    """The reason to use this fork, or that there is none for this job, in one sentence."""
+    upstream, here = (search.prediction.predicted.step_seconds for search in (both.upstream, both.here))
+    seconds = f"{here:.3f} s a step in place of {upstream:.3f} s"
+    if both.gain > 1 + both.tie:
+        return f"{both.gain:.2f} times as fast, {seconds}: the reason to use this fork"
+    if both.gain < 1 - both.tie:
+        return f"none: unmodified Megatron-LM is {1 / both.gain:.2f} times as fast ({upstream:.3f} s in place of {here:.3f} s)"
+    return f"none that predictions can tell: {seconds}"

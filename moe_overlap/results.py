@@ -1,0 +1,300 @@
+"""`from moe_overlap import predict, tune, Cluster`: the command lines' shorthand, and results that a notebook shows.
+
+`predict` and `tune` take what `api.predict`, `api.tune` and `plan_search.search_plan` take, and the shorthand of the tools: the
+path of an argument file for its flags, and a type and a number of GPUs for a cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+import moe_overlap.api as api
+from moe_overlap.api import Options, problem_of
+from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.job import read_job
+from moe_overlap.plan.overlap import SearchLimits
+from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.serialize import save_plan
+from moe_overlap.plan_search import SearchSettings, Target, search_plan
+from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runner_up
+from moe_overlap.report.prediction import prediction_json
+from moe_overlap.report.search import PlanSearch
+from moe_overlap.report.search_folder import write_answer
+from moe_overlap.report.tuning import Tuned
+from moe_overlap.tuner.cost.analytic import Prediction
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Arguments = str | Path | Sequence[str]
+"""Megatron flags, or the path of a file that has them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class PredictedRun(Prediction):
+    """A prediction with the plan and the machines that it is for."""
+
+    plan: Plan
+    cluster: Cluster
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.predicted.step_seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Predicted throughput."""
+        return self.predicted.tokens_per_second_per_gpu
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One row: seconds, GiB of the fullest stage, and the breakdown of the step in seconds."""
+        return _frame([_row("predicted", plan_sentence(self.plan), self)])
+
+    def write(self, folder: str | Path) -> list[str]:
+        """Write plan.json and prediction.json; returns their names.
+
+        Raises:
+            ConfigError: they cannot be written.
+        """
+        place = Path(folder)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            save_plan(dataclasses.replace(self.plan, predicted=self.predicted), place / "plan.json")
+            text = json.dumps(prediction_json(self), indent=1) + "\n"
+            (place / "prediction.json").write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError("write", str(folder), f"cannot be written: {error.strerror}", "give another") from None
+        return ["plan.json", "prediction.json"]
+
+    def __repr__(self) -> str:
+        """The answer that tools/predict.py prints."""
+        return "\n".join(answer_lines(Answer(plan=self.plan, prediction=self, cluster=self.cluster)))
+
+    def _repr_html_(self) -> str:
+        return _html(repr(self), self.frame)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TunedPlan:
+    """The best plan of a search, and what it was chosen from.
+
+    Attributes:
+        search: everything that the search found.
+    """
+
+    search: PlanSearch
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan, with its overlap."""
+        return self.search.plan
+
+    @property
+    def prediction(self) -> Prediction:
+        """The prediction of the chosen plan."""
+        return self.search.prediction
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a step of the chosen plan."""
+        return self.prediction.predicted.step_seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Predicted throughput of the chosen plan."""
+        return self.prediction.predicted.tokens_per_second_per_gpu
+
+    @property
+    def arguments(self) -> list[str]:
+        """The flags that run the plan; those of a plan with overlap name plan.json, which `write` writes."""
+        return list(self.search.written.arguments)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """The chosen plan, the runners-up and the frontier: seconds, GiB, and for the first two the breakdown in seconds."""
+        search = self.search
+        rows = [_row("chosen", search.chosen.name, search.prediction)]
+        rows += [_row("runner-up", other.name, other.prediction) for other in search.others]
+        rows += [
+            {
+                "kind": "frontier",
+                "name": plan.name,
+                "step_seconds": plan.seconds,
+                "needed_gib": plan.needed_bytes / GIB,
+                "fits": True,
+            }
+            for plan in search.found.frontier
+        ]
+        return _frame(rows)
+
+    def write(self, folder: str | Path) -> list[str]:
+        """Write flags, Slurm script, plan, page and trace, as tools/autotune.py does; returns their names.
+
+        Raises:
+            ConfigError: they cannot be written.
+        """
+        return write_answer(Path(folder), self.search)
+
+    def __repr__(self) -> str:
+        """The answer that tools/autotune.py prints, without files."""
+        search = self.search
+        others = [runner_up(other.name, other.prediction, search.chosen.prediction) for other in search.others]
+        answer = Answer(plan=search.plan, prediction=search.prediction, cluster=search.cluster, runners_up=others)
+        return "\n".join(answer_lines(answer))
+
+    def _repr_html_(self) -> str:
+        return _html(repr(self), self.frame)
+
+
+def predict(
+    args: Arguments,
+    cluster: Cluster | None = None,
+    *,
+    gpu: str | None = None,
+    num_gpus: int | None = None,
+    **options: Unpack[Options],
+) -> PredictedRun:
+    """Seconds and bytes of a run.
+
+    >>> from moe_overlap import predict
+    >>> run = predict("examples/mixtral-8x7b.args", gpu="H100", num_gpus=64)
+    >>> run.fits, run.plan.world_size
+    (True, 64)
+    >>> sum(run.breakdown.values()) - run.step_seconds < 1e-9
+    True
+
+    Args:
+        args: Megatron flags as a list, or the path of a file that has them.
+        cluster: the machines; or else `gpu` and `num_gpus`, as on the command line.
+        options: as `api.Options` has them: precision, software, memory_margin and others.
+    Raises:
+        ConfigError: the flags, the machines or the options are wrong.
+    """
+    words, machines = _words(args), _cluster(cluster, gpu, num_gpus)
+    prediction = api.predict(words, machines, **options)
+    if machines.measured is None:
+        plan = read_job(words, machines.gpus, options.get("precision"), options.get("plan")).plan
+    else:
+        plan = problem_of(words, machines, options).plan
+    fields = {field.name: getattr(prediction, field.name) for field in dataclasses.fields(Prediction)}
+    return PredictedRun(**fields, plan=plan, cluster=machines)
+
+
+@overload
+def tune(
+    args: Arguments,
+    cluster: Cluster,
+    limits: SearchLimits,
+    solver_seconds: float = ...,
+    traces: Sequence[str | Path] = ...,
+    **options: Unpack[Options],
+) -> Tuned: ...
+
+
+@overload
+def tune(
+    args: Arguments,
+    cluster: Cluster | None = None,
+    limits: None = None,
+    *,
+    gpu: str | None = None,
+    num_gpus: int | None = None,
+    target: Target = ...,
+    search_space: str = ...,
+    time_limit: float | None = None,
+    **options: Unpack[Options],
+) -> TunedPlan: ...
+
+
+def tune(
+    args: Arguments,
+    cluster: Cluster | None = None,
+    limits: SearchLimits | None = None,
+    solver_seconds: float = 5.0,
+    traces: Sequence[str | Path] = (),
+    *,
+    gpu: str | None = None,
+    num_gpus: int | None = None,
+    target: Target = "moe-overlap",
+    search_space: str = "recompute",
+    time_limit: float | None = None,
+    **options: Unpack[Options],
+) -> TunedPlan | Tuned:
+    """The best plan of a run; with `limits` only the overlap of the layout that the flags have (`api.tune`).
+
+    >>> from moe_overlap import tune
+    >>> tuned = tune("examples/mixtral-8x7b.args", gpu="H100", num_gpus=64, target="megatron-lm")
+    >>> tuned.prediction.fits
+    True
+    >>> tuned.frame.kind[0], bool(tuned.frame.step_seconds[0] == tuned.step_seconds)
+    ('chosen', True)
+
+    Args:
+        args, cluster, gpu, num_gpus, options: as `predict` takes them.
+        limits, solver_seconds, traces: of the search for an overlap alone.
+        target, search_space, time_limit: of the search for a plan, as tools/autotune.py takes them.
+    Raises:
+        ConfigError: as `search_plan` and `api.tune`.
+    """
+    words, machines = _words(args), _cluster(cluster, gpu, num_gpus)
+    if limits is not None:
+        return api.tune(words, machines, limits, solver_seconds, traces, **options)
+    if traces:
+        raise ConfigError("traces", str(traces[0]), "they refine the overlap of one layout", "give limits as well")
+    if time_limit is not None and not time_limit > 0:
+        raise ConfigError("time_limit", time_limit, "must be greater than 0 seconds", "drop it to search all")
+    settings = SearchSettings(target=target, space=search_space, seconds=math.inf if time_limit is None else time_limit)
+    return TunedPlan(search_plan(words, machines, settings, **options))
+
+
+def _words(args: Arguments) -> list[str]:
+    """The flags; a single text is the path of a file."""
+    if isinstance(args, Path) or (isinstance(args, str) and not args.startswith("@")):
+        return [f"@{args}"]
+    return [args] if isinstance(args, str) else list(args)
+
+
+def _cluster(cluster: Cluster | None, gpu: str | None, num_gpus: int | None) -> Cluster:
+    """The machines, from either form of them."""
+    if cluster is not None:
+        if gpu is not None or num_gpus is not None:
+            raise ConfigError("cluster", cluster.name, "stands beside gpu or num_gpus", "use one of them")
+        return cluster
+    if gpu is None or num_gpus is None:
+        raise ConfigError("gpu", gpu or "", "the machines are unknown", "give gpu and num_gpus, or cluster")
+    return shipped_cluster(gpu, num_gpus, "gpu")
+
+
+# Tables
+
+
+def _row(kind: str, name: str, prediction: Prediction) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "name": name,
+        "step_seconds": prediction.predicted.step_seconds,
+        "needed_gib": prediction.fullest.needed_bytes / GIB,
+        "fits": prediction.fits,
+        **prediction.breakdown,
+    }
+
+
+def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    # A prediction without a table does not wait for pandas.
+    import pandas as pd
+
+    return pd.DataFrame(rows)
+
+
+def _html(text: str, frame: pd.DataFrame) -> str:
+    return f"<pre>{html.escape(text)}</pre>\n{frame.to_html(index=False, float_format='{:.4g}'.format)}"

@@ -1,0 +1,74 @@
+"""Several plan searches of one job: for both targets, or for several numbers of GPUs; they share what they capture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Unpack
+
+from moe_overlap.api import Options
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan_search import TIE, SearchSettings, search_plan
+from moe_overlap.report.scaling import ScalingRow
+from moe_overlap.report.search import PlanSearch
+from moe_overlap.report.targets import BothTargets
+from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder
+from moe_overlap.tuner.capture.library import Libraries
+from moe_overlap.tuner.search.solution import Status
+
+INTERRUPTED = "not searched: interrupted"
+
+
+def search_both(
+    words: Sequence[str], cluster: Cluster, settings: SearchSettings, **options: Unpack[Options]
+) -> BothTargets:
+    """The best plan for unmodified Megatron-LM and the best one for this runtime.
+
+    Raises:
+        ConfigError: as `search_plan`, for either target.
+    """
+    libraries = Libraries(CaptureFiles(cache_folder()))
+    of_upstream = dataclasses.replace(settings, target="megatron-lm", has_baseline=False)
+    upstream = search_plan(words, cluster, of_upstream, libraries, **options)
+    of_this_runtime = dataclasses.replace(settings, target="moe-overlap")
+    here = search_plan(words, cluster, of_this_runtime, libraries, **options)
+    return BothTargets(upstream=upstream, here=here, tie=TIE)
+
+
+def search_numbers(
+    words: Sequence[str], clusters: Sequence[Cluster], settings: SearchSettings, **options: Unpack[Options]
+) -> list[ScalingRow]:
+    """The best plan for every one of these clusters; one without a plan has the reason.
+
+    Ctrl-C ends the search that is running with its best plan so far, and leaves the larger clusters out.
+
+    Args:
+        clusters: of the same machines, the smallest first.
+    Raises:
+        ConfigError: none has a plan; the reason of the largest one is said.
+    """
+    libraries = Libraries(CaptureFiles(cache_folder()))
+    rows: list[ScalingRow] = []
+    is_interrupted = False
+    refusal: ConfigError | None = None
+    for cluster in clusters:
+        if is_interrupted:
+            rows.append(ScalingRow(cluster, None, INTERRUPTED))
+            continue
+        try:
+            search = search_plan(words, cluster, settings, libraries, **options)
+        except ConfigError as error:
+            refusal = error
+            rows.append(ScalingRow(cluster, None, str(error)))
+            continue
+        rows.append(ScalingRow(cluster, search, ""))
+        is_interrupted = _was_interrupted(search, settings)
+    if refusal is not None and all(row.search is None for row in rows):
+        raise refusal
+    return rows
+
+
+def _was_interrupted(search: PlanSearch, settings: SearchSettings) -> bool:
+    """Whether a search ended early although its time was not over."""
+    return search.found.solution.status is Status.TIME_LIMIT and search.seconds < settings.seconds

@@ -1,0 +1,53 @@
+"""Ctrl-C ends every command but training, which has signals of its own, with one line and the status of shells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from moe_overlap.commands import (
+    autotune,
+    compare,
+    import_flags,
+    predict,
+    profile_cluster,
+    show_plan,
+)
+
+ENDS: list[tuple[Callable[..., int], list[str]]] = [
+    (predict.main, ["--megatron-args", "none"]),
+    (autotune.main, ["--megatron-args", "none", "--output", "none"]),
+    (show_plan.main, ["none"]),
+    (import_flags.main, ["none"]),
+    (profile_cluster.main, ["--output", "none.json"]),
+    (compare.compare_losses, ["none", "none"]),
+    (compare.compare_traces, ["none", "none"]),
+]
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("main", "words"), ENDS, ids=lambda value: getattr(value, "__module__", ""))
+def test_one_line(
+    main: Callable[..., int], words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in (
+        (predict, "cluster_of"),
+        (autotune, "_options"),
+        (show_plan, "load_plan"),
+        (import_flags, "bounded_text"),
+        (profile_cluster, "this_device"),
+        (compare, "read_losses"),
+        (compare, "read_trace"),
+    ):
+        monkeypatch.setattr(module, name, interrupt)
+    assert main(words) == 130
+    said = capsys.readouterr()
+    assert said.err.startswith("error: interrupted") and said.err.count("\n") == 1 and said.out == ""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if main is profile_cluster.main:
+        assert main(words) == 130 and capsys.readouterr().err == ""

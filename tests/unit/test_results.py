@@ -1,0 +1,106 @@
+"""`from moe_overlap import predict, tune, Cluster`: shorthand, results, and the examples in their docstrings."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import pytest
+
+import moe_overlap
+import moe_overlap.api as api
+import moe_overlap.results as results
+from moe_overlap import Cluster, predict, tune
+from moe_overlap.describe.cluster import shipped_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.overlap import SearchLimits
+from moe_overlap.plan.serialize import load_plan
+from moe_overlap.plan_search import SearchSettings
+from moe_overlap.report.search import PlanSearch
+from moe_overlap.report.tuning import Tuned
+from moe_overlap.results import TunedPlan
+from tests.unit.tuner.test_cost_predict import by_hand
+from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL, searched
+
+ROOT = Path(__file__).resolve().parents[2]
+MIXTRAL = ROOT / "examples" / "mixtral-8x7b.args"
+asked: list[tuple[list[str], Cluster, SearchSettings]] = []
+
+
+@pytest.fixture(autouse=True)
+def hand_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(words: list[str], cluster: Cluster, settings: SearchSettings, **_: object) -> PlanSearch:
+        asked.append((words, cluster, settings))
+        return searched("megatron-lm")
+
+    asked.clear()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(api, "cached_graphs", by_hand)
+    monkeypatch.setattr(results, "search_plan", search)
+
+
+@pytest.mark.parametrize("function", ["predict", "tune"])
+def test_the_examples_of_the_docstrings(function: str) -> None:
+    (example,) = doctest.DocTestFinder().find(getattr(results, function), function, globs={})
+    ended = doctest.DocTestRunner().run(example)
+    assert ended.attempted >= 4 and ended.failed == 0
+
+
+def test_the_shorthand_says_what_flags_and_cluster_say() -> None:
+    run = predict(MIXTRAL, gpu="h100", num_gpus=64)
+    before = api.predict([f"@{MIXTRAL}"], shipped_cluster("H100", 64))
+    assert run.predicted == before.predicted and run.breakdown == before.breakdown
+    again = predict([f"@{MIXTRAL}"], shipped_cluster("H100", 64))
+    assert again == run and again.step_seconds == before.predicted.step_seconds
+    assert again.tokens_per_second_per_gpu == before.predicted.tokens_per_second_per_gpu
+    assert predict(str(MIXTRAL), gpu="H100", num_gpus=64, memory_margin=0.99).memory.margin == 0.99
+    assert moe_overlap.Cluster is Cluster
+
+
+def test_a_prediction_is_read_shown_and_written(tmp_path: Path) -> None:
+    run = predict(MIXTRAL, gpu="H100", num_gpus=64)
+    assert repr(run).startswith("plan        TP 2 EP 8 DP 8, 4 stages") and "\nmemory      fits: " in repr(run)
+    (row,) = run.frame.to_dict("records")
+    assert row["step_seconds"] == run.step_seconds and row["optimizer_seconds"] == run.breakdown["optimizer_seconds"]
+    page = run._repr_html_()
+    assert page.startswith("<pre>plan ") and "<table" in page and "optimizer_seconds" in page
+    assert run.write(tmp_path / "run") == ["plan.json", "prediction.json"]
+    assert load_plan(tmp_path / "run" / "plan.json").stages == run.plan.stages
+    with pytest.raises(ConfigError, match=r"cannot be written"):
+        run.write(MIXTRAL)
+
+
+def test_a_tuned_plan_is_read_shown_and_written(tmp_path: Path) -> None:
+    tuned = tune(SMALL, gpu="H100", num_gpus=8, target="megatron-lm", search_space="megatron", time_limit=60)
+    assert isinstance(tuned, TunedPlan)
+    (words, cluster, settings) = asked[0]
+    assert words == SMALL and cluster == H100
+    assert (settings.target, settings.space, settings.seconds) == ("megatron-lm", "megatron", 60)
+    search = searched("megatron-lm")
+    assert tuned.plan == search.plan and tuned.step_seconds == search.prediction.predicted.step_seconds
+    assert tuned.arguments == search.written.arguments
+    kinds = tuned.frame.kind.value_counts()
+    assert kinds["chosen"] == 1 and kinds["runner-up"] == len(search.others)
+    assert kinds["frontier"] == len(search.found.frontier)
+    assert repr(tuned).startswith("plan  ") and "\nrunner-up " in repr(tuned)
+    assert "frontier" in tuned._repr_html_()
+    assert set(tuned.write(tmp_path / "tuned")) == {path.name for path in (tmp_path / "tuned").iterdir()}
+
+
+def test_limits_ask_for_the_overlap_alone() -> None:
+    limits = SearchLimits(max_partitions=2, group_seconds=1e-3, range_limit=2)
+    tuned = tune(SMALL, H100, limits, 0.2, **OPTIONS)
+    assert isinstance(tuned, Tuned) and not asked
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ConfigError, match=r"^gpu: the machines are unknown; give gpu and num_gpus, or cluster"):
+        predict(MIXTRAL)
+    with pytest.raises(ConfigError, match=r"^cluster H100-8: stands beside gpu or num_gpus"):
+        predict(MIXTRAL, H100, gpu="H100")
+    with pytest.raises(ConfigError, match=r"^gpu H1000: unknown GPU; did you mean H100\?"):
+        tune(SMALL, gpu="H1000", num_gpus=8)
+    with pytest.raises(ConfigError, match=r"^time_limit 0: must be greater than 0 seconds"):
+        tune(SMALL, gpu="H100", num_gpus=8, time_limit=0)
+    with pytest.raises(ConfigError, match=r"^traces t.json: they refine the overlap of one layout"):
+        tune(SMALL, H100, traces=["t.json"])  # type: ignore[call-overload]
