@@ -20,7 +20,11 @@ TOGETHER = (
         "tests/end_to_end/test_training.py",
     ),
     # Hosts and CPU groups are the machine's: one program takes away what another left (tools/bench/bed.py).
-    ("tests/end_to_end/test_benchmark_overlap.py", "tests/unit/bench/test_bed.py"),
+    (
+        "tests/end_to_end/test_benchmark_overlap.py",
+        "tests/end_to_end/test_first_run.py",
+        "tests/unit/bench/test_bed.py",
+    ),
 )
 """Files that are one unit, which has the name of the first."""
 LAUNCHING = ("tests/end_to_end/", "tests/multiprocess/")

@@ -60,7 +60,7 @@ def test_console_tells_the_run_from_environment_to_next_command(undisturbed: Und
     steps = [line for line in lines if line.startswith("step ")]
     assert [int(match[1]) for match in map(STEP_LINE.fullmatch, steps) if match] == list(range(1, STEPS + 1)), steps
     evaluations = [line.split()[0] for line in lines[4:] if not line.startswith("step ")]
-    assert evaluations == ["valid", "saved", "valid", "test", "next"]
+    assert evaluations == ["valid", "saved", "trace", "valid", "test", "next"]
     assert re.search(r"valid +loss \d\.\d{4} \(start \d\.\d{4}, unigram entropy \d\.\d\d\)", undisturbed.ended.out)
     # torch's profiler tells of its own start and stop; the program says nothing on stderr.
     assert [line for line in undisturbed.ended.err.splitlines() if "profiler" not in line] == []

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 import moe_overlap
+import moe_overlap.results as results
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.sizes import describe_model, known_vocab_size
-from moe_overlap.api import problem_of, tune
+from moe_overlap.api import problem_of
 from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
@@ -226,5 +227,5 @@ def test_layers_that_are_alike_are_decided_once() -> None:
 
 
 def test_tune_is_exported_beside_predict() -> None:
-    assert moe_overlap.tune is tune
-    assert set(moe_overlap.__all__) == {"predict", "tune"}
+    assert moe_overlap.tune is results.tune
+    assert set(moe_overlap.__all__) == {"Cluster", "predict", "tune"}
