@@ -54,7 +54,8 @@ def test_timer_compute() -> None:
         f"{both}, waiting",
     ]
     assert (record["links"], record["compute"], record["ranks"], record["gate"]) == ("emulator", "timer", 2, "topk")
-    assert rows["irregular"]["speedup"]["median"] == 1.0 and rows["irregular"]["hidden"] == 0.0
+    assert rows["irregular"]["speedup"]["median"] == 1.0
+    assert rows["irregular"]["hidden"] in (0.0, None), "None where a busy machine makes steps on a free link as long"
     assert all(row["free_step_seconds"]["median"] >= 0.4 for row in rows.values()), "no step is shorter than its sleeps"
     assert all(row["alone_seconds"] < row["step_seconds"]["median"] for row in rows.values())
 
