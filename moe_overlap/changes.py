@@ -30,6 +30,7 @@ DECISIONS: Final = (
     ("expert parallelism", ("--expert-model-parallel-size",)),
     ("micro-batch", ("--micro-batch-size",)),
     ("recomputation", ("--recompute-", "--moe-layer-recompute")),
+    ("offloading", ("--optimizer-cpu-offload", "--optimizer-offload", "--cpu-offloading")),
     ("optimizer states", ("--use-distributed-optimizer", "--use-megatron-fsdp", "--data-parallel-sharding-strategy")),
 )
 """Names of decisions, and prefixes of their flags; every other flag of a layout is of the pipeline."""

@@ -108,7 +108,9 @@ def freed_layouts(found: UniformSearch, layouts: Sequence[UniformLayout]) -> lis
     """
     known = set(layouts)
     wanted: dict[UniformLayout, None] = {}
-    for plan in [plan for plan in found.ranked if plan.layout.pipeline > 1][:FREED]:
+    # Where no uniform plan fits, stages that differ may: those that lack least come first.
+    plans = found.ranked or sorted(found.frontier, key=lambda plan: plan.needed_bytes)
+    for plan in [plan for plan in plans if plan.layout.pipeline > 1][:FREED]:
         alone = replace(plan.layout, virtual=1)
         for layout in (alone, replace(alone, micro_batch=2 * alone.micro_batch)):
             if layout in known:
@@ -174,7 +176,8 @@ def _plan_of(candidate: RankedLayout | StagedPlan, template: Plan, model: ModelD
 def refusal_of(plan: Plan) -> str | None:
     """Why pretrain_moe.py refuses a plan today, with the field; None where it executes it."""
     try:
-        refuse_unsupported(plan)
+        # No flag but says the precision, and it is the user's: the answer for it is wanted, whoever executes it.
+        refuse_unsupported(replace(plan, precision="fp32"))
     except ConfigError as error:
         return str(error)
     return None

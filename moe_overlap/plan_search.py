@@ -180,21 +180,21 @@ def search_plan(
         wide = dataclasses.replace(wide, modules=())  # Beyond what runs whole layers are recomputed.
         beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, settings.progress)
         found, staged = beyond.uniform, beyond.staged
+    is_interrupted = found.is_interrupted or (staged is not None and staged.is_interrupted)
     if found.solution.value is None and (staged is None or staged.solution.value is None):
+        if is_interrupted:
+            raise KeyboardInterrupt
         raise _does_not_fit(found, cluster, said.refused, task.machine.memory.certainty)
-    options = Options(**{**options, "precision": None})  # The flags say it.
+    # The flags say the precision, and a plan file is of the user's own layout.
+    options = Options(**{**options, "precision": None, "plan": None})
     if settings.target == "any":
         extrapolating = machine_for(job, cluster, options)[1]
-        finalists = free_finalists(beyond, wide, KEPT, said.of_plan, extrapolating)
+        finalists = free_finalists(beyond, wide, KEPT, said.read, extrapolating)
     else:
         finalists = _finalists(found, said, cluster, options)
-    if found.solution.status is Status.TIME_LIMIT:
+    if found.solution.status is Status.TIME_LIMIT or is_interrupted:
         deadline = -math.inf
-    few = OVERLAPPED if settings.target == "any" else len(finalists)  # Lists that move states are long.
-    finalists = [*simulated_finalists(finalists[:few], deadline), *finalists[few:]]
-    # A search that takes all micro-batches for their mean answers with what it takes for the best.
-    finalists = finalists if settings.averages else in_order(finalists)
-    tuned, chosen = _overlapped(finalists, cluster, settings, deadline, options)
+    finalists, tuned, chosen, is_late = _decided(finalists, cluster, settings, deadline, options)
     answer = PlanSearch(
         target=settings.target,
         space=settings.space,
@@ -209,6 +209,7 @@ def search_plan(
         dropped=dropped,
         seconds=time.monotonic() - begun,
         staged=staged,
+        is_interrupted=is_interrupted or is_late,
     )
     if answer.baseline is None or answer.refusal is not None:
         return answer
@@ -220,7 +221,7 @@ def search_plan(
 def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dict[str, str]]:
     """The user's flags without those that a plan decides, and those that the target does otherwise with the reason."""
     flags = grouped(words)
-    dropped = {name: reason for name, reason in REPLACED.items() if name in flags and target == "moe-overlap"}
+    dropped = {name: reason for name, reason in REPLACED.items() if name in flags and target != "megatron-lm"}
     dropped |= {name: DECIDED for name in flags if name == "--plan" or name.startswith(BY_HAND)}
     gone = layout_flags()
     kept = [(name, values) for name, values in flags.items() if name not in gone and name not in dropped]
@@ -411,6 +412,16 @@ class _Said:
         said = [*arguments_of(values), *(word for name, each in precise for word in (name, *each))]
         return argument_file(self._bare, plan, said, self._target).arguments, tuple(said)
 
+    def read(self, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
+        """The same, read as any command line is.
+
+        Raises:
+            ConfigError: Megatron-LM or rules across flags refuse them.
+        """
+        arguments, said = self.of_plan(plan, model)
+        read_job(arguments, self._gpus)
+        return arguments, said
+
     def is_read(self, ranked: RankedLayout) -> bool:
         """Whether a plan's flags are accepted; what refuses it is noted."""
         if ranked.name not in self._known:
@@ -470,6 +481,20 @@ def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
     tied = [finalist for finalist in ordered if finalist.simulated_seconds <= fastest * (1.0 + TIE)]
     leader = min(tied, key=lambda finalist: finalist.prediction.fullest.needed_bytes)
     return [leader, *(finalist for finalist in ordered if finalist is not leader)]
+
+
+def _decided(
+    finalists: list[Finalist], cluster: Cluster, settings: SearchSettings, deadline: float, options: Options
+) -> tuple[list[Finalist], Tuned | None, Finalist, bool]:
+    """The finalists in the order of their simulated steps, the overlap of the chosen one, and whether Ctrl-C came in between."""
+    try:
+        few = OVERLAPPED if settings.target == "any" else len(finalists)  # Lists that move states are long.
+        finalists = [*simulated_finalists(finalists[:few], deadline), *finalists[few:]]
+        # A search that takes all micro-batches for their mean answers with what it takes for the best.
+        finalists = finalists if settings.averages else in_order(finalists)
+        return finalists, *_overlapped(finalists, cluster, settings, deadline, options), False
+    except KeyboardInterrupt:
+        return finalists, None, finalists[0], True
 
 
 def _overlapped(

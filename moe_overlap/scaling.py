@@ -11,11 +11,9 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search import TIE, SearchSettings, search_plan
 from moe_overlap.report.scaling import ScalingRow
-from moe_overlap.report.search import PlanSearch
 from moe_overlap.report.targets import BothTargets
 from moe_overlap.tuner.capture.cache import CaptureFiles, cache_folder
 from moe_overlap.tuner.capture.library import Libraries
-from moe_overlap.tuner.search.solution import Status
 
 INTERRUPTED = "not searched: interrupted"
 
@@ -58,17 +56,18 @@ def search_numbers(
             continue
         try:
             search = search_plan(words, cluster, settings, libraries, **options)
+        except KeyboardInterrupt:
+            if all(row.search is None for row in rows):
+                raise
+            rows.append(ScalingRow(cluster, None, INTERRUPTED))
+            is_interrupted = True
+            continue
         except ConfigError as error:
             refusal = error
             rows.append(ScalingRow(cluster, None, str(error)))
             continue
         rows.append(ScalingRow(cluster, search, ""))
-        is_interrupted = _was_interrupted(search, settings)
+        is_interrupted = search.is_interrupted
     if refusal is not None and all(row.search is None for row in rows):
         raise refusal
     return rows
-
-
-def _was_interrupted(search: PlanSearch, settings: SearchSettings) -> bool:
-    """Whether a search ended early although its time was not over."""
-    return search.found.solution.status is Status.TIME_LIMIT and search.seconds < settings.seconds

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("error: interrupted before there was an answer; nothing is written", file=sys.stderr)
+        print("error: interrupted before the answer was complete", file=sys.stderr)
         return 130
 
 

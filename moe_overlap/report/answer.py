@@ -71,11 +71,15 @@ class Answer:
 def answer_lines(answer: Answer) -> list[str]:
     """The lines of an answer."""
     prediction = answer.prediction
-    lines = [*figure_lines(answer), _line("waiting", _waiting(prediction))]
-    lines += [_line("beware", text) for text in _beware(prediction)]
+    lines = [*figure_lines(answer), _line("waiting", _waiting(prediction)), *beware_lines(prediction)]
     lines += [_line("runner-up", _runner_up(other, answer)) for other in answer.runners_up[:SHOWN_RUNNERS_UP]]
     lines += [_line("try next", text) for text in answer.try_next or suggestions(answer.plan, prediction)]
     return lines
+
+
+def beware_lines(prediction: Prediction) -> list[str]:
+    """What a reader must know before trusting a prediction."""
+    return [_line("beware", text) for text in _beware(prediction)]
 
 
 def figure_lines(answer: Answer, name: str = "plan") -> list[str]:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.report.answer import DAY_SECONDS, HOUR_SECONDS, plan_sentence, shown_tokens
-from moe_overlap.report.search import PlanSearch, search_json
+from moe_overlap.report.answer import DAY_SECONDS, HOUR_SECONDS, beware_lines, plan_sentence, shown_tokens
+from moe_overlap.report.search import EARLY, PlanSearch, search_json
 
 HEADINGS = ("GPUs", "step", "tokens/s per GPU", "efficiency")
 OF_TRAINING = ("days", "GPU-hours")
+FOR_WHOM = {"megatron-lm": "unmodified Megatron-LM", "moe-overlap": "this runtime", "any": "no runtime in particular"}
+"""Target -> who runs its plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def scaling_lines(rows: Sequence[ScalingRow], folder: Path, train_tokens: float 
     for row, figures in zip(rows, figures_of(rows, train_tokens), strict=True):
         table.append(_cells(row, figures))
     widths = [max(len(cells[column]) for cells in table if len(cells) > column) for column in range(len(headings))]
-    last = ["plan", *(row.reason if row.search is None else plan_sentence(row.search.plan) for row in rows)]
+    last = ["plan", *map(_plan_text, rows)]
     lines = []
     for cells, text in zip(table, last, strict=True):
         figures_text = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=False))
@@ -94,15 +96,26 @@ def scaling_lines(rows: Sequence[ScalingRow], folder: Path, train_tokens: float 
     first = planned[0]
     assert first.search is not None
     batch = f"{first.search.plan.global_batch_size:,} samples of {first.search.plan.sequence_length:,} tokens"
-    target = "unmodified Megatron-LM" if first.search.target == "megatron-lm" else "this runtime"
+    target = FOR_WHOM[first.search.target]
     seconds = sum(row.search.seconds for row in planned if row.search is not None)
     devices = f"{first.cluster.gpus} × {first.cluster.group_of(0).gpu.name}"
+    lines += dict.fromkeys(line for row in planned if row.search for line in beware_lines(row.search.prediction))
     lines.append(f"{'efficiency':<12}tokens/s per GPU relative to {devices}; every step trains a batch of {batch}")
     if train_tokens is not None:
         lines.append(f"{'training':<12}{shown_tokens(train_tokens)} tokens")
     lines.append(f"{'searched':<12}{seconds:.0f} s, for {target}; everything is predicted, nothing was run")
     lines.append(f"{'written':<12}{', '.join(str(folder / row.folder) for row in planned)}")
     return lines
+
+
+def _plan_text(row: ScalingRow) -> str:
+    """The plan of a row, and what a reader must know of it; or why there is none."""
+    if row.search is None:
+        return row.reason
+    search = row.search
+    notes = [f"not run: {search.refusal}"] if search.refusal is not None else []
+    notes += [EARLY] if search.ended_early else []
+    return "; ".join((plan_sentence(search.plan), *notes))
 
 
 def _cells(row: ScalingRow, figures: Figures | None) -> tuple[str, ...]:

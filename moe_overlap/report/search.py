@@ -28,6 +28,7 @@ from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environ
 
 PLACED = "an instruction list places that communication itself"
 EXECUTED = "--target moe-overlap: the best plan that runs today"
+EARLY = "stopped early: better plans may be left"
 SHOWN_CHANGES = 1
 """Changes of the user's flags that the short answer names; --verbose and the JSON have all."""
 MEASURE = "--pipeline-model-parallel-size"
@@ -88,6 +89,7 @@ class PlanSearch:
         baseline: of the user's own layout; None where the flags have none.
         dropped: flags of the user that the run goes without, with the reason.
         staged: the search over plans of unlike stages; None where there was none.
+        is_interrupted: whether Ctrl-C ended it early.
         changes: what the plan changes in the user's own layout, the largest gain first.
     """
 
@@ -105,6 +107,12 @@ class PlanSearch:
     seconds: float
     staged: StageSearch | None = None
     changes: tuple[Change, ...] = ()
+    is_interrupted: bool = False
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether time or Ctrl-C ended the search."""
+        return self.is_interrupted or _solution(self).status is Status.TIME_LIMIT
 
     @property
     def refusal(self) -> str | None:
@@ -134,7 +142,9 @@ class PlanSearch:
         effects = {MEASURE: f"predicted step {self.prediction.predicted.step_seconds:.3f} s"}
         if self.baseline is not None:
             for change in self.changes:
-                effects |= dict.fromkeys(list(change.after)[:1], f"in your flags, {change.effect(self.baseline)}")
+                for flag in list(change.after)[:1]:
+                    own = f"in your flags, {change.effect(self.baseline)}"
+                    effects[flag] = "; ".join(filter(None, (effects.get(flag), own)))
         return argument_file(
             words, self.plan, said, target, effects=effects, dropped=dropped, plan_file=plan_file, head=head
         )
@@ -167,6 +177,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
                 "needed_bytes": other.prediction.fullest.needed_bytes,
                 "fits": other.prediction.fits,
                 "arguments": list(other.said),
+                "not_executed": other.refusal,
             }
             for other in search.others
         ],
@@ -257,7 +268,7 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
 def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> list[str]:
     """The user's own layout, flags that are left out, how far the search went, what is written, and how to run it."""
     lines, counts = [], search.found.counts
-    ended = "" if _solution(search).status is not Status.TIME_LIMIT else "; stopped early: better plans may be left"
+    ended = f"; {EARLY}" if search.ended_early else ""
     if search.baseline is not None:
         before = search.baseline.predicted.step_seconds
         fits = "" if search.baseline.fits else f", and {search.baseline.memory_verdict}"
@@ -285,7 +296,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         staged = search.staged
         lines.append(
             f"{'':<12}{staged.layouts} layouts with stages that differ: {staged.candidates:,} candidates for their stages, "
-            f"{staged.kept:,} on frontiers, {staged.solution.status.value}"
+            f"{staged.kept:,} of them not worse than another in both time and memory, {staged.solution.status.value}"
         )
     lines.append(f"{'written':<12}{folder}: {', '.join(files)}")
     if search.refusal is not None:

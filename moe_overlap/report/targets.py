@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_overlap.report.answer import Answer, figure_lines, plan_sentence
-from moe_overlap.report.search import PlanSearch, closing_lines, search_json
+from moe_overlap.report.answer import Answer, beware_lines, figure_lines, plan_sentence
+from moe_overlap.report.search import EARLY, PlanSearch, closing_lines, search_json
 
 UPSTREAM_FOLDER = "megatron-lm"
 """Inside the folder of the answer for this runtime."""
@@ -58,6 +58,9 @@ def both_lines(both: BothTargets, folder: Path, files: Sequence[str], train_toke
             train_tokens=train_tokens,
         )
         lines += figure_lines(answer, name)
+    # Both plans are of one job on the same machines: most reservations are the same.
+    reservations = [*beware_lines(both.upstream.prediction), *beware_lines(both.here.prediction)]
+    lines += dict.fromkeys(reservations)
     lines.append(f"{'gain':<12}{gain_sentence(both)}")
     lines += closing_lines(both.here, folder, files)
     at_written = next(index for index, line in enumerate(lines) if line.startswith("written "))
@@ -69,8 +72,12 @@ def gain_sentence(both: BothTargets) -> str:
     """The reason to use this fork, or that there is none for this job, in one sentence."""
     upstream, here = (search.prediction.predicted.step_seconds for search in (both.upstream, both.here))
     seconds = f"{here:.3f} s a step in place of {upstream:.3f} s"
+    early = [search.target for search in (both.upstream, both.here) if search.ended_early]
+    if early:
+        seconds += f"; but the search for {' and '.join(early)} {EARLY}"
     if both.gain > 1 + both.tie:
-        return f"{both.gain:.2f} times as fast, {seconds}: the reason to use this fork"
+        reason = "" if early else ": the reason to use this fork"
+        return f"{both.gain:.2f} times as fast, {seconds}{reason}"
     if both.gain < 1 - both.tie:
         return f"none: unmodified Megatron-LM is {1 / both.gain:.2f} times as fast ({upstream:.3f} s in place of {here:.3f} s)"
     return f"none that predictions can tell: {seconds}"

@@ -15,6 +15,8 @@ from typing import Final
 
 MOST_DIGITS = 18
 """Of a number; a shell has 64 bits."""
+_MOST_WORDS = 200
+"""Of the longest condition that is decided."""
 _MOST_TERMS = 200
 """Characters of the longest sum that is worked out."""
 _NUMBERS: Final[dict[str, Callable[[int, int], bool]]] = {
@@ -28,6 +30,12 @@ _COMPARED: Final[dict[type[ast.cmpop], Callable[[int, int], bool]]] = {
 
 def compared(words: Sequence[str]) -> bool | None:
     """Whether the words of a condition hold, without its brackets; None where files decide, or a value is not known."""
+    if len(words) > _MOST_WORDS:
+        return None
+    if "(" in words:
+        # Inner brackets would decide what `&&` and `||` join.
+        is_whole = words[0] == "(" and words[-1] == ")" and "(" not in words[1:] and ")" not in words[1:-1]
+        return compared(words[1:-1]) if is_whole else None
     for sign, choose in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
         if sign in words:
             place = words.index(sign)
@@ -41,8 +49,6 @@ def compared(words: Sequence[str]) -> bool | None:
     if words[:1] == ["!"]:
         holds = compared(words[1:])
         return None if holds is None else not holds
-    if words[:1] == ["("] and words[-1:] == [")"]:
-        return compared(words[1:-1])
     if any("\0" in word for word in words):
         return None
     return _compared(list(words))
@@ -58,7 +64,7 @@ def _compared(words: list[str]) -> bool | None:
     if len(words) == 2 and words[0] in ("-z", "-n"):
         return (words[1] == "") == (words[0] == "-z")
     if len(words) == 1:
-        return words[0] not in ("", "-n")
+        return words[0] != ""
     if len(words) == 2 and words[0] in ("=", "==", "!="):
         return False
     return None
@@ -69,7 +75,9 @@ def evaluated(text: str) -> int | None:
     text = text.strip()
     if len(text) > _MOST_TERMS or not re.fullmatch(r"[\d\s()+*/%<>=!&|-]+", text):
         return None
-    text = re.sub(r"\b0+(?=\d)", "", text.replace("&&", " and ").replace("||", " or ")).replace("/", "//")
+    if re.search(r"\b0\d", text):
+        return None  # Octal digits.
+    text = text.replace("&&", " and ").replace("||", " or ").replace("/", "//")
     try:
         return _number(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
@@ -93,12 +101,11 @@ def _number(node: ast.expr) -> int:
             result = _number(left) - _number(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
             result = _number(left) * _number(right)
-        case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
-            quotient = abs(_number(left)) // abs(_number(right))
-            result = quotient if (_number(left) < 0) == (_number(right) < 0) else -quotient
-        case ast.BinOp(left=left, op=ast.Mod(), right=right):
-            remainder = abs(_number(left)) % abs(_number(right))
-            result = remainder if _number(left) >= 0 else -remainder
+        case ast.BinOp(left=left, op=ast.FloorDiv() | ast.Mod() as sign, right=right):
+            # A shell cuts towards zero, Python downwards.
+            above, below = _number(left), _number(right)
+            quotient = abs(above) // abs(below) * (1 if (above < 0) == (below < 0) else -1)
+            result = quotient if isinstance(sign, ast.FloorDiv) else above - below * quotient
         case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in _COMPARED:
             result = int(_COMPARED[type(sign)](_number(left), _number(right)))
         case ast.BoolOp(op=sign, values=values):

@@ -14,14 +14,15 @@ reported. Flags and their values that share the quotes of an array's element, as
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable
-from moe_overlap.describe.readers.shell_conditions import compared, evaluated
+from moe_overlap.describe.readers.shell_conditions import compared
 from moe_overlap.describe.readers.shell_program import UNKNOWN, Command, inner_script, started, training_command
 from moe_overlap.describe.readers.shell_syntax import DECLARING, SyntaxProblem, parse_script
 from moe_overlap.describe.readers.shell_tree import (
@@ -38,28 +39,29 @@ from moe_overlap.describe.readers.shell_tree import (
     Parameter,
     Pipeline,
     Simple,
-    Substitution,
-    Sum,
-    Text,
     Word,
 )
+from moe_overlap.describe.readers.shell_values import Expansion, TooLong, Unknown, Values, blank_split
 
 MOST_SCRIPT_BYTES = 1 << 18
 """Bytes of the longest script that is read; those of large jobs have some ten thousand."""
-_MOST_FILLED = 1 << 22
-"""Characters that all expansions of a script may make: `A=$A$A` in 40 lines would make 2⁴⁰."""
 _MOST_CALLS = 8
 """Functions, `eval` and `bash -c` inside each other."""
-_MOST_CUT = 4096
-"""Characters of a value from whose ends a pattern is cut."""
+_MOST_COMMANDS = 100_000
+"""Commands that are followed, those of functions at every call."""
+_SETTING = frozenset(("read", "mapfile", "readarray", "getopts", "let"))
+"""Commands of the shell that set the variables they name."""
+_ENVIRONMENTS = re.compile(r"(?:activate|\.bashrc|profile|conda\.sh|setvars\.sh|/init/\w+)$")
+"""Files that are read to find programs and libraries, not for the settings of a job."""
 _HEADER = re.compile(r"^#SBATCH\s+(--nodes|-N|--ntasks-per-node)(?:=|\s+)(\d{1,9})\s*(?:#.*)?$", re.MULTILINE)
 
-Values = tuple[str, ...]
-"""Of an array the elements; of a plain variable one."""
+
+class _Return(Exception):
+    """A `return` that is certainly executed: the function ends."""
 
 
-class _TooLong(Exception):
-    """A script whose text grows without end while its variables are filled in."""
+class _Exit(Exception):
+    """An `exit` that is certainly executed: the script, or the inner one, ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +93,15 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
         raise ConfigError(source, "", f"has more than {MOST_SCRIPT_BYTES >> 10} KiB", "give the script of a job")
     follower = _Follower(environment, source, _of_slurm(text))
     try:
-        nodes = parse_script(text)
+        # Marks of unknown values stand between NULs; what the user's own text has of them is dropped once, here.
+        nodes = parse_script(text.replace("\0", ""))
         follower.assigned |= set(_assigned(nodes))
         follower.follow(nodes)
+    except _Exit:
+        pass
     except SyntaxProblem as problem:
         raise ConfigError(f"{source} line {problem.line}", "", problem.rule, "correct the script") from None
-    except _TooLong:
+    except TooLong:
         rule = "grows without end: a variable holds itself more than once"
         raise ConfigError(f"{source} line {follower.line}", "", rule, "write the flags out") from None
     command = training_command(follower.commands, source)
@@ -114,21 +119,7 @@ def script_flags(text: str, environment: Mapping[str, str], source: str) -> Scri
     return ScriptFlags(shown, tuple(dict.fromkeys(unresolved)), command.num_gpus)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unknown:
-    """A value that is not known.
-
-    Attributes:
-        name: of the variable, or the text of a command.
-        rule: why it cannot be known; "" for a variable from outside.
-    """
-
-    line: int
-    name: str
-    rule: str
-
-
-class _Follower:
+class _Follower(Expansion):
     """Goes through a script's commands and keeps what they assign.
 
     Args:
@@ -138,20 +129,14 @@ class _Follower:
     """
 
     def __init__(self, environment: Mapping[str, str], source: str, given: Mapping[str, str]) -> None:
-        self.line = 1
+        super().__init__(environment, given)
         self.commands: list[Command] = []
-        self.unknowns: list[_Unknown] = []
-        self.assigned: set[str] = set()
-        """Variables that the script assigns somewhere: before that they are empty, not from outside."""
-        self._environment, self._source = environment, source
-        self._values: dict[str, Values] = {name: (value,) for name, value in {**given, **environment}.items()}
+        self._source = source
         self._functions: dict[str, tuple[Node, ...]] = {}
-        self._arguments: Values | None = None
-        """Those of the function that is followed; None outside of functions."""
-        self._undecided: int | None = None
-        """The line of the condition or loop, around what is followed, that cannot be decided."""
         self._calls = 0
-        self._filled = 0
+        self._followed = 0
+        self._locals: dict[str, Values | None] | None = None
+        """Values that local variables of the function that is followed hide; None outside of functions."""
 
     # Commands
 
@@ -161,11 +146,16 @@ class _Follower:
             self._follow(node)
 
     def _follow(self, node: Node) -> None:
+        self._followed += 1
+        if self._followed > _MOST_COMMANDS:
+            raise TooLong
         match node:
             case Simple():
                 self._simple(node)
             case Pipeline():
-                self.follow(node.commands)
+                for command in node.commands:
+                    # Each part of a pipeline is a shell of its own.
+                    self._inside(command, is_subshell=len(node.commands) > 1)
             case AndOr():
                 self._and_or(node)
             case If():
@@ -175,15 +165,29 @@ class _Follower:
             case Loop():
                 self._without_knowing(node.line, node.body)
                 if node.name is not None:
-                    self._set(node.name, (self._unknown(node.line, node.name),))
+                    self.assign(node.name, (self.unknown(node.line, node.name),))
             case Function():
                 self._functions[node.name] = node.body
+            case Group() if node.is_subshell:
+                self._inside(Group(node.body, is_subshell=False), is_subshell=True)
             case Group():
-                values = dict(self._values)
                 self.follow(node.body)
-                self._values = values if node.is_subshell else self._values
-            case Condition() | Arithmetic():
+            case Arithmetic():
+                for name in _changed(node.text):
+                    self.assign(name, (self.unknown(node.line, name),))
+            case Condition():
                 pass
+
+    def _inside(self, node: Node, is_subshell: bool) -> None:
+        """Follow a command; what a subshell sets and where it exits is its own."""
+        values = dict(self._values)
+        try:
+            self._follow(node)
+        except _Exit:
+            if not is_subshell:
+                raise
+        if is_subshell:
+            self._values = values
 
     def _without_knowing(self, line: int, nodes: Iterable[Node]) -> None:
         """Follow commands that may be executed or not."""
@@ -216,7 +220,7 @@ class _Follower:
             if condition is None:
                 holds: bool | None = True
             else:
-                self.follow(condition[:-1])
+                self.follow(condition)
                 holds = self._holds(condition[-1]) if condition else None
             if decided is None or holds is None:
                 self._without_knowing(node.line, body)
@@ -238,56 +242,106 @@ class _Follower:
 
     def _simple(self, node: Simple) -> None:
         self.line = node.line
-        words = self._fields(node.words)
+        words = self.fields(node.words)
         name = words[0] if words else ""
         if not words or name in DECLARING:
             for assignment in node.assignments:
+                self._declare(name, assignment.name)
                 self._assign(assignment)
+            for word in words[1:]:
+                self._declare(name, word)
         elif name in self._functions:
-            outer, self._arguments = self._arguments, tuple(words[1:])
-            self._call(self._functions[name])
-            self._arguments = outer
+            self._call_function(self._functions[name], tuple(words[1:]))
+        elif name in ("return", "exit"):
+            if self._undecided is None:
+                raise _Return if name == "return" else _Exit
+        elif name in ("unset", "shift", "source", ".") or name in _SETTING:
+            self._built_in(node.line, words)
         elif name == "eval":
             self._call(parse_script(" ".join(words[1:])))
-        elif (inner := inner_script(words, self._text(node.document))) is not None:
-            self._call(parse_script(inner))
+        elif (inner := inner_script(words, self.text(node.document))) is not None:
+            self._call(parse_script(inner), is_shell=True)
         else:
             command = started(node.line, words)
             self.commands += [] if command is None else [command]
 
-    def _call(self, nodes: tuple[Node, ...]) -> None:
+    def _built_in(self, line: int, words: list[str]) -> None:
+        """A command of the shell that changes variables."""
+        name, names = words[0], [word for word in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", word)]
+        if name == "unset":
+            for each in names:
+                if self._undecided is None:
+                    self._values.pop(each, None)
+                    self.assigned.add(each)
+                else:
+                    self.assign(each, (self.unknown(line, each),))
+        elif name == "shift":
+            count = int(words[1]) if words[1:] and re.fullmatch(r"\d{1,4}", words[1]) else 1
+            self._arguments = None if self._arguments is None else self._arguments[count:]
+        elif name in ("source", "."):
+            # What another file sets is not known: neither what is set already, nor what comes from outside.
+            file = "".join(words[1:2])
+            for each in () if _ENVIRONMENTS.search(file) else self._values:
+                rule = f"reads {printable(UNKNOWN.sub('…', file), 40)}, which may set ${{{each}}}"
+                self.assign(each, (self.mark(Unknown(line, each, rule)),))
+        else:
+            for each in [*names, *(["REPLY", "MAPFILE"] if not names else []), *_changed(" ".join(words[1:]))]:
+                self.assign(each, (self.unknown(line, each),))
+
+    def _declare(self, command: str, name: str) -> None:
+        """Note what a variable of a function hides."""
+        if command in ("local", "declare", "typeset") and self._locals is not None:
+            self._locals.setdefault(name, self._values.get(name))
+
+    def _call_function(self, body: tuple[Node, ...], arguments: Values) -> None:
+        outer = self._arguments, self._locals
+        self._arguments, self._locals = arguments, {}
+        with suppress(_Return):
+            self._call(body)
+        hidden = self._locals
+        self._arguments, self._locals = outer
+        for name, values in hidden.items():
+            if values is None:
+                self._values.pop(name, None)
+            else:
+                self._values[name] = values
+
+    def _call(self, nodes: tuple[Node, ...], is_shell: bool = False) -> None:
+        """Follow commands inside others.
+
+        Args:
+            is_shell: they are a shell of their own, whose `exit` ends nothing else.
+        """
         if self._calls == _MOST_CALLS:
-            raise _TooLong
-        self._calls += 1
+            raise TooLong
         line = self.line
         self.assigned |= set(_assigned(nodes))
-        self.follow(nodes)
+        self._calls += 1
+        try:
+            if is_shell:
+                self._inside(Group(nodes, is_subshell=False), is_subshell=True)
+            else:
+                self.follow(nodes)
+        finally:
+            self._calls -= 1
         self.line = line
-        self._calls -= 1
 
     def _assign(self, assignment: Assignment) -> None:
         name = assignment.name
         if assignment.is_array:
-            values = tuple(self._fields(assignment.values))
+            values = tuple(self.fields(assignment.values))
         else:
-            values = (self._text(assignment.values[0]),)
+            values = (self.text(assignment.values[0]),)
         before = self._values.get(name, ())
         if assignment.is_element:
-            values = (self._unknown(assignment.line, name),)
+            values = (self.unknown(assignment.line, name),)
         elif assignment.appends and assignment.is_array:
             values = (*before, *values)
         elif assignment.appends:
             values = ((before[0] if before else "") + values[0], *before[1:])
         # `A+=x` copies A at each of its lines.
-        self._spend(sum(map(len, values)))
-        self._set(name, values)
-
-    def _set(self, name: str, values: Values) -> None:
-        if name in self._environment:
-            return
-        if self._undecided is not None:
-            values = (self._unknown(self._undecided, name),)
-        self._values[name] = values
+        self.spend(sum(map(len, values)))
+        self.assign(name, values)
 
     # Conditions
 
@@ -295,18 +349,29 @@ class _Follower:
         """Whether a condition holds; None where files, commands or other forms of test decide."""
         match node:
             case Simple() if not node.assignments and node.words:
-                words = self._fields(node.words, is_condition=True)
+                words = self.fields(node.words, is_condition=True)
                 if words in (["true"], ["false"]):
                     return words == ["true"]
                 closed = words[:1] == ["["] and words[-1:] == ["]"]
                 if not closed and words[:1] != ["test"]:
                     return None
-                return compared(words[1 : -1 if closed else None])
+                words = words[1 : -1 if closed else None]
+                # Between single brackets the right side of = is no pattern.
+                plain = [
+                    escape(word) if place and words[place - 1] in ("=", "==", "!=") else word
+                    for place, word in enumerate(words)
+                ]
+                return compared(plain)
             case Condition():
-                items = [item if isinstance(item, str) else self._text(item, is_condition=True) for item in node.items]
+                items = list[str]()
+                for item in node.items:
+                    text = item if isinstance(item, str) else self.text(item, is_condition=True)
+                    # Quoted, the right side of == is no pattern.
+                    is_plain = isinstance(item, Word) and item.has_quotes and items[-1:] in (["="], ["=="], ["!="])
+                    items.append(escape(text) if is_plain else text)
                 return compared(items)
             case Arithmetic():
-                number = self._sum(node.text, is_condition=True)
+                number = self.sum(node.text, is_condition=True)
                 return None if number is None else number != 0
             case Pipeline() if len(node.commands) == 1:
                 holds = self._holds(node.commands[0])
@@ -322,126 +387,14 @@ class _Follower:
         return None
 
     def _known(self, word: Word) -> str | None:
-        text = self._text(word, is_condition=True)
+        text = self.text(word, is_condition=True)
         return None if UNKNOWN.search(text) else text
 
-    # Words
 
-    def _fields(self, words: Iterable[Word], is_condition: bool = False) -> list[str]:
-        """The words of a command with everything filled in and split."""
-        return [field for word in words for field in self._split(word, is_condition)]
-
-    def _split(self, word: Word, is_condition: bool) -> list[str]:
-        """The fields of one word: values that stand outside quotes are split at blanks, elements of quoted arrays apart."""
-        fields = list[str]()
-        open_field: str | None = "" if word.has_quotes and not _is_all_elements(word) else None
-        for piece in word.pieces:
-            if isinstance(piece, Parameter) and (piece.subscript == "@" or piece.name == "@") and piece.is_quoted:
-                parts = list(self._parameter(piece, is_condition))
-            elif isinstance(piece, Parameter) and not piece.is_quoted:
-                parts = [part for value in self._parameter(piece, is_condition) for part in _blank_split(value)]
-            else:
-                parts = [self._piece(piece, is_condition)]
-            for number, part in enumerate(parts):
-                if number and open_field is not None:
-                    fields.append(open_field)
-                    open_field = None
-                open_field = (open_field or "") + part
-        return fields if open_field is None else [*fields, open_field]
-
-    def _text(self, word: Word | None, is_condition: bool = False) -> str:
-        """A word with everything filled in, not split, as in an assignment."""
-        return "" if word is None else "".join(self._piece(piece, is_condition) for piece in word.pieces)
-
-    def _piece(self, piece: Text | Parameter | Substitution | Sum, is_condition: bool) -> str:
-        match piece:
-            case Text():
-                return piece.text
-            case Parameter():
-                return " ".join(self._parameter(piece, is_condition))
-            case Sum():
-                number = self._sum(piece.text, is_condition)
-                return self._no_value(f"$(({piece.text}))") if number is None else str(number)
-            case Substitution():
-                return self._no_value(f"$({piece.text})")
-
-    def _parameter(self, piece: Parameter, is_condition: bool) -> Values:
-        """The values of `${...}`."""
-        name = piece.name
-        shown = f"{name}[{piece.subscript}]" if piece.subscript else name
-        values = self._value_of(name, is_condition)
-        if piece.subscript not in (None, "@", "*"):
-            return (self._no_value(f"${{{shown}}}"),)
-        if piece.subscript is None and name not in "@*" and values is not None:
-            values = values[:1]  # Without [@] an array is its first element.
-        operator, argument = piece.operator.removeprefix(":"), piece.argument
-        is_empty = values is None or (piece.operator.startswith(":") and not any(values))
-        if operator == "":
-            found = values
-        elif operator in "-=":
-            found = (self._text(argument, is_condition),) if is_empty else values
-        elif operator == "+":
-            found = () if is_empty else (self._text(argument, is_condition),)
-        elif operator == "?":
-            found = values
-        elif operator == "length" and values is not None and not UNKNOWN.search("".join(values)):
-            found = (str(len(values) if piece.subscript else len("".join(values))),)
-        elif operator in ("#", "##", "%", "%%") and values is not None:
-            cut = tuple(_cut(value, operator, self._text(argument, is_condition)) for value in values)
-            found = tuple(value if value is not None else self._no_value(f"${{{shown}{operator}...}}") for value in cut)
-        else:
-            return (self._no_value(f"${{{shown}{'' if operator == 'not followed' else operator}...}}"),)
-        if found is None:
-            found = () if is_condition or name in self.assigned else (self._mark(_Unknown(self.line, name, "")),)
-        self._spend(sum(map(len, found)))
-        return found
-
-    def _value_of(self, name: str, is_condition: bool) -> Values | None:
-        """The values of a variable; None for one that has none yet."""
-        if name in ("@", "*"):
-            return self._arguments or ()
-        if name.isdigit() and name != "0" and self._arguments is not None:
-            return self._arguments[int(name) - 1 : int(name)]
-        if not name.isdigit() and not name.isidentifier():
-            return (self._no_value(f"${name}"),)
-        return self._values.get(name)
-
-    def _sum(self, text: str, is_condition: bool = False) -> int | None:
-        """The value of an expression in whole numbers; None where it is not known."""
-
-        def number(match: re.Match[str]) -> str:
-            values = self._value_of(match[1], is_condition)
-            if values is None and (is_condition or match[1] in self.assigned):
-                return "0"
-            self._spend(len(values[0]) if values else 0)
-            return values[0] or "0" if values else "\0"
-
-        return evaluated(re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number, text.replace("${1}", "\0")))
-
-    # Unknown values
-
-    def _unknown(self, line: int, name: str) -> str:
-        """The mark of a variable that a condition or loop sets."""
-        return self._mark(_Unknown(line, name, f"decides ${{{name}}}, and cannot be read without running it"))
-
-    def _no_value(self, shown: str) -> str:
-        """The mark of an expansion that nothing but a shell can make."""
-        shown = printable(UNKNOWN.sub("…", shown), 60)
-        return self._mark(_Unknown(self.line, shown, f"has {shown}, which cannot be read without running it"))
-
-    def _mark(self, unknown: _Unknown) -> str:
-        self.unknowns.append(unknown)
-        return f"\0{len(self.unknowns) - 1}\0"
-
-    def _spend(self, characters: int) -> None:
-        """Count the characters that expansions make.
-
-        Raises:
-            _TooLong: they are too many.
-        """
-        self._filled += characters
-        if self._filled > _MOST_FILLED:
-            raise _TooLong
+def _changed(text: str) -> list[str]:
+    """Variables that an expression of `(( ))` or `let` may set."""
+    found = re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|<<=|>>=|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)", text)
+    return [first or second for first, second in found]
 
 
 def _of_slurm(text: str) -> dict[str, str]:
@@ -458,6 +411,8 @@ def _assigned(nodes: Iterable[Node]) -> Iterator[str]:
         match node:
             case Simple():
                 yield from (assignment.name for assignment in node.assignments)
+                defaults = (piece for word in node.words for piece in word.pieces if isinstance(piece, Parameter))
+                yield from (piece.name for piece in defaults if piece.operator in ("=", ":="))
             case Pipeline():
                 yield from _assigned(node.commands)
             case AndOr():
@@ -482,34 +437,6 @@ def _line_of(node: Node) -> int | None:
     return getattr(node, "line", None)
 
 
-def _is_all_elements(word: Word) -> bool:
-    """Whether a word is "${A[@]}" or "$@" and nothing else: of no elements it makes no word."""
-    (piece, *others) = word.pieces or (Text(""),)
-    return not others and isinstance(piece, Parameter) and (piece.subscript == "@" or piece.name == "@")
-
-
-def _blank_split(value: str) -> list[str]:
-    """A value split at blanks. Quotes in it count as in `eval` and `bash -c`, since launch scripts are written for either."""
-    if "'" in value or '"' in value:
-        try:
-            return shlex.split(value)
-        except ValueError:
-            pass
-    return value.split()
-
-
 def _parts(word: str) -> list[str]:
     """A flag and its value that share the quotes of an array's element, apart."""
-    return _blank_split(word) if re.match(r"--\S+\s", word) else [word]
-
-
-def _cut(value: str, operator: str, pattern: str) -> str | None:
-    """`${value%pattern}` and the like: the shortest or longest match goes from one end; None where that is not known."""
-    if UNKNOWN.search(value + pattern) or len(value) > _MOST_CUT:
-        return None
-    ends = range(len(value) + 1)
-    if operator.startswith("#"):
-        kept = [value[end:] for end in ends if fnmatchcase(value[:end], pattern)]
-    else:
-        kept = [value[:end] for end in reversed(ends) if fnmatchcase(value[end:], pattern)]
-    return value if not kept else kept[-1] if len(operator) == 2 else kept[0]
+    return blank_split(word) if re.match(r"--\S+\s", word) else [word]

@@ -56,8 +56,8 @@ class SyntaxProblem(Exception):
 DECLARING: Final = frozenset(("export", "declare", "local", "readonly", "typeset"))
 OPERATORS: Final = (":-", ":=", ":+", ":?", "-", "=", "+", "?", "%%", "%", "##", "#")
 """Of `${NAME...}`, longest first where one begins with another; others are not followed."""
-_NAME = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^\]\n]*\])?(\+?)=")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,9}|[@*#?$!-]")
+_ASSIGNED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^\]\n]*\])?(\+?)=")
 _FUNCTION = re.compile(
     r"(?:function[ \t]+([\w:.-]+)[ \t]*(?:\([ \t]*\))?|([A-Za-z_][\w:.-]*)[ \t]*\([ \t]*\))\s*\{(?=\s)"
 )
@@ -74,7 +74,7 @@ def parse_script(text: str) -> tuple[Node, ...]:
     Raises:
         SyntaxProblem: quotation or brackets stay open, or a keyword stands where none can.
     """
-    parser = _Parser(text.replace("\r\n", "\n").replace("\0", ""))
+    parser = _Parser(text.replace("\r\n", "\n"))
     nodes = parser.commands(frozenset())
     if not parser.at_end:
         raise SyntaxProblem(parser.line, f"holds {parser.ahead} where no command can end")
@@ -392,7 +392,9 @@ class _Parser:
                 self._place += 1
                 pieces += self._quoted()
             elif text.startswith("$'", self._place) or text.startswith('$"', self._place):
-                self._place += 1  # What is escaped in $'...' stays as it is: no flag needs it.
+                self._place += 1
+                if letter == "$" and text[self._place] == "'" and "\\" in self._ahead_to("'"):
+                    pieces.append(Substitution(f"printf {self._upto(chr(39))}"))  # Escapes are not worked out.
             elif letter in "$`":
                 pieces.append(self._expansion(is_quoted=False))
             else:
@@ -537,6 +539,11 @@ class _Parser:
                 self._place = match.end()
                 return self._text[begin : match.start()]
         raise SyntaxProblem(self.line, "opens a backquote that is not closed")
+
+    def _ahead_to(self, quote: str) -> str:
+        """The text up to the next quote behind the one at the place."""
+        close = self._text.find(quote, self._place + 1)
+        return self._text[self._place + 1 : close] if close >= 0 else ""
 
     def _is_next(self, text: str) -> bool:
         return self._text.startswith(text, self._place)

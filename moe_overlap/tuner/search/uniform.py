@@ -72,6 +72,7 @@ class UniformSearch:
         ranked: the fastest that fit, one for each choice of ranks and stages.
         smallest: of the evaluated layouts what needs the least memory; the answer where nothing fits.
         frontier: of seconds and bytes over all evaluated plans.
+        is_interrupted: whether Ctrl-C ended the search.
     """
 
     solution: Solution[RankedLayout]
@@ -79,6 +80,7 @@ class UniformSearch:
     smallest: RankedLayout | None
     frontier: tuple[RankedLayout, ...]
     counts: Counts
+    is_interrupted: bool = False
 
 
 Progress = Callable[[int, int, RankedLayout | None], None]
@@ -117,7 +119,7 @@ def search_uniform(
     small = len(waiting)
     heapq.heapify(waiting)
     found = _Kept(keep, capacity, admits, known)
-    done, status = 0, Status.OPTIMAL
+    done, status, is_interrupted = 0, Status.OPTIMAL, False
     try:
         while waiting and waiting[0][0] <= found.bar:
             if time.monotonic() > deadline:
@@ -134,7 +136,7 @@ def search_uniform(
             done += 1
             progress(done, small, found.best)
     except KeyboardInterrupt:
-        status = Status.TIME_LIMIT
+        status, is_interrupted = Status.TIME_LIMIT, True
     best = found.best
     left = waiting[0][0] if waiting else math.inf
     objective = best.seconds if best is not None else math.inf
@@ -159,35 +161,7 @@ def search_uniform(
             fitting=len(found.fitting),
             stages=costs.stages_priced,
         ),
-    )
-
-
-def joined(first: UniformSearch, second: UniformSearch, keep: int) -> UniformSearch:
-    """Two searches as one: what the second was free to decide beside the first is proven for its own layouts only."""
-    kept: dict[object, RankedLayout] = {}
-    for plan in sorted((*first.ranked, *second.ranked), key=lambda plan: (plan.seconds, plan.needed_bytes)):
-        kept.setdefault((plan.layout.ranks, plan.layout.pipeline), plan)
-    ranked = list(kept.values())[:keep]
-    best = ranked[0] if ranked else None
-    solution = first.solution
-    if best is not None and best != first.solution.value:
-        # The bound of the first search says nothing of what it was not free to decide.
-        solution = replace(solution, value=best, objective=best.seconds, bound=best.seconds, status=Status.FEASIBLE)
-    if second.solution.status is Status.TIME_LIMIT:
-        solution = replace(solution, status=Status.TIME_LIMIT)
-    smallest = [plan for plan in (first.smallest, second.smallest) if plan is not None]
-    points = sorted((*first.frontier, *second.frontier), key=lambda plan: (plan.seconds, plan.needed_bytes))
-    frontier: list[RankedLayout] = []
-    for plan in points:
-        if not frontier or plan.needed_bytes < frontier[-1].needed_bytes:
-            frontier.append(plan)
-    return replace(
-        first,
-        solution=replace(solution, seconds=first.solution.seconds + second.solution.seconds),
-        ranked=tuple(ranked),
-        smallest=min(smallest, key=lambda plan: plan.needed_bytes, default=None),
-        frontier=tuple(frontier),
-        counts=replace(first.counts, stages=first.counts.stages + second.counts.stages),
+        is_interrupted=is_interrupted,
     )
 
 
@@ -197,15 +171,35 @@ def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSea
     Args:
         wide: over some of the layouts; it knew the fastest plan of the narrow one, and looked for faster ones alone.
     """
-    both = joined(narrow, wide, keep)
-    best = both.ranked[0] if both.ranked else None
+    kept: dict[object, RankedLayout] = {}
+    for plan in sorted((*narrow.ranked, *wide.ranked), key=lambda plan: (plan.seconds, plan.needed_bytes)):
+        kept.setdefault((plan.layout.ranks, plan.layout.pipeline), plan)
+    ranked = tuple(list(kept.values())[:keep])
+    best = ranked[0] if ranked else None
     objective = math.inf if best is None else best.seconds
-    solution = wide.solution
-    status = Status.OPTIMAL if best is not None and solution.status is Status.INFEASIBLE else solution.status
-    solution = replace(
-        both.solution, value=best, objective=objective, bound=min(solution.bound, objective), status=status
+    status = wide.solution.status
+    frontier: list[RankedLayout] = []
+    for plan in sorted((*narrow.frontier, *wide.frontier), key=lambda plan: (plan.seconds, plan.needed_bytes)):
+        if not frontier or plan.needed_bytes < frontier[-1].needed_bytes:
+            frontier.append(plan)
+    smallest = [plan for plan in (narrow.smallest, wide.smallest) if plan is not None]
+    counts = narrow.counts
+    return UniformSearch(
+        solution=Solution(
+            value=best,
+            objective=objective,
+            bound=min(wide.solution.bound, objective),
+            status=Status.OPTIMAL if best is not None and status is Status.INFEASIBLE else status,
+            seconds=narrow.solution.seconds + wide.solution.seconds,
+        ),
+        ranked=ranked,
+        smallest=min(smallest, key=lambda plan: plan.needed_bytes, default=None),
+        frontier=tuple(frontier),
+        counts=replace(
+            counts, evaluated=max(counts.evaluated, wide.counts.evaluated), stages=counts.stages + wide.counts.stages
+        ),
+        is_interrupted=narrow.is_interrupted or wide.is_interrupted,
     )
-    return replace(both, solution=solution)
 
 
 class _Kept:

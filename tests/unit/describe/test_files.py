@@ -78,6 +78,9 @@ SCRIPTS = {
     "digits": f"A=$(({'9' * 5000} + 1))",
     "powers": "A=9\n" + "A=$((A*99999999))\n" * 2000,
     "stars": f'A="{"a" * 5000}"\ncase $A in\n{"*a" * 2000}b) B=1;;\nesac',
+    "calls": "".join(f"f{n}() {{ {f'f{n + 1}; ' * 100} }}\n" for n in range(7)) + "f7() { A=1; }\nf0",
+    "digits of a name": f"f() {{ A=${{{'1' * 5000}}}; }}\nf",
+    "not not": f"if [[ {'! ' * 3000} a == b ]]; then A=1; fi",
     "large": " " * (MOST_SCRIPT_BYTES + 1),
 }
 

@@ -95,6 +95,20 @@ def test_values_from_outside_win() -> None:
         ("A=7; ((A % 2 == 1 && A > 3)) && B=$((A / 2 * (1 + 1)))\npython p.py --x $B", "--x 6"),
         ("python p.py --x $'1' --y `echo` --y 2 ${Q:+--q}".replace("`echo`", "3"), "--x 1 --y 3 --y 2"),
         ("python p.py --save ~/out --x 1", "--save ${HOME}/out --x 1"),
+        ("X=1\nf() { local X=9; }\nf\npython p.py --lr $X", "--lr 1"),
+        ("f() { X=1; return; X=2; }\nf\npython p.py --lr $X", "--lr 1"),
+        ("X=1\nif [ $X = 1 ]; then\npython train.py --lr 1; exit 0\nfi\npython train.py --lr 2", "--lr 1"),
+        (": ${TP:=2}\nX=\n: ${X:=5}\npython p.py --tp $TP --lr $X", "--tp 2 --lr 5"),
+        ("f() { shift; python p.py --x $1; }\nf 1 2", "--x 2"),
+        ("X=1\necho | { X=2; }\npython p.py --x $X", "--x 1"),
+        ("if ! torchrun train.py --x 1; then echo failed; fi", "--x 1"),
+        (
+            'A=ab\n[ "$A" = \'a*\' ] && B=1\n[[ $A == "a*" ]] && C=1\n[[ $A == a* ]] && D=1\npython p.py --x $B$C$D',
+            "--x 1",
+        ),
+        ("X=1\nunset X\npython p.py --x 2 $X", "--x 2"),
+        ("X=1\n. .venv/bin/activate\nsource ~/.bashrc\npython p.py --x $X", "--x 1"),
+        ("X=1\nsource env.sh\nX=2\npython p.py --x $X", "--x 2"),
         ("set -euo pipefail; ulimit -n 1; trap 'kill 0' EXIT\npython p.py --x 1 2>&1 >/dev/null", "--x 1"),
     ],
 )
@@ -111,6 +125,18 @@ def test_ways_of_writing(script: str, words: str) -> None:
         ("python pretrain_a.py --x 1\n\npython pretrain_b.py --x 2", "x.sh: starts training in lines 1 and 3"),
         ("\npython p.py --save /ckpt/$(whoami)", "x.sh line 2: has $(whoami), which cannot be read"),
         ("A=x\nD=`date`\npython p.py --save /ckpt/$D", "x.sh line 2: has $(date), which cannot be read"),
+        ('srun bash -c "torchrun train.py --lr $(rate)"', "x.sh line 1: has $(rate), which cannot be read"),
+        ('C="python train.py --x $(date)"\neval $C', "x.sh line 1: has $(date), which cannot be read"),
+        ("X=1\n((X = 8))\npython p.py --x $X", "x.sh line 2: decides ${X}"),
+        ("X=1\n((X++))\npython p.py --x $X", "x.sh line 2: decides ${X}"),
+        ("X=1\nlet X=4\npython p.py --x $X", "x.sh line 2: decides ${X}"),
+        ("X=1\nread -r X Y <<< '3 4'\npython p.py --x $X", "x.sh line 2: decides ${X}"),
+        ("X=1\nsource env.sh\npython p.py --x $X", "x.sh line 2: reads env.sh, which may set ${X}"),
+        ("python p.py --x d{1,2}", "x.sh line 1: has d{1,2}, which cannot be read"),
+        (
+            "A=0;C=1;D=1\n[[ $A == 1 && ( $C == 1 || $D == 1 ) ]] && X=1\npython p.py --x $X",
+            "x.sh line 2: decides ${X}",
+        ),
         ("A=1\npython p.py --x ${A/1/2}", "x.sh line 2: has ${A...}, which cannot be read"),
         ("A=1\n\npython p.py --x 'a", "x.sh line 3: opens a quotation that is not closed"),
         ("if true; then\npython p.py", "x.sh line 1: begins a command that lacks fi"),
@@ -170,6 +196,21 @@ def test_the_tool_writes_a_file_that_parses_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        'srun bash -c "torchrun train.py --lr $LR"',
+        'C="torchrun train.py --lr $LR"\neval $C',
+        'options="--lr ${LR}"\nrun_cmd="python -u train.py ${options}"\nsrun -l sh -c "${run_cmd}"',
+        "sbatch <<EOF\npython train.py --lr $LR\nEOF",
+    ],
+)
+def test_a_variable_from_outside_survives_an_inner_script(script: str) -> None:
+    flags = script_flags(script, {}, "x.sh")
+    assert (flags.arguments, flags.unresolved) == (("--lr", "${LR}"), ("LR",))
+    assert script_flags(script, {"LR": "3"}, "x.sh").arguments == ("--lr", "3")
+
+
+@pytest.mark.parametrize(
     ("script", "num_gpus"),
     [
         ("torchrun --nnodes=4 --nproc_per_node 8 p.py --x 1", 32),
@@ -191,10 +232,11 @@ def test_a_variable_without_a_value_stops_training_and_no_dry_run(capsys: pytest
 
 
 def test_conditions_and_sums() -> None:
-    assert [evaluated(text) for text in ("7/2", "-7/2", "-7 % 3", "2*(3+4)", "1 < 2", "08+1", "1 && 0")] == [
-        *(3, -3, -1, 14, 1, 9, 0)
+    assert [evaluated(text) for text in ("7/2", "-7/2", "-7 % 3", "2*(3+4)", "1 < 2", "0+1", "1 && 0")] == [
+        *(3, -3, -1, 14, 1, 1, 0)
     ]
-    assert [evaluated(text) for text in ("", "1/0", "9" * 19, "(" * 300, "2 **", "1.5", "a")] == [None] * 7
+    assert [evaluated(text) for text in ("", "1/0", "9" * 19, "(" * 300, "2 **", "1.5", "a", "010")] == [None] * 8
+    assert evaluated("1" + "/1" * 60) == 1 and compared(["!"] * 3000) is None
     assert compared(["a", "=", "a*"]) and not compared(["!", "a", "=", "a"])
     assert compared(["\01\0", "=", "a", "||", "1", "-eq", "1"]) is True
     assert compared(["\01\0", "=", "a", "&&", "1", "-eq", "1"]) is None

@@ -106,6 +106,7 @@ class StageSearch:
         layouts: how many were looked at.
         candidates: of all their stages, that were priced.
         kept: of them on the frontiers.
+        is_interrupted: whether Ctrl-C ended the search.
     """
 
     solution: Solution[StagedPlan]
@@ -113,6 +114,7 @@ class StageSearch:
     layouts: int
     candidates: int
     kept: int
+    is_interrupted: bool = False
 
 
 Progress = Callable[[int, int, StagedPlan | None], None]
@@ -140,6 +142,7 @@ def search_stages(
     fastest = min((plan.seconds for plan in uniform), default=math.inf)
     ranked: list[StagedPlan] = []
     bound, status, done, candidates, kept = math.inf, Status.OPTIMAL, 0, 0, 0
+    is_interrupted = False
     try:
         for layout in layouts:
             best = min(fastest, ranked[0].seconds if ranked else math.inf)
@@ -157,12 +160,13 @@ def search_stages(
             bound, done = min(bound, solution.bound), done + 1
             candidates, kept = candidates + freed.candidates, kept + sum(map(len, freed.stages))
             if solution.status in (Status.TIME_LIMIT, Status.FEASIBLE) and status is Status.OPTIMAL:
-                status = solution.status
+                # A layout's share of the time is no limit of the search.
+                status = Status.TIME_LIMIT if time.monotonic() > deadline else Status.FEASIBLE
             if solution.value is not None and solution.objective <= best:
                 ranked.insert(0, freed.staged(solution.value, solution.objective))
             progress(done, len(layouts), ranked[0] if ranked else None)
     except KeyboardInterrupt:
-        status = Status.TIME_LIMIT
+        status, is_interrupted = Status.TIME_LIMIT, True
     if done < len(layouts):
         # Nothing is known of the layouts that nobody looked at but what any plan of them takes.
         bound = min([bound, *(costs.step_bound(layout) for layout in layouts[done:])])
@@ -182,6 +186,7 @@ def search_stages(
         layouts=done,
         candidates=candidates,
         kept=kept,
+        is_interrupted=is_interrupted,
     )
 
 
@@ -256,7 +261,13 @@ class _Freed:
             memory = self._own_memory(index)
             if memory is None:
                 return None
-            rows.append(list(zip(stage.chunks, stage.memories, strict=True)).index((self._own_chunks(index), memory)))
+            own = self._own_chunks(index), memory
+            row = next(
+                (row for row, each in enumerate(zip(stage.chunks, stage.memories, strict=True)) if each == own), None
+            )
+            if row is None:
+                return None  # What cannot be as fast as another layout's plan is no candidate, and no start either.
+            rows.append(row)
         return tuple(rows)
 
     def _own_chunks(self, index: int) -> Chunks:

@@ -1,0 +1,227 @@
+"""The values of a script's variables, and words with everything filled in as a shell would fill it. Standard library only.
+
+A value that nobody can know without running the script is kept as a mark inside the text (`UNKNOWN`), with line and reason;
+it hurts only where it reaches a flag. A variable without a value stays a mark as well, of what the script expects from outside.
+
+Source: POSIX.1-2017, Shell Command Language, section 2.6, word expansions.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from moe_overlap.describe.files import printable
+from moe_overlap.describe.readers.shell_conditions import evaluated
+from moe_overlap.describe.readers.shell_program import UNKNOWN
+from moe_overlap.describe.readers.shell_tree import Parameter, Substitution, Sum, Text, Word
+
+_MOST_FILLED = 1 << 22
+"""Characters that all expansions of a script may make: `A=$A$A` in 40 lines would make 2⁴⁰."""
+_MOST_CUT = 4096
+"""Characters of a value from whose ends a pattern is cut."""
+_BRACES = re.compile(r"\{[^{}]*(?:,|\.\.)[^{}]*\}")
+
+Values = tuple[str, ...]
+"""Of an array the elements; of a plain variable one."""
+
+
+class TooLong(Exception):
+    """A script whose text grows without end while its variables are filled in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A value that is not known.
+
+    Attributes:
+        name: of the variable, or the text of a command.
+        rule: why it cannot be known; "" for a variable from outside.
+    """
+
+    line: int
+    name: str
+    rule: str
+
+
+class Expansion:
+    """Variables, and the words that are made with them.
+
+    Args:
+        environment: values that win over the script's own.
+        given: values that hold until the script assigns others.
+    """
+
+    def __init__(self, environment: Mapping[str, str], given: Mapping[str, str]) -> None:
+        self.line = 1
+        self.unknowns: list[Unknown] = []
+        self.assigned: set[str] = set()
+        """Variables that the script assigns somewhere: before that they are empty, not from outside."""
+        self._environment = environment
+        self._values: dict[str, Values] = {name: (value,) for name, value in {**given, **environment}.items()}
+        self._arguments: Values | None = None
+        """Those of the function that is followed; None outside of functions."""
+        self._undecided: int | None = None
+        """The line of the condition or loop, around what is followed, that cannot be decided."""
+        self._filled = 0
+
+    def assign(self, name: str, values: Values) -> None:
+        """Set a variable; inside what may be executed or not it becomes unknown."""
+        if name in self._environment:
+            return
+        if self._undecided is not None:
+            values = (self.unknown(self._undecided, name),)
+        self._values[name] = values
+
+    # Words
+
+    def fields(self, words: Iterable[Word], is_condition: bool = False) -> list[str]:
+        """The words of a command with everything filled in and split."""
+        return [field for word in words for field in self._split(word, is_condition)]
+
+    def _split(self, word: Word, is_condition: bool) -> list[str]:
+        """The fields of one word: values that stand outside quotes are split at blanks, elements of quoted arrays apart."""
+        if not word.has_quotes and any(isinstance(piece, Text) and _BRACES.search(piece.text) for piece in word.pieces):
+            return [self.no_value("".join(piece.text for piece in word.pieces if isinstance(piece, Text)))]
+        fields = list[str]()
+        open_field: str | None = "" if word.has_quotes and not _is_all_elements(word) else None
+        for piece in word.pieces:
+            if isinstance(piece, Parameter) and (piece.subscript == "@" or piece.name == "@") and piece.is_quoted:
+                parts = list(self._parameter(piece, is_condition))
+            elif isinstance(piece, Parameter) and not piece.is_quoted:
+                parts = [part for value in self._parameter(piece, is_condition) for part in blank_split(value)]
+            else:
+                parts = [self._piece(piece, is_condition)]
+            for number, part in enumerate(parts):
+                if number and open_field is not None:
+                    fields.append(open_field)
+                    open_field = None
+                open_field = (open_field or "") + part
+        return fields if open_field is None else [*fields, open_field]
+
+    def text(self, word: Word | None, is_condition: bool = False) -> str:
+        """A word with everything filled in, not split, as in an assignment."""
+        return "" if word is None else "".join(self._piece(piece, is_condition) for piece in word.pieces)
+
+    def _piece(self, piece: Text | Parameter | Substitution | Sum, is_condition: bool) -> str:
+        match piece:
+            case Text():
+                return piece.text
+            case Parameter():
+                return " ".join(self._parameter(piece, is_condition))
+            case Sum():
+                number = self.sum(piece.text, is_condition)
+                return self.no_value(f"$(({piece.text}))") if number is None else str(number)
+            case Substitution():
+                return self.no_value(f"$({piece.text})")
+
+    def _parameter(self, piece: Parameter, is_condition: bool) -> Values:
+        """The values of `${...}`."""
+        name = piece.name
+        shown = f"{name}[{piece.subscript}]" if piece.subscript else name
+        values = self._value_of(name, is_condition)
+        if piece.subscript not in (None, "@", "*"):
+            return (self.no_value(f"${{{shown}}}"),)
+        if piece.subscript is None and name not in "@*" and values is not None:
+            values = values[:1]  # Without [@] an array is its first element.
+        operator, argument = piece.operator.removeprefix(":"), piece.argument
+        is_empty = values is None or (piece.operator.startswith(":") and not any(values))
+        if operator == "":
+            found = values
+        elif operator in "-=":
+            found = (self.text(argument, is_condition),) if is_empty else values
+            if operator == "=" and is_empty and found is not None:
+                self.assign(name, found)
+        elif operator == "+":
+            found = () if is_empty else (self.text(argument, is_condition),)
+        elif operator == "?":
+            found = values
+        elif operator == "length" and values is not None and not UNKNOWN.search("".join(values)):
+            found = (str(len(values) if piece.subscript else len("".join(values))),)
+        elif operator in ("#", "##", "%", "%%") and values is not None:
+            cut = tuple(_cut(value, operator, self.text(argument, is_condition)) for value in values)
+            found = tuple(value if value is not None else self.no_value(f"${{{shown}{operator}...}}") for value in cut)
+        else:
+            return (self.no_value(f"${{{shown}{'' if operator == 'not followed' else operator}...}}"),)
+        if found is None:
+            found = () if is_condition or name in self.assigned else (self.mark(Unknown(self.line, name, "")),)
+        self.spend(sum(map(len, found)))
+        return found
+
+    def _value_of(self, name: str, is_condition: bool) -> Values | None:
+        """The values of a variable; None for one that has none yet."""
+        if name in ("@", "*"):
+            return self._arguments or ()
+        if name.isdigit() and name != "0" and self._arguments is not None:
+            return self._arguments[int(name) - 1 : int(name)]
+        if not name.isdigit() and not name.isidentifier():
+            return (self.no_value(f"${name}"),)
+        return self._values.get(name)
+
+    def sum(self, text: str, is_condition: bool = False) -> int | None:
+        """The value of an expression in whole numbers; None where it is not known."""
+
+        def number(match: re.Match[str]) -> str:
+            values = self._value_of(match[1], is_condition)
+            if values is None and (is_condition or match[1] in self.assigned):
+                return "0"
+            self.spend(len(values[0]) if values else 0)
+            return values[0] or "0" if values else "\0"
+
+        return evaluated(re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", number, text.replace("${1}", "\0")))
+
+    # Unknown values
+
+    def unknown(self, line: int, name: str) -> str:
+        """The mark of a variable that a condition or loop sets."""
+        return self.mark(Unknown(line, name, f"decides ${{{name}}}, and cannot be read without running it"))
+
+    def no_value(self, shown: str) -> str:
+        """The mark of an expansion that nothing but a shell can make."""
+        shown = printable(UNKNOWN.sub("…", shown), 60)
+        return self.mark(Unknown(self.line, shown, f"has {shown}, which cannot be read without running it"))
+
+    def mark(self, unknown: Unknown) -> str:
+        self.unknowns.append(unknown)
+        return f"\0{len(self.unknowns) - 1}\0"
+
+    def spend(self, characters: int) -> None:
+        """Count the characters that expansions make.
+
+        Raises:
+            TooLong: they are too many.
+        """
+        self._filled += characters
+        if self._filled > _MOST_FILLED:
+            raise TooLong
+
+
+def _is_all_elements(word: Word) -> bool:
+    """Whether a word is "${A[@]}" or "$@" and nothing else: of no elements it makes no word."""
+    (piece, *others) = word.pieces or (Text(""),)
+    return not others and isinstance(piece, Parameter) and (piece.subscript == "@" or piece.name == "@")
+
+
+def blank_split(value: str) -> list[str]:
+    """A value split at blanks. Quotes in it count as in `eval` and `bash -c`, since launch scripts are written for either."""
+    if "'" in value or '"' in value:
+        try:
+            return shlex.split(value)
+        except ValueError:
+            pass
+    return value.split()
+
+
+def _cut(value: str, operator: str, pattern: str) -> str | None:
+    """`${value%pattern}` and the like: the shortest or longest match goes from one end; None where that is not known."""
+    if UNKNOWN.search(value + pattern) or len(value) > _MOST_CUT:
+        return None
+    ends = range(len(value) + 1)
+    if operator.startswith("#"):
+        kept = [value[end:] for end in ends if fnmatchcase(value[:end], pattern)]
+    else:
+        kept = [value[:end] for end in reversed(ends) if fnmatchcase(value[end:], pattern)]
+    return value if not kept else kept[-1] if len(operator) == 2 else kept[0]
