@@ -118,12 +118,15 @@ class TrainingLoop:
         reporting.reports.flush_loads(self.progress.iteration)
         if trace is not None and spans:
             sink = Sink("--trace", trace)
-            # Every rank takes part; rank 0 alone writes.
-            by_rank = spans_of_all_ranks(spans)
-            if by_rank is not None:
-                sink.attempt(lambda: reporting.write_trace(by_rank))
-                if sink.works:
+
+            def gather_and_write() -> None:
+                by_rank = spans_of_all_ranks(spans)
+                if by_rank is not None:
+                    reporting.write_trace(by_rank)
                     reporting.log.say("trace", f"{trace}: {len(by_rank)} ranks, for ui.perfetto.dev")
+
+            # Every rank takes part; rank 0 alone writes.
+            sink.attempt(gather_and_write)
 
     def step(self, iteration: int, feed: Batches) -> Sequence[Span]:
         """Execute, count and log one training step; returns this rank's spans.
@@ -270,7 +273,9 @@ class TrainingLoop:
 def spans_of_all_ranks(spans: Sequence[Span]) -> dict[int, Sequence[Span]] | None:
     """The spans of a step by rank, on rank 0; None on the other ranks. Collective."""
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(tuple(spans), gathered)
+    # Over NCCL the spans of all ranks would lie in the first GPU's memory, beside the model; so they go between hosts. Not run.
+    group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    dist.gather_object(tuple(spans), gathered, group=group)
     return None if gathered is None else dict(enumerate(gathered))
 
 

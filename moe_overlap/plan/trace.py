@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import MOST_BYTES, Unreadable, bounded_json
+from moe_overlap.describe.files import Unreadable, bounded_json
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.instructions import Span
 from moe_overlap.plan.plan import Plan
@@ -30,6 +30,8 @@ Event = dict[str, object]
 Curve = Sequence[tuple[float, float]]
 """Times in seconds at which a number of bytes changes, and the bytes from then on."""
 MEMORY_TRACK = "kept bytes"
+MOST_TRACE_BYTES = 1 << 28
+"""Of a trace that is read: a step of a hundred ranks has some hundred megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def read_traces(path: Path) -> list[TraceFile]:
 def _read(path: Path) -> TraceFile:
     spans: dict[int, list[Span]] = {}
     try:
-        written: dict[str, Any] = bounded_json(path, MOST_BYTES)
+        written: dict[str, Any] = bounded_json(path, MOST_TRACE_BYTES)
         events: list[dict[str, Any]] = written["traceEvents"]
         tracks = {
             (event["pid"], event["tid"]): str(event["args"]["name"])

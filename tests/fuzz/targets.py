@@ -57,7 +57,7 @@ def targets(folder: Path) -> tuple[Target, ...]:
     trace = {"ph": "X", "name": "expert.L0.forward", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0, "args": {"chunk": 0}}
     track = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "compute"}}
     launcher = (
-        b'#!/bin/bash\n#SBATCH -N 2\nrun() {\n local L=${1:-4}\n eval "torchrun train.py --x $L ${LR%%,*} $@"\n}\n'
+        b'#!/bin/bash\n#SBATCH -N 2\nLR=1e-4,1\nrun() {\n local L=${1:-4}\n eval "torchrun train.py --x $L ${LR%%,*} $@"\n}\n'
         b'case "$M" in 7B|8*) L=32;; *) L=1 ;; esac\ncat <<EOF >log\n$(date) `id` $L\nEOF\n[[ -z $Z || 2 -gt 1 ]] && run 7 --y\n'
         b"for i in 1 2; do A+=(--z $i); done\n((L > 3 && 1)) || srun bash -c 'python p.py ${A[@]} \"$(( L*(2+1) ))\"' &\n"
     )

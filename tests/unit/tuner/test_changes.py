@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moe_overlap.api import predict, problem_of
-from moe_overlap.changes import by_decision, changes_of
+from moe_overlap.changes import PIPELINE, by_decision, changes_of
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -70,4 +70,15 @@ def test_lines_name_the_flags_and_what_they_do() -> None:
 
 @pytest.mark.parametrize("flag", sorted(layout_flags()))
 def test_every_flag_of_a_layout_has_a_decision(flag: str) -> None:
-    assert by_decision({flag: ("2",)})
+    (decision,) = by_decision({flag: ("2",)})
+    of_pipeline = (
+        "pipeline",
+        "virtual",
+        "stage",
+        "microbatch-group",
+        "tp-pp-dp",
+        "decoder-",
+        "account-for-",
+        "layers are cut",
+    )
+    assert (decision == PIPELINE) == any(part in flag for part in of_pipeline)

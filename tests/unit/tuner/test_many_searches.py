@@ -120,19 +120,40 @@ def test_an_interrupted_table_ends_with_what_was_found(monkeypatch: pytest.Monke
     found = searched("megatron-lm")
     stopped = dataclasses.replace(found.found.solution, status=Status.TIME_LIMIT)
     calls: list[int] = []
+    by_ctrl_c = True
 
-    def interrupted(words: list[str], cluster: Cluster, *_: object, **__: object) -> PlanSearch:
+    def stops(words: list[str], cluster: Cluster, *_: object, **__: object) -> PlanSearch:
         calls.append(cluster.gpus)
-        return dataclasses.replace(found, found=dataclasses.replace(found.found, solution=stopped))
+        early = dataclasses.replace(found.found, solution=stopped)
+        return dataclasses.replace(found, found=early, is_interrupted=by_ctrl_c)
 
-    monkeypatch.setattr(scaling, "search_plan", interrupted)
+    monkeypatch.setattr(scaling, "search_plan", stops)
     clusters = [H100, shipped_cluster("H100", 16)]
     rows = search_numbers(SMALL, clusters, QUICK)
     assert calls == [8] and [row.reason for row in rows] == ["", INTERRUPTED]
+    assert "stopped early" in scaling_lines(rows, Path("tuned"), None)[1]
     # A limit of time holds for every search.
-    assert len(search_numbers(SMALL, clusters, dataclasses.replace(QUICK, seconds=1e-9))) == 2 and calls == [8, 8, 16]
+    by_ctrl_c = False
+    assert len(search_numbers(SMALL, clusters, QUICK)) == 2 and calls == [8, 8, 16]
     assert scaling_json(rows, None)[1] == {"num_gpus": 16, "reason": INTERRUPTED}
     assert scaling_lines(rows, Path("tuned"), None)[2] == f"  16  {INTERRUPTED}"
+
+
+def test_ctrl_c_before_an_answer_keeps_the_rows_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[object] = [searched("megatron-lm"), KeyboardInterrupt()]
+
+    def next_answer(*_: object, **__: object) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(scaling, "search_plan", next_answer)
+    clusters = [shipped_cluster("H100", count) for count in (8, 16, 32)]
+    assert [row.reason for row in search_numbers(SMALL, clusters, QUICK)] == ["", INTERRUPTED, INTERRUPTED]
+    answers.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        search_numbers(SMALL, clusters, QUICK)
 
 
 def test_where_no_number_has_a_plan_the_last_reason_is_the_error() -> None:

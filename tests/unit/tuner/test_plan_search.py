@@ -21,9 +21,10 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.job import read_job
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
-from moe_overlap.plan.serialize import load_plan
+from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.plan_search import SearchSettings, Target, in_order, search_plan, without_layout
 from moe_overlap.report.search import Finalist, PlanSearch, search_json, search_lines, write_search
 from moe_overlap.tuner.capture.cache import Flags
@@ -286,3 +287,17 @@ def test_the_answer_says_what_of_the_users_flags_costs_most() -> None:
         assert f"in your flags, {first.effect(search.baseline)}" in " ".join(
             search.written.text.replace("# ", "").split()
         )
+
+
+def test_a_plan_file_is_of_the_users_layout_alone(tmp_path: Path) -> None:
+    save_plan(read_job(SMALL, 8).plan, tmp_path / "own.json")
+    options = {**OPTIONS, "plan": str(tmp_path / "own.json")}
+    search = search_plan(SMALL, H100, SearchSettings(target="megatron-lm", solver_seconds=0.5), **options)
+    assert search.chosen.name == searched("megatron-lm").chosen.name
+    assert search.plan.stages == searched("megatron-lm").plan.stages
+
+
+def test_upstreams_overlap_flags_are_no_ones_but_upstreams() -> None:
+    for target in ("moe-overlap", "any"):
+        words, dropped = without_layout([*SMALL, "--overlap-moe-expert-parallel-comm"], target)  # type: ignore[arg-type]
+        assert "--overlap-moe-expert-parallel-comm" not in words and dropped

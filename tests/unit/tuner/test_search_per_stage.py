@@ -155,6 +155,17 @@ def test_what_is_slower_than_a_known_plan_is_no_answer() -> None:
     assert found.solution.status is Status.INFEASIBLE
 
 
+@pytest.mark.parametrize("share", [0.94, 0.96, 0.98, 1.0])
+def test_a_uniform_plan_that_another_layout_beats_is_no_start(share: float) -> None:
+    """Many micro-batches, unequal stages: numbers of layers that are too slow end before the uniform ones are reached."""
+    case = case_of(*THREE, "--global-batch-size", "1024", gpus=4, space="full")
+    own = search_uniform([LAYOUT], costs_of(case), lambda layout: case.bounds).solution.value
+    assert own is not None
+    other = dataclasses.replace(own, layout=dataclasses.replace(LAYOUT, micro_batch=2), seconds=share * own.seconds)
+    found = search_stages(costs_of(case), [LAYOUT], [other, own])
+    assert found.solution.objective >= other.seconds or found.solution.value is not None
+
+
 def test_a_deadline_and_an_interrupt_leave_the_best_so_far() -> None:
     stopped = search_stages(costs_of(scarce()), [LAYOUT], deadline=-math.inf)
     assert stopped.solution.status is Status.TIME_LIMIT and stopped.solution.value is None
