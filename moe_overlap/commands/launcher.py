@@ -108,7 +108,8 @@ def _failed(statuses: Mapping[int, int], launch: Launch, folder: LaunchFolder) -
     rank = min(causes, key=lambda rank: (causes[rank] >= 0, rank))
     status = causes[rank]
     if status < 0:
-        name = signal.Signals(-status).name
+        known = {number.value: number.name for number in signal.Signals}  # Real-time signals have no name.
+        name = known.get(-status, f"signal {-status}")
         hint = "; the kernel does so where memory is out" if -status == signal.SIGKILL else ""
         line = f"error: rank {rank} was ended by {name} ({folder.activity(rank)}){hint}"
         print(line, file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ under torchrun's names. They stand on the command line itself, not in an argumen
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -229,6 +230,8 @@ def _require_free_port(endpoint: str) -> None:
         with socket.create_server((host.strip("[]"), int(port)), family=_family(host)):
             pass
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return  # Another machine's: whoever keeps it answers there.
         fix = f"choose a free one, or drop the flag: {PROCESSES} alone finds one"
         # Python writes the address behind the system's reason; a name that is not known has none.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
