@@ -44,9 +44,8 @@ from moe_overlap.commands.tune_many import tune_both, tune_numbers
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import BEYOND, SPACES, SearchSettings, search_plan
-from moe_overlap.report.changes import change_lines
 from moe_overlap.report.prediction import prediction_text
-from moe_overlap.report.search import search_json, search_lines
+from moe_overlap.report.search import detail_lines, search_json, search_lines
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
@@ -134,9 +133,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     print("\n".join(search_lines(search, folder, files, train_tokens)))
     if arguments.verbose:
         print(f"\n{prediction_text(search.prediction, search.cluster)}")
-        if search.baseline is not None:
-            print("\n".join(change_lines(search.changes, search.baseline)))
-        print("\n".join(f"refused     {name}: {rule}" for name, rule in search.refused))
+        print("\n".join(detail_lines(search)))
     return 0
 
 

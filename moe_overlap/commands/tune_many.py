@@ -13,6 +13,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search import SearchSettings
 from moe_overlap.report.prediction import prediction_text
 from moe_overlap.report.scaling import scaling_json, scaling_lines
+from moe_overlap.report.search import detail_lines
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.targets import UPSTREAM_FOLDER, both_json, both_lines
 from moe_overlap.scaling import search_both, search_numbers
@@ -37,6 +38,7 @@ def tune_both(
     print("\n".join(both_lines(both, folder, files, train_tokens)))
     for search in (both.upstream, both.here) if arguments.verbose else ():
         print(f"\n{search.target}: {search.chosen.name}\n{prediction_text(search.prediction, search.cluster)}")
+        print("\n".join(detail_lines(search)))
     return 0
 
 
@@ -65,4 +67,5 @@ def tune_numbers(
         if row.search is not None:
             text = prediction_text(row.search.prediction, row.cluster)
             print(f"\n{row.cluster.gpus} GPUs: {row.search.chosen.name}\n{text}")
+            print("\n".join(detail_lines(row.search)))
     return 0

@@ -265,6 +265,12 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
     return [*lines, *closing_lines(search, folder, files)]
 
 
+def detail_lines(search: PlanSearch) -> list[str]:
+    """What --verbose adds: every change of the user's flags, and the plans that rules refuse."""
+    changes = [] if search.baseline is None else change_lines(search.changes, search.baseline)
+    return [*changes, *(f"{'refused':<12}{name}: {rule}" for name, rule in search.refused)]
+
+
 def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> list[str]:
     """The user's own layout, flags that are left out, how far the search went, what is written, and how to run it."""
     lines, counts = [], search.found.counts

@@ -26,7 +26,7 @@ from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan, save_plan
 from moe_overlap.plan_search import SearchSettings, Target, in_order, search_plan, without_layout
-from moe_overlap.report.search import Finalist, PlanSearch, search_json, search_lines, write_search
+from moe_overlap.report.search import Finalist, PlanSearch, detail_lines, search_json, search_lines, write_search
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.search.layer.candidates import PLAIN
@@ -281,6 +281,9 @@ def test_the_answer_says_what_of_the_users_flags_costs_most() -> None:
     assert gains == sorted(gains, reverse=True)
     lines = [line for line in search_lines(search, Path("tuned"), [], None) if line.startswith("change ")]
     assert len(lines) == (gains[0] > 0.0)
+    details = detail_lines(search)
+    assert sum(line.startswith("change ") for line in details) == len(search.changes)
+    assert sum(line.startswith("refused ") for line in details) == len(search.refused)
     first = search.changes[0]
     assert [row["name"] for row in search_json(search)["changes"]] == [change.name for change in search.changes]
     if first.after and first.alone is not None:
