@@ -30,7 +30,6 @@ from moe_overlap.describe.readers.predicted_flags import (
     require_context_heads,
     zero_level,
 )
-from moe_overlap.describe.router import RouterGroups
 from moe_overlap.plan.capabilities import ListedRun
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.rules.stages import validate_plan
@@ -39,6 +38,7 @@ from moe_overlap.tuner.capture.cache import PRECISIONS, Flags
 from moe_overlap.tuner.cost.hardware import Dispatcher, Features
 from moe_overlap.tuner.cost.hardware import Graphs as CudaGraphs
 from moe_overlap.tuner.cost.memory import QUANTIZED_ELEMENT
+from moe_overlap.tuner.cost.router import RouterGroups
 
 ALWAYS_SHARDED = "ZeRO-1, as this fork runs: --use-distributed-optimizer is always on in it"
 STATE_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0}

@@ -7,9 +7,9 @@ comparison and the reading still ends in SIGBUS.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
+from pathlib import Path
 
 from moe_overlap.describe.errors import ConfigError
 
@@ -21,7 +21,7 @@ class WatchedFiles:
     """The data files of a run, and their bytes when it began."""
 
     def __init__(self, prefixes: Iterable[str]) -> None:
-        self._sizes = {f"{prefix}.bin": os.stat(f"{prefix}.bin").st_size for prefix in prefixes}
+        self._sizes = {f"{prefix}.bin": Path(f"{prefix}.bin").stat().st_size for prefix in prefixes}
         self._turns: Iterator[str] = cycle(self._sizes)
 
     def check(self) -> None:
@@ -33,7 +33,7 @@ class WatchedFiles:
         for path in islice(self._turns, min(FILES_AT_ONCE, len(self._sizes))):
             begun, again = self._sizes[path], "start again when the file is whole"
             try:
-                size = os.stat(path).st_size
+                size = Path(path).stat().st_size
             except OSError as error:
                 raise ConfigError(path, "", f"can no longer be read: {error.strerror}", again) from None
             if size < begun:

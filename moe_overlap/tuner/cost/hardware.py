@@ -24,11 +24,11 @@ from typing import Any, Literal
 
 from moe_overlap.describe.cluster import Gpu, Measured, known_gpus
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.router import RouterGroups
 from moe_overlap.plan.operators import in_backward_operator
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.links import LinkRates
 from moe_overlap.tuner.cost.memory_errors import MemoryErrors, require_margin
+from moe_overlap.tuner.cost.router import RouterGroups
 
 Dispatcher = Literal["allgather", "alltoall", "deepep", "hybridep"]
 Graphs = Literal["none", "partial", "full"]

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from moe_overlap.describe.cluster import Gpu
 from moe_overlap.describe.model import expected_places
-from moe_overlap.describe.router import reached_places
 from moe_overlap.plan.operators import (
     ATTENTION,
     BACKWARD,
@@ -48,6 +47,7 @@ from moe_overlap.tuner.cost.operators import (
     device_seconds,
     fused_share,
 )
+from moe_overlap.tuner.cost.router import reached_places
 
 Floats = NDArray[np.float64]
 EXCHANGE_AXES = ("ep", "tp_ep", "etp")

@@ -23,7 +23,6 @@ from moe_overlap.describe.model import (
     rank_parameters,
     training_flops_per_token,
 )
-from moe_overlap.describe.router import reached_places
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.sizes import ACTIVATION_BYTES
 from moe_overlap.tuner.cost.hardware import Features
@@ -31,6 +30,7 @@ from moe_overlap.tuner.cost.links import all_to_all_seconds, axis_group, collect
 from moe_overlap.tuner.cost.machine import Machine
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, low_precision_rate
 from moe_overlap.tuner.cost.pipeline import in_flight
+from moe_overlap.tuner.cost.router import reached_places
 from moe_overlap.tuner.search.space import SearchSpace, UniformLayout
 from moe_overlap.tuner.search.uniform_cost import pipelined
 

@@ -50,7 +50,7 @@ def test_a_file_that_is_cut_under_a_run_is_one_line(tmp_path: Path) -> None:
     feed = batches(Mapped(Path(f"{prefix}.bin")), sampler(), num_workers=0, seed=0, vocab_size=8, files=files)
     assert next(feed)["tokens"].sum() == 0
     # Growing is no harm: what was mapped is there.
-    with open(f"{prefix}.bin", "ab") as text:
+    with Path(f"{prefix}.bin").open("ab") as text:
         text.write(b"more")
     next(feed)
     os.truncate(f"{prefix}.bin", 100)

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import group_limited_topk
 
 from moe_overlap.describe.model import expected_places
-from moe_overlap.describe.router import RouterGroups, reached_places
+from moe_overlap.tuner.cost.router import RouterGroups, reached_places
 
 
 @pytest.mark.parametrize(("experts", "choices", "groups"), [(256, 8, (8, 4)), (160, 6, (8, 3)), (64, 4, (4, 2))])
