@@ -37,6 +37,7 @@ from moe_overlap.commands.job_arguments import (
     cluster_of,
     clusters_of,
     margin_of,
+    notes_of,
     words_of,
 )
 from moe_overlap.commands.predict import token_count
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 for a user's mistake."""
     arguments = _parser().parse_args(argv)
     try:
+        for note in notes_of(arguments):
+            print(f"not the same as {arguments.model}: {note}", file=sys.stderr)
         return (_overlap if arguments.overlap_only else _plan)(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -97,16 +97,18 @@ def _count(part: str, text: str) -> int:
     return int(part)
 
 
-def words_of(arguments: argparse.Namespace) -> list[str]:
+def words_of(arguments: argparse.Namespace, is_predicted: bool = False) -> list[str]:
     """Flags of the model file, then those of the argument file, then those of the tool's own options: later ones win.
 
+    Args:
+        is_predicted: whether nothing is run, so that layers which nothing here computes may stand as lines in `notes_of`.
     Raises:
         ConfigError: neither file is given, or the model file is none.
     """
     if arguments.model is None and arguments.megatron_args is None:
         raise ConfigError("--megatron-args", "", "nothing says what is trained", "add --megatron-args or --model")
     given = [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
-    words = [] if arguments.model is None else _model_words(arguments.model, given, arguments.precision)
+    words = [] if arguments.model is None else _model_words(arguments.model, given, arguments.precision, is_predicted)
     words += given
     for option in ("global_batch_size", "seq_length"):
         value = getattr(arguments, option, None)
@@ -114,7 +116,12 @@ def words_of(arguments: argparse.Namespace) -> list[str]:
     return words
 
 
-def _model_words(path: str, given: Sequence[str], precision: str | None) -> list[str]:
+def notes_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple[str, ...]:
+    """Lines on what the model file says and the flags of `words_of` do not."""
+    return () if arguments.model is None else read_model(arguments.model, is_predicted=is_predicted).notes
+
+
+def _model_words(path: str, given: Sequence[str], precision: str | None, is_predicted: bool) -> list[str]:
     """The flags of a model file.
 
     Args:
@@ -124,7 +131,7 @@ def _model_words(path: str, given: Sequence[str], precision: str | None) -> list
     Raises:
         ConfigError: the file is none, or its `torch_dtype` is no precision of a run and nothing else says one.
     """
-    described = read_model(path)
+    described = read_model(path, is_predicted=is_predicted)
     usual = [] if given else [*USUAL, *(MOE if "num-experts" in described.flags else ())]
     is_said = precision is not None or any(
         word.startswith(PRECISE) for word in (*described.arguments, *expand_files(given))

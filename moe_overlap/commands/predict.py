@@ -10,6 +10,7 @@ to capture a layout that is not cached.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,14 @@ from collections.abc import Sequence
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, predict, problem_of, simulated
 from moe_overlap.commands.exits import interruptible
-from moe_overlap.commands.job_arguments import add_job_arguments, add_margin_argument, cluster_of, margin_of, words_of
+from moe_overlap.commands.job_arguments import (
+    add_job_arguments,
+    add_margin_argument,
+    cluster_of,
+    margin_of,
+    notes_of,
+    words_of,
+)
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import PRECISIONS, Job, read_job
 from moe_overlap.plan.plan import Plan
@@ -32,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         cluster = cluster_of(arguments)
-        words = words_of(arguments)
+        words, notes = words_of(arguments, is_predicted=True), notes_of(arguments, is_predicted=True)
         given = Options(
             precision=arguments.precision,
             software=arguments.software,
@@ -42,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
         prediction = predict(words, cluster, **given)
+        prediction = dataclasses.replace(prediction, assumed=(*prediction.assumed, *notes))
         step = simulated(words, cluster, **given) if arguments.trace is not None else None
         if step is not None:
             write_trace(arguments.trace, step)
