@@ -31,7 +31,9 @@ from typing import TextIO
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, tune
+from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
+    PRICES,
     add_job_arguments,
     add_margin_argument,
     cluster_of,
@@ -184,58 +186,71 @@ class Progress:
         self._stream.flush()
 
 
+NEEDED = ("--megatron-args", "--model", "--gpu", "--num-gpus", "--output", "--target", "--overlap-only", "--verbose")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_with_topics(__doc__, NEEDED)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
-    parser.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")
-    parser.add_argument("--overlap-only", action="store_true", help="keep the parallel layout, decide the overlap")
-    parser.add_argument(
+    job = topic(parser, "job")
+    job.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
+    job.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
+    job.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
+    search = topic(parser, "search", "which plans are looked at, and for how long")
+    search.add_argument(
         "--target",
         choices=("moe-overlap", "megatron-lm", "both", "any"),
         default="moe-overlap",
         help="who runs the plan",
     )
-    parser.add_argument(
+    search.add_argument("--overlap-only", action="store_true", help="keep the parallel layout, decide the overlap")
+    search.add_argument(
         "--search-space",
         metavar="NAME",
         default="recompute",
         help=f"{', '.join(SPACES)}; with --target any {', '.join(BEYOND)}",
     )
-    parser.add_argument(
+    search.add_argument(
         "--no-imbalance", action="store_true", help="search as if all micro-batches of a stage took their mean"
     )
-    parser.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
-    parser.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
-    parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
-    add_margin_argument(parser)
-    parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole training, as 300B")
-    parser.add_argument("--verbose", action="store_true", help="every figure of the chosen plan")
-    parser.add_argument("--overlap-max-partitions", metavar="N", type=int, default=8, help="most partitions of a range")
-    parser.add_argument(
-        "--overlap-group-seconds", metavar="S", type=float, default=0.0, help="shorter operators are moved together"
-    )
-    parser.add_argument("--overlap-range-limit", metavar="N", type=int, default=16, help="most groups in a range")
-    parser.add_argument(
+    search.add_argument(
         "--time-limit",
         metavar="S",
         type=float,
         help="seconds of each search, after which the best so far is the answer; with --overlap-only of each "
         "weight-gradient schedule (5)",
     )
-    parser.add_argument(
+    _add_overlap_arguments(topic(parser, "overlap", "how fine the overlap is decided, and what was measured of it"))
+    prices = topic(parser, "prices", PRICES)
+    prices.add_argument(
         "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
     )
-    parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
-    parser.add_argument(
+    prices.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    add_margin_argument(parser)
+    answer = topic(parser, "answer", "what is printed and written")
+    answer.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")
+    answer.add_argument("--train-tokens", metavar="N", help="tokens of the whole training, as 300B")
+    answer.add_argument("--verbose", action="store_true", help="every figure of the chosen plan")
+    answer.add_argument("--json", action="store_true", help="everything, as JSON")
+    return parser
+
+
+def _add_overlap_arguments(overlap: argparse._ArgumentGroup) -> None:
+    overlap.add_argument(
+        "--overlap-max-partitions", metavar="N", type=int, default=8, help="most partitions of a range"
+    )
+    overlap.add_argument(
+        "--overlap-group-seconds", metavar="S", type=float, default=0.0, help="shorter operators are moved together"
+    )
+    overlap.add_argument("--overlap-range-limit", metavar="N", type=int, default=16, help="most groups in a range")
+    overlap.add_argument(
         "--refine",
         metavar="TRACE",
         nargs="+",
         default=(),
         help="of --trace of pretrain_moe.py: what runs of this job took",
     )
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
-    return parser
 
 
 def run() -> int:
