@@ -25,10 +25,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from megatron.training.report.live_line import LiveLine
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, tune
 from moe_overlap.commands.help_topics import parser_with_topics, topic
@@ -114,6 +115,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--time-limit", limit, "must be greater than 0 seconds", "drop it to search all")
     _require_writable(Path(arguments.output))
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
+    progress = Progress(sys.stderr)
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
         space=arguments.search_space,
@@ -121,15 +123,30 @@ def _plan(arguments: argparse.Namespace) -> int:
         overlap_limits=_limits(arguments),
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
-        progress=Progress(sys.stderr),
+        progress=progress,
     )
+    try:
+        return _searched(arguments, settings, train_tokens, progress.end)
+    finally:
+        progress.end()
+
+
+def _searched(
+    arguments: argparse.Namespace, settings: SearchSettings, train_tokens: float | None, ended: Callable[[], None]
+) -> int:
+    """Search, write and print the answer, for one number of GPUs and one target or several.
+
+    Args:
+        ended: called between the search and what is printed of it.
+    """
     given = _options(arguments)
     clusters, words = clusters_of(arguments), words_of(arguments)
     if len(clusters) > 1:
-        return tune_numbers(arguments, words, clusters, settings, given, train_tokens)
+        return tune_numbers(arguments, words, clusters, settings, given, train_tokens, ended)
     if arguments.target == "both":
-        return tune_both(arguments, words, clusters[0], settings, given, train_tokens)
+        return tune_both(arguments, words, clusters[0], settings, given, train_tokens, ended)
     search = search_plan(words, clusters[0], settings, **given)
+    ended()
     folder = Path(arguments.output)
     files = write_answer(folder, search, train_tokens)
     if arguments.json:
@@ -173,17 +190,26 @@ class Progress:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._said = stream, time.monotonic()
+        self._line = LiveLine(stream)
+        self._line.show("recording the operators of the model, once for each layout")
 
     def __call__(self, done: int, total: int, best: RankedLayout | StagedPlan | None) -> None:
         """Say it, if it is time."""
-        is_terminal = self._stream.isatty()
-        if time.monotonic() - self._said < (0.2 if is_terminal else 10.0):
+        is_live = self._line.is_shown
+        if time.monotonic() - self._said < (0.2 if is_live else 10.0):
             return
         self._said = time.monotonic()
         text = "nothing that fits yet" if best is None else f"best so far {best.seconds:.3f} s, {best.name}"
         text = f"{done:,} of at most {total:,} layouts evaluated; {text}"
-        self._stream.write(f"\r\x1b[K{text[:150]}" if is_terminal else f"{text}\n")
-        self._stream.flush()
+        if is_live:
+            self._line.show(text)
+        else:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+
+    def end(self) -> None:
+        """Leave an empty line for the answer."""
+        self._line.clear()
 
 
 NEEDED = ("--megatron-args", "--model", "--gpu", "--num-gpus", "--output", "--target", "--overlap-only", "--verbose")

@@ -6,6 +6,7 @@ A topic is a group of the configuration (`cli/config.py`), or `launch`: the star
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
 
 from megatron.training.cli.config import Config
 from megatron.training.cli.flags.launch import LAUNCH_IS, launch_help
@@ -32,7 +33,7 @@ def help_about(topic: str | None) -> str:
     about = {name: str(group.__doc__) for name, group in typing.get_type_hints(Config).items()}
     if topic is None:
         lines = [f"  {name:<{HEAD}}{text}" for name, text in {LAUNCH: LAUNCH_IS, **about}.items()]
-        shown = [line for name in NEEDED for line in _lines_of(name)]
+        shown = _lines_of(NEEDED)
         topics = ["topics of --help TOPIC (--help all: every flag)", *lines]
         return "\n".join([USAGE, "flags that most runs need", *shown, "", *topics])
     if topic == ALL:
@@ -42,11 +43,12 @@ def help_about(topic: str | None) -> str:
     if topic not in about:
         raise ConfigError("--help", topic, "is no topic", f"use {', '.join((LAUNCH, *about))} or {ALL}")
     names = [flag.names[0] for flag in config_flags() if flag.group == topic]
-    return "\n".join([about[topic], *(line for name in names for line in _lines_of(name))])
+    return "\n".join([about[topic], *_lines_of(names)])
 
 
-def _lines_of(name: str) -> list[str]:
-    """A flag and what it does."""
+def _lines_of(names: Sequence[str]) -> list[str]:
+    """Flags and what each does, in the order of their names."""
     docs, groups = field_docs(), typing.get_type_hints(Config)
-    flag = next(flag for flag in config_flags() if name in flag.names)
-    return flag_lines(flag, docs[groups[flag.group].__name__, flag.field])
+    flags = {name: flag for flag in config_flags() for name in flag.names}
+    chosen = [flags[name] for name in names]
+    return [line for flag in chosen for line in flag_lines(flag, docs[groups[flag.group].__name__, flag.field])]
