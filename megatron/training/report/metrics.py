@@ -174,7 +174,8 @@ class MetricsLog:
 
     def _print(self, line: str) -> None:
         if self._rank == 0:
-            self._to_console.attempt(lambda: (self._line.clear(), print(line, flush=True)))
+            self._to_console.attempt(self._line.clear)
+            self._to_console.attempt(lambda: print(line, flush=True))
 
     def log_evaluation(self, name: str, loss: float, step: int, note: str = "") -> None:
         """Record the loss on a split that is not trained on."""

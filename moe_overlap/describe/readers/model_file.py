@@ -33,7 +33,7 @@ class ModelFile:
         return [argument for flag, values in flags_with_values(self.flags) for argument in (flag, *values)]
 
 
-def read_model(path: str, subject: str = "--model", is_predicted: bool = False) -> ModelFile:
+def read_model(path: str, subject: str = "--model", *, is_predicted: bool = False) -> ModelFile:
     """Read the model that a file describes.
 
     Args:
