@@ -1,6 +1,6 @@
 """Search plans for argument lists of real MoE jobs, and record the answers.
 
-    python tools/tune_lists.py --write examples/records/2026-11-22_lists_tuned [--only NAME …]
+    python -m tools.tune_lists --write examples/records/2026-11-22_lists_tuned [--only NAME …]
 
 Every MoE list of `tests/golden/argument_lists.json` that a dry run accepts is given to `tools/autotune.py`, one after the other,
 on the fewest whole nodes of H100 that its layout runs on. A list that takes longer than `--seconds` is recorded as such.
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,21 +58,24 @@ def tuned(words: Sequence[str], space: str, limit_seconds: float) -> dict[str, A
         options = f"--gpu {GPU} --num-gpus {gpus} --search-space {space} --json --output".split()
         command = [sys.executable, str(ROOT / "tools/autotune.py"), "--megatron-args", str(file), *options]
         begun = time.monotonic()
-        try:
-            done = subprocess.run(
-                [*command, str(Path(folder, "tuned"))],
-                capture_output=True,
-                text=True,
-                timeout=limit_seconds,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return {"gpus": gpus, "ended": f"no answer after {limit_seconds:.0f} s"}
+        # The search starts a process that captures: both end together.
+        with subprocess.Popen(
+            [*command, str(Path(folder, "tuned"))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=limit_seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return {"gpus": gpus, "ended": f"no answer after {limit_seconds:.0f} s"}
         seconds = time.monotonic() - begun
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"gpus": gpus, "seconds": seconds, "ended": lines[-1] if lines else f"status {done.returncode}"}
-    found = json.loads(done.stdout)
+    if process.returncode != 0:
+        lines = [line for line in err.splitlines() if line.strip()]
+        return {"gpus": gpus, "seconds": seconds, "ended": lines[-1] if lines else f"status {process.returncode}"}
+    found = json.loads(out)
     changes = [
         change
         for change in found["changes"]
@@ -139,7 +144,7 @@ def main() -> int:
     answers: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     refused = {}
     arguments.write.mkdir(parents=True, exist_ok=True)
-    command = f"python tools/tune_lists.py --write {arguments.write}"
+    command = f"python -m tools.tune_lists --write {arguments.write}"
     command += "" if arguments.search_space == "recompute" else f" --search-space {arguments.search_space}"
     for entry in json.loads(LISTS.read_text(encoding="utf-8")):
         name = entry["name"]

@@ -1,7 +1,7 @@
 """`tools/autotune.py` answers for the argument lists of real MoE jobs, and loses none of their flags without a word.
 
 Graphs are written by hand and few layouts are searched: what is shown is that every list goes through, not how good its plan is.
-The record of whole searches is made by tools/tune_lists.py.
+The record of whole searches is made by `python -m tools.tune_lists`.
 """
 
 from __future__ import annotations
