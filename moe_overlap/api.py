@@ -31,7 +31,7 @@ from moe_overlap.job import (
 )
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
-from moe_overlap.report.tuning import Tuned
+from moe_overlap.report.tuning import LEFT_OUT, Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
 from moe_overlap.tuner.capture.cache import Graphs, cached_graphs, cpu_graphs
 from moe_overlap.tuner.capture.graph import CapturedModel
@@ -46,9 +46,6 @@ from moe_overlap.tuner.profile.lookup import lookup_of, operator_keys, refined_o
 from moe_overlap.tuner.search.fitting import cheapest_change
 from moe_overlap.tuner.search.layer.overlap import decide_overlap
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
-
-PLACED_BY_LISTS = ("--overlap-param-gather",)
-"""Flags that only place communication, which an instruction list places itself."""
 
 
 class Options(TypedDict, total=False):
@@ -166,11 +163,18 @@ def arguments_to_run(words: Sequence[str], plan: Plan, config: Config) -> tuple[
     arguments = tuple(expand_files(words))
     if not any(stage.overlap.is_listed for stage in plan.stages):
         return arguments, ()
-    kept = tuple(word for word in arguments if word not in PLACED_BY_LISTS)
-    dropped = tuple(dict.fromkeys(word for word in arguments if word in PLACED_BY_LISTS))
+    kept: list[str] = []
+    dropped: dict[str, None] = {}
+    is_kept = True
+    for word in arguments:
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            is_kept = name not in LEFT_OUT
+            dropped |= {} if is_kept else {name: None}
+        kept += [word] if is_kept else []  # Values follow their flag.
     # Instruction lists run on the runtime's own gate and dispatcher, never on megatron-core's.
     gate = ("--moe-gate", "topk") if config.overlap.moe_gate is None else ()
-    return (*kept, *gate, "--moe-token-dispatcher-type", "irregular"), dropped
+    return (*kept, *gate, "--moe-token-dispatcher-type", "irregular"), tuple(dropped)
 
 
 def problem_of(words: Sequence[str], cluster: Cluster, options: Options) -> Problem:

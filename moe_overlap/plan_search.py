@@ -35,7 +35,7 @@ from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute
 from moe_overlap.plan.serialize import content_sha256
 from moe_overlap.report.search import Finalist, PlanSearch
-from moe_overlap.report.tuning import Tuned
+from moe_overlap.report.tuning import REPLACED, Tuned
 from moe_overlap.tuner.capture.cache import PRECISIONS, CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
@@ -85,12 +85,6 @@ MODULE_SETS = 1
 """The first so many sets of modules may be recomputed: each is captured on its own."""
 OVERLAPPED = 3
 """The overlap of so many of them is decided."""
-REPLACED = {
-    "--overlap-moe-expert-parallel-comm": "this fork overlaps all-to-alls by its own instruction lists",
-    "--delay-wgrad-compute": "this fork defers weight gradients by its own instruction lists",
-    "--moe-shared-expert-overlap": "this fork overlaps all-to-alls by its own instruction lists",
-}
-"""Flags of Megatron-LM that this runtime does otherwise, and how."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,18 +25,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from megatron.training.report.live_line import LiveLine
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, tune
+from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
+    PRICES,
     add_job_arguments,
     add_margin_argument,
     cluster_of,
     clusters_of,
     margin_of,
+    notes_of,
     words_of,
 )
 from moe_overlap.commands.predict import token_count
@@ -61,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 2 for a user's mistake."""
     arguments = _parser().parse_args(argv)
     try:
+        for note in notes_of(arguments):
+            print(f"not the same as {arguments.model}: {note}", file=sys.stderr)
         return (_overlap if arguments.overlap_only else _plan)(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -109,6 +115,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--time-limit", limit, "must be greater than 0 seconds", "drop it to search all")
     _require_writable(Path(arguments.output))
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
+    progress = Progress(sys.stderr)
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
         space=arguments.search_space,
@@ -116,15 +123,30 @@ def _plan(arguments: argparse.Namespace) -> int:
         overlap_limits=_limits(arguments),
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
-        progress=Progress(sys.stderr),
+        progress=progress,
     )
+    try:
+        return _searched(arguments, settings, train_tokens, progress.end)
+    finally:
+        progress.end()
+
+
+def _searched(
+    arguments: argparse.Namespace, settings: SearchSettings, train_tokens: float | None, ended: Callable[[], None]
+) -> int:
+    """Search, write and print the answer, for one number of GPUs and one target or several.
+
+    Args:
+        ended: called between the search and what is printed of it.
+    """
     given = _options(arguments)
     clusters, words = clusters_of(arguments), words_of(arguments)
     if len(clusters) > 1:
-        return tune_numbers(arguments, words, clusters, settings, given, train_tokens)
+        return tune_numbers(arguments, words, clusters, settings, given, train_tokens, ended)
     if arguments.target == "both":
-        return tune_both(arguments, words, clusters[0], settings, given, train_tokens)
+        return tune_both(arguments, words, clusters[0], settings, given, train_tokens, ended)
     search = search_plan(words, clusters[0], settings, **given)
+    ended()
     folder = Path(arguments.output)
     files = write_answer(folder, search, train_tokens)
     if arguments.json:
@@ -168,71 +190,93 @@ class Progress:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._said = stream, time.monotonic()
+        self._line = LiveLine(stream)
+        self._line.show("recording the operators of the model, once for each layout")
 
     def __call__(self, done: int, total: int, best: RankedLayout | StagedPlan | None) -> None:
         """Say it, if it is time."""
-        is_terminal = self._stream.isatty()
-        if time.monotonic() - self._said < (0.2 if is_terminal else 10.0):
+        is_live = self._line.is_shown
+        if time.monotonic() - self._said < (0.2 if is_live else 10.0):
             return
         self._said = time.monotonic()
         text = "nothing that fits yet" if best is None else f"best so far {best.seconds:.3f} s, {best.name}"
         text = f"{done:,} of at most {total:,} layouts evaluated; {text}"
-        self._stream.write(f"\r\x1b[K{text[:150]}" if is_terminal else f"{text}\n")
-        self._stream.flush()
+        if is_live:
+            self._line.show(text)
+        else:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+
+    def end(self) -> None:
+        """Leave an empty line for the answer."""
+        self._line.clear()
+
+
+NEEDED = ("--megatron-args", "--model", "--gpu", "--num-gpus", "--output", "--target", "--overlap-only", "--verbose")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_with_topics(__doc__, NEEDED)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
-    parser.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")
-    parser.add_argument("--overlap-only", action="store_true", help="keep the parallel layout, decide the overlap")
-    parser.add_argument(
+    job = topic(parser, "job")
+    job.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
+    job.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
+    job.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
+    search = topic(parser, "search", "which plans are looked at, and for how long")
+    search.add_argument(
         "--target",
         choices=("moe-overlap", "megatron-lm", "both", "any"),
         default="moe-overlap",
         help="who runs the plan",
     )
-    parser.add_argument(
+    search.add_argument("--overlap-only", action="store_true", help="keep the parallel layout, decide the overlap")
+    search.add_argument(
         "--search-space",
         metavar="NAME",
         default="recompute",
         help=f"{', '.join(SPACES)}; with --target any {', '.join(BEYOND)}",
     )
-    parser.add_argument(
+    search.add_argument(
         "--no-imbalance", action="store_true", help="search as if all micro-batches of a stage took their mean"
     )
-    parser.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
-    parser.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
-    parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
-    add_margin_argument(parser)
-    parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole training, as 300B")
-    parser.add_argument("--verbose", action="store_true", help="every figure of the chosen plan")
-    parser.add_argument("--overlap-max-partitions", metavar="N", type=int, default=8, help="most partitions of a range")
-    parser.add_argument(
-        "--overlap-group-seconds", metavar="S", type=float, default=0.0, help="shorter operators are moved together"
-    )
-    parser.add_argument("--overlap-range-limit", metavar="N", type=int, default=16, help="most groups in a range")
-    parser.add_argument(
+    search.add_argument(
         "--time-limit",
         metavar="S",
         type=float,
         help="seconds of each search, after which the best so far is the answer; with --overlap-only of each "
         "weight-gradient schedule (5)",
     )
-    parser.add_argument(
+    _add_overlap_arguments(topic(parser, "overlap", "how fine the overlap is decided, and what was measured of it"))
+    prices = topic(parser, "prices", PRICES)
+    prices.add_argument(
         "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
     )
-    parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
-    parser.add_argument(
+    prices.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    add_margin_argument(parser)
+    answer = topic(parser, "answer", "what is printed and written")
+    answer.add_argument("--output", metavar="DIR", required=True, help="where the plan, the flags and the trace go")
+    answer.add_argument("--train-tokens", metavar="N", help="tokens of the whole training, as 300B")
+    answer.add_argument("--verbose", action="store_true", help="every figure of the chosen plan")
+    answer.add_argument("--json", action="store_true", help="everything, as JSON")
+    return parser
+
+
+def _add_overlap_arguments(overlap: argparse._ArgumentGroup) -> None:
+    overlap.add_argument(
+        "--overlap-max-partitions", metavar="N", type=int, default=8, help="most partitions of a range"
+    )
+    overlap.add_argument(
+        "--overlap-group-seconds", metavar="S", type=float, default=0.0, help="shorter operators are moved together"
+    )
+    overlap.add_argument("--overlap-range-limit", metavar="N", type=int, default=16, help="most groups in a range")
+    overlap.add_argument(
         "--refine",
         metavar="TRACE",
         nargs="+",
         default=(),
         help="of --trace of pretrain_moe.py: what runs of this job took",
     )
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
-    return parser
 
 
 def run() -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from megatron.training.cli.arguments import expand_files, script_gpus
 from moe_overlap.commands.gpus import ListGpus
+from moe_overlap.commands.help_topics import topic
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.model_file import read_model
@@ -24,22 +25,29 @@ PRECISIONS_OF_DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float3
 """Flags of the precision that a config.json names by `torch_dtype`."""
 PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Flags that say a precision; prefixes."""
+PRICES = "what seconds and bytes are computed from"
 MOE = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `words_of` and `cluster_of` read."""
-    parser.add_argument("--megatron-args", metavar="FILE", help="flags of the run, or its shell script")
-    parser.add_argument("--model", metavar="FILE", help="model file (examples/models); its flags come first")
-    parser.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
-    parser.add_argument("--gpu", help="type of GPU, in place of --cluster; --list-gpus prints the known ones")
-    parser.add_argument("--num-gpus", metavar="N", help="how many of them; default those of the script")
-    parser.add_argument("--list-gpus", action=ListGpus, help="print the known types of GPU and stop")
+    job = topic(parser, "job", "what is trained")
+    job.add_argument("--megatron-args", metavar="FILE", help="flags of the run, or its shell script")
+    job.add_argument(
+        "--model",
+        metavar="FILE",
+        help="model file (examples/models) or a Hugging Face config.json; its flags come first",
+    )
+    machines = topic(parser, "machines", "what it runs on")
+    machines.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
+    machines.add_argument("--gpu", help="type of GPU, in place of --cluster; --list-gpus prints the known ones")
+    machines.add_argument("--num-gpus", metavar="N", help="how many of them; default those of the script")
+    machines.add_argument("--list-gpus", action=ListGpus, help="print the known types of GPU and stop")
 
 
 def add_margin_argument(parser: argparse.ArgumentParser) -> None:
     """The option that `margin_of` reads."""
-    parser.add_argument(
+    topic(parser, "prices", PRICES).add_argument(
         "--memory-margin",
         metavar="QUANTILE",
         type=float,
@@ -97,16 +105,18 @@ def _count(part: str, text: str) -> int:
     return int(part)
 
 
-def words_of(arguments: argparse.Namespace) -> list[str]:
+def words_of(arguments: argparse.Namespace, is_predicted: bool = False) -> list[str]:
     """Flags of the model file, then those of the argument file, then those of the tool's own options: later ones win.
 
+    Args:
+        is_predicted: whether nothing is run, so that layers which nothing here computes may stand as lines in `notes_of`.
     Raises:
         ConfigError: neither file is given, or the model file is none.
     """
     if arguments.model is None and arguments.megatron_args is None:
         raise ConfigError("--megatron-args", "", "nothing says what is trained", "add --megatron-args or --model")
     given = [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
-    words = [] if arguments.model is None else _model_words(arguments.model, given, arguments.precision)
+    words = [] if arguments.model is None else _model_words(arguments.model, given, arguments.precision, is_predicted)
     words += given
     for option in ("global_batch_size", "seq_length"):
         value = getattr(arguments, option, None)
@@ -114,7 +124,12 @@ def words_of(arguments: argparse.Namespace) -> list[str]:
     return words
 
 
-def _model_words(path: str, given: Sequence[str], precision: str | None) -> list[str]:
+def notes_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple[str, ...]:
+    """Lines on what the model file says and the flags of `words_of` do not."""
+    return () if arguments.model is None else read_model(arguments.model, is_predicted=is_predicted).notes
+
+
+def _model_words(path: str, given: Sequence[str], precision: str | None, is_predicted: bool) -> list[str]:
     """The flags of a model file.
 
     Args:
@@ -124,7 +139,7 @@ def _model_words(path: str, given: Sequence[str], precision: str | None) -> list
     Raises:
         ConfigError: the file is none, or its `torch_dtype` is no precision of a run and nothing else says one.
     """
-    described = read_model(path)
+    described = read_model(path, is_predicted=is_predicted)
     usual = [] if given else [*USUAL, *(MOE if "num-experts" in described.flags else ())]
     is_said = precision is not None or any(
         word.startswith(PRECISE) for word in (*described.arguments, *expand_files(given))

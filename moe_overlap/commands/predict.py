@@ -10,6 +10,7 @@ to capture a layout that is not cached.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,16 @@ from collections.abc import Sequence
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, predict, problem_of, simulated
 from moe_overlap.commands.exits import interruptible
-from moe_overlap.commands.job_arguments import add_job_arguments, add_margin_argument, cluster_of, margin_of, words_of
+from moe_overlap.commands.help_topics import parser_with_topics, topic
+from moe_overlap.commands.job_arguments import (
+    PRICES,
+    add_job_arguments,
+    add_margin_argument,
+    cluster_of,
+    margin_of,
+    notes_of,
+    words_of,
+)
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.job import PRECISIONS, Job, read_job
 from moe_overlap.plan.plan import Plan
@@ -32,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         cluster = cluster_of(arguments)
-        words = words_of(arguments)
+        words, notes = words_of(arguments, is_predicted=True), notes_of(arguments, is_predicted=True)
         given = Options(
             precision=arguments.precision,
             software=arguments.software,
@@ -42,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
         prediction = predict(words, cluster, **given)
+        prediction = dataclasses.replace(prediction, assumed=(*prediction.assumed, *notes))
         step = simulated(words, cluster, **given) if arguments.trace is not None else None
         if step is not None:
             write_trace(arguments.trace, step)
@@ -96,21 +107,27 @@ def implied_tokens(job: Job, plan: Plan) -> float | None:
     return None
 
 
+NEEDED = ("--megatron-args", "--model", "--cluster", "--gpu", "--num-gpus", "--verbose")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_with_topics(__doc__, NEEDED)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
-    parser.add_argument("--plan", metavar="FILE", help="a plan that decides in place of the flags")
-    parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
-    parser.add_argument(
+    job = topic(parser, "job")
+    job.add_argument("--plan", metavar="FILE", help="a plan that decides in place of the flags")
+    job.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
+    prices = topic(parser, "prices", PRICES)
+    prices.add_argument(
         "--software", metavar="RELEASE", help="losses of a release, as 26.04; default the GPU's median release"
     )
-    parser.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
+    prices.add_argument("--expert-load", metavar="FILE", help="recorded by --log-expert-load; default balanced routing")
     add_margin_argument(parser)
-    parser.add_argument("--train-tokens", metavar="N", help="tokens to train, as 300B; default what the flags train")
-    parser.add_argument("--verbose", action="store_true", help="every figure behind the answer")
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
-    parser.add_argument(
+    answer = topic(parser, "answer", "what is printed and written")
+    answer.add_argument("--train-tokens", metavar="N", help="tokens to train, as 300B; default what the flags train")
+    answer.add_argument("--verbose", action="store_true", help="every figure behind the answer")
+    answer.add_argument("--json", action="store_true", help="everything, as JSON")
+    answer.add_argument(
         "--trace", metavar="FILE", help="write a simulated step: one rank per stage, for ui.perfetto.dev"
     )
     return parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_overlap.api import Options
@@ -26,9 +26,11 @@ def tune_both(
     settings: SearchSettings,
     given: Options,
     train_tokens: float | None,
+    ended: Callable[[], None],
 ) -> int:
-    """Search for both targets, write both answers and print the gain."""
+    """Search for both targets, write both answers and print the gain; `ended` is called behind the search."""
     both = search_both(words, cluster, settings, **given)
+    ended()
     folder = Path(arguments.output)
     write_answer(folder / UPSTREAM_FOLDER, both.upstream, train_tokens)
     files = write_answer(folder, both.here, train_tokens)
@@ -49,12 +51,14 @@ def tune_numbers(
     settings: SearchSettings,
     given: Options,
     train_tokens: float | None,
+    ended: Callable[[], None],
 ) -> int:
-    """Search for every number of GPUs, write every plan and print the table."""
+    """Search for every number of GPUs, write every plan and print the table; `ended` is called behind the search."""
     if arguments.target == "both":
         rule = "several numbers of GPUs are compared for one target"
         raise ConfigError("--target", "both", rule, "give one number, or --target moe-overlap or megatron-lm")
     rows = search_numbers(words, clusters, settings, **given)
+    ended()
     folder = Path(arguments.output)
     for row in rows:
         if row.search is not None:

@@ -16,7 +16,7 @@ from moe_overlap.plan.serialize import as_values, save_plan
 from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runner_up
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.report.prediction import prediction_json
-from moe_overlap.report.tuning import Tuned
+from moe_overlap.report.tuning import LEFT_OUT, Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.candidates import PLAIN
@@ -26,7 +26,6 @@ from moe_overlap.tuner.search.uniform import UniformSearch
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, argument_file
 from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script
 
-PLACED = "an instruction list places that communication itself"
 EXECUTED = "--target moe-overlap: the best plan that runs today"
 EARLY = "stopped early: better plans may be left"
 SHOWN_CHANGES = 1
@@ -138,13 +137,19 @@ class PlanSearch:
             plan_file, words, said = "plan.json", self.tuned.arguments, ()
         head = [f"{self.plan.model.name} on {self.cluster.gpus} × {self.cluster.group_of(0).gpu.name}"]
         target: Target = "megatron-lm" if self.target == "megatron-lm" else "moe-overlap"
-        dropped = {**self.dropped, **(dict.fromkeys(self.tuned.dropped, PLACED) if self.tuned is not None else {})}
+        dropped = dict(self.dropped)
+        if self.tuned is not None:
+            dropped |= {name: LEFT_OUT[name] for name in self.tuned.dropped}
         effects = {MEASURE: f"predicted step {self.prediction.predicted.step_seconds:.3f} s"}
         if self.baseline is not None:
             for change in self.changes:
                 for flag in list(change.after)[:1]:
                     own = f"in your flags, {change.effect(self.baseline)}"
                     effects[flag] = "; ".join(filter(None, (effects.get(flag), own)))
+        if plan_file is not None:
+            dropped.pop("--plan", None)  # The plan that was found stands in its place.
+        # What the search took from the user's flags is among them again, so that it is listed with its reason.
+        words = (*words, *(name for name in dropped if name not in words))
         return argument_file(
             words, self.plan, said, target, effects=effects, dropped=dropped, plan_file=plan_file, head=head
         )
@@ -279,7 +284,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         before = search.baseline.predicted.step_seconds
         fits = "" if search.baseline.fits else f", and {search.baseline.memory_verdict}"
         gain = before / search.prediction.predicted.step_seconds
-        lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast")
+        keep = "; keep your flags" if gain < 1.0 - APART and search.baseline.fits else ""
+        lines.append(f"{'your flags':<12}{before:.3f} s{fits}: the plan is {gain:.2f} times as fast{keep}")
         helpful = [change for change in search.changes if change.gain(search.baseline) > 0.0]
         lines += change_lines(helpful[:SHOWN_CHANGES], search.baseline)
     apart = [finalist for finalist in (search.chosen, *search.others) if finalist.is_apart]

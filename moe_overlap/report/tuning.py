@@ -7,9 +7,10 @@ runners-up with the reason why each was not chosen, and the mechanism of every c
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from moe_overlap.describe.cluster import GIB, start_flags
@@ -20,6 +21,29 @@ from moe_overlap.tuner.calibrate.refine import Refinement
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidate
 from moe_overlap.tuner.search.layer.mechanisms import ClassChoice, Mix, Tried
+
+PLACED = "an instruction list places that communication itself"
+SENT = "layers that overlap send their rows by this fork's irregular dispatcher"
+OVERLAPPED = "this fork overlaps all-to-alls by its own instruction lists"
+REPLACED: Mapping[str, str] = MappingProxyType(
+    {
+        "--overlap-moe-expert-parallel-comm": OVERLAPPED,
+        "--delay-wgrad-compute": "this fork defers weight gradients by its own instruction lists",
+        "--moe-shared-expert-overlap": OVERLAPPED,
+    }
+)
+"""Flags of Megatron-LM that this runtime does otherwise, and how."""
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        "--overlap-param-gather": PLACED,
+        **REPLACED,
+        "--moe-enable-deepep": SENT,
+        "--moe-flex-dispatcher-backend": SENT,
+        "--moe-deepep-num-sms": SENT,
+        "--moe-hybridep-num-sms": SENT,
+    }
+)
+"""Flags that a run with overlap goes without, and why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +167,7 @@ def tuned_text(tuned: Tuned, folder: Path, per_node: int) -> str:
     lines = [] if tuned.refinement is None else [*refinement_lines(tuned.refinement), ""]
     lines += [f"chosen     {chosen.name}: {_figures(chosen)}, {gained:.3f}x of {PLAIN} ({tuned.plain_seconds:.4f} s)"]
     lines += [f"{chosen.prediction.memory_verdict}: {text}" for text in chosen.prediction.overflow]
-    lines += [f"without    {flag}: a list places that communication itself" for flag in tuned.dropped]
+    lines += [f"without    {flag}: {LEFT_OUT[flag]}" for flag in tuned.dropped]
     lines += [f"assumed    {text}" for text in tuned.assumed]
     lines += [f"           {line}" for line in _decisions(chosen)]
     lines += [f"not        {other.name}: {_why(other, chosen)}" for other in tuned.others]

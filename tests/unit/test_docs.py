@@ -57,7 +57,12 @@ def options(program: str) -> frozenset[str]:
     """All flags that a program's help shows."""
     if program == TRAINING:
         return frozenset(FLAG.findall(help_text()))
-    command = [sys.executable, str(ROOT / program), "--help"]
+    command = [
+        sys.executable,
+        str(ROOT / program),
+        "--help",
+        "all",
+    ]  # A program without topics prints all of them anyway.
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout
     return frozenset(FLAG.findall(shown))
 

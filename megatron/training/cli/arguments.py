@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.cli.config import Config
+from megatron.training.cli.flags.help import help_about
 from megatron.training.cli.flags.launch import LAUNCH_FLAGS
-from megatron.training.cli.flags.table import Flag, config_flags, flag_texts, help_text
+from megatron.training.cli.flags.table import Flag, config_flags, flag_texts
 from moe_overlap import VERSION_LINE
 from moe_overlap.describe.errors import ConfigError, one_of
 from moe_overlap.describe.files import Unreadable, bounded_text
@@ -50,7 +51,14 @@ ALIASES = {
     "--disable-use-tokenizer-model-from-checkpoint-args": ("--no-use-tokenizer-model-from-checkpoint-args",),
 }
 """Older spellings that upstream still reads -> the arguments they stand for; a value follows the last of them."""
-COMMAND_FLAGS = {"--help": 0, "-h": 0, "--version": 0, "--dry-run": 0, "--world-size": 1, "--model": 1}
+COMMAND_FLAGS = {
+    "--help": (0, 1),
+    "-h": (0, 1),
+    "--version": (0, 0),
+    "--dry-run": (0, 0),
+    "--world-size": (1, 1),
+    "--model": (1, 1),
+}
 """Flags of the command itself, with their number of values."""
 
 
@@ -103,9 +111,10 @@ def parse(argv: Sequence[str]) -> ParsedArguments:
     model = read_model(*written["--model"]) if "--model" in written else None
     if model is not None:
         written = _values_by_flag([*model.arguments, *arguments], own, upstream)
-    if "--help" in written or "-h" in written:
-        print(help_text())
-        raise SystemExit(0)
+    for asked in ("--help", "-h"):
+        if asked in written:
+            print(help_about(next(iter(written[asked]), None)))
+            raise SystemExit(0)
     if "--version" in written:
         print(VERSION_LINE)
         raise SystemExit(0)
@@ -266,7 +275,7 @@ def _arity(name: str, own: Mapping[str, Flag], upstream: Mapping[str, UpstreamFl
     """Fewest and most values of a flag."""
     many = 1_000_000
     if name in COMMAND_FLAGS:
-        return COMMAND_FLAGS[name], COMMAND_FLAGS[name]
+        return COMMAND_FLAGS[name]
     if name in own:
         flag = own[name]
         return (0, 0) if flag.kind == "switch" else (1, many if flag.many else 1)

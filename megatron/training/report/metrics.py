@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from megatron.training.cli.config import LoggingConfig
+from megatron.training.report.live_line import LiveLine
 from megatron.training.report.outputs import Sink
 from moe_overlap.describe.expert_load import ExpertLoad
 
@@ -138,6 +140,7 @@ class MetricsLog:
         board = "--tensorboard-dir" if config.tensorboard_dir else "--wandb-project"
         self._to_boards = Sink(board, config.tensorboard_dir or config.wandb_project)
         self._to_console = Sink("stdout", "")
+        self._line = LiveLine(sys.stdout)
 
     def log(self, metrics: StepMetrics, board_only: Mapping[str, float] = MappingProxyType({})) -> None:
         """Record one training step.
@@ -155,6 +158,9 @@ class MetricsLog:
             self._draw(lambda boards: boards.scalars(values, metrics.step))
         if metrics.step % self._config.log_interval == 0 or metrics.step in (1, self._total):
             self._print(step_line(metrics, self._total))
+        elif self._rank == 0:
+            text = f"step {metrics.step}/{self._total}, {metrics.step_seconds:.3g} s, loss {metrics.loss:.4f}"
+            self._to_console.attempt(lambda: self._line.show(text))
 
     def _write_line(self, line: str) -> None:
         file = self._json
@@ -168,6 +174,7 @@ class MetricsLog:
 
     def _print(self, line: str) -> None:
         if self._rank == 0:
+            self._to_console.attempt(self._line.clear)
             self._to_console.attempt(lambda: print(line, flush=True))
 
     def log_evaluation(self, name: str, loss: float, step: int, note: str = "") -> None:
@@ -192,6 +199,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush and close the files."""
+        self._to_console.attempt(self._line.clear)
         for sink, file in ((self._to_json, self._json), (self._to_loads, self._loads)):
             if file is not None:
                 sink.attempt(file.close)

@@ -13,18 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.readers.hugging_face_fields import REQUIRED, Fields, longest_training_sequence, rotary_flags
+from moe_overlap.describe.readers.hugging_face_fields import (
+    PREDICT,
+    REQUIRED,
+    Fields,
+    is_whole,
+    longest_training_sequence,
+    rotary_flags,
+)
 
 Flags = dict[str, Any]
 """Flag names without dashes -> a value, or true for a switch, as in examples/models/*.json."""
 
 
-def flags_of_config(values: Mapping[str, Any], where: str) -> tuple[Flags, tuple[str, ...]]:
+def flags_of_config(values: Mapping[str, Any], where: str, is_predicted: bool = False) -> tuple[Flags, tuple[str, ...]]:
     """The flags that describe the model of a config.json.
 
     Args:
         values: the parsed file.
         where: the file, for error messages.
+        is_predicted: whether the model is only priced: what no layer here computes then becomes a line in place of an error,
+            where the layer keeps its size without it.
     Returns:
         The flags, and a line for everything that megatron-core computes otherwise than Hugging Face's code does.
     Raises:
@@ -32,14 +41,24 @@ def flags_of_config(values: Mapping[str, Any], where: str) -> tuple[Flags, tuple
     """
     fields = Fields(values, where)
     family = fields.get("model_type")
+    if isinstance(family, str) and family in NOT_MODELLED:
+        raise ConfigError(f"{where} model_type", family, NOT_MODELLED[family], "bring a model whose layers all attend")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(f"{where} model_type", family, "unknown family", f"known are {', '.join(FAMILIES)}")
     notes: list[str] = []
     flags = FAMILIES[family](fields, notes)
+    if fields.unbuilt and not is_predicted:
+        raise fields.unbuilt[0]
+    notes += [f"not modelled: {f'{error.subject} {error.value}'.strip()}: {error.rule}" for error in fields.unbuilt]
+    _finish(fields)
+    return flags, tuple(notes)
+
+
+def _finish(fields: Fields) -> None:
+    """Check what every class of transformers has, also one inside another, and that every field was read."""
     fields.only("add_cross_attention", False, (False,), "the model reads an encoder")
     fields.only("pruned_heads", {}, ({},), "the heads are of unlike number")
     fields.finish()
-    return flags, tuple(notes)
 
 
 def _llama(fields: Fields, notes: list[str]) -> Flags:
@@ -114,7 +133,7 @@ def _gpt_oss(fields: Fields, notes: list[str]) -> Flags:
 
 
 def _deepseek_v2(fields: Fields, notes: list[str]) -> Flags:
-    flags = _latent_attention(fields) | _deepseek_experts(fields, 0, notes)
+    flags = _latent_attention(fields, notes) | _deepseek_experts(fields, 0, notes)
     fields.only("scoring_func", "softmax", ("softmax",), "DeepSeek-V2 scores by softmax")
     fields.only("norm_topk_prob", False, (False,), "Hugging Face's code for DeepSeek-V2 does not read it")
     flags |= {"moe-router-pre-softmax": True}
@@ -130,16 +149,26 @@ def _deepseek_v2(fields: Fields, notes: list[str]) -> Flags:
 
 
 def _deepseek_v3(fields: Fields, notes: list[str]) -> Flags:
-    flags = _latent_attention(fields) | _deepseek_experts(fields, 3, notes)
+    flags = _latent_attention(fields, notes) | _deepseek_experts(fields, 3, notes)
     fields.only("scoring_func", "sigmoid", ("sigmoid",), "DeepSeek-V3 scores by sigmoid")
     fields.only("topk_method", "noaux_tc", ("noaux_tc",), "DeepSeek-V3 balances by bias")
-    fields.only("norm_topk_prob", True, (True,), "megatron-core normalises sigmoid scores")
     fields.only("rope_interleave", True, (True,), "megatron-core rotates neighbours of latent attention")
-    flags |= {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
-    flags["moe-router-topk-scaling-factor"] = fields.number("routed_scaling_factor", 2.5)
-    groups, reached = fields.whole("n_group", 8), fields.whole("topk_group", 4)
+    return flags | _balanced_by_bias(fields, flags["moe-router-topk"], scale=2.5, groups=8, reached=4)
+
+
+def _balanced_by_bias(fields: Fields, chosen: int, *, scale: float, groups: int, reached: int) -> Flags:
+    """DeepSeek-V3's router, and its prediction layers.
+
+    Args:
+        chosen: experts of a token.
+        scale, groups, reached: defaults of routed_scaling_factor, n_group and topk_group.
+    """
+    fields.only("norm_topk_prob", True, (True,), "megatron-core normalises sigmoid scores")
+    flags: Flags = {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
+    flags["moe-router-topk-scaling-factor"] = fields.number("routed_scaling_factor", scale)
+    groups, reached = fields.whole("n_group", groups), fields.whole("topk_group", reached)
     if groups > 1:
-        best = flags["moe-router-topk"] // reached
+        best = chosen // reached
         rule = f"megatron-core scores a group by its {best} best experts, DeepSeek-V3 by two"
         if best != 2:
             raise fields.error("topk_group", reached, rule, "use half of num_experts_per_tok, or n_group 1")
@@ -148,7 +177,154 @@ def _deepseek_v3(fields: Fields, notes: list[str]) -> Flags:
     return flags | ({"mtp-num-layers": predicted} if predicted else {})
 
 
-def _latent_attention(fields: Fields) -> Flags:
+def _glm4_moe(fields: Fields, notes: list[str]) -> Flags:
+    """GLM-4.5: attention over key/value groups with DeepSeek-V3's experts."""
+    flags = _decoder(fields, norm_epsilon=1e-5) | rotary_flags(fields, 10000.0) | _biases(everywhere=False)
+    flags |= {"add-qkv-bias": True} if fields.switch("attention_bias", False) else {}
+    flags |= {"qk-layernorm": True} if fields.switch("use_qk_norm", False) else {}
+    rotated = fields.number("partial_rotary_factor", 0.5)
+    flags |= {} if rotated == 1 else {"rotary-percent": rotated}
+    flags |= _deepseek_experts(fields, 1, notes)
+    return flags | _balanced_by_bias(fields, flags["moe-router-topk"], scale=1.0, groups=1, reached=1)
+
+
+def _olmoe(fields: Fields, notes: list[str]) -> Flags:
+    flags = _decoder(fields, key_value_heads=None, norm_epsilon=1e-5) | rotary_flags(fields, 10000.0)
+    rule = "megatron-core has biases in all linear layers or in none"
+    fields.only("attention_bias", False, (False,), rule)
+    fields.built("clip_qkv", None, (None,), "megatron-core does not clip queries, keys and values")
+    rule = "its q_norm and k_norm are over all heads together, megatron-core's over each head"
+    fields.unbuilt.append(
+        fields.error("model_type", "olmoe", rule, "tools/predict.py answers with a norm of each head")
+    )
+    flags |= _biases(everywhere=False) | {"qk-layernorm": True}
+    flags |= _experts(fields.whole("num_experts", 64), fields.whole("num_experts_per_tok", 8), None)
+    flags |= {} if fields.switch("norm_topk_prob", False) else {"moe-router-pre-softmax": True}
+    return flags | _balancing(fields, 0.01, notes)
+
+
+def _dbrx(fields: Fields, notes: list[str]) -> Flags:
+    attention, mlp = fields.inner("attn_config"), fields.inner("ffn_config")
+    if attention is None or mlp is None:
+        absent = "attn_config" if attention is None else "ffn_config"
+        raise fields.error(absent, "", "the field is missing", "take the config.json of the published model")
+    heads, positions, dropout = fields.whole("n_heads"), fields.whole("max_seq_len"), fields.number("resid_pdrop", 0.0)
+    groups, theta = attention.whole("kv_n_heads", 1), attention.number("rope_theta", 10000.0)
+    if not is_whole(theta):
+        raise attention.error("rope_theta", theta, "megatron-core has whole bases", "round it")
+    attention.built("clip_qkv", None, (None,), "megatron-core does not clip queries, keys and values")
+    rule = "its norms have no bias, megatron-core's LayerNorm has one"
+    fields.unbuilt.append(fields.error("model_type", "dbrx", rule, "tools/predict.py answers with a bias"))
+    fields.only("emb_pdrop", 0.0, (dropout,), "megatron-core has one dropout for embedding and residual stream")
+    fields.only("num_key_value_heads", groups, (groups,), "attn_config kv_n_heads is another number")
+    activation = mlp.get("ffn_act_fn", None)
+    if activation not in (None, {"name": "silu"}):
+        raise mlp.error("ffn_act_fn", activation, "another activation", "only silu can be trained here")
+    mlp.built("moe_jitter_eps", None, (None, 0.0), "Hugging Face shakes what the experts read as well")
+    normalized = mlp.only("moe_normalize_expert_weights", 1.0, (1.0, None), "another norm of an expert's weights")
+    flags: Flags = {
+        "num-layers": fields.whole("n_layers"),
+        "hidden-size": fields.whole("d_model"),
+        "ffn-hidden-size": mlp.whole("ffn_hidden_size", 3584),
+        "num-attention-heads": heads,
+        "seq-length": longest_training_sequence(positions),
+        "max-position-embeddings": positions,
+        "position-embedding-type": "rope",
+        "rotary-base": int(theta),
+        "swiglu": True,
+        "attention-dropout": attention.number("attn_pdrop", 0.0),
+        "hidden-dropout": dropout,
+        "init-method-std": fields.number("initializer_range", 0.02),
+        "vocab-size": fields.whole("vocab_size"),
+    }
+    flags |= {} if groups == heads else {"group-query-attention": True, "num-query-groups": groups}
+    flags |= _biases(everywhere=False) | _untied(fields, False)
+    flags |= _experts(mlp.whole("moe_num_experts", 4), mlp.whole("moe_top_k", 1), None)
+    flags |= {} if normalized else {"moe-router-pre-softmax": True}
+    balancing = _balancing(mlp, 0.01, notes, "moe_loss_weight")
+    for inner in (attention, mlp):
+        inner.get("tie_word_embeddings", None)  # Every class of transformers writes it; these have no embeddings.
+        _finish(inner)
+    return flags | balancing
+
+
+def _llama4(fields: Fields, notes: list[str]) -> Flags:
+    """The file of a model that reads images: its text model, in `text_config`."""
+    text = fields.inner("text_config")
+    if text is None:
+        raise fields.error("text_config", "", "the field is missing", "take the config.json of the published model")
+    if fields.get("vision_config", None) is not None:
+        rule = "the encoder of images is not modelled"
+        fields.unbuilt.append(fields.error("vision_config", "", rule, "give the text model alone, as llama4_text"))
+    tied = fields.switch("tie_word_embeddings", False)
+    text.only("tie_word_embeddings", tied, (tied,), "tie_word_embeddings stands outside text_config with another value")
+    for token in ("boi_token_index", "eoi_token_index", "image_token_index"):
+        fields.get(token, None)
+    flags = _llama4_text(text, notes)
+    _finish(text)
+    return flags
+
+
+def _llama4_text(fields: Fields, notes: list[str]) -> Flags:
+    """Llama 4: experts read what their score has scaled, and every fourth layer goes without rotation.
+
+    In the published models a sequence of up to 8191 tokens is one chunk of attention, whose temperature is 1.
+    """
+    flags = _decoder(fields, norm_epsilon=1e-5, head_width=128) | rotary_flags(fields, 500000.0)
+    fields.only("attention_bias", False, (False,), "megatron-core has biases in all linear layers or in none")
+    flags |= _biases(everywhere=False) | {"rotary-interleaved": True}
+    layers = fields.whole("num_hidden_layers")
+    rule = "megatron-core's norm of queries and keys by their length is not executed here"
+    fields.built("use_qk_norm", True, (False,), rule)
+    interval = fields.whole("no_rope_layer_interval", 4)
+    rotated = fields.get("no_rope_layers", None) or [int((layer + 1) % interval != 0) for layer in range(layers)]
+    _require_bits(fields, "no_rope_layers", rotated, layers)
+    if not all(rotated):
+        rule = "layers without rotation of queries and keys are not executed here"
+        fields.unbuilt.append(fields.error("no_rope_layers", f"{layers - sum(rotated)} layers", rule, PREDICT))
+    _note_longest(fields, rotated, flags["seq-length"], notes)
+    step = fields.whole("interleave_moe_layer_step", 1)
+    held = fields.get("moe_layers", None)
+    held = list(range(step - 1, layers, step)) if held is None else held
+    if not isinstance(held, list) or not all(is_whole(layer) for layer in held):
+        raise fields.error("moe_layers", held, "must be a list of layers", "correct the file")
+    flags |= _experts(
+        fields.whole("num_local_experts", 16),
+        fields.whole("num_experts_per_tok", 1),
+        [layer in held for layer in range(layers)],
+    )
+    width = flags["ffn-hidden-size"]
+    flags |= {"ffn-hidden-size": fields.whole("intermediate_size_mlp", 16384), "moe-ffn-hidden-size": width}
+    flags |= {"moe-shared-expert-intermediate-size": width, "moe-router-score-function": "sigmoid"}
+    fields.only("router_jitter_noise", 0.0, (0.0,), "Hugging Face's code does not read it")
+    if flags["moe-router-topk"] > 1:
+        rule = "megatron-core scales what an expert reads for one expert of a token only"
+        raise fields.error("num_experts_per_tok", flags["moe-router-topk"], rule, "use 1")
+    return flags | {"moe-apply-probs-on-input": True} | _balancing(fields, 0.001, notes)
+
+
+def _require_bits(fields: Fields, name: str, bits: Any, layers: int) -> None:
+    if not isinstance(bits, list) or len(bits) != layers or not all(bit in (0, 1) for bit in bits):
+        raise fields.error(name, bits, f"must be a list of {layers} times 0 or 1", "correct the file")
+
+
+def _note_longest(fields: Fields, rotated: Sequence[int], tokens: int, notes: list[str]) -> None:
+    """Say up to which sequence attention in chunks and its temperature are plain attention, which is what runs."""
+    chunk, floor = fields.whole("attention_chunk_size", 8192), fields.whole("floor_scale", 8192)
+    kinds = ["chunked_attention" if bit else "full_attention" for bit in rotated]
+    rule = "chunks in other layers than those that rotate are not modelled"
+    fields.only("layer_types", kinds, (kinds, None), rule)
+    fields.number("attn_scale", 0.1)
+    longest = chunk
+    if fields.switch("attn_temperature_tuning", True) and not all(rotated):
+        longest = min(chunk, floor - 1)
+    if longest < tokens:
+        rule = f"attention is plain only up to {longest} tokens, and samples have {tokens}"
+        fields.unbuilt.append(fields.error("attention_chunk_size", chunk, rule, PREDICT))
+    notes.append(f"attention in chunks and its temperature are not modelled: the same up to --seq-length {longest}")
+
+
+def _latent_attention(fields: Fields, notes: list[str]) -> Flags:
     """DeepSeek's decoder around its attention."""
     flags = _decoder(fields, latent=True) | _biases(everywhere=False)
     for name in ("attention_bias", "mlp_bias"):
@@ -162,7 +338,7 @@ def _latent_attention(fields: Fields) -> Flags:
     flags |= {"multi-latent-attention": True, "qk-layernorm": True} | ({} if rank is None else {"q-lora-rank": rank})
     flags |= {"kv-lora-rank": fields.whole("kv_lora_rank", 512), "v-head-dim": fields.whole("v_head_dim", 128)}
     flags |= {"qk-head-dim": content, "qk-pos-emb-head-dim": position}
-    return flags | rotary_flags(fields, 10000.0, latent=True)
+    return flags | rotary_flags(fields, 10000.0, latent=notes)
 
 
 def _deepseek_experts(fields: Fields, dense: int, notes: list[str]) -> Flags:
@@ -261,8 +437,8 @@ def _experts(number: int, chosen: int, are_moe: Sequence[bool] | None) -> Flags:
     return flags if are_moe is None or all(are_moe) else flags | {"moe-layer-freq": layer_list(are_moe)}
 
 
-def _balancing(fields: Fields, default: float, notes: list[str]) -> Flags:
-    flags = _balancing_by("aux_loss", fields.number("router_aux_loss_coef", default))
+def _balancing(fields: Fields, default: float, notes: list[str], name: str = "router_aux_loss_coef") -> Flags:
+    flags = _balancing_by("aux_loss", fields.number(name, default))
     if flags["moe-router-load-balancing-type"] != "none":
         notes.append(
             "megatron-core has a balancing loss per layer, Hugging Face's code one over the tokens of all layers"
@@ -305,8 +481,18 @@ FAMILIES: Mapping[str, Callable[[Fields, list[str]], Flags]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "olmoe": _olmoe,
+    "dbrx": _dbrx,
+    "llama4": _llama4,
+    "llama4_text": _llama4_text,
     "gpt_oss": _gpt_oss,
     "llama": _llama,
     "gpt2": _gpt2,
 }
 """model_type -> its translation."""
+NOT_MODELLED: Mapping[str, str] = {
+    "qwen3_next": "its linear-attention layers (Gated DeltaNet) and the gate behind attention are not modelled",
+}
+"""model_type -> the layer that nothing here describes."""

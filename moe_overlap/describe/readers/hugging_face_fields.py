@@ -17,6 +17,8 @@ from moe_overlap.describe.errors import ConfigError
 
 REQUIRED: Any = object()
 """Stands in place of a default: the field must be there."""
+PREDICT = "tools/predict.py answers without it"
+"""Remedy where megatron-core has no layer for a field."""
 
 _NO_MATHEMATICS = frozenset(
     # Names, versions and classes; tokens; what a program returns; generation; storage and speed.
@@ -32,7 +34,7 @@ _NO_MATHEMATICS = frozenset(
     "typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
     "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens n_ctx "
-    "initial_context_length reorder_and_upcast_attn experts_per_token".split()
+    "initial_context_length reorder_and_upcast_attn experts_per_token for_llm_compressor".split()
 )
 """Fields that leave the model as it is: whatever their value, nothing follows from it.
 
@@ -47,10 +49,12 @@ class Fields:
     Args:
         values: name -> value, as read.
         where: the file, and the path inside it, for error messages.
+        unbuilt: list that `built` extends; an object inside another one shares its list.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+    def __init__(self, values: Mapping[str, Any], where: str, unbuilt: list[ConfigError] | None = None) -> None:
         self.values, self.where = values, where
+        self.unbuilt: list[ConfigError] = [] if unbuilt is None else unbuilt
         self._read: set[str] = set()
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
@@ -102,7 +106,18 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self.error(name, _shown(value), "must be an object", "correct the file")
-        return Fields(value, f"{self.where} {name}")
+        return Fields(value, f"{self.where} {name}", self.unbuilt)
+
+    def built(self, name: str, default: Any, allowed: tuple[Any, ...], rule: str) -> Any:
+        """The value of a field that changes what a layer computes, but not its size and hardly its speed.
+
+        Where megatron-core has no layer for it, training refuses the model, and a prediction goes without and says so: the error
+        is noted in `unbuilt`.
+        """
+        value = self.get(name, default)
+        if not _is_among(value, allowed):
+            self.unbuilt.append(self.error(name, _shown(value), rule, PREDICT))
+        return value
 
     def only(self, name: str, default: Any, allowed: tuple[Any, ...], rule: str) -> Any:
         """The value, if it is among those this fork can train.
@@ -111,7 +126,7 @@ class Fields:
             ConfigError: it is another value.
         """
         value = self.get(name, default)
-        if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
+        if not _is_among(value, allowed):
             fix = f"only {' or '.join(map(_shown, allowed))} can be trained here"
             raise self.error(name, _shown(value), rule, fix)
         return value
@@ -130,6 +145,11 @@ class Fields:
         if unknown:
             rule, fix = "unknown field, which may change the model", "remove it if it does not"
             raise self.error(unknown[0], _shown(self.values[unknown[0]]), rule, fix)
+
+
+def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether a JSON value is one of some; true is not 1."""
+    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed)
 
 
 def is_whole(value: Any) -> bool:
@@ -157,28 +177,28 @@ def longest_training_sequence(positions: int) -> int:
 
 
 def rotary_flags(
-    fields: Fields, base: float, scaling: Mapping[str, Any] | None = None, latent: bool = False
+    fields: Fields, base: float, scaling: Mapping[str, Any] | None = None, latent: list[str] | None = None
 ) -> dict[str, Any]:
     """The flags of a family's rotary positions.
 
     Args:
         base: default of rope_theta.
         scaling: default of rope_scaling.
-        latent: the model has latent attention, which scales by YaRN only.
+        latent: the notes of a model with latent attention, which scales by YaRN only and has its constants built in.
     Raises:
         ConfigError: a scaling that megatron-core has not, or not with these constants.
     """
     rope = fields.inner("rope_parameters") or fields.inner("rope_scaling")
     if rope is None:
         is_given = {"rope_parameters", "rope_scaling"} & set(fields.values)
-        rope = Fields({} if is_given else scaling or {}, f"{fields.where} rope_scaling")
+        rope = Fields({} if is_given else scaling or {}, f"{fields.where} rope_scaling", fields.unbuilt)
     theta = rope.number("rope_theta", None)
     theta = fields.number("rope_theta", base) if theta is None else theta
     if not is_whole(theta):
         raise fields.error("rope_theta", theta, "megatron-core has whole bases", "round it")
     kind = rope.get("rope_type", rope.get("type", "default"))
     forms = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-    known = ("default", "yarn") if latent else tuple(forms)
+    known = tuple(forms) if latent is None else ("default", "yarn")
     if kind not in known:
         rule = "this scaling of rotary positions is not in megatron-core"
         raise rope.error("rope_type", kind, rule, f"known here are {', '.join(known)}")
@@ -187,32 +207,29 @@ def rotary_flags(
     return {"position-embedding-type": "rope", "rotary-base": int(theta)} | flags
 
 
-def _plain(rope: Fields, positions: int, latent: bool) -> dict[str, Any]:
-    return {"rope-type": "rope"} if latent else {}
+def _plain(rope: Fields, positions: int, latent: list[str] | None) -> dict[str, Any]:
+    return {} if latent is None else {"rope-type": "rope"}
 
 
-def _linear(rope: Fields, positions: int, latent: bool) -> dict[str, Any]:
+def _linear(rope: Fields, positions: int, latent: list[str] | None) -> dict[str, Any]:
     factor = rope.number("factor")
     if not is_whole(factor):
         raise rope.error("factor", factor, "megatron-core interpolates by whole factors", "round it")
     return {"rotary-seq-len-interpolation-factor": int(factor)}
 
 
-def _llama3(rope: Fields, positions: int, latent: bool) -> dict[str, Any]:
+def _llama3(rope: Fields, positions: int, latent: list[str] | None) -> dict[str, Any]:
     constants = (("low_freq_factor", 1.0), ("high_freq_factor", 4.0), ("original_max_position_embeddings", 8192))
     for name, value in constants:
         rope.get(name)
-        rope.only(name, value, (value,), "megatron-core has this number built in")
+        rope.built(name, value, (value,), f"megatron-core has {value:g} built in")
     return {"use-rope-scaling": True, "rope-scaling-factor": rope.number("factor")}
 
 
-def _yarn(rope: Fields, positions: int, latent: bool) -> dict[str, Any]:
-    """YaRN. Both attention temperatures count together; without them it is 0.1 · ln(factor) + 1, megatron-core's default.
-
-    Latent attention has its other constants built in.
-    """
+def _yarn(rope: Fields, positions: int, latent: list[str] | None) -> dict[str, Any]:
+    """YaRN. Both attention temperatures count together; without them it is 0.1 · ln(factor) + 1, megatron-core's default."""
     flags: dict[str, Any] = {"rotary-scaling-factor": rope.number("factor")}
-    flags |= {} if latent else {"position-embedding-type": "yarn"}
+    flags |= {"position-embedding-type": "yarn"} if latent is None else {}
     mscale, all_dimensions = rope.number("mscale", None), rope.number("mscale_all_dim", None)
     if mscale and all_dimensions:
         flags |= {"mscale": mscale, "mscale-all-dim": all_dimensions}
@@ -227,10 +244,11 @@ def _yarn(rope: Fields, positions: int, latent: bool) -> dict[str, Any]:
     )
     for flag, name, usual in constants:
         value = rope.number(name, positions if name.startswith("original") else usual)
-        if value != usual and latent:
-            raise rope.error(name, value, "megatron-core's latent attention has another constant", f"only {usual} fits")
-        flags |= {flag: value} if value != usual else {}
+        if value != usual and latent is not None:
+            latent.append(f"megatron-core's latent attention has {name} {usual:g} built in, {rope.where} {value:g}")
+        elif value != usual:
+            flags[flag] = value
     rounded = rope.switch("truncate", True)
-    if latent and not rounded:
+    if latent is not None and not rounded:
         raise rope.error("truncate", "false", "megatron-core's latent attention rounds", "only true fits")
     return flags | ({} if rounded else {"no-yarn-correction-range-round-to-int": True})

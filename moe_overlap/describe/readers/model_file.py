@@ -33,12 +33,13 @@ class ModelFile:
         return [argument for flag, values in flags_with_values(self.flags) for argument in (flag, *values)]
 
 
-def read_model(path: str, subject: str = "--model") -> ModelFile:
+def read_model(path: str, subject: str = "--model", *, is_predicted: bool = False) -> ModelFile:
     """Read the model that a file describes.
 
     Args:
         path: a JSON file with `flags`, or a config.json with `model_type`.
         subject: the flag that names the file, for errors about the file itself.
+        is_predicted: whether the model is only priced: layers that are as large without what nothing here computes become notes.
     Raises:
         ConfigError: the file cannot be read, is of neither kind, or describes what cannot be trained here.
     """
@@ -52,7 +53,7 @@ def read_model(path: str, subject: str = "--model") -> ModelFile:
     if isinstance(values, dict) and "flags" in values:
         return _own(values, path)
     if isinstance(values, dict) and "model_type" in values:
-        flags, notes = flags_of_config(values, path)
+        flags, notes = flags_of_config(values, path, is_predicted)
         dtype = values.get("torch_dtype") or values.get("dtype")
         written = None if dtype is None else str(dtype).removeprefix("torch.")
         return ModelFile(name=_name_of_config(values, file), flags=flags, notes=notes, dtype=written)

@@ -12,6 +12,7 @@ import pytest
 
 import moe_overlap.api as api
 import moe_overlap.results as results
+from moe_overlap.commands.autotune import main as tune_main
 from moe_overlap.commands.predict import main
 from tests.unit.tuner.test_cost_predict import by_hand
 
@@ -60,6 +61,22 @@ def test_what_is_not_modelled_and_what_is_assumed_is_said(tmp_path: Path, capsys
     answer = json.loads(capsys.readouterr().out)
     assert list(answer["not_modelled_effects"]) == answer["not_modelled"] == ["--moe-paged-stash"]
     assert len(answer["assumed"]) == 1
+
+
+@pytest.mark.usefixtures("hand_made")
+def test_a_layer_of_a_config_that_nothing_computes_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4}
+    config |= {"model_type": "olmoe", "num_key_value_heads": 4, "max_position_embeddings": 256, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts": 8, "num_experts_per_tok": 2}))
+    words = ["--model", str(tmp_path / "config.json"), "--gpu", "H100", "--num-gpus", "8"]
+    (tmp_path / "job.args").write_text("--bf16 --global-batch-size 8 --micro-batch-size 1 --use-distributed-optimizer")
+    assert main([*words, "--megatron-args", str(tmp_path / "job.args"), "--json"]) == 0
+    assumed = json.loads(capsys.readouterr().out)["assumed"]
+    assert any("not modelled" in text and "q_norm and k_norm are over all heads" in text for text in assumed)
+    # A plan is to be run: its search refuses the model.
+    assert tune_main([*words, "--global-batch-size", "8", "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "q_norm and k_norm" in error and "tools/predict.py" in error
 
 
 @pytest.mark.usefixtures("hand_made")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+LAUNCH_IS = "start of the ranks, as torchrun names it; on the command line, not in a file"
 STANDALONE = "--standalone"
 LAUNCH_FLAGS = {
     "--nproc-per-node": (
@@ -22,5 +23,7 @@ LAUNCH_FLAGS = {
 
 
 def launch_help() -> str:
-    """The launcher's flags as paragraphs of `--help`."""
-    return "".join(f"  {f'{name} {value}'.strip()}\n    {text}\n" for name, (value, text) in LAUNCH_FLAGS.items())
+    """The launcher's flags as paragraphs of `--help`, behind a line that says what they are."""
+    return f"{LAUNCH_IS}\n" + "".join(
+        f"  {f'{name} {value}'.strip()}\n    {text}\n" for name, (value, text) in LAUNCH_FLAGS.items()
+    )

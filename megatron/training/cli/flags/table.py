@@ -195,15 +195,15 @@ def spelling(path: str) -> str:
 
 _WIDTH = 120
 _INDENT = 4
-_USAGE = """\
+USAGE = """\
 usage: python pretrain_moe.py [--nproc-per-node N] [@FILE] [--model FILE] [flags]
        torchrun --nproc-per-node N pretrain_moe.py [@FILE] [--model FILE] [flags]
 
 Flags have Megatron-LM's names and meanings; @FILE reads flags from a file (comments after #), later flags win.
 
 this command
-  --help, -h
-    Show this text.
+  --help [TOPIC], -h
+    Show the topics and what most runs need; the flags of a topic; or, with all, every flag.
   --dry-run
     Stop before the first step: check the flags, print configuration, layout, parameters, and what this machine lacks.
   --model FILE
@@ -211,8 +211,6 @@ this command
     A config.json names no sample length: --seq-length is then its number of positions, at most 4096.
   --world-size N
     With --dry-run: number of processes; default the smallest that the parallel sizes allow.
-
-start of the ranks, as torchrun names it; on the command line, not in a file
 """
 
 
@@ -220,12 +218,12 @@ def help_text() -> str:
     """Every flag, grouped by what it configures."""
     docs = field_docs()
     groups = typing.get_type_hints(Config)
-    lines = [_USAGE + launch_help()]
+    lines = [f"{USAGE}\n{launch_help()}"]
     for group, cls in groups.items():
         lines.append(str(cls.__doc__))
         for flag in config_flags():
             if flag.group == group:
-                lines += _flag_lines(flag, docs[cls.__name__, flag.field])
+                lines += flag_lines(flag, docs[cls.__name__, flag.field])
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -243,7 +241,8 @@ def field_docs() -> dict[tuple[str, str], str]:
     return docs
 
 
-def _flag_lines(flag: Flag, doc: str) -> list[str]:
+def flag_lines(flag: Flag, doc: str) -> list[str]:
+    """A flag, its value and default, and under it what it does."""
     names = [flag.off] if flag.off is not None else list(flag.names)
     head = "  " + ", ".join(names) + _value_placeholder(flag)
     default = "" if flag.kind == "switch" or flag.default is None else f" (default {_shown(flag.default)})"
