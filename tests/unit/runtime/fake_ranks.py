@@ -27,8 +27,9 @@ from moe_overlap.runtime.dispatch.irregular import CountAllToAll
 from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.runtime.executor import execute
 
-MODEL = """
-    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length 16
+LAYERS = 2
+MODEL = f"""
+    --num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length 16
     --max-position-embeddings 16 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --num-experts 4 --moe-router-topk 2
     --moe-ffn-hidden-size 32 --moe-token-dispatcher-type irregular --moe-gate topk --mock-data --micro-batch-size 4
