@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from moe_overlap.plan.operators import BACKWARD, COUNT
-from tests.unit.runtime.fake_ranks import DeviceMode, HostCopies, run_step, two_ranks
+from moe_overlap.runtime.executor import execute
+from tests.unit.runtime.fake_ranks import DeviceMode, HostCopies, executor_of, run_step, two_ranks
 
 __all__ = ["two_ranks"]
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -36,6 +37,19 @@ def test_the_host_waits_for_counts_alone(name: str) -> None:
     assert set(waited_in.values()) <= {1}
     assert sorted(operator for i in in_layers for operator in device.waits_of(i)) == ["counts"] * len(counts)
     assert not any(device.waits_of(i) for i in in_layers if i.operator.phase is BACKWARD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_bounded_rows_train_as_counted_rows_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    for takes_bounds in (False, True):
+        monkeypatch.setattr(execute, "computes_later", lambda device, answer=takes_bounds: answer)
+        runner, instructions, feed = executor_of(RUNS[name])
+        assert runner.dispatcher.takes_bounds is takes_bounds
+        results = [runner.run(instructions, feed, step) for step in range(2)]
+        steps.append([(result.loss, result.grad_norm) for result in results])
+    assert steps[0] == steps[1]  # bitwise: rows past the routed ones carry no gradient
 
 
 @pytest.mark.parametrize(
