@@ -60,7 +60,7 @@ def capacity_chunks(stages: IrregularDispatcher, handle: Handle, degree: int) ->
     chunks = []
     for index in range(degree):
         counts = handle.counts.chunk(index, degree)
-        rows_N = _rows_of_chunk(handle.counts, index, degree).to(handle.row_sources_N.device)
+        rows_N = _rows_of_chunk(handle.counts, index, degree, handle.row_sources_N.device)
         sources = handle.row_sources_N.index_select(0, rows_N)
         own = replace(handle, row_sources_N=sources, tag=stages.take_tags(), arriving=_Known(counts))
         chunks.append(CapacityChunk(own, rows_N))
@@ -110,12 +110,14 @@ class CapacityChunks:
         return returned
 
 
-def _rows_of_chunk(counts: Counts, index: int, degree: int) -> Tensor:
+def _rows_of_chunk(counts: Counts, index: int, degree: int, device: torch.device) -> Tensor:
     """Places of a chunk's rows among the permuted rows: a stretch of every expert's rows."""
     # The same cut as `Counts.chunk`: the rows sent are those the receiver expects.
     places, start = [], 0
     for rows in counts.to_expert:
-        places.append(torch.arange(start + index * rows // degree, start + (index + 1) * rows // degree))
+        first, last = start + index * rows // degree, start + (index + 1) * rows // degree
+        # Made on the device: a copy of it from the host would wait for all that is queued there.
+        places.append(torch.arange(first, last, device=device))
         start += rows
     return torch.cat(places)
 

@@ -248,31 +248,35 @@ class IrregularDispatcher:
 
     Args:
         wires: the wires of this rank's experts.
-        rows_per_token: most experts a token goes to. Then no stage before the counts needs the host: `permute` makes T times as
-            many rows, those past the routed ones are never sent. None: exactly the routed rows, counted on the host (free on a
-            CPU).
+        rows_per_token: most experts a token goes to, for passes that are opened without a bound of their own. Then no stage
+            before the counts needs the host: `permute` makes T times as many rows, those past the routed ones are never sent.
+            None: exactly the routed rows, counted on the host (free on a CPU).
+        takes_bounds: whether passes take a bound of their own; without, they count their rows on the host.
     """
 
-    def __init__(self, wires: Wires, rows_per_token: int | None = None) -> None:
-        self.wires, self.rows_per_token = wires, rows_per_token
+    def __init__(self, wires: Wires, rows_per_token: int | None = None, takes_bounds: bool = False) -> None:
+        self.wires, self.rows_per_token, self.takes_bounds = wires, rows_per_token, takes_bounds
 
     @property
     def host_copies(self) -> int:
         """Copies of counts from the device to the host so far, over all that share the wires."""
         return self.wires.counts.host_copies
 
-    def open(self, map_TE: Tensor, probs_dtype: torch.dtype, name: str) -> Handle:
+    def open(self, map_TE: Tensor, probs_dtype: torch.dtype, name: str, most_rows: int | None = None) -> Handle:
         """Open the handle of a pass, from the gate's decision.
 
         Args:
             map_TE: [T, E] bool; what the gate dropped is not set.
             name: the layer's operator.
+            most_rows: most rows that the gate routes; `rows_per_token` times T unless given.
         """
         tokens, experts = map_TE.shape
         assert experts % self.wires.rows.size == 0, f"{name}: {experts} experts on {self.wires.rows.size} ranks"
         chosen = map_TE.bool().t().reshape(-1)  # expert by expert, tokens in order
         to_expert_E = chosen.view(experts, tokens).sum(dim=1)
-        rows = int(to_expert_E.sum()) if self.rows_per_token is None else tokens * self.rows_per_token
+        if most_rows is None or not self.takes_bounds:
+            most_rows = None if self.rows_per_token is None else tokens * self.rows_per_token
+        rows = int(to_expert_E.sum()) if most_rows is None else most_rows
         # Scattering each chosen pair to its running number finds the rows without asking the host how many there are.
         # Pairs that were not chosen land behind the last row and are cut off.
         places = torch.where(chosen, chosen.cumsum(0) - 1, rows).clamp(max=rows)
@@ -292,9 +296,11 @@ class IrregularDispatcher:
         rows = hidden_TH.index_select(0, handle.row_sources_N // experts)
         return rows, probs_TE.reshape(-1).index_select(0, handle.row_sources_N)
 
-    def permute(self, hidden_TH: Tensor, probs_TE: Tensor, map_TE: Tensor, name: str = "moe") -> tuple[Tensor, Handle]:
+    def permute(
+        self, hidden_TH: Tensor, probs_TE: Tensor, map_TE: Tensor, name: str = "moe", most_rows: int | None = None
+    ) -> tuple[Tensor, Handle]:
         """Stage 1: packed rows [N, X] in order of their expert, and the handle of this pass."""
-        handle = self.open(map_TE, probs_TE.dtype, name)
+        handle = self.open(map_TE, probs_TE.dtype, name, most_rows)
         return Pack.apply(*self.select(hidden_TH, probs_TE, handle)), handle
 
     def start_counts(self, handle: Handle) -> Pending[Counts]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher, Wires
 from moe_overlap.runtime.dispatch.wire import Pack, Pending
+from moe_overlap.runtime.routing.state import expert_capacity
 
 _REFUSED = {
     "moe_pad_expert_input_to_capacity": "the irregular dispatcher pads nothing",
@@ -46,9 +47,7 @@ class IrregularTokenDispatcher:
         refuse_padding(config)
         self.config = config
         self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
-        self.stages = IrregularDispatcher(
-            wires or Wires(pg_collection), config.moe_router_topk if torch.cuda.is_available() else None
-        )
+        self.stages = IrregularDispatcher(wires or Wires(pg_collection), takes_bounds=True)
         first = self.ep_group.rank() * num_local_experts
         assert local_expert_indices == list(range(first, first + num_local_experts)), "experts stand in order of rank"
         self.layer: Any = None
@@ -65,7 +64,7 @@ class IrregularTokenDispatcher:
         spans = self.layer is not None and self.layer.sends_tokens
         name = "moe" if self.layer is None else self.layer.operator
         hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        handle = self.stages.open(routing_map, probs.dtype, name)
+        handle = self.stages.open(routing_map, probs.dtype, name, self._most_rows(hidden_TH.shape[0]))
         self._handle, self._hidden_shape = handle, hidden_states.shape
         pending = self.stages.start_counts(handle)
         rows = self.stages.select(hidden_TH, probs, handle)
@@ -109,6 +108,18 @@ class IrregularTokenDispatcher:
         assert shape is not None
         self._handle, self._hidden_shape = None, None
         return self.stages.unpermute(hidden_states, handle).view(shape)
+
+    def _most_rows(self, tokens: int) -> int | None:
+        """Most rows that any gate leaves some tokens with; None on a CPU, where counting the routed rows costs no wait."""
+        if not torch.cuda.is_available():
+            return None
+        topk, factor, experts = (
+            self.config.moe_router_topk,
+            self.config.moe_expert_capacity_factor,
+            self.config.num_moe_experts,
+        )
+        # With a capacity the experts may choose (expert_choice): only its sum over the experts bounds the rows then.
+        return tokens * topk if factor is None else expert_capacity(tokens, topk, experts, factor) * experts
 
     def _current(self) -> Handle:
         assert self._handle is not None, "no pass is under way: dispatch_preprocess comes first"

@@ -63,6 +63,7 @@ from moe_overlap.runtime.executor.state import (
     written_stem,
 )
 from moe_overlap.runtime.routing.gate import Gate
+from moe_overlap.runtime.routing.state import RoutingState
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.step import Batch
 
@@ -223,7 +224,9 @@ class ChunkOperators:
             # only up to here, since permuted rows are ordered by expert.
             parts = zip(*(_cut(x, samples, len(keys)) for x in (sent, *routed_TE)), strict=True)
             for key, (x_TH, probs_TE, map_TE) in zip(keys, parts, strict=True):
-                packed, state.handles[key] = self._dispatcher.permute(x_TH, probs_TE, map_TE, f"L{n}.moe")
+                # The gate bounds its rows, so that the host does not ask the device how many there are.
+                most_rows = self._most_rows(layer.mlp, map_TE.shape[0], state.routing.get((n, micro_batch_of(i))))
+                packed, state.handles[key] = self._dispatcher.permute(x_TH, probs_TE, map_TE, f"L{n}.moe", most_rows)
                 rows.append(packed)
             # An output, too: the shared expert's gradient returns through it, and the norm runs backward once for both.
             return (*rows, normed_SBH)
@@ -254,6 +257,14 @@ class ChunkOperators:
             routing = moe.router.begin(normed_SBH.shape[0], samples, parts, seed=state.seed, micro_batch=number)
             state.routing[(layer, micro_batch_of(i))] = routing
         return moe.router.route(normed_SBH, routing, partition_of(i))
+
+    def _most_rows(self, moe: Any, tokens: int, routing: RoutingState | None) -> int:
+        """Most rows that some tokens of a micro-batch leave a gate with."""
+        if routing is None:
+            most: int = tokens * moe.router.topk
+            return most
+        gate: Gate = moe.router
+        return gate.most_rows(tokens, routing)
 
     def _gate_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         n, m = layer_of(operator), micro_batch_of(i)

@@ -105,7 +105,10 @@ class PlanExecutor:
         config, sequence_length = context.chunks[0].config, context.plan.sequence_length
         # One for all chunks: its tags, and on NCCL the order of its all-to-alls, belong to the expert
         # group, not to a chunk.
-        self.dispatcher = IrregularDispatcher(Wires(context.groups.collection))
+        # A bound of the rows spares the host a wait for the device; where the host computes, counting them is free.
+        self.dispatcher = IrregularDispatcher(
+            Wires(context.groups.collection), takes_bounds=computes_later(context.device)
+        )
         self._per_token = config.calculate_per_token_loss
         # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
         self._context_size = context.groups.collection.cp.size()
@@ -237,6 +240,11 @@ class PlanExecutor:
         """Wait for everything that is under way on a channel."""
         for number in [n for n, under_way in started.items() if under_way.channel == channel]:
             self._wait(number, started)
+
+
+def computes_later(device: torch.device) -> bool:
+    """Whether a device queues what the host gives it, so that reading a result makes the host wait."""
+    return device.type == "cuda"
 
 
 def is_update(i: Instruction) -> bool:

@@ -224,6 +224,12 @@ class Gate(TopKRouter):
         factor = self.config.moe_expert_capacity_factor
         return None if factor is None else expert_capacity(state.tokens, self.topk, self.num_experts, factor)
 
+    def most_rows(self, tokens: int, state: RoutingState) -> int:
+        """Most pairs of token and expert that some tokens of the micro-batch are routed to: known before they are routed."""
+        capacity = self.capacity(state)
+        wanted = tokens * self.topk
+        return wanted if capacity is None else min(wanted, capacity * self.num_experts)
+
     def scaled(self, weights: Tensor) -> Tensor:
         """Multiply the weights of chosen experts by --moe-router-topk-scaling-factor."""
         factor = self.config.moe_router_topk_scaling_factor

@@ -213,6 +213,12 @@ class ExpertChoiceGate(Gate):
         map_TE = torch.zeros_like(ordered_TE, dtype=torch.bool).scatter(0, taken_CE, True)
         return self.scaled(scores_TE).to(logits_TE.dtype), position_major(map_TE, len(samples))
 
+    def most_rows(self, tokens: int, state: RoutingState) -> int:
+        """Experts choose: a token may reach all of them, and an expert takes no more than its capacity."""
+        capacity = self.capacity(state)
+        assert capacity is not None
+        return min(tokens, capacity) * self.num_experts
+
     def keep(
         self, wanted_TE: Tensor, logits_TE: Tensor, used_E: Tensor, state: RoutingState, samples: range
     ) -> tuple[Tensor, Tensor]:

@@ -183,7 +183,7 @@ class GroupedExperts(SequentialMLP):
         """
         if self.config.add_bias_linear or self.config.moe_apply_probs_on_input or rows_TH.shape[0] == 0:
             return super().forward(rows_TH, tokens_per_expert, probs_T)
-        ends_E = tokens_per_expert.cumsum(0).to(device=rows_TH.device, dtype=torch.int32)
+        ends_E = _without_waiting(tokens_per_expert.cumsum(0, dtype=torch.int32), rows_TH.device)
         hidden_TI = self.grouped_product(rows_TH, [expert.linear_fc1 for expert in self.local_experts], ends_E)
         if self.config.gated_linear_unit:
             gate_TI, up_TI = hidden_TI.chunk(2, dim=-1)
@@ -204,6 +204,13 @@ class GroupedExperts(SequentialMLP):
         """
         weights_E = torch.stack([linear.weight for linear in linears])
         return F.grouped_mm(rows, weights_E.transpose(1, 2), offs=ends_E)
+
+
+def _without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on a device. A copy out of pageable memory would have the host wait for all that is queued there."""
+    if device.type == "cuda" and not numbers.is_cuda:
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
 
 
 # Falcon's layer
