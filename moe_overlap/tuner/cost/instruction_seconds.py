@@ -39,7 +39,14 @@ from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Priced, cost_of, layer_variant, one_way_seconds, prediction_variant
+from moe_overlap.tuner.cost.analytic import (
+    Priced,
+    cost_of,
+    layer_variant,
+    one_way_seconds,
+    pair_seconds,
+    prediction_variant,
+)
 from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
@@ -104,8 +111,7 @@ class StagePrices:
     def seconds(self, i: Instruction) -> float:
         """Seconds of one instruction by itself."""
         if i.kind == "point-to-point":
-            # Tiles between unlike stages differ in size; whole hidden states are of one size at every boundary.
-            return one_way_seconds(self.plan, i.bytes, self.machine) if i.partition else self.transfer_seconds()
+            return self._point_to_point(i)
         if i.kind == "copy":
             return float(
                 host_seconds(i.bytes, self.priced.setting.groups["dp"].links, self.machine.constants.link_rates)
@@ -126,6 +132,14 @@ class StagePrices:
             products = self._products(i.name)
             return beside + (len(i.partition) or 1) * self.piece_seconds(i.name, products)
         return beside + self.piece_seconds(i.name, pieces)
+
+    def _point_to_point(self, i: Instruction) -> float:
+        """Seconds of a send or a receive; whole hidden states are of one size at every boundary, tiles differ."""
+        if not self.plan.transfers:
+            return self.transfer_seconds()
+        sent = i.bytes if i.partition else self.priced.family.boundary_bytes
+        # A stage stands in one node or has whole nodes for itself: its first rank is as near to a peer as any.
+        return pair_seconds(self.plan, self.stage.devices.ranks[0], i.peers[0], sent, self.machine)
 
     def is_cut(self, i: Instruction) -> bool:
         """Whether an instruction of the list is one of several partitions."""

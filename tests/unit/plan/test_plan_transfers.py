@@ -22,7 +22,7 @@ from tests.unit.plan import plan_samples
 
 Shape = tuple[int, int, int, int]
 """Micro-batch size, tensor, context and data ranks."""
-TWINS = 250
+TWINS = 200
 
 
 def unlike(shapes: list[Shape], rounds: int = 1, sequence: int | None = None) -> Plan:
