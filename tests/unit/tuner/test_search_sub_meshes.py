@@ -69,7 +69,7 @@ def every_plan(search: _Meshes, samples: int, layers: int) -> Iterator[MeshPlan]
 
 @pytest.mark.parametrize(
     ("share", "batch"),
-    [(0.055, 4), pytest.param(1.0, 8, marks=pytest.mark.slow), pytest.param(0.06, 8, marks=pytest.mark.slow)],
+    [(0.055, 2), pytest.param(1.0, 8, marks=pytest.mark.slow), pytest.param(0.06, 8, marks=pytest.mark.slow)],
 )
 def test_the_search_finds_what_an_enumeration_finds(share: float, batch: int) -> None:
     """In the spread seconds first and last micro-batches are no exact sum: half a percent may be lost."""
@@ -117,6 +117,15 @@ def test_one_device_for_every_stage() -> None:
     assert found.solution.status in (Status.OPTIMAL, Status.FEASIBLE) and found.solution.value is not None
     for plan in found.ranked:
         assert [stage.mesh for stage in plan.stages] == [SubMesh(1, 1)] * 2
+
+
+def test_nodes_that_cannot_be_halved_are_one_line() -> None:
+    case, run = small()
+    group = dataclasses.replace(case.cluster.groups[0], gpus_per_node=6)
+    machine = dataclasses.replace(case.task.machine, cluster=dataclasses.replace(case.cluster, groups=(group,)))
+    task = dataclasses.replace(case.task, machine=machine, space=SEARCH_SPACES["equal-operator"])
+    with pytest.raises(ConfigError, match="gpus_per_node 6: nodes of 6 GPUs cannot be halved into sub-meshes"):
+        search_meshes(task, run)
 
 
 def test_no_time_is_said() -> None:

@@ -252,8 +252,8 @@ class _Meshes:
         group = task.machine.cluster.group_of(0)
         per_node = group.gpus_per_node
         if per_node & (per_node - 1):
-            rule = f"nodes of {per_node} GPUs cannot be halved into sub-meshes"
-            raise ConfigError("--search-space", task.space.name, rule, "use another space, or nodes of 2^p GPUs")
+            rule = f"nodes of {per_node} GPUs cannot be halved into sub-meshes, which {task.space.name} searches"
+            raise ConfigError("gpus_per_node", per_node, rule, "use another search space, or nodes of 2^p GPUs")
         self.run, self.levels, self.contexts, self.group = run, levels, contexts, group
         self.nodes, self.per_node = run.gpus // per_node, per_node
         self.meshes = submeshes(self.nodes, self.per_node)
