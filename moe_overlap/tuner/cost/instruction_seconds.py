@@ -22,7 +22,9 @@ from moe_overlap.plan.lowering.deferral import backward_of
 from moe_overlap.plan.lowering.optimizer_state import NORM as NORM_STATE
 from moe_overlap.plan.operators import (
     BACKWARD,
+    COMBINE,
     COUNT,
+    DISPATCH,
     FUSED_KERNELS,
     NORM,
     RECOMPUTE,
@@ -51,7 +53,16 @@ from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes, place_in_li
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
 from moe_overlap.tuner.cost.layer import Key, PartCost, held_bytes, operator_seconds
-from moe_overlap.tuner.cost.links import axis_group, collective_seconds, host_seconds
+from moe_overlap.tuner.cost.links import (
+    LinkUse,
+    axis_group,
+    boundary_group,
+    collective_seconds,
+    host_seconds,
+    mixed_use,
+    pair_group,
+    point_to_point_use,
+)
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.stage import state_seconds
@@ -89,6 +100,7 @@ class StagePrices:
     _fused: dict[tuple[int, int, KernelBlocks | None], FusedSeconds] = field(default_factory=dict)
     _summed: dict[tuple[str, int], dict[Key, float]] = field(default_factory=dict)
     _held: dict[str, dict[Key, float]] = field(default_factory=dict)
+    _uses: dict[tuple[str, str], LinkUse] = field(default_factory=dict)
 
     @property
     def slowed(self) -> Interference:
@@ -140,6 +152,31 @@ class StagePrices:
         sent = i.bytes if i.partition else self.priced.family.boundary_bytes
         # A stage stands in one node or has whole nodes for itself: its first rank is as near to a peer as any.
         return pair_seconds(self.plan, self.stage.devices.ranks[0], i.peers[0], sent, self.machine)
+
+    def link_use(self, i: Instruction) -> LinkUse:
+        """The links that an instruction between devices keeps busy."""
+        key = i.kind, i.name
+        if key not in self._uses:
+            self._uses[key] = self._link_use(i)
+        return self._uses[key]
+
+    def _link_use(self, i: Instruction) -> LinkUse:
+        if i.kind == "point-to-point":
+            cluster, world = self.machine.cluster, self.plan.world_size
+            if self.plan.transfers:
+                pair = pair_group(self.stage.devices.ranks[0], i.peers[0], world, cluster.group_of(0))
+                return point_to_point_use(pair)
+            return point_to_point_use(boundary_group(self.plan, cluster))
+        operator, rates = parse_operator(i.name), self.priced.rates
+        if operator.kind in (DISPATCH, COMBINE, COUNT):
+            return rates.token_use
+        if operator.kind not in STATE_KINDS or self._is_copy(operator.group):
+            return LinkUse()
+        rows = [self.row(operator.group)] if operator.group else range(len(self.priced.family.sizes))
+        sizes = [self.priced.family.sizes[row] for row in rows]
+        dense = sum(size.dense_parameters for size in sizes) * rates.dense_scatter[:1]
+        experts = sum(size.expert_parameters for size in sizes) * rates.expert_scatter[:1]
+        return mixed_use(rates.dense_use, rates.expert_use, dense, experts)
 
     def is_cut(self, i: Instruction) -> bool:
         """Whether an instruction of the list is one of several partitions."""
