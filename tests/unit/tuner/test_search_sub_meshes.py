@@ -23,7 +23,15 @@ from moe_overlap.report.search import PlanSearch, search_json, search_lines, wri
 from moe_overlap.tuner.cost.links import axis_group, pair_group
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.pipeline.placement import SubMesh
-from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, MeshSearch, MeshStage, _Meshes, coarse, search_meshes
+from moe_overlap.tuner.search.pipeline.sub_meshes import (
+    MeshPlan,
+    MeshSearch,
+    MeshStage,
+    _Meshes,
+    _Table,
+    coarse,
+    search_meshes,
+)
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, Restriction, Run
 from tests.unit.tuner.test_cost_predict import JOB
@@ -86,6 +94,22 @@ def test_the_search_finds_what_an_enumeration_finds(share: float, batch: int) ->
     assert tried > 50 and (share == 1.0 or not all(map(math.isfinite, seconds)))
     assert best * (1 - 1e-9) <= found.solution.objective <= best * 1.005
     assert found.solution.bound <= best
+
+
+def test_stages_fit_where_predictions_do() -> None:
+    """Cell by cell: some way of a stage fits with so many stages behind if and only if it does in some plan."""
+    case, run = small()
+    case = least_memory(case, 0.055)
+    search = _Meshes(case.task, run, (1,), (1,))
+    table, fits = _Table(search, 1, (Restriction.FREE,)), {}
+    for plan in every_plan(search, 1, 3):
+        last = len(plan.stages) - 1
+        for place, (stage, made) in enumerate(zip(plan.stages, search.prediction(plan).predicted.stages, strict=True)):
+            needed = made.peak_bytes - made.peak_bytes_by_category.fragmentation
+            key = (last - place, stage.first, stage.last - 1, search.meshes.index(stage.mesh))
+            fits[key] = fits.get(key, False) or needed <= search.capacity
+    assert {key: bool(np.isfinite(table.stable[key])) for key in fits} == fits
+    assert set(fits.values()) == {True, False}
 
 
 def test_plans_are_valid_and_predicted_alike() -> None:
