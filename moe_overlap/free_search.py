@@ -2,7 +2,8 @@
 
 1. Uniform plans of the wide space, without model chunks: only layouts whose bound is below the best plan of the narrow one are
    looked at (`search_beyond`). A narrow search is cheap: nothing has to be played where no parameter group steps by itself.
-2. Plans of unlike stages, for the layouts of the fastest uniform ones (`freed_layouts`, tuner/search/pipeline/per_stage.py).
+2. Plans of unlike stages, for the layouts of the fastest uniform ones (`freed_layouts`, tuner/search/pipeline/per_stage.py), and
+   plans whose stages stand on sub-meshes of unlike size (tuner/search/pipeline/sub_meshes.py).
 3. No command line says such plans: each is predicted as it is (`free_finalists`). The rule of plan/capabilities.py that refuses
    it is part of the answer (`refusal_of`).
 """
@@ -23,18 +24,22 @@ from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.bounds import Bounds
-from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages
+from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages, with_meshes
+from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, search_meshes
 from moe_overlap.tuner.search.solution import Status
-from moe_overlap.tuner.search.space import SEARCH_SPACES, SearchSpace, UniformLayout, uniform_plan
+from moe_overlap.tuner.search.space import SEARCH_SPACES, Run, SearchSpace, UniformLayout, uniform_plan
 from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform, widened
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 
 FREED = 8
 """Uniform plans of whose ranks and stages the stages are freed."""
+UNLIKE = 3
+"""Plans on unlike meshes that are predicted: the lists of all their ranks are simulated."""
 PER_STAGE_GAP = 1e-3
 """Share of a step that the integer program may miss."""
 Bounding = Callable[[UniformLayout], Bounds]
-Progress = Callable[[int, int, RankedLayout | StagedPlan | None], None]
+Candidate = RankedLayout | StagedPlan | MeshPlan
+Progress = Callable[[int, int, Candidate | None], None]
 Flags = Callable[[Plan, ModelDescription], tuple[list[str], tuple[str, ...]]]
 """A plan and its model -> the flags of the run, and among them those that say the plan; ConfigError where none say it."""
 
@@ -66,14 +71,18 @@ def search_beyond(
     keep: int,
     deadline: float = math.inf,
     progress: Progress = lambda done, total, best: None,
+    run: Run | None = None,
 ) -> FreeSearch:
     """Steps 1 and 2.
 
     Args:
         found: of the narrow space, by the same objective.
         task: its space is the wide one.
+        run: the GPUs and the batch; None: nothing is searched on sub-meshes.
+    Raises:
+        ConfigError: the space has sub-meshes alone, and nodes have none.
     """
-    costs = UniformCosts(task)
+    costs, narrow = UniformCosts(task), found
     if narrow_space(task.space) != task.space and found.solution.status is not Status.TIME_LIMIT:
         before = found.solution.value
         wide = search_uniform(
@@ -98,7 +107,40 @@ def search_beyond(
             gap=PER_STAGE_GAP,
             progress=progress,
         )
-    return FreeSearch(uniform=found, staged=staged)
+    # A space of sub-meshes alone says what is wrong with nodes that have none; a wider one goes without.
+    if run is not None and task.space.meshes and (not task.space.frees_stages or _is_halved(run, task)):
+        stopped = found.solution.status is Status.TIME_LIMIT
+        # The same for every space with the same narrow one, so that a wider space finds no less.
+        contexts = sorted({1, *(plan.layout.context for plan in narrow.ranked)})
+        meshes = search_meshes(
+            task,
+            run,
+            task.space.meshes,
+            contexts=contexts,
+            deadline=-math.inf if stopped else deadline,
+            progress=progress,
+        )
+        staged = with_meshes(staged, meshes)
+    return FreeSearch(uniform=found if task.space.uniform else _without_plans(found), staged=staged)
+
+
+def _is_halved(run: Run, task: UniformTask) -> bool:
+    """Whether nodes can be halved into sub-meshes, and fill the run."""
+    per_node = task.machine.cluster.group_of(0).gpus_per_node
+    return per_node & (per_node - 1) == 0 and run.gpus % per_node == 0
+
+
+def _without_plans(found: UniformSearch) -> UniformSearch:
+    """A search of uniform plans that are not in the space."""
+    ended = found.solution.status is Status.TIME_LIMIT
+    nothing = replace(
+        found.solution,
+        value=None,
+        objective=math.inf,
+        bound=math.inf,
+        status=Status.TIME_LIMIT if ended else Status.INFEASIBLE,
+    )
+    return replace(found, solution=nothing, ranked=(), frontier=())
 
 
 def freed_layouts(found: UniformSearch, layouts: Sequence[UniformLayout]) -> list[UniformLayout]:
@@ -129,12 +171,16 @@ def free_finalists(
     """
     finalists = []
     exchanges = all_to_all_costs(task.machine.cluster)
-    candidates: list[RankedLayout | StagedPlan] = [*search.uniform.ranked]
+    candidates: list[Candidate] = [*search.uniform.ranked]
     candidates += search.staged.ranked if search.staged is not None else ()
+    unlike = 0
     for candidate in sorted(candidates, key=lambda each: each.seconds)[:keep]:
         template, model = task.templates(candidate.layout.tensor)
         plan = _plan_of(candidate, template, model)
         validate_plan(plan, model)
+        unlike += bool(plan.transfers)
+        if plan.transfers and unlike > UNLIKE:
+            continue
         problem = Problem(
             model=model,
             plan=plan,
@@ -145,7 +191,8 @@ def free_finalists(
         )
         prediction = predict_plan(plan, problem)
         step = prediction.predicted.step_seconds
-        assert task.averages or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
+        # Of unlike meshes the lists are simulated: what waits for tiles is in no closed form.
+        assert task.averages or plan.transfers or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
         refusal = refusal_of(plan)
         arguments: list[str] = []
         said: tuple[str, ...] = ()
@@ -167,8 +214,8 @@ def free_finalists(
     return finalists
 
 
-def _plan_of(candidate: RankedLayout | StagedPlan, template: Plan, model: ModelDescription) -> Plan:
-    if isinstance(candidate, StagedPlan):
+def _plan_of(candidate: Candidate, template: Plan, model: ModelDescription) -> Plan:
+    if isinstance(candidate, StagedPlan | MeshPlan):
         return candidate.plan(template, model.num_layers)
     return uniform_plan(template, model.num_layers, candidate.layout, candidate.memory)
 

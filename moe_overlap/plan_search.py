@@ -45,10 +45,12 @@ from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.fitting import module_sets
 from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
+from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
     SEARCH_SPACES,
     MemoryChoice,
+    Restriction,
     Run,
     SearchSpace,
     UniformLayout,
@@ -66,8 +68,6 @@ SPACES = ("megatron", "recompute")
 """Search spaces of plans that are executed."""
 BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
 """Search spaces with plans that no runtime executes today."""
-NOT_YET = "intra-only inter-only equal-operator".split()
-"""Search spaces that are still missing."""
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
 DECIDED = "the search decides it"
@@ -107,7 +107,7 @@ class SearchSettings:
     solver_seconds: float = 2.0
     has_baseline: bool = True
     averages: bool = False
-    progress: Callable[[int, int, RankedLayout | StagedPlan | None], None] = lambda done, total, best: None
+    progress: Callable[[int, int, RankedLayout | StagedPlan | MeshPlan | None], None] = lambda done, total, best: None
 
 
 def search_plan(
@@ -146,12 +146,7 @@ def search_plan(
         sequence_length=job.plan.sequence_length,
         global_batch_size=job.plan.global_batch_size,
     )
-    layouts = [
-        layout for layout in uniform_layouts(job.model, run) if space.has(layout) and _has_dispatcher(job, layout)
-    ]
-    if not layouts:
-        rule = f"no layout of {cluster.gpus} GPUs divides the batch and the model"
-        raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
+    layouts = _layouts(job, run, space)
     deadline = begun + settings.seconds
     if graphs == libraries.graphs:
         _capture_ahead(task, job, layouts, libraries)
@@ -172,7 +167,7 @@ def search_plan(
     if settings.target == "any":
         wide, wide_bounds = _task(job, cluster, space, graphs, options, settings.averages)
         wide = dataclasses.replace(wide, modules=())  # Beyond what runs whole layers are recomputed.
-        beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, settings.progress)
+        beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, settings.progress, run)
         found, staged = beyond.uniform, beyond.staged
     is_interrupted = found.is_interrupted or (staged is not None and staged.is_interrupted)
     if found.solution.value is None and (staged is None or staged.solution.value is None):
@@ -273,9 +268,32 @@ def _space(settings: SearchSettings) -> SearchSpace:
         rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
         raise ConfigError("--search-space", settings.space, rule, "add --target any")
     if settings.space not in (*SPACES, *BEYOND):
-        rule = "is not searched yet" if settings.space in NOT_YET else "is no search space"
-        raise ConfigError("--search-space", settings.space, rule, f"use {', '.join((*SPACES, *BEYOND))}")
+        raise ConfigError(
+            "--search-space", settings.space, "is no search space", f"use {', '.join((*SPACES, *BEYOND))}"
+        )
     return SEARCH_SPACES[settings.space]
+
+
+def _layouts(job: Job, run: Run, space: SearchSpace) -> list[UniformLayout]:
+    """The uniform layouts of a space.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    layouts = [
+        layout
+        for layout in uniform_layouts(job.model, run)
+        if space.has(layout, run.gpus) and _has_dispatcher(job, layout)
+    ]
+    if layouts:
+        return layouts
+    if space.meshes == (Restriction.ONE_DEVICE,) and run.gpus > job.model.num_layers:
+        rule = (
+            f"a stage on each of {run.gpus} GPUs needs as many layers, and {job.model.name} has {job.model.num_layers}"
+        )
+        raise ConfigError("--search-space", space.name, rule, "use fewer GPUs, or another space")
+    rule = f"no layout of {run.gpus} GPUs divides the batch and the model"
+    raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
 
 
 def _has_dispatcher(job: Job, layout: UniformLayout) -> bool:

@@ -55,6 +55,7 @@ from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
 from moe_overlap.tuner.capture.cache import PRECISIONS
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
+from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.uniform import RankedLayout
 
 SOLVER_SECONDS = 5.0
@@ -193,7 +194,7 @@ class Progress:
         self._line = LiveLine(stream)
         self._line.show("recording the operators of the model, once for each layout")
 
-    def __call__(self, done: int, total: int, best: RankedLayout | StagedPlan | None) -> None:
+    def __call__(self, done: int, total: int, best: RankedLayout | StagedPlan | MeshPlan | None) -> None:
         """Say it, if it is time."""
         is_live = self._line.is_shown
         if time.monotonic() - self._said < (0.2 if is_live else 10.0):

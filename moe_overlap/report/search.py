@@ -237,6 +237,8 @@ def _staged_json(staged: StageSearch) -> dict[str, Any]:
         "gap": None if solution.value is None else solution.gap,
         "status": solution.status.value,
         "seconds": solution.seconds,
+        "mesh_programs": staged.programs,
+        "mesh_stages": staged.mesh_stages,
     }
 
 
@@ -255,7 +257,8 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
         folder, files: where the answer is written, and under which names.
     """
     prediction = search.prediction
-    sentence = plan_sentence(search.plan)
+    # Of unlike meshes no stage stands for the others.
+    sentence = search.chosen.name if search.plan.transfers else plan_sentence(search.plan)
     lines = answer_lines(
         Answer(
             plan=search.plan,
@@ -304,8 +307,13 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
         f"{'searched':<12}{counts.layouts:,} layouts in {search.seconds:.0f} s: {counts.evaluated:,} evaluated with all their "
         f"choices of {'memory' if search.target == 'any' else 'recomputation'}, {pruned:,} ruled out by bounds{ended}"
     )
-    if search.staged is not None:
-        staged = search.staged
+    staged = search.staged
+    if staged is not None and staged.programs:
+        lines.append(
+            f"{'':<12}{staged.programs} programs over cuts and sub-meshes, {staged.mesh_stages:,} stages priced for them, "
+            f"{staged.solution.status.value}"
+        )
+    if staged is not None and staged.layouts:
         lines.append(
             f"{'':<12}{staged.layouts} layouts with stages that differ: {staged.candidates:,} candidates for their stages, "
             f"{staged.kept:,} of them not worse than another in both time and memory, {staged.solution.status.value}"

@@ -46,6 +46,7 @@ from moe_overlap.tuner.cost.links import (
     collective_seconds,
     host_seconds,
     link_use,
+    pair_group,
     point_to_point_seconds,
     stage_groups,
 )
@@ -469,7 +470,10 @@ def _whole(
     order = [place[index] for index in range(len(plan.stages))]
     sent = [family.family.boundary_bytes for family, _ in order]
     # Where tiles of unlike stages cross, the end that sends or receives more of them takes longer.
-    one_way = [one_way_seconds(plan, max(pair), machine) for pair in zip(sent, sent[1:], strict=False)]
+    one_way = [
+        boundary_seconds(plan, index, max(pair), machine)
+        for index, pair in enumerate(zip(sent, sent[1:], strict=False))
+    ]
     beside = constants.overlap_slowdown if features.overlap_transfers else None
     rules = PipelineRules(virtual=virtual, beside=beside, fixed=constants.step_seconds)
     whole = pipeline_seconds(
@@ -528,6 +532,24 @@ def one_way_seconds(plan: Plan, boundary_bytes: float, machine: Machine) -> floa
     """Seconds of one transfer between neighbouring stages."""
     pair = boundary_group(plan, machine.cluster)
     return float(point_to_point_seconds(boundary_bytes, pair, machine.constants.link_rates))
+
+
+def boundary_seconds(plan: Plan, index: int, boundary_bytes: float, machine: Machine) -> float:
+    """Seconds of one transfer from a stage to the next; of unlike stages, which stand anywhere, over the slowest of the links."""
+    if not plan.transfers:
+        return one_way_seconds(plan, boundary_bytes, machine)
+    transfer = next((each for each in plan.transfers if each.from_stage == index), None)
+    if transfer is None:  # Equal neighbours send rank to rank.
+        pairs = set(zip(plan.stages[index].devices.ranks, plan.stages[index + 1].devices.ranks, strict=True))
+    else:
+        pairs = {(tile.source, tile.target) for tile in transfer.tiles}
+    return max(pair_seconds(plan, source, target, boundary_bytes, machine) for source, target in pairs)
+
+
+def pair_seconds(plan: Plan, source: int, target: int, sent_bytes: float, machine: Machine) -> float:
+    """Seconds of one transfer between two ranks, by the link between them."""
+    pair = pair_group(source, target, plan.world_size, machine.cluster.group_of(0))
+    return float(point_to_point_seconds(sent_bytes, pair, machine.constants.link_rates))
 
 
 def _times(costs: StageCosts, column: int) -> StageTimes:

@@ -84,6 +84,13 @@ class StageCosts:
     peaks: dict[str, Floats]
     """Bytes by CATEGORIES."""
 
+    def some(self, shapes: slice) -> StageCosts:
+        """Costs of a part of the shapes."""
+        seconds = {
+            field.name: getattr(self, field.name)[:, shapes] for field in fields(StageCosts) if field.name != "peaks"
+        }
+        return StageCosts(**seconds, peaks={name: values[:, shapes] for name, values in self.peaks.items()})
+
     @property
     def stable_seconds(self) -> Floats:
         """Seconds of a micro-batch in the middle of a step."""

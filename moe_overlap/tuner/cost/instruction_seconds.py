@@ -41,7 +41,14 @@ from moe_overlap.plan.overlap import KernelBlocks
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.plan.sizes import ACTIVATION_BYTES, deferred_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.cost.analytic import Priced, cost_of, layer_variant, one_way_seconds, prediction_variant
+from moe_overlap.tuner.cost.analytic import (
+    Priced,
+    cost_of,
+    layer_variant,
+    one_way_seconds,
+    pair_seconds,
+    prediction_variant,
+)
 from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
@@ -53,6 +60,7 @@ from moe_overlap.tuner.cost.links import (
     collective_seconds,
     host_seconds,
     mixed_use,
+    pair_group,
     point_to_point_use,
 )
 from moe_overlap.tuner.cost.machine import Machine, concurrency
@@ -115,8 +123,7 @@ class StagePrices:
     def seconds(self, i: Instruction) -> float:
         """Seconds of one instruction by itself."""
         if i.kind == "point-to-point":
-            # Tiles between unlike stages differ in size; whole hidden states are of one size at every boundary.
-            return one_way_seconds(self.plan, i.bytes, self.machine) if i.partition else self.transfer_seconds()
+            return self._point_to_point(i)
         if i.kind == "copy":
             return float(
                 host_seconds(i.bytes, self.priced.setting.groups["dp"].links, self.machine.constants.link_rates)
@@ -138,6 +145,14 @@ class StagePrices:
             return beside + (len(i.partition) or 1) * self.piece_seconds(i.name, products)
         return beside + self.piece_seconds(i.name, pieces)
 
+    def _point_to_point(self, i: Instruction) -> float:
+        """Seconds of a send or a receive; whole hidden states are of one size at every boundary, tiles differ."""
+        if not self.plan.transfers:
+            return self.transfer_seconds()
+        sent = i.bytes if i.partition else self.priced.family.boundary_bytes
+        # A stage stands in one node or has whole nodes for itself: its first rank is as near to a peer as any.
+        return pair_seconds(self.plan, self.stage.devices.ranks[0], i.peers[0], sent, self.machine)
+
     def link_use(self, i: Instruction) -> LinkUse:
         """The links that an instruction between devices keeps busy."""
         key = i.kind, i.name
@@ -147,7 +162,11 @@ class StagePrices:
 
     def _link_use(self, i: Instruction) -> LinkUse:
         if i.kind == "point-to-point":
-            return point_to_point_use(boundary_group(self.plan, self.machine.cluster))
+            cluster, world = self.machine.cluster, self.plan.world_size
+            if self.plan.transfers:
+                pair = pair_group(self.stage.devices.ranks[0], i.peers[0], world, cluster.group_of(0))
+                return point_to_point_use(pair)
+            return point_to_point_use(boundary_group(self.plan, cluster))
         operator, rates = parse_operator(i.name), self.priced.rates
         if operator.kind in (DISPATCH, COMBINE, COUNT):
             return rates.token_use

@@ -99,6 +99,15 @@ def stage_groups(plan: Plan, stage: StagePlan, cluster: Cluster) -> dict[str, Gr
     return {axis: axis_group(size, stride, world, links) for axis, (size, stride) in shapes.items()}
 
 
+def pair_group(source: int, target: int, world: int, links: NodeGroup) -> Group:
+    """Two ranks by where they stand; a rank and itself are one place."""
+
+    def inside(block: int) -> int:
+        return 2 if source // block == target // block else 1
+
+    return Group(2, inside(domain_share(world, links)), inside(min(links.gpus_per_node, world)), links)
+
+
 def boundary_group(plan: Plan, cluster: Cluster) -> Group:
     """A rank and the one that it sends hidden states to: the ranks of neighbouring stages, in order."""
     apart = plan.stages[1].devices.ranks[0] - plan.stages[0].devices.ranks[0] if len(plan.stages) > 1 else 1

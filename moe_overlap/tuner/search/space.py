@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import gcd, lcm
 
 from moe_overlap.describe.model import ModelDescription
@@ -27,6 +28,16 @@ LEVELS = (0, 1, 2, 3)
 """Levels of ZeRO."""
 
 
+class Restriction(StrEnum):
+    """What the stages of plans on sub-meshes may be (pipeline/sub_meshes.py)."""
+
+    FREE = "free"
+    EQUAL_OPERATORS = "equal operators"
+    """Every stage has as many captured operators as any other, as far as whole layers allow (Alpa's "equal operator")."""
+    ONE_DEVICE = "one device"
+    """Every stage has one device: no parallelism inside of stages (Alpa's "inter-op only")."""
+
+
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
     """What a search decides beside the layout.
@@ -38,6 +49,9 @@ class SearchSpace:
         frees_stages: whether every stage decides for itself about its layers and its memory.
         equal_layers: whether stages keep as many layers as in a uniform plan nevertheless.
         only_data: whether all ranks are data ranks.
+        one_stage: whether all GPUs are one stage (Alpa's "intra-op only").
+        meshes: the plans on sub-meshes of unlike size that are searched.
+        uniform: whether uniform plans are in the space.
     """
 
     name: str
@@ -47,9 +61,16 @@ class SearchSpace:
     frees_stages: bool = False
     equal_layers: bool = False
     only_data: bool = False
+    one_stage: bool = False
+    meshes: tuple[Restriction, ...] = ()
+    uniform: bool = True
 
-    def has(self, layout: UniformLayout) -> bool:
-        """Whether a layout is in the space."""
+    def has(self, layout: UniformLayout, gpus: int | None = None) -> bool:
+        """Whether a layout is in the space; of so many GPUs, which is asked where each stage has one."""
+        if self.one_stage and layout.pipeline > 1:
+            return False
+        if self.meshes == (Restriction.ONE_DEVICE,):
+            return layout.pipeline == gpus and layout.virtual == 1
         return not self.only_data or (layout.ranks == (1, 1, 1, 1) and layout.pipeline == 1)
 
 
@@ -60,7 +81,14 @@ SEARCH_SPACES = {
         SearchSpace("recompute", recomputes=True),
         SearchSpace("zero", recomputes=True, zero_levels=LEVELS),
         SearchSpace("offload", recomputes=True, zero_levels=LEVELS, offloads=True),
-        SearchSpace("full", recomputes=True, zero_levels=LEVELS, offloads=True, frees_stages=True),
+        SearchSpace(
+            "full",
+            recomputes=True,
+            zero_levels=LEVELS,
+            offloads=True,
+            frees_stages=True,
+            meshes=(Restriction.FREE, Restriction.EQUAL_OPERATORS, Restriction.ONE_DEVICE),
+        ),
         # Restrictions of the full space, which papers compare with.
         SearchSpace("data", recomputes=True, zero_levels=(0,), only_data=True),
         SearchSpace("zero2", recomputes=True, zero_levels=(2,), only_data=True),
@@ -68,6 +96,9 @@ SEARCH_SPACES = {
         SearchSpace(
             "equal-layer", recomputes=True, zero_levels=LEVELS, offloads=True, frees_stages=True, equal_layers=True
         ),
+        SearchSpace("intra-only", recomputes=True, zero_levels=LEVELS, one_stage=True),
+        SearchSpace("inter-only", recomputes=True, meshes=(Restriction.ONE_DEVICE,)),
+        SearchSpace("equal-operator", recomputes=True, meshes=(Restriction.EQUAL_OPERATORS,), uniform=False),
     )
 }
 

@@ -175,6 +175,45 @@ class UniformCosts:
         prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
         return prices.evaluator.costs(_shapes(prices, plan, index, recomputes))
 
+    def many_stage_costs(
+        self,
+        layout: UniformLayout,
+        places: Sequence[tuple[Plan, int]],
+        recomputes: Sequence[Sequence[MemoryChoice]],
+        flying: Sequence[int],
+    ) -> tuple[list[StageCosts], float]:
+        """Costs of many stages of one shape at once, and the bytes that one of them sends.
+
+        Args:
+            layout: its pipeline is only a name for the devices of the stages.
+            places: each stage in a plan of the ranks of the run, whose stages have its shape; what the plans say of
+                recomputation and of states is not looked at.
+            recomputes: [places] of [R_i] choices.
+            flying: [F] micro-batches that a stage may hold at once.
+        Returns:
+            [places] of [N, R_i · F]: all of the first number, then those of the next.
+        """
+        # One recomputed layer stands for any number of them.
+        prices = self._priced(layout, places[0][0], self.task.templates(layout.tensor)[1], [MemoryChoice(layers=1)])
+        lots: dict[object, list[tuple[int, StageShapes]]] = {}
+        for place, ((plan, index), choices) in enumerate(zip(places, recomputes, strict=True)):
+            shapes = _shapes(prices, plan, index, choices)
+            key = (shapes.runs, shapes.is_first, shapes.is_last, shapes.boundary_bytes)
+            lots.setdefault(key, []).append((place, shapes))
+        result: list[StageCosts | None] = [None] * len(places)
+        for members in lots.values():
+            counts = np.concatenate([np.tile(shapes.counts, (1, len(flying))) for _, shapes in members], axis=1)
+            held = np.concatenate(
+                [np.repeat(np.asarray(flying, float), shapes.counts.shape[1]) for _, shapes in members]
+            )
+            costs = prices.evaluator.costs(replace(members[0][1], counts=counts, in_flight=held))
+            self.stages_priced += costs.forward_seconds.size
+            first = 0
+            for place, shapes in members:
+                columns = slice(first, first + shapes.counts.shape[1] * len(flying))
+                result[place], first = costs.some(columns), columns.stop
+        return [costs for costs in result if costs is not None], prices.boundary_bytes
+
     def layer_kinds(self, layout: UniformLayout, plan: Plan) -> tuple[str, ...]:
         """The kind of every layer of the model."""
         return self._priced(layout, plan, self.task.templates(layout.tensor)[1], ()).kinds

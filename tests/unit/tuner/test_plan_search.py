@@ -193,7 +193,7 @@ def test_no_layout_divides() -> None:
         (["--search-space", "zero", "--target", "megatron-lm"], "or stages that differ); add --target any"),
         (
             ["--search-space", "intra-only"],
-            "--search-space intra-only: is not searched yet; use megatron, recompute, zero",
+            "--search-space intra-only: has plans that nothing executes today",
         ),
         (["--overlap-only", "--no-imbalance"], "--no-imbalance True: is of the search of plans"),
         (["--overlap-only", "--target", "megatron-lm"], "--target megatron-lm: is of the search of plans"),

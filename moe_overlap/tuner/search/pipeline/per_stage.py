@@ -37,6 +37,7 @@ from moe_overlap.tuner.search.pipeline.stage_options import (
     options_of,
     undominated,
 )
+from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, MeshSearch
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout, recompute_of, uniform_plan
 from moe_overlap.tuner.search.uniform import RankedLayout
@@ -106,15 +107,18 @@ class StageSearch:
         layouts: how many were looked at.
         candidates: of all their stages, that were priced.
         kept: of them on the frontiers.
+        programs: dynamic programs over cuts and sub-meshes (sub_meshes.py), and `mesh_stages` the stages priced for them.
         is_interrupted: whether Ctrl-C ended the search.
     """
 
-    solution: Solution[StagedPlan]
-    ranked: tuple[StagedPlan, ...]
+    solution: Solution[StagedPlan | MeshPlan]
+    ranked: tuple[StagedPlan | MeshPlan, ...]
     layouts: int
     candidates: int
     kept: int
     is_interrupted: bool = False
+    programs: int = 0
+    mesh_stages: int = 0
 
 
 Progress = Callable[[int, int, StagedPlan | None], None]
@@ -187,6 +191,34 @@ def search_stages(
         candidates=candidates,
         kept=kept,
         is_interrupted=is_interrupted,
+    )
+
+
+def with_meshes(staged: StageSearch | None, meshes: MeshSearch) -> StageSearch:
+    """Plans on sub-meshes beside those of stages that share their ranks: the faster one leads, the bound is the lower one."""
+    if staged is None:
+        nothing: Solution[StagedPlan | MeshPlan] = Solution(
+            value=None, objective=math.inf, bound=math.inf, status=Status.INFEASIBLE, seconds=0.0
+        )
+        staged = StageSearch(solution=nothing, ranked=(), layouts=0, candidates=0, kept=0)
+    one, other = staged.solution, meshes.solution
+    value = one.value if one.objective <= other.objective else other.value
+    statuses = {one.status, other.status} - {Status.INFEASIBLE}
+    ranks = (Status.TIME_LIMIT, Status.FEASIBLE, Status.OPTIMAL)
+    solution: Solution[StagedPlan | MeshPlan] = Solution(
+        value=value,
+        objective=min(one.objective, other.objective),
+        bound=min(one.bound, other.bound),
+        status=next((status for status in ranks if status in statuses), Status.INFEASIBLE),
+        seconds=one.seconds + other.seconds,
+    )
+    return replace(
+        staged,
+        solution=solution,
+        ranked=tuple(sorted((*staged.ranked, *meshes.ranked), key=lambda plan: plan.seconds)),
+        is_interrupted=staged.is_interrupted or meshes.is_interrupted,
+        programs=meshes.programs,
+        mesh_stages=meshes.priced,
     )
 
 

@@ -1,0 +1,568 @@
+"""Plans whose stages stand on sub-meshes of unlike size and shape: Alpa's inter-operator search on the prices of `predict`.
+
+Contract. All stages work on the same M samples of a micro-batch, so all have G = B / M of them. A stage has neighbouring layers,
+a sub-mesh (placement.py), and on it a *way*: ranks of each kind, a level of ZeRO, and recomputed layers. Nothing is offloaded,
+and stages have one model chunk. Restrictions (`Restriction`) are Alpa's comparisons; `free` has none.
+
+Steps of `search_meshes`, for each M:
+1. Every way is priced for every range of units, a unit being a layer, or neighbouring layers where there are more than UNITS
+   (operator_clusters.py). Peaks are priced at few numbers of micro-batches in flight, and those between lie on the chord: exact
+   where parameter groups step together, and never too low where they do not.
+2. Of the ways of a sub-mesh that fit with p stages behind, the fastest is the stage's cost: [P, units, units, sub-meshes].
+   Seconds of the first and the last micro-batch and of the update are spread over the G micro-batches.
+3. `cut_stages` finds cuts and sub-meshes, transfers in its state. Without what step 2 spreads, its bound is below every plan of
+   these ways.
+4. Sub-meshes are placed, largest first, transfers between unlike stages are generated, and the plan is priced by `price`, as
+   predictions are. The order of the answers is that of these seconds.
+
+Source: Alpa, sections 5.2 and 8.3.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.describe.cluster import GIB
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.plan import Devices, Plan, StagePlan
+from moe_overlap.plan.tiles import with_transfers
+from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.analytic import Prediction, prepare, price
+from moe_overlap.tuner.cost.evaluate import StageCosts
+from moe_overlap.tuner.cost.links import axis_group, point_to_point_seconds
+from moe_overlap.tuner.search.pipeline.operator_clusters import cluster
+from moe_overlap.tuner.search.pipeline.placement import SubMesh, place, submeshes
+from moe_overlap.tuner.search.pipeline.stage_cuts import CutProblem, CutStage, cut_stages
+from moe_overlap.tuner.search.solution import Solution, Status
+from moe_overlap.tuner.search.space import MemoryChoice, Restriction, Run, UniformLayout, recompute_of, uniform_layouts
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, needed_bytes
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.intp]
+UNITS = 48
+"""Most units that a model is cut between."""
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of a stage's layers that are recomputed."""
+DEPTHS = (1, 2, 3)
+"""Micro-batches in flight at which peaks are priced, beside the most that there may be."""
+SENT = 3
+"""Most different seconds of a transfer in the state of the program: each further one makes it slower."""
+CUT_SECONDS = 20.0
+"""Most seconds of one dynamic program: an interrupt is noticed when it returns."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshStage:
+    """What one stage has; `layout` has its ranks and its micro-batch, on `mesh.devices` devices."""
+
+    first: int
+    last: int
+    mesh: SubMesh
+    layout: UniformLayout
+    memory: MemoryChoice
+
+    @property
+    def data(self) -> int:
+        """Data ranks."""
+        return self.mesh.devices // (self.layout.tensor * self.layout.context)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshPlan:
+    """A plan of stages on sub-meshes.
+
+    Attributes:
+        width: tensor ranks to whose multiple the vocabulary is padded on all stages.
+        nodes, per_node: of the cluster.
+        seconds: of a step, by the formula of predictions.
+        needed_bytes: of the fullest stage.
+    """
+
+    stages: tuple[MeshStage, ...]
+    width: int
+    nodes: int
+    per_node: int
+    seconds: float = math.inf
+    needed_bytes: float = math.inf
+
+    @property
+    def layout(self) -> UniformLayout:
+        """The layout that names the padding of the vocabulary and the load of the expert ranks."""
+        most = max(self.stages, key=lambda stage: stage.layout.expert)
+        return replace(most.layout, tensor=self.width, pipeline=len(self.stages))
+
+    @property
+    def name(self) -> str:
+        """The stages one after the other, equal ones together."""
+        shown: list[tuple[str, int]] = []
+        for stage in self.stages:
+            layers = stage.last - stage.first
+            text = (
+                f"{layers} layer{'s' * (layers > 1)} on {stage.mesh.nodes}×{stage.mesh.per_node}: {stage.layout.name}"
+            )
+            text += f", {stage.memory.name}" if stage.memory.name else ""
+            shown = [*shown[:-1], (text, shown[-1][1] + 1)] if shown and shown[-1][0] == text else [*shown, (text, 1)]
+        return "; ".join(f"{count} stages of {text}" if count > 1 else text for text, count in shown)
+
+    def plan(self, template: Plan, num_layers: int) -> Plan:
+        """The plan as data, placed, with its transfers (step 4).
+
+        Args:
+            template: its model, machines, batch and precision stay.
+        """
+        assert self.stages[-1].last == num_layers, self.stages
+        last, stages = len(self.stages) - 1, []
+        placed = place([stage.mesh for stage in self.stages], self.nodes, self.per_node)
+        for stage, where in zip(self.stages, placed, strict=True):
+            begin = where.first_node * self.per_node + where.first_device
+            ranks = tuple(range(begin, begin + stage.mesh.devices))
+            stages.append(
+                _stage_plan(template, stage, Devices(mesh=(stage.mesh.nodes, stage.mesh.per_node), ranks=ranks))
+            )
+        plan = replace(
+            template,
+            pipeline_schedule="1f1b",
+            embedding_stage=0,
+            mtp_stage=None if template.mtp_stage is None else last,
+            loss_stage=last,
+            stages=tuple(stages),
+            transfers=(),
+            predicted=None,
+        )
+        return with_transfers(plan)
+
+
+def _stage_plan(template: Plan, stage: MeshStage, devices: Devices) -> StagePlan:
+    layout, chunks = stage.layout, ((stage.first, stage.last),)
+    return StagePlan(
+        chunks=chunks,
+        devices=devices,
+        micro_batch_size=layout.micro_batch,
+        gradient_accumulation_steps=template.global_batch_size // (layout.micro_batch * stage.data),
+        tensor=layout.tensor,
+        context=layout.context,
+        data=stage.data,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        zero_level=stage.memory.zero_level,
+        recompute=recompute_of(stage.memory, chunks),
+        offload=stage.memory.offload,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshSearch:
+    """The answer.
+
+    Attributes:
+        solution: the best plan; its bound holds for all plans of the restrictions that were looked at.
+        ranked: the plans that were found, the fastest first.
+        programs: dynamic programs that were solved.
+        priced: stages that were priced, kept: those that cost the least of their sub-mesh.
+    """
+
+    solution: Solution[MeshPlan]
+    ranked: tuple[MeshPlan, ...]
+    programs: int
+    priced: int
+    kept: int
+    is_interrupted: bool = False
+
+
+Progress = Callable[[int, int, MeshPlan | None], None]
+"""Called with micro-batches done, micro-batches in all, and the best so far."""
+
+
+def search_meshes(
+    task: UniformTask,
+    run: Run,
+    restrictions: Sequence[Restriction] = (Restriction.FREE,),
+    levels: Sequence[int] = (1,),
+    contexts: Sequence[int] = (1,),
+    deadline: float = math.inf,
+    progress: Progress = lambda done, total, best: None,
+) -> MeshSearch:
+    """Search plans on sub-meshes.
+
+    Args:
+        levels: of ZeRO that ways may have; 2 and 3 take ten times as long to price.
+        contexts: context-parallel ranks that ways may have.
+        deadline: of `time.monotonic`, behind which the best so far is the answer.
+    Raises:
+        ConfigError: nodes cannot be halved into sub-meshes.
+    """
+    begun = time.monotonic()
+    search = _Meshes(task, run, tuple(levels), tuple(contexts))
+    batches = search.batches(restrictions)
+    found: dict[tuple[MeshStage, ...], MeshPlan] = {}
+    bound, status, done, programs, kept, interrupted = math.inf, Status.OPTIMAL, 0, 0, 0, False
+    try:
+        for samples in batches:
+            if time.monotonic() > deadline:
+                status = Status.TIME_LIMIT
+                break
+            table = _Table(search, samples, restrictions)
+            kept += int(np.isfinite(table.stable).sum())
+            for restriction in restrictions:
+                lowest, answers, solved = table.solve(restriction, deadline)
+                bound, programs = min(bound, lowest), programs + solved
+                for stages in answers:
+                    found.setdefault(stages, search.priced_plan(stages))
+            done += 1
+            progress(done, len(batches), min(found.values(), key=lambda plan: plan.seconds, default=None))
+    except KeyboardInterrupt:
+        status, interrupted = Status.TIME_LIMIT, True
+    # Peaks on a chord are never too low, but predictions have the last word on what fits.
+    ranked = sorted((plan for plan in found.values() if math.isfinite(plan.seconds)), key=lambda plan: plan.seconds)
+    value = ranked[0] if ranked else None
+    objective = math.inf if value is None else value.seconds
+    if value is None and status is Status.OPTIMAL:
+        status = Status.INFEASIBLE
+    if value is not None and status is Status.OPTIMAL and bound < objective:
+        status = Status.FEASIBLE
+    solution = Solution(
+        value=value,
+        objective=objective,
+        # Of micro-batches that nobody looked at nothing is known.
+        bound=min(objective, bound if done == len(batches) else 0.0),
+        status=status,
+        seconds=time.monotonic() - begun,
+    )
+    return MeshSearch(
+        solution=solution,
+        ranked=tuple(ranked),
+        programs=programs,
+        priced=search.costs.stages_priced,
+        kept=kept,
+        is_interrupted=interrupted,
+    )
+
+
+class _Meshes:
+    """What all micro-batches have in common."""
+
+    def __init__(self, task: UniformTask, run: Run, levels: tuple[int, ...], contexts: tuple[int, ...]) -> None:
+        group = task.machine.cluster.group_of(0)
+        per_node = group.gpus_per_node
+        if per_node & (per_node - 1):
+            rule = f"nodes of {per_node} GPUs cannot be halved into sub-meshes, which {task.space.name} searches"
+            raise ConfigError("gpus_per_node", per_node, rule, "use another search space, or nodes of 2^p GPUs")
+        self.run, self.levels, self.contexts, self.group = run, levels, contexts, group
+        self.nodes, self.per_node = run.gpus // per_node, per_node
+        self.meshes = submeshes(self.nodes, self.per_node)
+        self.model = task.templates(1)[1]
+        shapes = {mesh: self._ranks_on(mesh) for mesh in self.meshes}
+        self.width = max(layout.tensor for layouts in shapes.values() for layout in layouts)
+        self.template, self.model = task.templates(self.width)
+        self.layouts = shapes
+        padded = self.template, self.model
+        self.task = replace(task, templates=lambda tensor: padded)
+        self.costs = UniformCosts(self.task)
+        self.capacity = group.gpu.memory_gib * GIB / task.machine.memory.high
+
+    def _ranks_on(self, mesh: SubMesh) -> list[UniformLayout]:
+        """Layouts of a sub-mesh with every micro-batch."""
+        run = replace(self.run, gpus=mesh.devices)
+        return [
+            layout
+            for layout in uniform_layouts(self.model, run)
+            if layout.pipeline == 1
+            and layout.context in self.contexts
+            # Expert-tensor ranks are none, or those of attention: other numbers cost more transfers inside a layer.
+            and layout.expert_tensor in (1, layout.tensor)
+        ]
+
+    def batches(self, restrictions: Sequence[Restriction]) -> list[int]:
+        """Samples of a micro-batch over all data ranks, where some way has them."""
+        only = restrictions == (Restriction.ONE_DEVICE,)
+        meshes = self.meshes[:1] if only else self.meshes
+        return sorted(
+            {samples_on(layout, mesh) for mesh in meshes for layout in self.layouts[mesh]},
+            # Many small micro-batches hide the bubble: a good plan early makes a search that ends early better.
+        )
+
+    def at(self, mesh: SubMesh, samples: int) -> list[UniformLayout]:
+        """The layouts of a sub-mesh with so many samples."""
+        return [layout for layout in self.layouts[mesh] if samples_on(layout, mesh) == samples]
+
+    @cached_property
+    def units(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of layers that are not cut."""
+        layers = self.model.num_layers
+        if layers <= UNITS:
+            return tuple((layer, layer + 1) for layer in range(layers))
+        graph = self.graph
+        flops = {kind: float(len(graph.part(kind).ops)) for kind in graph.layer_kinds}
+        # Hidden states of one size cross every cut: what is left to decide is how equal the units are.
+        firsts = cluster(np.zeros((layers, layers)), np.array([flops[kind] for kind in graph.layer_kinds]), UNITS).value
+        assert firsts is not None
+        return tuple(zip(firsts, (*firsts[1:], layers), strict=True))
+
+    @cached_property
+    def graph(self) -> CapturedModel:
+        """The model on one rank."""
+        whole = MeshStage(
+            first=0,
+            last=self.model.num_layers,
+            mesh=self.meshes[0],
+            layout=self.layouts[self.meshes[0]][0],
+            memory=MemoryChoice(),
+        )
+        stage = _stage_plan(self.template, whole, Devices(mesh=(1, 1), ranks=(0,)))
+        return self.task.graphs(replace(self.template, stages=(stage,)), self.model)[0]
+
+    def equal_operators(self, stages: int) -> tuple[int, ...] | None:
+        """First units of so many stages with operators as equal in number as they can be; None where there are too few."""
+        graph = self.graph
+        counts = np.array(
+            [float(sum(len(graph.part(graph.layer_kinds[layer]).ops) for layer in range(*unit))) for unit in self.units]
+        )
+        counts[0] += len(graph.part("embedding").ops)
+        counts[-1] += len(graph.part("head").ops)
+        if stages > len(counts):
+            return None
+        return cluster(np.zeros((len(counts), len(counts))), counts, stages, delta=float(stages)).value
+
+    def priced_plan(self, stages: tuple[MeshStage, ...]) -> MeshPlan:
+        """A plan with the seconds and the bytes of a prediction; infinite seconds where it does not fit."""
+        unpriced = MeshPlan(stages=stages, width=self.width, nodes=self.nodes, per_node=self.per_node)
+        prediction = self.prediction(unpriced)
+        return replace(
+            unpriced,
+            seconds=prediction.predicted.step_seconds if prediction.fits else math.inf,
+            needed_bytes=float(prediction.fullest.needed_bytes),
+        )
+
+    def prediction(self, candidate: MeshPlan) -> Prediction:
+        """The closed form of a plan."""
+        plan, machine = candidate.plan(self.template, self.model.num_layers), self.task.machine_of(candidate.layout)
+        families = prepare(plan, self.model, self.task.graphs(plan, self.model), self.task.features, machine.load)
+        return price(plan, self.model, families, machine, self.task.features)
+
+
+def samples_on(layout: UniformLayout, mesh: SubMesh) -> int:
+    """Samples of a micro-batch over all data ranks."""
+    return layout.micro_batch * mesh.devices // (layout.tensor * layout.context)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A layout with a choice about states, and the share of layers that it recomputes."""
+
+    layout: UniformLayout
+    level: int
+    share: float
+
+
+class _Table:
+    """Costs of all stages with so many samples (steps 1 and 2).
+
+    Attributes:
+        stable: [P, units, units, sub-meshes] of a stable micro-batch; `spread` has everything else spread over the micro-batches.
+        chosen: [P, units, units, sub-meshes] the way of `spread`.
+    """
+
+    def __init__(self, search: _Meshes, samples: int, restrictions: Sequence[Restriction]) -> None:
+        self._search, self._samples = search, samples
+        self.micro_batches = search.run.global_batch_size // samples
+        only = tuple(restrictions) == (Restriction.ONE_DEVICE,)
+        self.meshes = search.meshes[:1] if only else search.meshes
+        units = len(search.units)
+        self.depths = max(1, min(units, search.run.gpus, self.micro_batches))
+        shape = (self.depths, units, units, len(self.meshes))
+        self.stable, self.spread = np.full(shape, math.inf), np.full(shape, math.inf)
+        self.chosen: Integers = np.full(shape, -1, dtype=np.intp)
+        self.ways: list[_Way] = []
+        self.sent = np.zeros(len(self.meshes))
+        for option, mesh in enumerate(self.meshes):
+            for layout in search.at(mesh, samples):
+                self._price(option, mesh, layout)
+
+    def _price(self, option: int, mesh: SubMesh, layout: UniformLayout) -> None:
+        """Put the stages of a layout into the tables where they are the fastest that fit."""
+        search = self._search
+        ranges = [(a, b) for a in range(len(search.units)) for b in range(a, len(search.units))]
+        keys: dict[object, list[tuple[int, int]]] = {}
+        for first, last in ranges:
+            keys.setdefault(self._key(first, last), []).append((first, last))
+        members = list(keys.values())
+        layers = [(search.units[a][0], search.units[b][1]) for (a, b), *_ in members]
+        if mesh.devices == search.run.gpus:  # Nothing is left for another stage.
+            kept = [n for n, place in enumerate(layers) if place == (0, search.model.num_layers)]
+            members, layers = [members[n] for n in kept], [layers[n] for n in kept]
+        places = [self._placed(mesh, layout, *place) for place in layers]
+        flying = sorted({*(n for n in DEPTHS if n <= self.depths), self.depths})
+        shares = SHARES if search.task.space.recomputes and not search.task.features.overlap_experts else SHARES[:1]
+        recomputes = [
+            [MemoryChoice(layers=math.ceil(share * (last - first))) for share in shares] for first, last in layers
+        ]
+        replicas = mesh.devices // layout.tensor
+        search.costs.strategies = [
+            (level, MemoryChoice().offload) for level in (search.levels if replicas > 1 else (1,))
+        ]
+        named = replace(layout, pipeline=search.run.gpus + mesh.devices)  # Only a name of the sub-mesh here.
+        costs, sent = search.costs.many_stage_costs(named, places, recomputes, flying)
+        pair = axis_group(2, mesh.devices, search.run.gpus, search.group)
+        rates = search.task.machine.constants.link_rates
+        self.sent[option] = float(point_to_point_seconds(sent, pair, rates)) if mesh.devices < search.run.gpus else 0.0
+        begin = len(self.ways)
+        self.ways += [_Way(layout, level, share) for level, _ in search.costs.strategies for share in shares]
+        for equal, cost in zip(members, costs, strict=True):
+            self._keep(option, equal, cost, flying, begin)
+
+    def _keep(
+        self, option: int, equal: Sequence[tuple[int, int]], cost: StageCosts, flying: Sequence[int], begin: int
+    ) -> None:
+        """Keep the fastest way of equal ranges, for every number of stages behind."""
+        size = cost.forward_seconds.shape[1] // len(flying)
+        needed = np.stack([needed_bytes(cost)[:, n * size : (n + 1) * size].ravel() for n in range(len(flying))])
+        held = np.arange(1, self.depths + 1)
+        # [P, ways] on the chord between two numbers of micro-batches in flight.
+        bytes_of = np.stack([np.interp(held, flying, column) for column in needed.T], axis=1)
+        now = cost.some(slice(0, size))
+        once = now.first_extra_seconds if equal[0][0] == 0 else now.waited_extra_seconds
+        if equal[0][1] == len(self._search.units) - 1:
+            once = once + now.turn_extra_seconds
+        once = once + now.drain_extra_seconds + now.tail_seconds + now.optimizer_seconds
+        stable = now.stable_seconds.ravel()
+        spread = stable + once.ravel() / self.micro_batches
+        fits = bytes_of <= self._search.capacity
+        fastest = np.where(fits, stable, math.inf).min(axis=1)
+        ways = np.where(fits, spread, math.inf)
+        way = ways.argmin(axis=1)
+        best = ways[np.arange(len(way)), way]
+        for a, b in equal:
+            self.stable[:, a, b, option] = np.minimum(self.stable[:, a, b, option], fastest)
+            better = best < self.spread[:, a, b, option]
+            self.spread[better, a, b, option] = best[better]
+            self.chosen[better, a, b, option] = begin + way[better]
+
+    def _key(self, first: int, last: int) -> object:
+        """What the cost of a range depends on."""
+        search = self._search
+        layers = range(search.units[first][0], search.units[last][1])
+        ends = first == 0, last == len(search.units) - 1
+        kinds = search.graph.layer_kinds
+        return (*ends, len(layers)) if len(set(kinds)) == 1 else (*ends, tuple(kinds[layer] for layer in layers))
+
+    def _placed(self, mesh: SubMesh, layout: UniformLayout, first: int, last: int) -> tuple[Plan, int]:
+        """A plan in which a stage has these layers, and its place; other stages of its shape have the rest."""
+        search = self._search
+        layers, devices = (
+            search.model.num_layers,
+            Devices(mesh=(mesh.nodes, mesh.per_node), ranks=tuple(range(mesh.devices))),
+        )
+        ranges = [(0, first)] * (first > 0) + [(first, last)] + [(last, layers)] * (last < layers)
+        stages = [
+            _stage_plan(
+                search.template, MeshStage(first=a, last=b, mesh=mesh, layout=layout, memory=MemoryChoice()), devices
+            )
+            for a, b in ranges
+        ]
+        # Rates depend on the number of ranks in the run: a stage beside this one has all the others.
+        own, rest = int(first > 0), tuple(range(mesh.devices, search.run.gpus))
+        for index in range(len(stages)):
+            if index != own:
+                stages[index] = replace(stages[index], devices=Devices(mesh=(1, len(rest)), ranks=rest))
+                rest = ()
+        end = len(stages) - 1
+        mtp = None if search.template.mtp_stage is None else end
+        plan = replace(
+            search.template, stages=tuple(stages), embedding_stage=0, mtp_stage=mtp, loss_stage=end, transfers=()
+        )
+        return replace(plan, pipeline_schedule="1f1b"), own
+
+    def solve(self, restriction: Restriction, deadline: float) -> tuple[float, list[tuple[MeshStage, ...]], int]:
+        """Step 3: a bound of all plans, the plans that were found, and how many programs were solved."""
+        bound, plans, programs = math.inf, [], 0
+        for allowed in self._allowed(restriction):
+            limit = min(CUT_SECONDS, max(0.0, deadline - time.monotonic()))
+            solution = cut_stages(self._problem(self.spread, allowed, restriction), limit)
+            programs += 1
+            if solution.value is None:
+                continue
+            plans.append(self._stages(solution.value))
+            if restriction is Restriction.FREE:
+                # What is spread is no exact sum: a pipeline that is a stage longer or shorter may be faster.
+                for count in (len(solution.value) - 1, len(solution.value) + 1):
+                    other = self._of_length(count, limit)
+                    programs += 1
+                    plans += [] if other is None else [self._stages(other)]
+            bound = min(bound, cut_stages(self._problem(self.stable, allowed, restriction), limit).bound)
+            programs += 1
+        return bound, plans, programs
+
+    def _of_length(self, count: int, limit: float) -> tuple[CutStage, ...] | None:
+        """Step 3 for so many stages; None where there is no such plan, or none was found in time."""
+        units = len(self._search.units)
+        if not 1 <= count <= min(units, self._search.run.gpus):
+            return None
+        allowed = np.ones((max(self.depths, count), units, units), dtype=bool)
+        # The first stage has all others behind it, and no stage has more.
+        allowed[:, 0] = False
+        allowed[count - 1, 0] = True
+        allowed[count - 1, 1:] = False
+        allowed[count:] = False
+        return cut_stages(self._problem(self.spread, allowed, Restriction.FREE), limit).value
+
+    def _allowed(self, restriction: Restriction) -> Iterator[NDArray[np.bool_] | None]:
+        """[P, units, units] stages that a program may take; None: all."""
+        if restriction is not Restriction.EQUAL_OPERATORS:
+            yield None
+            return
+        units = len(self._search.units)
+        for count in range(1, min(units, self._search.run.gpus) + 1):
+            firsts = self._search.equal_operators(count)
+            if firsts is None:
+                continue
+            allowed = np.zeros((max(self.depths, count), units, units), dtype=bool)
+            for number, (first, end) in enumerate(zip(firsts, (*firsts[1:], units), strict=True)):
+                allowed[count - 1 - number, first, end - 1] = True
+            yield allowed
+
+    def _problem(self, seconds: Floats, allowed: NDArray[np.bool_] | None, restriction: Restriction) -> CutProblem:
+        options = 1 if restriction is Restriction.ONE_DEVICE else len(self.meshes)
+        costs = seconds[..., :options]
+        if allowed is not None:
+            # More stages behind than micro-batches hold no more of them.
+            costs = costs[np.minimum(np.arange(len(allowed)), len(costs) - 1)]
+            costs = np.where(allowed[..., None], costs, math.inf)
+        units = len(self._search.units)
+        sent = coarse(self.sent[:options])
+        if allowed is not None:
+            sent = np.full(options, sent.min())
+        return CutProblem(
+            seconds=costs,
+            devices_of=np.array([[mesh.devices] for mesh in self.meshes[:options]]),
+            devices=(self._search.run.gpus,),
+            micro_batches=self.micro_batches,
+            transfer_seconds=np.tile(sent, (units - 1, 1)),
+        )
+
+    def _stages(self, cuts: Sequence[CutStage]) -> tuple[MeshStage, ...]:
+        """The stages of an answer."""
+        units, stages = self._search.units, []
+        for number, cut in enumerate(cuts):
+            behind = min(len(cuts) - 1 - number, self.depths - 1)
+            way = self.ways[self.chosen[behind, cut.first, cut.last, cut.option]]
+            first, last = units[cut.first][0], units[cut.last][1]
+            memory = MemoryChoice(layers=math.ceil(way.share * (last - first)), zero_level=way.level)
+            stages.append(
+                MeshStage(first=first, last=last, mesh=self.meshes[cut.option], layout=way.layout, memory=memory)
+            )
+        return tuple(stages)
+
+
+def coarse(seconds: Floats) -> Floats:
+    """Seconds of transfers by sub-mesh with SENT values at most: the longest ones stay, all shorter ones are the shortest."""
+    kept = np.unique(seconds)[::-1]
+    if len(kept) <= SENT:
+        return seconds
+    return np.where(seconds >= kept[SENT - 2], seconds, kept[-1])
