@@ -44,6 +44,7 @@ from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.fitting import module_sets
 from moe_overlap.tuner.search.layer.candidates import PLAIN
+from moe_overlap.tuner.search.part_tables import PartTables
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
@@ -160,7 +161,7 @@ def search_plan(
         raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
     deadline = begun + settings.seconds
     if graphs == libraries.graphs:
-        _capture_ahead(task, job, layouts, libraries)
+        task = _captured_ahead(task, job, layouts, libraries)
     accepts = _accepted(task, settings.target, bare)
     said = _Said(task, bare, settings.target, cluster.gpus)
     admits = said.is_read if settings.target != "any" else lambda plan: True
@@ -177,7 +178,8 @@ def search_plan(
     staged: StageSearch | None = None
     if settings.target == "any":
         wide, wide_bounds = _task(job, cluster, space, graphs, options, settings.averages)
-        wide = dataclasses.replace(wide, modules=())  # Beyond what runs whole layers are recomputed.
+        # Beyond what runs whole layers are recomputed.
+        wide = dataclasses.replace(wide, modules=(), operators=task.operators)
         beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, settings.progress)
         found, staged = beyond.uniform, beyond.staged
     is_interrupted = found.is_interrupted or (staged is not None and staged.is_interrupted)
@@ -341,18 +343,22 @@ def _task(
     return task, bounds
 
 
-def _capture_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries) -> None:
-    """Have one process capture what nearly all layouts are put together from."""
+def _captured_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries) -> UniformTask:
+    """The task, for which one process has captured what nearly all layouts are put together from."""
     config = capturable(with_values(job.config, {"parallel.sequence_parallel": True}))
     first = {layout.ranks: layout for layout in layouts}
-    requests = []
+    requests, plain = [], {}
     for layout in first.values():
-        plan, model = task.templates(layout.tensor)
+        (plan, model), before = task.templates(layout.tensor), len(requests)
         for variant in variant_plans(task, uniform_plan(plan, model.num_layers, layout)):
             requests += [
                 request for of_stage in stage_requests(config, model, variant).values() for request in of_stage
             ]
+        (plain[layout.ranks], *_) = requests[before:]
     libraries.prepare(requests, all_layouts=False)
+    library = libraries.of(requests[0])
+    tables = PartTables(library, plain, layouts, job.plan.sequence_length)
+    return dataclasses.replace(task, operators=tables.of)
 
 
 def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:
