@@ -15,7 +15,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Literal, Unpack
 
@@ -36,6 +36,7 @@ from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Reco
 from moe_overlap.plan.serialize import content_sha256
 from moe_overlap.report.search import Finalist, PlanSearch
 from moe_overlap.report.tuning import Tuned
+from moe_overlap.sharded_search import Processes, job_sha256, search_shards
 from moe_overlap.tuner.capture.cache import PRECISIONS, CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
@@ -46,6 +47,7 @@ from moe_overlap.tuner.search.fitting import module_sets
 from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.search.part_tables import PartTables
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
+from moe_overlap.tuner.search.shards import Refused, Shard, share_of
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
     SEARCH_SPACES,
@@ -104,6 +106,7 @@ class SearchSettings:
         overlap_limits, solver_seconds: of the overlap search for the first few.
         has_baseline: whether the user's own layout is predicted as well.
         averages: whether the objective takes all micro-batches of a stage for their mean.
+        processes: that search uniform plans.
         progress: called with layouts done, layouts in all, and the best so far.
     """
 
@@ -114,6 +117,7 @@ class SearchSettings:
     solver_seconds: float = 2.0
     has_baseline: bool = True
     averages: bool = False
+    processes: Processes = Processes()
     progress: Callable[[int, int, RankedLayout | StagedPlan | None], None] = lambda done, total, best: None
 
 
@@ -131,6 +135,7 @@ def search_plan(
         libraries: captures that several searches share; default those of the cache.
     Raises:
         ConfigError: as `predict`; no layout divides the model, the batch and the GPUs; or no plan fits.
+        ShardsMissingError: with a shard, where answers of the others are not there yet.
     """
     begun = time.monotonic()
     require_equal_groups(cluster)
@@ -147,34 +152,22 @@ def search_plan(
     job = dataclasses.replace(job, flags=flags)
     space = _space(settings)
     task, bounds = _task(job, cluster, narrow_space(space), graphs, options, settings.averages)
-    run = Run(
-        gpus=cluster.gpus,
-        domain_gpus=max(cluster.group_of(0).domain_gpus, cluster.group_of(0).gpus_per_node),
-        sequence_length=job.plan.sequence_length,
-        global_batch_size=job.plan.global_batch_size,
-    )
-    layouts = [
-        layout for layout in uniform_layouts(job.model, run) if space.has(layout) and _has_dispatcher(job, layout)
-    ]
-    if not layouts:
-        rule = f"no layout of {cluster.gpus} GPUs divides the batch and the model"
-        raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
+    layouts = _layouts(job, cluster, space)
     deadline = begun + settings.seconds
     if graphs == libraries.graphs:
         task = _captured_ahead(task, job, layouts, libraries)
     accepts = _accepted(task, settings.target, bare)
     said = _Said(task, bare, settings.target, cluster.gpus)
     admits = said.is_read if settings.target != "any" else lambda plan: True
-    found = search_uniform(
-        layouts,
-        UniformCosts(task),
-        bounds,
-        accepts=accepts,
-        admits=admits,
-        keep=KEPT,
-        deadline=deadline,
-        progress=settings.progress,
-    )
+
+    def search(shard: Shard) -> tuple[UniformSearch, Refused]:
+        is_said = shard.index == 1 or settings.processes.shard is not None
+        progress = settings.progress if is_said else lambda done, total, best: None
+        own, costs = share_of(layouts, shard), UniformCosts(task)
+        return search_uniform(own, costs, bounds, accepts, admits, KEPT, deadline, progress=progress), said.refused
+
+    sha256 = partial(job_sha256, (bare, settings.target, settings.space, settings.averages), cluster, given_options)
+    found, said.refused = search_shards(search, settings.processes, sha256, KEPT)
     staged: StageSearch | None = None
     if settings.target == "any":
         wide, wide_bounds = _task(job, cluster, space, graphs, options, settings.averages)
@@ -284,6 +277,27 @@ def _space(settings: SearchSettings) -> SearchSpace:
         rule = "is not searched yet" if settings.space in NOT_YET else "is no search space"
         raise ConfigError("--search-space", settings.space, rule, f"use {', '.join((*SPACES, *BEYOND))}")
     return SEARCH_SPACES[settings.space]
+
+
+def _layouts(job: Job, cluster: Cluster, space: SearchSpace) -> list[UniformLayout]:
+    """The layouts of a space.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    run = Run(
+        gpus=cluster.gpus,
+        domain_gpus=max(cluster.group_of(0).domain_gpus, cluster.group_of(0).gpus_per_node),
+        sequence_length=job.plan.sequence_length,
+        global_batch_size=job.plan.global_batch_size,
+    )
+    layouts = [
+        layout for layout in uniform_layouts(job.model, run) if space.has(layout) and _has_dispatcher(job, layout)
+    ]
+    if not layouts:
+        rule = f"no layout of {cluster.gpus} GPUs divides the batch and the model"
+        raise ConfigError("--global-batch-size", run.global_batch_size, rule, "use a multiple of the number of GPUs")
+    return layouts
 
 
 def _has_dispatcher(job: Job, layout: UniformLayout) -> bool:

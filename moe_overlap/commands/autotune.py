@@ -49,10 +49,14 @@ from moe_overlap.report.search import detail_lines, search_json, search_lines
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
+from moe_overlap.sharded_search import Processes
 from moe_overlap.tuner.capture.cache import PRECISIONS
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
+from moe_overlap.tuner.search.shards import Shard, ShardsMissingError
 from moe_overlap.tuner.search.uniform import RankedLayout
 
+SHARDS = "shards"
+"""Folder of the answers of shards, in that of the output."""
 SOLVER_SECONDS = 5.0
 """Of each weight-gradient schedule."""
 
@@ -77,6 +81,8 @@ def _overlap(arguments: argparse.Namespace) -> int:
         ("search_space", "recompute"),
         ("train_tokens", None),
         ("no_imbalance", False),
+        ("jobs", 1),
+        ("shard", None),
     ):
         value, flag = getattr(arguments, option), f"--{option.replace('_', '-')}"
         if value != default:
@@ -109,6 +115,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--time-limit", limit, "must be greater than 0 seconds", "drop it to search all")
     _require_writable(Path(arguments.output))
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
+    shard = None if arguments.shard is None else Shard.parse(arguments.shard)
+    _require_one_search(arguments, shard)
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
         space=arguments.search_space,
@@ -116,6 +124,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         overlap_limits=_limits(arguments),
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
+        processes=Processes(jobs=arguments.jobs, shard=shard, folder=Path(arguments.output) / SHARDS),
         progress=Progress(sys.stderr),
     )
     given = _options(arguments)
@@ -124,7 +133,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         return tune_numbers(arguments, words, clusters, settings, given, train_tokens)
     if arguments.target == "both":
         return tune_both(arguments, words, clusters[0], settings, given, train_tokens)
-    search = search_plan(words, clusters[0], settings, **given)
+    try:
+        search = search_plan(words, clusters[0], settings, **given)
+    except ShardsMissingError as missing:
+        print(missing, file=sys.stderr)
+        return 0
     folder = Path(arguments.output)
     files = write_answer(folder, search, train_tokens)
     if arguments.json:
@@ -135,6 +148,19 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(f"\n{prediction_text(search.prediction, search.cluster)}")
         print("\n".join(detail_lines(search)))
     return 0
+
+
+def _require_one_search(arguments: argparse.Namespace, shard: Shard | None) -> None:
+    """Refuse numbers of processes that do not go with the rest of the command line."""
+    if arguments.jobs < 1:
+        raise ConfigError("--jobs", arguments.jobs, "must be at least 1", "write the number of cores")
+    if shard is None:
+        return
+    if arguments.jobs > 1:
+        raise ConfigError("--jobs", arguments.jobs, "a shard is one process", "start a shard for every core")
+    if arguments.target == "both" or "," in str(arguments.num_gpus or ""):
+        rule = "is a share of one search, and several were asked for"
+        raise ConfigError("--shard", shard.name, rule, "give one --target and one --num-gpus")
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -207,6 +233,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
     add_margin_argument(parser)
     parser.add_argument("--train-tokens", metavar="N", help="tokens of the whole training, as 300B")
+    parser.add_argument("--jobs", metavar="J", type=int, default=1, help="processes of this host that search")
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="search a share of the layouts, write the answer to DIR/shards, and once those of all N are there the plan",
+    )
     parser.add_argument("--verbose", action="store_true", help="every figure of the chosen plan")
     parser.add_argument("--overlap-max-partitions", metavar="N", type=int, default=8, help="most partitions of a range")
     parser.add_argument(
