@@ -37,7 +37,7 @@ from moe_overlap.tuner.cost.stage import (
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
-SHORT = 3
+SHORT = 4
 """Layers of a run that are played."""
 FEW = 1 << 12
 """Numbers that are compared faster than the sets of kinds among them are found."""
