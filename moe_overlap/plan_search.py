@@ -37,6 +37,7 @@ from moe_overlap.plan.serialize import content_sha256
 from moe_overlap.report.search import Finalist, PlanSearch
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.sharded_search import Processes, job_sha256, search_shards
+from moe_overlap.shards import Refused, Shard, share_of
 from moe_overlap.tuner.capture.cache import PRECISIONS, CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
@@ -47,7 +48,6 @@ from moe_overlap.tuner.search.fitting import module_sets
 from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.search.part_tables import PartTables
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
-from moe_overlap.tuner.search.shards import Refused, Shard, share_of
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
     SEARCH_SPACES,

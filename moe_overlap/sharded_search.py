@@ -13,7 +13,7 @@ from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.plan.serialize import as_values, content_sha256
-from moe_overlap.tuner.search.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
+from moe_overlap.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
 from moe_overlap.tuner.search.uniform import UniformSearch
 
 

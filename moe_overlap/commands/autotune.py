@@ -50,9 +50,9 @@ from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
 from moe_overlap.sharded_search import Processes
+from moe_overlap.shards import Shard, ShardsMissingError
 from moe_overlap.tuner.capture.cache import PRECISIONS
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
-from moe_overlap.tuner.search.shards import Shard, ShardsMissingError
 from moe_overlap.tuner.search.uniform import RankedLayout
 
 SHARDS = "shards"

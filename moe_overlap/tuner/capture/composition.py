@@ -234,12 +234,12 @@ class Composer:
             index: self._samples[index].sizes[key][size] for index in sharing if size in self._samples[index].sizes[key]
         }
         # Captures repeat few sizes, each as one object; hashing their numbers costs as much as the rest of a scaling.
-        key = (products, tuple((index, id(value)) for index, value in values.items()))
-        if key in self._known:
-            return self._known[key]
+        sizes = (products, tuple((index, id(value)) for index, value in values.items()))
+        if sizes in self._known:
+            return self._known[sizes]
         try:
-            self._known[key] = self._scalings.scaling(values, products)
-            return self._known[key]
+            self._known[sizes] = self._scalings.scaling(values, products)
+            return self._known[sizes]
         except UndeterminedError:
             wanted = block_class(block, layout, self._model)
             values = {
