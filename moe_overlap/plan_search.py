@@ -41,6 +41,7 @@ from moe_overlap.shards import Refused, Shard, share_of
 from moe_overlap.tuner.capture.cache import PRECISIONS, CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
+from moe_overlap.tuner.capture.request import Request
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
@@ -361,7 +362,8 @@ def _captured_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout
     """The task, for which one process has captured what nearly all layouts are put together from."""
     config = capturable(with_values(job.config, {"parallel.sequence_parallel": True}))
     first = {layout.ranks: layout for layout in layouts}
-    requests, plain = [], {}
+    requests: list[Request] = []
+    plain: dict[tuple[int, int, int, int], Request] = {}
     for layout in first.values():
         (plan, model), before = task.templates(layout.tensor), len(requests)
         for variant in variant_plans(task, uniform_plan(plan, model.num_layers, layout)):
