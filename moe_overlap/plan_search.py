@@ -15,7 +15,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Literal, Unpack
 
@@ -36,14 +36,18 @@ from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Reco
 from moe_overlap.plan.serialize import content_sha256
 from moe_overlap.report.search import Finalist, PlanSearch
 from moe_overlap.report.tuning import REPLACED, Tuned
+from moe_overlap.sharded_search import Processes, job_sha256, search_shards
+from moe_overlap.shards import Refused, Shard, share_of
 from moe_overlap.tuner.capture.cache import PRECISIONS, CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
+from moe_overlap.tuner.capture.request import Request
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.fitting import module_sets
 from moe_overlap.tuner.search.layer.candidates import PLAIN
+from moe_overlap.tuner.search.part_tables import PartTables
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.solution import Status
@@ -97,6 +101,7 @@ class SearchSettings:
         overlap_limits, solver_seconds: of the overlap search for the first few.
         has_baseline: whether the user's own layout is predicted as well.
         averages: whether the objective takes all micro-batches of a stage for their mean.
+        processes: that search uniform plans.
         progress: called with layouts done, layouts in all, and the best so far.
     """
 
@@ -107,6 +112,7 @@ class SearchSettings:
     solver_seconds: float = 2.0
     has_baseline: bool = True
     averages: bool = False
+    processes: Processes = Processes()
     progress: Callable[[int, int, RankedLayout | StagedPlan | MeshPlan | None], None] = lambda done, total, best: None
 
 
@@ -124,6 +130,7 @@ def search_plan(
         libraries: captures that several searches share; default those of the cache.
     Raises:
         ConfigError: as `predict`; no layout divides the model, the batch and the GPUs; or no plan fits.
+        ShardsMissingError: with a shard, where answers of the others are not there yet.
     """
     begun = time.monotonic()
     require_equal_groups(cluster)
@@ -147,26 +154,27 @@ def search_plan(
         global_batch_size=job.plan.global_batch_size,
     )
     layouts = _layouts(job, run, space)
+    layouts = _layouts(job, run, space)
     deadline = begun + settings.seconds
     if graphs == libraries.graphs:
-        _capture_ahead(task, job, layouts, libraries)
+        task = _captured_ahead(task, job, layouts, libraries)
     accepts = _accepted(task, settings.target, bare)
     said = _Said(task, bare, settings.target, cluster.gpus)
     admits = said.is_read if settings.target != "any" else lambda plan: True
-    found = search_uniform(
-        layouts,
-        UniformCosts(task),
-        bounds,
-        accepts=accepts,
-        admits=admits,
-        keep=KEPT,
-        deadline=deadline,
-        progress=settings.progress,
-    )
+
+    def search(shard: Shard) -> tuple[UniformSearch, Refused]:
+        is_said = shard.index == 1 or settings.processes.shard is not None
+        progress = settings.progress if is_said else lambda done, total, best: None
+        own, costs = share_of(layouts, shard), UniformCosts(task)
+        return search_uniform(own, costs, bounds, accepts, admits, KEPT, deadline, progress=progress), said.refused
+
+    sha256 = partial(job_sha256, (bare, settings.target, settings.space, settings.averages), cluster, given_options)
+    found, said.refused = search_shards(search, settings.processes, sha256, KEPT)
     staged: StageSearch | None = None
     if settings.target == "any":
         wide, wide_bounds = _task(job, cluster, space, graphs, options, settings.averages)
-        wide = dataclasses.replace(wide, modules=())  # Beyond what runs whole layers are recomputed.
+        # Beyond what runs whole layers are recomputed.
+        wide = dataclasses.replace(wide, modules=(), operators=task.operators)
         beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, settings.progress, run)
         found, staged = beyond.uniform, beyond.staged
     is_interrupted = found.is_interrupted or (staged is not None and staged.is_interrupted)
@@ -353,18 +361,23 @@ def _task(
     return task, bounds
 
 
-def _capture_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries) -> None:
-    """Have one process capture what nearly all layouts are put together from."""
+def _captured_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout], libraries: Libraries) -> UniformTask:
+    """The task, for which one process has captured what nearly all layouts are put together from."""
     config = capturable(with_values(job.config, {"parallel.sequence_parallel": True}))
     first = {layout.ranks: layout for layout in layouts}
-    requests = []
+    requests: list[Request] = []
+    plain: dict[tuple[int, int, int, int], Request] = {}
     for layout in first.values():
-        plan, model = task.templates(layout.tensor)
+        (plan, model), before = task.templates(layout.tensor), len(requests)
         for variant in variant_plans(task, uniform_plan(plan, model.num_layers, layout)):
             requests += [
                 request for of_stage in stage_requests(config, model, variant).values() for request in of_stage
             ]
+        (plain[layout.ranks], *_) = requests[before:]
     libraries.prepare(requests, all_layouts=False)
+    library = libraries.of(requests[0])
+    tables = PartTables(library, plain, layouts, job.plan.sequence_length)
+    return dataclasses.replace(task, operators=tables.of)
 
 
 def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:

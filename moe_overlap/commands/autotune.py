@@ -53,11 +53,15 @@ from moe_overlap.report.search import detail_lines, search_json, search_lines
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
+from moe_overlap.sharded_search import Processes
+from moe_overlap.shards import Shard, ShardsMissingError
 from moe_overlap.tuner.capture.cache import PRECISIONS
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.uniform import RankedLayout
 
+SHARDS = "shards"
+"""Folder of the answers of shards, in that of the output."""
 SOLVER_SECONDS = 5.0
 """Of each weight-gradient schedule."""
 
@@ -84,6 +88,8 @@ def _overlap(arguments: argparse.Namespace) -> int:
         ("search_space", "recompute"),
         ("train_tokens", None),
         ("no_imbalance", False),
+        ("jobs", 1),
+        ("shard", None),
     ):
         value, flag = getattr(arguments, option), f"--{option.replace('_', '-')}"
         if value != default:
@@ -117,6 +123,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     _require_writable(Path(arguments.output))
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
     progress = Progress(sys.stderr)
+    shard = None if arguments.shard is None else Shard.parse(arguments.shard)
+    _require_one_search(arguments, shard)
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
         space=arguments.search_space,
@@ -124,6 +132,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         overlap_limits=_limits(arguments),
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
+        processes=Processes(jobs=arguments.jobs, shard=shard, folder=Path(arguments.output) / SHARDS),
         progress=progress,
     )
     try:
@@ -146,7 +155,12 @@ def _searched(
         return tune_numbers(arguments, words, clusters, settings, given, train_tokens, ended)
     if arguments.target == "both":
         return tune_both(arguments, words, clusters[0], settings, given, train_tokens, ended)
-    search = search_plan(words, clusters[0], settings, **given)
+    try:
+        search = search_plan(words, clusters[0], settings, **given)
+    except ShardsMissingError as missing:
+        ended()
+        print(missing, file=sys.stderr)
+        return 0
     ended()
     folder = Path(arguments.output)
     files = write_answer(folder, search, train_tokens)
@@ -158,6 +172,19 @@ def _searched(
         print(f"\n{prediction_text(search.prediction, search.cluster)}")
         print("\n".join(detail_lines(search)))
     return 0
+
+
+def _require_one_search(arguments: argparse.Namespace, shard: Shard | None) -> None:
+    """Refuse numbers of processes that do not go with the rest of the command line."""
+    if arguments.jobs < 1:
+        raise ConfigError("--jobs", arguments.jobs, "must be at least 1", "write the number of cores")
+    if shard is None:
+        return
+    if arguments.jobs > 1:
+        raise ConfigError("--jobs", arguments.jobs, "a shard is one process", "start a shard for every core")
+    if arguments.target == "both" or "," in str(arguments.num_gpus or ""):
+        rule = "is a share of one search, and several were asked for"
+        raise ConfigError("--shard", shard.name, rule, "give one --target and one --num-gpus")
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -240,6 +267,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     search.add_argument(
         "--no-imbalance", action="store_true", help="search as if all micro-batches of a stage took their mean"
+    )
+    search.add_argument("--jobs", metavar="J", type=int, default=1, help="processes of this host that search")
+    search.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="search a share of the layouts, write the answer to DIR/shards, and once those of all N are there the plan",
     )
     search.add_argument(
         "--time-limit",

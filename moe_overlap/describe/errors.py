@@ -27,6 +27,10 @@ class ConfigError(Exception):
         head = f"{subject} {value}" if value != "" else subject
         super().__init__(" ".join(f"{head}: {rule}; {fix}".split()))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+        # Processes of a search hand it on: an exception is otherwise made again from its message alone.
+        return type(self), (self.subject, self.value, self.rule, self.fix)
+
 
 def require(holds: object, flag: str, value: object, rule: str, fix: str) -> None:
     """Raise the error a user reads, unless the rule holds."""

@@ -11,6 +11,7 @@ flag that no release knows stays there, too.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -239,6 +240,7 @@ def effect_of(flag: str) -> str:
     return next((effect.change for effect in EFFECTS if _fits(flag, effect.patterns)), "")
 
 
+@functools.cache
 def _left_out(name: str, values: tuple[str, ...]) -> bool:
     """Whether a flag that training refuses is priced, not modelled, or without cost, so that the parser must not see it."""
     if name in AFTER_THE_TABLE:

@@ -20,6 +20,7 @@ from moe_overlap.tuner.capture.blocks import (
     Size,
     arranged,
     block_class,
+    block_of,
     has_vocabulary,
     named,
     numbered,
@@ -131,6 +132,8 @@ class Composer:
             for key, part in sample.parts.items():
                 self._blocks.setdefault(key, {}).update((block, None) for _, block in part.runs)
         self._scalings = Samples([sample.degrees for sample in samples])
+        # Keys name sizes by identity: the samples hold them.
+        self._known: dict[tuple[object, ...], Scaling] = {}
         self._composites: dict[tuple[PartKey, Classes, bool], Composite | NotComposableError | UndeterminedError] = {}
         self.kinds = tuple(kinds)
         self.mixed = tuple(kind for kind in kinds if self._is_mixed((kind, False)) or self._is_mixed((kind, True)))
@@ -206,19 +209,37 @@ class Composer:
             of_block[block] = of_class[0]
         backbone = of_block[ROUTED] if ROUTED in of_block else next(iter(of_block.values()))
         whole = arranged(backbone, of_block)
-        return Composite(whole, {size: self._scaling(key, size, whole, layout) for size, _ in whole.sizes()})
+        blocks = {named_op.name: block_of(named_op.op) for named_op in whole.ops}
+        homes = {size: blocks.get(size[0]) or whole.home(size[0]) for size, _ in whole.sizes()}
+        sharing = {
+            block: [
+                index
+                for index, sample in enumerate(self._samples)
+                if key in sample.sizes and shares_sizes(block, layout, sample.layout, self._model)
+            ]
+            for block in set(homes.values())
+        }
+        return Composite(
+            whole, {size: self._scaling(key, size, block, sharing[block], layout) for size, block in homes.items()}
+        )
 
-    def _scaling(self, key: PartKey, size: Size, whole: NamedPart, layout: Layout) -> Scaling:
-        """The scaling of a size: over all samples that have it, else over those whose block is of the same class."""
-        block = whole.home(size[0])
+    def _scaling(self, key: PartKey, size: Size, block: str, sharing: Sequence[int], layout: Layout) -> Scaling:
+        """The scaling of a size: over all samples that have it, else over those whose block is of the same class.
+
+        Args:
+            sharing: the samples whose sizes of the block may follow the same sum.
+        """
         products = routed_products(self._of_copies) if block == ROUTED else dense_products(has_vocabulary(block))
         values = {
-            index: sample.sizes[key][size]
-            for index, sample in enumerate(self._samples)
-            if size in sample.sizes.get(key, {}) and shares_sizes(block, layout, sample.layout, self._model)
+            index: self._samples[index].sizes[key][size] for index in sharing if size in self._samples[index].sizes[key]
         }
+        # Captures repeat few sizes, each as one object; hashing their numbers costs as much as the rest of a scaling.
+        sizes = (products, tuple((index, id(value)) for index, value in values.items()))
+        if sizes in self._known:
+            return self._known[sizes]
         try:
-            return self._scalings.scaling(values, products)
+            self._known[sizes] = self._scalings.scaling(values, products)
+            return self._known[sizes]
         except UndeterminedError:
             wanted = block_class(block, layout, self._model)
             values = {

@@ -155,20 +155,24 @@ def _in_order(requests: Iterable[Request]) -> Iterator[tuple[Request, bool]]:
     left = {(request.layout, request.model.vocab_size): request for request in requests}
     ends = _ends(left.values())
     sights = {key: _sights(request) | (_numbers(request) & ends) for key, request in left.items()}
+    ranks = {key: _ranks(key[0]) for key in left}
     shown: Counter[object] = Counter()
+    unshown = set().union(*sights.values())
 
     def worth(key: tuple[Layout, int]) -> tuple[int, int, int, int]:
         """New sights, those seen once, numbers of ranks that are not shown yet, and many ranks: sizes differ most there."""
         times = [shown[sight] for sight in sights[key]]
-        unseen = sum(not shown[pair] for pair in _ranks(key[0]))
-        return times.count(0), times.count(1), unseen, sum(number for _, number in _ranks(key[0]))
+        unseen = sum(not shown[pair] for pair in ranks[key])
+        return times.count(0), times.count(1), unseen, sum(number for _, number in ranks[key])
 
-    while left:
+    while unshown:
         key = max(left, key=worth)
-        is_new = not all(shown[sight] for sight in sights[key])
-        yield left.pop(key), is_new
-        if is_new:
-            shown.update({*sights[key], *_ranks(key[0])})
+        yield left.pop(key), True
+        shown.update({*sights[key], *ranks[key]})
+        unshown -= sights[key]
+    # Nothing is new any more, so no worth changes: the rest is in order at once.
+    for key in sorted(left, key=worth, reverse=True):
+        yield left[key], False
 
 
 End = tuple[object, str, int]
@@ -204,8 +208,12 @@ def _ranks(layout: Layout) -> tuple[tuple[str, int], ...]:
 
 def library_key(request: Request) -> str:
     """The same for requests that one library answers."""
+    return _without_layout(request).sha256()
+
+
+def _without_layout(request: Request) -> Request:
     layout = Layout(precision=request.layout.precision)
-    return dataclasses.replace(request, layout=layout, model=dataclasses.replace(request.model, vocab_size=0)).sha256()
+    return dataclasses.replace(request, layout=layout, model=dataclasses.replace(request.model, vocab_size=0))
 
 
 class Libraries:
@@ -218,10 +226,11 @@ class Libraries:
     def __init__(self, files: CaptureFiles) -> None:
         self._files = files
         self._libraries: dict[str, BlockLibrary] = {}
+        self._keys: dict[Request, str] = {}
 
     def of(self, request: Request) -> BlockLibrary:
         """The library that answers a request."""
-        return self._libraries.setdefault(library_key(request), BlockLibrary(self._capture))
+        return self._libraries.setdefault(self._key(request), BlockLibrary(self._capture))
 
     def prepare(self, requests: Sequence[Request], all_layouts: bool = True) -> None:
         """Capture what these requests need.
@@ -231,13 +240,14 @@ class Libraries:
         """
         groups: dict[str, list[Request]] = {}
         for request in requests:
-            groups.setdefault(library_key(request), []).append(request)
+            groups.setdefault(self._key(request), []).append(request)
         # What is captured in any case is captured by one process: starting one takes longer than a capture.
         certain = [request for of_one in groups.values() for request, is_new in _in_order(of_one) if is_new]
         self._files.captures(certain)
+        wanted = set(map(id, certain))
         for members in groups.values():
             library = self.of(members[0])
-            library.prepare([one for one in members if one in certain])
+            library.prepare([one for one in members if id(one) in wanted])
             if all_layouts:
                 self._files.captures([one for one in members if library.must_capture(one)])
                 library.prepare(members)
@@ -258,6 +268,13 @@ class Libraries:
             index: joined([models[request.layout, request.variant] for request in of_stage], model)
             for index, of_stage in requests.items()
         }
+
+    def _key(self, request: Request) -> str:
+        """The key of a request's library; a hash of all flags is computed once for requests that differ in their layouts."""
+        bare = _without_layout(request)
+        if bare not in self._keys:
+            self._keys[bare] = bare.sha256()
+        return self._keys[bare]
 
     def _capture(self, request: Request) -> CapturedModel:
         (captured,) = self._files.captures([request])

@@ -39,6 +39,8 @@ Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
 SHORT = 4
 """Layers of a run that are played."""
+FEW = 1 << 12
+"""Numbers that are compared faster than the sets of kinds among them are found."""
 BLOCK = 1 << 16
 """Stages worked on at a time, few enough to stay in the cache."""
 
@@ -318,6 +320,9 @@ def _largest(per_layer: Floats, present: NDArray[np.bool_]) -> Floats:
 
     Stages that hold the same kinds have the same maximum, and there are few such sets: one pass over each in place of [K, N, M].
     """
+    if present.shape[1] * per_layer.size <= FEW:
+        largest: Floats = np.where(present[:, None, :], per_layer[:, :, None], 0.0).max(axis=0, initial=0.0)
+        return largest
     sets, which = np.unique(present, axis=1, return_inverse=True)
     most = np.stack([per_layer[members].max(axis=0, initial=0.0) for members in sets.T], axis=1)
     return most[:, which]

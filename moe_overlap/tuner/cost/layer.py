@@ -125,8 +125,10 @@ def part_cost(table: OpTable, setting: Setting) -> PartCost:
     """Seconds of a part."""
     seconds, origins = kernel_seconds(table, setting)
     provenance = {"measured": 0.0, "interpolated": 0.0, "roofline": 0.0}
-    for origin in provenance:
+    for origin in provenance if setting.lookup is not None else ():
         provenance[origin] = float(seconds[np.array([o == origin for o in origins], dtype=np.bool_)].sum())
+    if setting.lookup is None:
+        provenance["roofline"] = float(seconds.sum())
     forward, backward = (_pass_cost(table, setting, seconds, is_backward) for is_backward in (False, True))
     return PartCost(forward=forward, backward=backward, provenance=provenance)
 

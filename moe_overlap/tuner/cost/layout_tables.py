@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from moe_overlap.tuner.capture.library import BlockLibrary
 from moe_overlap.tuner.capture.request import Request
 from moe_overlap.tuner.capture.scaling import Degrees, ScalingMatrix, UndeterminedError
 from moe_overlap.tuner.cost.memory import lifetimes
-from moe_overlap.tuner.cost.operators import OpTable, tabulate
+from moe_overlap.tuner.cost.operators import OpTable, resized, tabulate
 
 Floats = NDArray[np.float64]
 
@@ -65,23 +66,32 @@ class LayoutTables:
         self._library = library
         self._groups: dict[int, _Group] = {}
 
+    def operators(self, kind: str, requests: Sequence[Request], b: int, s: int) -> list[OpTable | None]:
+        """The operators of a kind of part under many layouts, as `tabulate` has them but for rounding, without their graphs.
+
+        Returns:
+            [layouts] A table each; those of equal sizes share one. None where captured blocks do not tell.
+        """
+        tables: list[OpTable | None] = [None] * len(requests)
+        members, _ = self._grouped(kind, requests, b)
+        for key, places in members.items():
+            group = self._groups[key]
+            found: Sequence[OpTable | None]
+            try:
+                found = group.operators([requests[place] for place in places], b, s)
+            except UndeterminedError:
+                found = [group.determined(requests[place], b, s) for place in places]
+            for place, table in zip(places, found, strict=True):
+                tables[place] = table
+        return tables
+
     def tables(self, kind: str, requests: Sequence[Request], b: int, s: int) -> tuple[LayoutTable, ...]:
         """A kind of part under many layouts.
 
         Raises:
             CaptureError: a layout must be captured and cannot be.
         """
-        members: dict[int, list[int]] = {}
-        alone: list[int] = []
-        for place, request in enumerate(requests):
-            composite = self._library.graph_of(kind, request, b)
-            if composite is None:
-                alone.append(place)
-                continue
-            if id(composite) not in self._groups:
-                # The group holds the composite, so no other gets its identity.
-                self._groups[id(composite)] = _Group(composite, request)
-            members.setdefault(id(composite), []).append(place)
+        members, alone = self._grouped(kind, requests, b)
         tables = []
         for key, places in members.items():
             try:
@@ -91,6 +101,25 @@ class LayoutTables:
         for place in alone:
             tables.append(_alone(self._library.model(requests[place]).part(kind, samples=b), place, b, s))
         return tuple(tables)
+
+    def _grouped(self, kind: str, requests: Sequence[Request], b: int) -> tuple[dict[int, list[int]], list[int]]:
+        """The places of requests by their group, and of those that have none."""
+        members: dict[int, list[int]] = {}
+        alone: list[int] = []
+        for place, request in enumerate(requests):
+            composite = self._library.graph_of(kind, request, b)
+            if composite is None:
+                alone.append(place)
+                continue
+            if id(composite) not in self._groups:
+                try:
+                    # The group holds the composite, so no other gets its identity.
+                    self._groups[id(composite)] = _Group(composite, request)
+                except UndeterminedError:
+                    alone.append(place)
+                    continue
+            members.setdefault(id(composite), []).append(place)
+        return members, alone
 
 
 class _Group:
@@ -118,6 +147,58 @@ class _Group:
         self._kept = [self._rows[names[index], "bytes", 0] for index in part.saved]
         self._names = [named_op.name for named_op in whole.ops]
         self._first: dict[tuple[int, int], OpTable] = {}
+        self._resized: dict[tuple[int, int, bytes], OpTable] = {}
+
+    def operators(self, requests: Sequence[Request], b: int, s: int) -> list[OpTable]:
+        """The operators under some layouts.
+
+        Raises:
+            UndeterminedError: as `table`.
+        """
+        values = self._matrix.values([_degrees(request) for request in requests], b, s)[self._operator_rows]
+        tables = []
+        for sizes in np.ascontiguousarray(values.T):
+            key = (b, s, sizes.tobytes())
+            if key not in self._resized:
+                self._resized[key] = self._of_sizes(self._like(b, s), sizes.tolist())
+            tables.append(self._resized[key])
+        return tables
+
+    def determined(self, request: Request, b: int, s: int) -> OpTable | None:
+        """The operators under one layout; None where captured values do not decide them."""
+        try:
+            return self.operators([request], b, s)[0]
+        except UndeterminedError:
+            return None
+
+    @cached_property
+    def _operator_rows(self) -> list[int]:
+        """Rows of the sizes of all operators: of each its bytes, the payload of a collective, and its shape."""
+        rows = []
+        for name, op in zip(self._names, self._part.ops, strict=True):
+            rows.append(self._rows[name, "bytes", 0])
+            rows += [self._rows[name, "payload", 0]] if op.collective is not None else []
+            rows += [self._rows[name, "shape", axis] for axis in range(len(op.shape))]
+        return rows
+
+    def _like(self, b: int, s: int) -> OpTable:
+        if (b, s) not in self._first:
+            self._first[b, s] = tabulate(self._part, b, s)
+        return self._first[b, s]
+
+    def _of_sizes(self, like: OpTable, sizes: Sequence[float]) -> OpTable:
+        """The table with the sizes of `_operator_rows`."""
+        left = iter(sizes)
+        moved, payloads, flops = [], [], []
+        shapes: list[tuple[float, ...]] = []
+        for op in self._part.ops:
+            moved.append(next(left))
+            if op.collective is not None:
+                payloads.append(next(left))
+                moved[-1] += payloads[-1]
+            shapes.append(tuple(next(left) for _ in op.shape))
+            flops.append(float(_flops(op, np.array(shapes[-1])[:, None], 1)[0]) if op.flops.terms else 0.0)
+        return resized(like, tuple(shapes), np.array(flops), np.array(moved), payloads)
 
     def table(self, requests: Sequence[Request], places: Sequence[int], b: int, s: int) -> LayoutTable:
         """The table of some layouts.
@@ -126,8 +207,7 @@ class _Group:
             UndeterminedError: captured values do not decide one of them.
         """
         values, rows, part = self._matrix.values([_degrees(r) for r in requests], b, s), self._rows, self._part
-        if (b, s) not in self._first:
-            self._first[b, s] = tabulate(part, b, s)
+        like = self._like(b, s)
         moved, shapes, payloads = [], [], []
         for name, op in zip(self._names, part.ops, strict=True):
             shapes.append(values[[rows[name, "shape", axis] for axis in range(len(op.shape))]])
@@ -139,7 +219,7 @@ class _Group:
         dense, of_experts = self._parameters(requests, values)
         return LayoutTable(
             places=tuple(places),
-            like=self._first[b, s],
+            like=like,
             flops=np.array([_flops(op, shape, len(requests)) for op, shape in zip(part.ops, shapes, strict=True)]),
             bytes=np.array(moved),
             shapes=tuple(shapes),

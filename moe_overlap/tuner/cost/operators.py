@@ -7,9 +7,9 @@ slower per operation than large ones. Everything else takes its bytes. Every ker
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from moe_overlap.tuner.cost.hardware import Features, GpuConstants
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Shapes = tuple[tuple[float, ...], ...]
+"""Sizes along every axis, for each operator."""
 Provenance = Literal["measured", "interpolated", "roofline"]
 Lookup = Callable[[Op, tuple[float, ...], float], tuple[float, Provenance] | None]
 """The measured database (tuner/profile/lookup.py): an operator, its numeric shape and bytes -> seconds and where they come
@@ -87,7 +89,7 @@ class OpTable:
     """Pairs of query and key of an attention kernel, all heads; 0 elsewhere."""
     softmax: Floats
     """Work of an attention kernel over that of heads of the usual width with as many products; 1 elsewhere."""
-    shapes: tuple[tuple[float, ...], ...]
+    shapes: Shapes
     backward: Bools
     weight_gradient: Bools
     loaded: Bools
@@ -121,24 +123,44 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
         classes=classes,
         flops=values[: len(ops)],
         bytes=values[len(ops) :],
-        operand=np.array([_first_operand(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
-        scores=np.array([_scores(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
-        softmax=np.array([_softmax(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
-        shapes=shapes,
         backward=np.array([op.phase == "backward" for op in ops], dtype=np.bool_),
         weight_gradient=np.array([op.is_weight_gradient for op in ops], dtype=np.bool_),
         loaded=np.array([op.scales_with_load for op in ops], dtype=np.bool_),
-        launches=np.array([_launches(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
-        wave_flops=np.array([_wave_flops(op, shape) for op, shape in zip(ops, shapes, strict=True)]),
-        logits=sum(
-            shape[0] * shape[1]
-            for op, shape in zip(ops, shapes, strict=True)
-            if op.operator == HEAD_LOSS and op.cost_class == "gemm" and op.phase == "forward"
-        ),
         called=np.array([_call(op) for op in ops], dtype=np.int64),
         quantizable=products & np.array([op.operator not in FULL_PRECISION_OPERATORS for op in ops], dtype=np.bool_),
         collectives=tuple((i, c, float(payload)) for (i, c), payload in zip(payloads, moved, strict=False)),
+        **_of_shapes(ops, shapes),
     )
+
+
+def resized(table: OpTable, shapes: Shapes, flops: Floats, moved: Floats, payloads: Sequence[float]) -> OpTable:
+    """The same operators with other sizes; the part of the table stays the one that it was made of.
+
+    Args:
+        shapes, flops, moved: of every operator; `moved` are bytes.
+        payloads: bytes of every collective, in order.
+    """
+    collectives = tuple((i, c, payload) for (i, c, _), payload in zip(table.collectives, payloads, strict=True))
+    sizes = _of_shapes(table.ops, shapes)
+    return replace(table, flops=flops, bytes=moved, collectives=collectives, **sizes)
+
+
+def _of_shapes(ops: Sequence[Op], shapes: Shapes) -> dict[str, Any]:
+    """The columns of a table that follow from the operators' shapes."""
+    pairs = list(zip(ops, shapes, strict=True))
+    return {
+        "shapes": shapes,
+        "operand": np.array([_first_operand(op, shape) for op, shape in pairs]),
+        "scores": np.array([_scores(op, shape) for op, shape in pairs]),
+        "softmax": np.array([_softmax(op, shape) for op, shape in pairs]),
+        "launches": np.array([_launches(op, shape) for op, shape in pairs]),
+        "wave_flops": np.array([_wave_flops(op, shape) for op, shape in pairs]),
+        "logits": sum(
+            shape[0] * shape[1]
+            for op, shape in pairs
+            if op.operator == HEAD_LOSS and op.cost_class == "gemm" and op.phase == "forward"
+        ),
+    }
 
 
 def device_seconds(
@@ -229,7 +251,7 @@ def low_precision_rate(gpu: Gpu, precision: str, constants: GpuConstants) -> flo
     return gpu.bf16_tflops * 1e12 * constants.gemm
 
 
-def _shapes(ops: Sequence[Op], b: int, s: int) -> tuple[tuple[float, ...], ...]:
+def _shapes(ops: Sequence[Op], b: int, s: int) -> Shapes:
     flat = [size for op in ops for size in op.shape]
     values = iter(evaluate(flat, b, s).tolist() if flat else [])
     return tuple(tuple(next(values) for _ in op.shape) for op in ops)

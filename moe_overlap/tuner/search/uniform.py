@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,6 +46,16 @@ class RankedLayout:
     def name(self) -> str:
         """Degrees, then decisions about memory."""
         return ", ".join(filter(None, (self.layout.name, self.memory.name)))
+
+    @property
+    def order(self) -> tuple[float, float, UniformLayout, str]:
+        """The order of plans: of equal steps the one that needs less memory comes first, and no two plans are equal."""
+        return self.seconds, self.needed_bytes, self.layout, self.memory.name
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """The ranks and stages of which one plan is ranked."""
+        return self.layout.ranks, self.layout.pipeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,17 +181,10 @@ def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSea
     Args:
         wide: over some of the layouts; it knew the fastest plan of the narrow one, and looked for faster ones alone.
     """
-    kept: dict[object, RankedLayout] = {}
-    for plan in sorted((*narrow.ranked, *wide.ranked), key=lambda plan: (plan.seconds, plan.needed_bytes)):
-        kept.setdefault((plan.layout.ranks, plan.layout.pipeline), plan)
-    ranked = tuple(list(kept.values())[:keep])
+    ranked = tuple(ranked_first([*narrow.ranked, *wide.ranked])[:keep])
     best = ranked[0] if ranked else None
     objective = math.inf if best is None else best.seconds
     status = wide.solution.status
-    frontier: list[RankedLayout] = []
-    for plan in sorted((*narrow.frontier, *wide.frontier), key=lambda plan: (plan.seconds, plan.needed_bytes)):
-        if not frontier or plan.needed_bytes < frontier[-1].needed_bytes:
-            frontier.append(plan)
     smallest = [plan for plan in (narrow.smallest, wide.smallest) if plan is not None]
     counts = narrow.counts
     return UniformSearch(
@@ -194,12 +197,29 @@ def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSea
         ),
         ranked=ranked,
         smallest=min(smallest, key=lambda plan: plan.needed_bytes, default=None),
-        frontier=tuple(frontier),
+        frontier=least_of_both((*narrow.frontier, *wide.frontier)),
         counts=replace(
             counts, evaluated=max(counts.evaluated, wide.counts.evaluated), stages=counts.stages + wide.counts.stages
         ),
         is_interrupted=narrow.is_interrupted or wide.is_interrupted,
     )
+
+
+def ranked_first(plans: Iterable[RankedLayout]) -> list[RankedLayout]:
+    """The best plan of every shape, best first."""
+    best: dict[object, RankedLayout] = {}
+    for plan in sorted(plans, key=lambda plan: plan.order):
+        best.setdefault(plan.shape, plan)
+    return list(best.values())
+
+
+def least_of_both(plans: Iterable[RankedLayout]) -> tuple[RankedLayout, ...]:
+    """The plans that no other beats in both seconds and bytes, fastest first."""
+    frontier: list[RankedLayout] = []
+    for plan in sorted(plans, key=lambda plan: plan.order):
+        if not frontier or plan.needed_bytes < frontier[-1].needed_bytes:
+            frontier.append(plan)
+    return tuple(frontier)
 
 
 class _Kept:
@@ -221,7 +241,7 @@ class _Kept:
     @property
     def ranked(self) -> tuple[RankedLayout, ...]:
         """From the fastest on; of equal steps the one that needs less memory first."""
-        return tuple(sorted(self._best.values(), key=lambda plan: (plan.seconds, plan.needed_bytes, plan.layout)))
+        return tuple(sorted(self._best.values(), key=lambda plan: plan.order))
 
     @property
     def best(self) -> RankedLayout | None:
@@ -231,11 +251,7 @@ class _Kept:
     @property
     def frontier(self) -> tuple[RankedLayout, ...]:
         """Of all evaluated plans those that no other beats in both seconds and bytes."""
-        frontier: list[RankedLayout] = []
-        for plan in sorted(self._points, key=lambda plan: (plan.seconds, plan.needed_bytes)):
-            if not frontier or plan.needed_bytes < frontier[-1].needed_bytes:
-                frontier.append(plan)
-        return tuple(frontier)
+        return least_of_both(self._points)
 
     def add(self, evaluated: Evaluated, accepts: Accepts) -> bool:
         """Keep what is worth it of a layout.
@@ -272,13 +288,16 @@ class _Kept:
 
     def _is_worth(self, plan: RankedLayout) -> bool:
         """Whether a plan is faster than what it would take the place of."""
-        key = plan.layout.ranks, plan.layout.pipeline
-        return plan.seconds < min(self.bar, self._best[key].seconds if key in self._best else math.inf)
+        if plan.seconds >= self._known:
+            return False
+        if plan.shape in self._best:
+            return plan.order < self._best[plan.shape].order
+        return len(self._best) < self._keep or plan.order < max(kept.order for kept in self._best.values())
 
     def _keep_fastest(self, plan: RankedLayout) -> None:
         if not self._is_worth(plan) or not self._admits(plan):
             return
-        self._best[plan.layout.ranks, plan.layout.pipeline] = plan
+        self._best[plan.shape] = plan
         if len(self._best) > self._keep:
-            slowest = max(self._best, key=lambda key: self._best[key].seconds)
+            slowest = max(self._best, key=lambda shape: self._best[shape].order)
             del self._best[slowest]

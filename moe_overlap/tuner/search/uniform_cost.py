@@ -47,6 +47,8 @@ from moe_overlap.tuner.cost.stage import Strategy
 from moe_overlap.tuner.search.space import MemoryChoice, SearchSpace, UniformLayout, recompute_of, uniform_plan
 
 Floats = NDArray[np.float64]
+ROUNDED = 1.0 - 1e-9
+"""Factor of a bound whose sizes are computed in another order than those of the plan, which rounding must not put above it."""
 SHARES = (0.0, 0.5, 1.0)
 """Shares of a state that may wait in host memory."""
 
@@ -64,6 +66,7 @@ class UniformTask:
         load: expert ranks -> rows of the busiest of them over the mean.
         averages: whether the objective takes all micro-batches of a stage for their mean, as tuners do that tell none from
             another; what it decides is then predicted as everything is.
+        operators: a layout -> its model's parts without recomputation, as `PartTables.of`; default none, and graphs are asked.
     """
 
     templates: Callable[[int], tuple[Plan, ModelDescription]]
@@ -74,6 +77,7 @@ class UniformTask:
     modules: tuple[tuple[str, ...], ...] = ()
     load: Callable[[int], float] = lambda expert: 1.0
     averages: bool = False
+    operators: Callable[[UniformLayout], Sequence[tuple[OpTable, int]] | None] = lambda layout: None
 
     def machine_of(self, layout: UniformLayout) -> Machine:
         """The machine with the load of a layout's busiest expert rank."""
@@ -103,8 +107,9 @@ class UniformCosts:
         self.strategies: list[tuple[int, Offload]] = list(_strategies(task.space))
         """[N] ZeRO levels with shares on the host."""
         self._graphs: dict[tuple[tuple[int, ...], tuple[MemoryChoice, ...]], CapturedModel] = {}
-        self._tables: dict[tuple[int, int, int], tuple[OpTable, PartBytes]] = {}
-        self._costs: dict[tuple[int, ...], PartCost] = {}
+        self._tables: dict[tuple[int, int], OpTable] = {}
+        self._sizes: dict[tuple[int, int, int], PartBytes] = {}
+        self._costs: dict[tuple[object, ...], PartCost] = {}
         self._through: dict[tuple[object, ...], float] = {}
         self._prices: dict[tuple[object, ...], _Prices] = {}
 
@@ -129,10 +134,13 @@ class UniformCosts:
     def _through_seconds(self, layout: UniformLayout, template: Plan, model: ModelDescription) -> float:
         """Seconds of a micro-batch through all parts, of which nothing is recomputed."""
         plan = uniform_plan(template, model.num_layers, layout)
-        graph, setting = self._graph(layout, plan, model, [MemoryChoice()]), self._setting(layout, plan, model)
-        kinds = Counter(("embedding", "head", *graph.layer_kinds, *graph.mtp_kinds))
-        parts = [(graph.part(kind, samples=layout.micro_batch), count) for kind, count in kinds.items()]
-        return sum(count * self._cost(part, layout, plan, setting).seconds for part, count in parts)
+        setting, tables = self._setting(layout, plan, model), self.task.operators(layout)
+        if tables is None:
+            graph = self._graph(layout, plan, model, [MemoryChoice()])
+            kinds = Counter(("embedding", "head", *graph.layer_kinds, *graph.mtp_kinds))
+            parts = [(graph.part(kind, samples=layout.micro_batch), count) for kind, count in kinds.items()]
+            tables = [(self._table(part, layout, plan), count) for part, count in parts]
+        return ROUNDED * sum(count * self._cost(table, layout, setting).seconds for table, count in tables)
 
     def evaluate(self, layout: UniformLayout, of_modules: bool = False) -> Evaluated:
         """Steps and bytes of a layout under every decision about memory.
@@ -252,11 +260,12 @@ class UniformCosts:
             setting = self._setting(layout, plan, model)
             named = list(_parts_of(graph, plan, self.task, layout.micro_batch))
             parts = [part for _, part in named]
-            tables, sizes = zip(*(self._table(part, layout, plan) for part in parts), strict=True)
+            tables = [self._table(part, layout, plan) for part in parts]
+            sizes = [self._bytes(part, layout, plan) for part in parts]
             family = _family_of(plan, model, tables, sizes)
             evaluator = evaluator_of(
                 family,
-                [self._cost(part, layout, plan, setting) for part in parts],
+                [self._cost(table, layout, setting) for table in tables],
                 *setting,
                 self.task.machine_of(layout),
                 _strategy(plan.stages[0], self.strategies),
@@ -285,22 +294,32 @@ class UniformCosts:
             self._graphs[key] = replace(captured[0], parts=tuple(parts.values()))
         return self._graphs[key]
 
-    def _cost(self, part: Part, layout: UniformLayout, plan: Plan, setting: tuple[Setting, Interference]) -> PartCost:
+    def _cost(self, table: OpTable, layout: UniformLayout, setting: tuple[Setting, Interference]) -> PartCost:
         """Seconds of a part; ranks that share states count by the links they use, as these run beside computation."""
-        replicas = setting[0].groups["dp_cp"]
-        key = (id(part), layout.micro_batch, layout.expert, replicas.nodes, min(replicas.per_node, replicas.size))
+        groups = setting[0].groups
+        axes = {collective.axis for _, collective, _ in table.collectives}
+        # What sends to nobody costs the same whatever ranks the other parts have.
+        sent = tuple((axis, groups[axis]) for axis in sorted(axes))
+        replicas = groups["dp_cp"]
+        key = (id(table), layout.expert, replicas.nodes, min(replicas.per_node, replicas.size), sent)
         if key not in self._costs:
-            self._costs[key] = cost_of(self._table(part, layout, plan)[0], setting[0])
+            self._costs[key] = cost_of(table, setting[0])
         return self._costs[key]
 
-    def _table(self, part: Part, layout: UniformLayout, plan: Plan) -> tuple[OpTable, PartBytes]:
-        key = (id(part), layout.micro_batch, layout.expert)
+    def _table(self, part: Part, layout: UniformLayout, plan: Plan) -> OpTable:
+        key = (id(part), layout.micro_batch)
         if key not in self._tables:
+            self._tables[key] = tabulate(part, layout.micro_batch, plan.sequence_length)
+        return self._tables[key]
+
+    def _bytes(self, part: Part, layout: UniformLayout, plan: Plan) -> PartBytes:
+        key = (id(part), layout.micro_batch, layout.expert)
+        if key not in self._sizes:
             samples, length, features = layout.micro_batch, plan.sequence_length, self.task.features
             captured, load = CAPTURED_BYTES.get(plan.precision, 2.0), self.task.load(layout.expert)
-            table = tabulate(part, samples, length)
-            self._tables[key] = table, part_bytes(table, samples, length, captured, features, load)
-        return self._tables[key]
+            table = self._table(part, layout, plan)
+            self._sizes[key] = part_bytes(table, samples, length, captured, features, load)
+        return self._sizes[key]
 
 
 def pipelined(through: float, layout: UniformLayout, micro_batches: int) -> float:

@@ -245,6 +245,7 @@ class _Alone:
         slowed: how what runs at the same time slows down.
         early: names of deferred weight gradients that are computed early because the bound on held bytes is reached.
         deferred: how many are deferred.
+        bytes: the bytes that overlap adds, computed when they are asked for: the order of plans needs seconds alone.
     """
 
     compressed: Compressed
@@ -256,7 +257,7 @@ class _Alone:
     inside: dict[str, float]
     transfer: float
     slowed: Interference
-    bytes: ListedBytes
+    bytes: Callable[[], ListedBytes]
     fragmentation: float
     early: tuple[str, ...]
     deferred: int
@@ -279,7 +280,11 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     # The analytic cost counts the bytes of a stage without overlap: only what this list adds to those may be added.
     bare = replace(stage, overlap=NO_OVERLAP)
     without = replace(plan, stages=(*plan.stages[:index], bare, *plan.stages[index + 1 :]))
-    plain = sample_blocks(without, index)
+
+    def added_bytes() -> ListedBytes:
+        plain = lower_rank(without, model, rank, saved, blocks=sample_blocks(without, index))
+        return listed_bytes(here, model, alone, plain, slowed)
+
     return _Alone(
         compressed=compressed,
         whole=whole,
@@ -290,7 +295,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
         inside=inside,
         transfer=here.transfer_seconds(),
         slowed=slowed,
-        bytes=listed_bytes(here, model, alone, lower_rank(without, model, rank, saved, blocks=plain), slowed),
+        bytes=added_bytes,
         fragmentation=listed.problem.machine.fragmentation,
         early=tuple(dict.fromkeys(i.name for i in early_gradients(here.made))),
         deferred=len({i.name for i in here.made if i.kind == "weight-gradient"}),
@@ -320,8 +325,9 @@ def _micro_batch(compressed: Compressed, plan: Plan, is_last: bool) -> list[Bloc
 
 def _stage(one: _Alone, closed: PredictedStage) -> PredictedStage:
     peaks = closed.peak_bytes_by_category
-    extra = round(one.bytes.extra)
-    reserved = round(one.fragmentation * one.bytes.extra)
+    added = one.bytes().extra
+    extra = round(added)
+    reserved = round(one.fragmentation * added)
     peaks = replace(peaks, temporaries=peaks.temporaries + extra, fragmentation=peaks.fragmentation + reserved)
     return replace(
         closed,

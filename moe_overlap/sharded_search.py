@@ -1,0 +1,79 @@
+"""The processes of a plan search: this one, several of this host (`--jobs`), or one for each shard on any host (`--shard`).
+
+Nothing of an answer depends on how many there are, but for the counts of layouts, the refusals and the frontier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_overlap import VERSION_LINE
+from moe_overlap.api import Options
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.plan.serialize import as_values, content_sha256
+from moe_overlap.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
+from moe_overlap.tuner.search.uniform import UniformSearch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processes:
+    """The processes that search.
+
+    Attributes:
+        jobs: of this host.
+        shard: the share of the layouts that this process searches; default all of them.
+        folder: of the answers of all shards.
+    """
+
+    jobs: int = 1
+    shard: Shard | None = None
+    folder: Path = Path()
+
+
+def search_shards(
+    search: Callable[[Shard], tuple[UniformSearch, Refused]],
+    processes: Processes,
+    job: Callable[[], str],
+    keep: int,
+) -> tuple[UniformSearch, Refused]:
+    """The search over all layouts.
+
+    Args:
+        search: over a share of them, with what rules refuse.
+        job: hash of everything that an answer depends on; asked for shards.
+        keep: layouts that are ranked.
+    Raises:
+        ShardsMissingError: answers of other shards are not there yet.
+        ConfigError: a file is of another search, or a process was killed.
+    """
+    if processes.shard is not None:
+        sha256, shard = job(), processes.shard
+        save_shard(processes.folder, shard, sha256, *search(shard))
+        answers = read_shards(processes.folder, shard.count, sha256)
+    else:
+        answers = in_processes(search, processes.jobs)
+    if len(answers) == 1:
+        return answers[0]
+    refused = dict.fromkeys(refusal for _, of_shard in answers for refusal in of_shard)
+    return merged([found for found, _ in answers], keep), list(refused)
+
+
+def job_sha256(asked: tuple[object, ...], cluster: Cluster, options: Options) -> str:
+    """Hash of what the answer of a shard depends on.
+
+    Args:
+        asked: flags and settings, as JSON values.
+    """
+    loads, constants = options.get("expert_load"), options.get("constants")
+    return content_sha256(
+        {
+            "release": VERSION_LINE,
+            "asked": asked,
+            "cluster": as_values(cluster),
+            "options": [options.get("precision"), options.get("software"), options.get("memory_margin")],
+            "expert load": None if loads is None else Path(loads).read_text(encoding="utf-8"),
+            "constants": None if constants is None else as_values(constants),
+        }
+    )

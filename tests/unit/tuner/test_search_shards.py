@@ -1,0 +1,179 @@
+"""Searches in several processes: the answer of any number of shards, in any order, from any process, is that of one search."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from moe_overlap.commands import autotune
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.sharded_search import Processes, job_sha256, search_shards
+from moe_overlap.shards import Shard, ShardsMissingError, in_processes, merged, share_of
+from moe_overlap.tuner.search.solution import Status
+from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
+from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.tuner.test_search_uniform import CASE, Case, case_of, least_memory, with_modules
+
+KEEP = 3
+TIGHT = with_modules(least_memory(case_of("--global-batch-size", "64", gpus=4), 0.055))
+"""Much does not fit, so modules are recomputed."""
+
+
+def search_of(case: Case, shard: Shard, keep: int = KEEP) -> UniformSearch:
+    return search_uniform(share_of(case.sound, shard), costs_of(case.task), lambda layout: case.bounds, keep=keep)
+
+
+COSTS: dict[int, UniformCosts] = {}
+"""Prices by the identity of a task: what is compared are searches."""
+
+
+def costs_of(task: UniformTask) -> UniformCosts:
+    return COSTS.setdefault(id(task), UniformCosts(task))
+
+
+def answer(search: UniformSearch) -> tuple[object, ...]:
+    solution = search.solution
+    return search.ranked, solution.value, solution.objective, solution.bound, solution.status
+
+
+@pytest.mark.parametrize("case", [CASE, TIGHT], ids=["roomy", "tight"])
+def test_any_number_of_shards_in_any_order_answers_as_one_search(case: Case) -> None:
+    whole, draw = search_of(case, Shard(1, 1)), random.Random(0)
+    assert len(whole.ranked) == KEEP
+    for count in (2, 3, 40):
+        shards = [search_of(case, Shard(index, count)) for index in range(1, count + 1)]
+        # One layout of each is not enough: shards keep what is among the best of all.
+        assert sum(bool(shard.ranked) for shard in shards) > 1
+        draw.shuffle(shards)
+        together = merged(shards, KEEP)
+        assert answer(together) == answer(whole)
+        assert together.counts.layouts == whole.counts.layouts
+        assert together.counts.evaluated >= whole.counts.evaluated
+
+
+def test_every_layout_is_in_one_shard() -> None:
+    shares = [share_of(CASE.layouts, Shard(index, 5)) for index in range(1, 6)]
+    assert sorted(layout for share in shares for layout in share) == sorted(CASE.layouts)
+    assert max(map(len, shares)) < len(CASE.layouts) / 2
+
+
+def test_processes_of_this_host_answer_as_one() -> None:
+    def run(shard: Shard) -> tuple[UniformSearch, list[tuple[str, str]]]:
+        return search_of(TIGHT, shard), [(f"plan of {shard.name}", "a rule")]
+
+    found, refused = search_shards(run, Processes(jobs=3), lambda: "", KEEP)
+    assert answer(found) == answer(search_of(TIGHT, Shard(1, 1)))
+    assert [name for name, _ in refused] == ["plan of 1/3", "plan of 2/3", "plan of 3/3"]
+
+
+def test_an_error_of_any_process_is_raised() -> None:
+    def run(shard: Shard) -> int:
+        if shard.index == 2:
+            raise ConfigError("the model", "", "cannot be captured", "report these flags")
+        return shard.index
+
+    with pytest.raises(ConfigError, match="cannot be captured"):
+        in_processes(run, 3)
+
+
+def test_shards_that_found_nothing() -> None:
+    case = least_memory(CASE, 0.02)
+    together = merged([search_of(case, Shard(index, 2)) for index in (1, 2)], KEEP)
+    assert together.solution.status is Status.INFEASIBLE and together.solution.bound == math.inf
+    assert together.smallest == search_of(case, Shard(1, 1)).smallest
+
+
+# Over hosts, through a folder
+
+
+def test_the_last_shard_answers_as_one_search(tmp_path: Path) -> None:
+    order = (3, 1, 2)
+
+    def settings(shard: Shard | None = None) -> SearchSettings:
+        return SearchSettings(target="megatron-lm", processes=Processes(shard=shard, folder=tmp_path))
+
+    for index in order[:-1]:
+        with pytest.raises(ShardsMissingError) as missing:
+            search_plan(SMALL, H100, settings(Shard(index, 3)), **OPTIONS)
+        assert Shard(order[-1], 3) in missing.value.missing
+    last = search_plan(SMALL, H100, settings(Shard(order[-1], 3)), **OPTIONS)
+    whole = search_plan(SMALL, H100, settings(), **OPTIONS)
+    assert answer(last.found) == answer(whole.found)
+    assert last.chosen.arguments == whole.chosen.arguments
+    assert last.chosen.simulated_seconds == whole.chosen.simulated_seconds
+    assert [other.name for other in last.others] == [other.name for other in whole.others]
+
+
+def test_an_answer_of_another_search_is_refused(tmp_path: Path) -> None:
+    def run(shard: Shard) -> tuple[UniformSearch, list[tuple[str, str]]]:
+        return search_of(TIGHT, shard), []
+
+    def shard(index: int, job: str) -> UniformSearch:
+        return search_shards(run, Processes(shard=Shard(index, 2), folder=tmp_path), lambda: job, KEEP)[0]
+
+    with pytest.raises(ShardsMissingError):
+        shard(1, "these flags")
+    with pytest.raises(ConfigError, match=r"1-of-2.json: is of other flags, GPUs, options or another release"):
+        shard(2, "other flags")
+    (tmp_path / "1-of-2.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is no answer of a shard"):
+        shard(2, "other flags")
+    with pytest.raises(ShardsMissingError, match="2-of-3|2/3"):
+        search_shards(run, Processes(shard=Shard(1, 3), folder=tmp_path), lambda: "", KEEP)
+
+
+def test_a_job_is_its_flags_its_gpus_and_its_options() -> None:
+    jobs = {
+        job_sha256((flags, target), cluster, options)
+        for flags in (["--a"], ["--b"])
+        for target in ("any", "megatron-lm")
+        for cluster in (CASE.cluster, TIGHT.cluster)
+        for options in ({}, {"memory_margin": 0.9})
+    }
+    assert len(jobs) == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["--shard", "0/4"], "--shard 0/4: is no i/n with i from 1 to n"),
+        (["--shard", "5/4"], "--shard 5/4: is no i/n"),
+        (["--shard", "2"], "--shard 2: is no i/n"),
+        (["--shard", "1/2", "--jobs", "2"], "--jobs 2: a shard is one process"),
+        (["--shard", "1/2", "--target", "both"], "--shard 1/2: is a share of one search"),
+        (["--shard", "1/2", "--num-gpus", "8,16"], "--shard 1/2: is a share of one search"),
+        (["--shard", "1/2", "--overlap-only"], "--shard 1/2: is of the search of plans"),
+        (["--jobs", "2", "--overlap-only"], "--jobs 2: is of the search of plans"),
+    ],
+)
+def test_mistakes(words: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = tmp_path / "job.args"
+    flags.write_text("\n".join(SMALL))
+    job = ["--megatron-args", str(flags), "--gpu", "H100", "--num-gpus", "8", "--output", str(tmp_path / "tuned")]
+    assert autotune.main([*job, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and expected in error and error.count("\n") == 1
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_a_shard_writes_its_answer_and_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = tmp_path / "job.args"
+    flags.write_text("\n".join(SMALL))
+    monkeypatch.setattr(autotune, "_options", lambda arguments: OPTIONS)
+    job = ["--megatron-args", str(flags), "--gpu", "H100", "--num-gpus", "8", "--output", str(tmp_path / "tuned")]
+    assert autotune.main([*job, "--shard", "1/2"]) == 0
+    written = capsys.readouterr()
+    assert written.out == "" and "the shards 2/2" in written.err
+    assert json.loads((tmp_path / "tuned/shards/1-of-2.json").read_text())["ranked"]
+    assert not (tmp_path / "tuned/plan.json").exists()
+    assert autotune.main([*job, "--shard", "2/2"]) == 0
+    assert (tmp_path / "tuned/plan.json").exists()
