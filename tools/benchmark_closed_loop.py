@@ -1,7 +1,7 @@
 """The tuner against the whole grid: it chooses a plan from measurements alone, then every layout is run on rate-limited links.
 
     tools/benchmark_closed_loop.py [--models moe dense] [--mbit 100 300 1000] [--ranks 4] [--micro-batches 2]
-                                   [--steps 3] [--slower 6]
+                                   [--steps 3] [--slower 6] [--grid-only]
                                    [--folder DIR] [--json]
 
 For every model and rate of the links:
@@ -219,7 +219,10 @@ def cell_of(arguments: argparse.Namespace, model: str, mbit: float, say: Say) ->
         cluster = measure_cluster(bed, priority, path, arguments.slower)
         free = without_links(cluster, path)
         candidates, refused = candidates_of(job, cluster, free, arguments.micro_batches, say)
-        chosen, search_seconds = choose(job, cluster, free, folder / f"{model}-{mbit:g}mbit", say)
+        if arguments.grid_only:
+            chosen, search_seconds = min(candidates, key=lambda candidate: candidate.predicted_seconds), 0.0
+        else:
+            chosen, search_seconds = choose(job, cluster, free, folder / f"{model}-{mbit:g}mbit", say)
         keep_operators(database, operators)
         command = command_of_padded([*job, "--micro-batch-size", "1"])
         with Ranks(
@@ -247,10 +250,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"of {', '.join(EVERY_MODEL)}")
     parser.add_argument("--mbit", type=float, nargs="+", default=[100.0, 300.0, 1000.0], help="rates of the links")
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument(
         "--micro-batches", type=int, nargs="+", default=[2], help="samples of a micro-batch, in the grid"
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of every layout, behind one to warm up")
+    parser.add_argument(
+        "--grid-only",
+        action="store_true",
+        help="search nothing: what is predicted to be the fastest of the grid is chosen",
+    )
     parser.add_argument("--slower", type=float, default=6.0, help="how much slower than this machine the device is")
     kept = cache_folder().parent / "closed_loop"
     parser.add_argument("--folder", type=Path, default=kept, help=f"of measurements and plans; default {kept}")
