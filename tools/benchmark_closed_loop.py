@@ -41,7 +41,8 @@ from moe_overlap.plan_search import SearchSettings, search_plan
 from moe_overlap.report.search import write_search
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.simulate.step import simulate_step
-from moe_overlap.tuner.profile.database import Database
+from moe_overlap.tuner.profile.cluster_file import measured_cluster
+from moe_overlap.tuner.profile.database import Database, LinkKey
 from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, fill
 from moe_overlap.tuner.search.space import Run, uniform_layouts
 from tools.bench.bed import Bed, CpuGroup, require_namespaces
@@ -57,21 +58,33 @@ from tools.bench.closed_loop import (
     rows_table,
     table,
 )
-from tools.bench.launch import FIRST_PORT, ROOT, RankFailed, Ranks, environment_of_job, place_of, placed, report_failure
+from tools.bench.launch import (
+    FIRST_PORT,
+    ROOT,
+    RankFailed,
+    Ranks,
+    Tell,
+    environment_of_job,
+    place_of,
+    placed,
+    report_failure,
+)
 from tools.bench.machine import LEAST_CALL_SECONDS, Say
-from tools.bench.padded_ranks import ORDER_LAYOUT, ORDER_STEP, command_of_padded
+from tools.bench.padded_ranks import ORDER_LAYOUT, ORDER_LINKS, ORDER_STEP, command_of_padded
 
 NO_SLOWDOWN = 1e-6
 """Sleeping operators and communication do not slow each other down."""
 FREE = 1e6
 """Links so many times as fast take no time: what is left of a price is computation."""
+LARGE_BYTES = (1 << 21, 1 << 22)
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "point_to_point")
 WARMING_STEPS = 1
 PROFILE_SECONDS, STEP_SECONDS = 900.0, 240.0
 """Longest wait for a profile, and for an answer of a rank."""
 
 
-def measure_cluster(bed: Bed, priority: CpuGroup, path: Path, slower: float) -> Cluster:
-    """Run tools/profile_cluster.py on the hosts of a bed; then make its device slower.
+def measure_cluster(bed: Bed, priority: CpuGroup, path: Path) -> None:
+    """Run tools/profile_cluster.py on the hosts of a bed.
 
     Raises:
         RankFailed: a rank ended with another status than 0.
@@ -92,18 +105,30 @@ def measure_cluster(bed: Bed, priority: CpuGroup, path: Path, slower: float) -> 
             process.kill()
     if any(statuses):
         raise RankFailed(f"tools/profile_cluster.py ended with statuses {statuses}")
+
+
+def complete(path: Path, ranks: int, tell: Tell, slower: float) -> Cluster:
+    """Add large messages to a profile, and make its device slower.
+
+    Most sizes of a quick profile pass a token bucket at once, and a line through them says nothing of messages that do not.
+    """
     database = Database.load(path.with_suffix(".measured.jsonl"))
+    keys = [LinkKey(kind, "node", ranks, size) for kind in COLLECTIVES for size in LARGE_BYTES]
+    keys = [key for key in keys if key not in database.links]
+    for key, seconds in zip(
+        keys, tell(do=ORDER_LINKS, keys=[dataclasses.astuple(key) for key in keys])[0], strict=True
+    ):
+        database.add_link(key, seconds)
     database.add_rate(IN_STEP, slower)
     database.add_rate(CALL_SECONDS, LEAST_CALL_SECONDS)
     database.add_rate("overlap_slowdown", NO_SLOWDOWN)
-    content = json.loads(path.read_text())
-    content["measured"]["constants"]["overlap_slowdown"] = NO_SLOWDOWN
+    content = measured_cluster(database, path.stem, nodes=1, ranks_per_node=ranks)
     path.write_text(json.dumps(content, indent=1) + "\n")
     return load_cluster(path)
 
 
-def without_links(cluster: Cluster, path: Path) -> Cluster:
-    """The same cluster with links that take no time, in a file of its own beside the other's."""
+def without_links(path: Path) -> Cluster:
+    """The cluster of a file with links that take no time, in a file of its own beside it."""
     content = json.loads(path.read_text())
     group, measured = content["groups"][0], content["measured"]
     for rate in ("node_gb_per_s", "network_gb_per_s"):
@@ -194,13 +219,15 @@ def measure(candidates: Sequence[Candidate], tell: Callable[..., list[Any]], ste
         tell(do=ORDER_LAYOUT, flags=list(candidate.flags), seconds=candidate.seconds)
         answers = [tell(do=ORDER_STEP) for _ in range(WARMING_STEPS + steps)][WARMING_STEPS:]
         taken = [max(answer["whole"] for answer in step) for step in answers]
-        late = sorted(max(answer["late"] for answer in step) for step in answers)[steps // 2]
+        worst = [max(step, key=lambda answer: float(answer["late"])) for step in answers]
+        latest = sorted(worst, key=lambda answer: float(answer["late"]))[steps // 2]
+        late = latest["late"]
         unknown = tuple(sorted({name for answer in answers[0] for name in answer["unknown"]}))
         rows.append(Row(candidate.name, candidate.flags, candidate.predicted_seconds, tuple(taken), late, unknown))
         row = rows[-1]
         say(
             f"{number + 1}/{len(candidates)} {row.name}: predicted {candidate.predicted_seconds:.3f} s,"
-            f" measured {row.measured_seconds:.3f} s, late {late:.3f} s"
+            f" measured {row.measured_seconds:.3f} s, late {late:.3f} s {latest['latest']}"
         )
     return rows
 
@@ -216,19 +243,21 @@ def cell_of(arguments: argparse.Namespace, model: str, mbit: float, say: Say) ->
         database = path.with_suffix(".measured.jsonl")
         if operators.exists() and not database.exists():
             shutil.copy(operators, database)  # operators do not depend on links
-        cluster = measure_cluster(bed, priority, path, arguments.slower)
-        free = without_links(cluster, path)
-        candidates, refused = candidates_of(job, cluster, free, arguments.micro_batches, say)
-        if arguments.grid_only:
-            chosen, search_seconds = min(candidates, key=lambda candidate: candidate.predicted_seconds), 0.0
-        else:
-            chosen, search_seconds = choose(job, cluster, free, folder / f"{model}-{mbit:g}mbit", say)
-        keep_operators(database, operators)
+        measure_cluster(bed, priority, path)
         command = command_of_padded([*job, "--micro-batch-size", "1"])
-        with Ranks(
-            command, arguments.ranks, bed, priority, folder=ROOT, port=FIRST_PORT + 3, timeout_seconds=STEP_SECONDS
-        ) as ranks:
+        started = Ranks(
+            command, bed.hosts, bed, priority, folder=ROOT, port=FIRST_PORT + 3, timeout_seconds=STEP_SECONDS
+        )
+        with started as ranks:
             ranks.answers()
+            cluster = complete(path, bed.hosts, ranks.tell, arguments.slower)
+            free = without_links(path)
+            candidates, refused = candidates_of(job, cluster, free, arguments.micro_batches, say)
+            if arguments.grid_only:
+                chosen, search_seconds = min(candidates, key=lambda candidate: candidate.predicted_seconds), 0.0
+            else:
+                chosen, search_seconds = choose(job, cluster, free, folder / f"{model}-{mbit:g}mbit", say)
+            keep_operators(database, operators)
             rows = measure([*candidates, chosen], ranks.tell, arguments.steps, say)
     return Cell(model, mbit, (*rows[:-1], *refused), rows[-1], search_seconds)
 

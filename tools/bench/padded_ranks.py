@@ -11,6 +11,7 @@ Two ways of counting what an operator has had:
 
 Orders come as JSON lines, each gets one answer:
 
+    {"do": "links", "keys": [[kind, tier, ranks, bytes], …]}                 seconds of collectives of all ranks
     {"do": "layout", "flags": […], "seconds": {operator: seconds} by stage}    assemble a run; the one before it goes
     {"do": "step"}                                                           execute one step
 """
@@ -29,11 +30,12 @@ from typing import Any
 from moe_overlap.commands.exits import end_process
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import COMPUTE
+from moe_overlap.tuner.profile.database import LinkKey
 from tools.bench.profile import LATE_SECONDS
 from tools.bench.variants import Variant
 from tools.bench.worker import Rank, Run
 
-ORDER_LAYOUT, ORDER_STEP = "layout", "step"
+ORDER_LINKS, ORDER_LAYOUT, ORDER_STEP = "links", "layout", "step"
 
 
 class PaddedClock:
@@ -44,7 +46,7 @@ class PaddedClock:
         seconds: operator -> seconds of one of its instructions.
         holds_collectives: whether operators hold collectives; see above.
     Attributes:
-        late_seconds: by how much operators took longer than their profile, since the last `reset`.
+        late: by how much operators took longer than their profile, by name, since the last `reset`.
         unknown: operators that computed and have no seconds.
     """
 
@@ -53,11 +55,12 @@ class PaddedClock:
         self._now = time.thread_time if holds_collectives else time.perf_counter
         self._padded: Any = None
         self._begun = 0.0
-        self.late_seconds, self.unknown = 0.0, set[str]()
+        self.late: dict[str, float] = {}
+        self.unknown: set[str] = set()
 
     def reset(self) -> None:
         """Begin to count anew."""
-        self.late_seconds, self._padded = 0.0, None
+        self.late, self._padded = {}, None
 
     def mark(self) -> float:
         """Read the clock, behind the sleep of the span that is open."""
@@ -81,7 +84,7 @@ class PaddedClock:
             return
         left = self._seconds[name] - (self._now() - self._begun)
         if left < 0:
-            self.late_seconds -= left
+            self.late[name] = self.late.get(name, 0.0) - left
         elif left > LATE_SECONDS:
             time.sleep(left - LATE_SECONDS)
 
@@ -99,6 +102,8 @@ class PaddedRank(Rank):
         """Follow an order."""
         if order["do"] == ORDER_LAYOUT:
             return self._change(order["flags"], order["seconds"])
+        if order["do"] == ORDER_LINKS:
+            return links_seconds([LinkKey(*values) for values in order["keys"]])
         return self._executed()
 
     def _change(self, flags: Sequence[str], seconds: Sequence[Mapping[str, float]]) -> None:
@@ -122,7 +127,18 @@ class PaddedRank(Rank):
         assert self._clock is not None, "no layout was assembled"
         self._clock.reset()
         figures = self.step(self.runs[self.NAME], 1.0)
-        return figures | {"late": self._clock.late_seconds, "unknown": sorted(self._clock.unknown)}
+        late = self._clock.late
+        latest = max(late, key=lambda name: late[name], default="")
+        return figures | {"late": sum(late.values()), "latest": latest, "unknown": sorted(self._clock.unknown)}
+
+
+def links_seconds(keys: Sequence[LinkKey]) -> list[float]:
+    """Seconds of collectives of all ranks, as tools/profile_cluster.py measures them. All ranks call this together."""
+    import torch.distributed as dist
+
+    from moe_overlap.tuner.profile.measure.links import collective_seconds
+
+    return [collective_seconds(key, dist.group.WORLD, "cpu", 0.0) for key in keys]
 
 
 def command_of_padded(job: Sequence[str]) -> list[str]:

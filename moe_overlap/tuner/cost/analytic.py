@@ -410,6 +410,7 @@ def _state_rates(
     return StateRates(
         dense_scatter=one * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
         expert_scatter=one * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,
+        reduce_scatter=rates.reduce_scatter,
         latency_seconds=rates.latency_seconds,
         host_copy=float(host_seconds(unit, links, rates)) / unit,
         optimizer_sweep=1.0 / (links.gpu.memory_gb_per_s * 1e9 * constants.memory),
