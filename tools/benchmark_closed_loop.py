@@ -7,13 +7,15 @@
 For every model and rate of the links:
 
 1. The ranks, each on a host of its own (network namespaces, root), measure operators and links as tools/profile_cluster.py does:
-   it is that program that runs on the hosts. They count as one node, so that tensor ranks may be neighbours.
+   it is that program that runs on the hosts. They count as one node, so that tensor ranks may be neighbours. Then they measure
+   larger messages: a link's token bucket lets most sizes of a quick profile pass at once.
 2. The plan is searched as tools/autotune.py does, with no more than that cluster file and the model's flags.
 3. All layouts of the grid that pretrain_moe.py accepts are predicted, and then run with the chosen plan by the runtime itself.
    Operators compute, and are padded with sleep to the seconds that the cost model gives them on links that take no time
    (tools/bench/padded_ranks.py): a device --slower times as slow as this one. Everything that is sent is real.
 
-The score is the chosen step over the fastest one that was run, and the rank correlation of predicted and measured steps.
+The score is the chosen step over the fastest one that was run, and the rank correlation of predicted and measured steps. Every
+cell is kept in the folder as soon as it is done.
 """
 
 from __future__ import annotations
@@ -326,6 +328,8 @@ def main(argv: Sequence[str]) -> int:
         for mbit in arguments.mbit:
             for model in arguments.models:
                 cells.append(cell_of(arguments, model, mbit, say))
+                kept = arguments.folder / f"{model}-{mbit:g}mbit-{arguments.ranks}ranks.json"
+                kept.write_text(json.dumps(as_json(cells[-1]), indent=1) + "\n")
                 say(rows_table(cells[-1]))
     except (ConfigError, RankFailed) as error:
         return report_failure(error)
