@@ -30,6 +30,7 @@ from moe_overlap.describe.readers.predicted_flags import (
     require_context_heads,
     zero_level,
 )
+from moe_overlap.describe.router import RouterGroups
 from moe_overlap.plan.capabilities import ListedRun
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.rules.stages import validate_plan
@@ -248,6 +249,7 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         context_exchange=_context_exchange(flags),
         dispatcher=_dispatcher(config),
         graphs=_cuda_graphs(flags),
+        router_groups=_router_groups(config),
         fused_router="--moe-router-fusion" in flags,
         fused_experts="--use-transformer-engine-op-fuser" in flags,
         gradient_bytes=4 if in_fp32 else 2,
@@ -258,6 +260,11 @@ def features_of(config: Config, precision: Precision, flags: Flags) -> Features:
         fused_loss="--cross-entropy-loss-fusion" in flags and flags.get("--cross-entropy-fusion-impl") == ("te",),
         not_modelled=not_modelled(flags),
     )
+
+
+def _router_groups(config: Config) -> RouterGroups:
+    count, kept = config.moe.moe_router_num_groups, config.moe.moe_router_group_topk
+    return RouterGroups(count, kept) if count and kept else RouterGroups()
 
 
 def _is_fused_attention(flags: Flags) -> bool:

@@ -55,7 +55,7 @@ START = GpuConstants(
     overlap_slowdown=0.15,
     step_seconds=0.02,
 )
-START_COMMON = CommonConstants(transformer_engine=6.0, fused=1.0, low_precision=1.5, tail=0.5)
+START_COMMON = CommonConstants(transformer_engine=6.0, fused=1.0, low_precision=1.5, further=0.3, tail=0.5)
 DEVIATING = ("gemm", "grouped_gemm", "attention_backward", "fp8", "fp4", "memory", "network", "host_seconds")
 """Constants in which a GPU type may differ from its architecture."""
 COMMON = ("kernel_seconds", "host_seconds", "overlap_slowdown", "step_seconds")

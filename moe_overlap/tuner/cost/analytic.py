@@ -37,16 +37,15 @@ from moe_overlap.tuner.cost.feasibility import (
 from moe_overlap.tuner.cost.hardware import (
     REFERENCE,
     Features,
-    GpuConstants,
     Software,
 )
 from moe_overlap.tuner.cost.interference import Interference
-from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_all_to_alls, part_cost
+from moe_overlap.tuner.cost.layer import KINDS, PartCost, Setting, hide_all_to_alls, part_cost, token_use
 from moe_overlap.tuner.cost.links import (
-    Group,
     boundary_group,
     collective_seconds,
     host_seconds,
+    link_use,
     point_to_point_seconds,
     stage_groups,
 )
@@ -370,6 +369,7 @@ def setting_of(
         common=machine.common,
         concurrent=concurrent,
         topk=max(1, model.router_topk),
+        experts=max(1, model.num_experts),
         load=machine.load,
         lookup=machine.lookup,
     )
@@ -391,7 +391,7 @@ def evaluator_of(
         strategy: [N]; its `data` and `expert_data` are those of the layout.
     """
     links = machine.cluster.group_of(family.stage.devices.ranks[0])
-    rates = _state_rates(setting.groups, links, machine.constants, setting.features, len(strategy.data))
+    rates = _state_rates(setting, links, len(strategy.data))
     kinds = _kind_terms(parts, family, setting.features)
     return StageEvaluator(kinds, strategy, rates, setting.concurrent, factors, machine.fragmentation)
 
@@ -402,9 +402,8 @@ def cost_of(table: OpTable, setting: Setting) -> PartCost:
     return hide_all_to_alls(cost, setting.concurrent) if setting.features.overlap_experts else cost
 
 
-def _state_rates(
-    groups: Mapping[str, Group], links: NodeGroup, constants: GpuConstants, features: Features, strategies: int
-) -> StateRates:
+def _state_rates(setting: Setting, links: NodeGroup, strategies: int) -> StateRates:
+    groups, constants, features = setting.groups, setting.constants, setting.features
     # A rate is taken at so many bytes that the latency, which is added once per collective, is a negligible part of it.
     one, unit, rates = np.ones(strategies), 1 << 30, constants.link_rates
     return StateRates(
@@ -412,6 +411,9 @@ def _state_rates(
         expert_scatter=one * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,
         reduce_scatter=rates.reduce_scatter,
         latency_seconds=rates.latency_seconds,
+        dense_use=link_use("all_gather", groups["dp_cp"], rates),
+        expert_use=link_use("all_gather", groups["edp"], rates),
+        token_use=token_use(setting),
         host_copy=float(host_seconds(unit, links, rates)) / unit,
         optimizer_sweep=1.0 / (links.gpu.memory_gb_per_s * 1e9 * constants.memory),
         weight_bytes=features.weight_bytes,

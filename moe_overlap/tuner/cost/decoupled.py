@@ -175,6 +175,7 @@ class _Played:
         self._gone: dict[str, list[Floats]] = {
             name: [nothing, nothing] for name in ("states", "activations", "gradients")
         }
+        self._shared_links = nothing
         self._ready: dict[Use, Floats] = {}
         self._stepped: dict[int, Floats] = {}
         self._used: set[int] = set()
@@ -203,6 +204,11 @@ class _Played:
         end = np.maximum(self._free[channel], after) + seconds
         self._free[channel] = np.where(works, end, self._free[channel])
         return np.where(works, end, after)
+
+    def _join_ranks(self, index: int, after: Floats, seconds: Floats) -> Floats:
+        """The end of a collective of a part's states; what it shares with tokens counts as long as it is the last."""
+        self._shared_links = np.where(seconds > 0, self._of(index)["shared"], self._shared_links)
+        return self._run("ranks", after, seconds)
 
     def _update_all(self) -> None:
         """Step 1."""
@@ -234,7 +240,7 @@ class _Played:
         self._gone["states"].append(left)
         self._hold("states", index, self._fetching[index], left)
         self._hold("gradients", index, self._fetching[index], stepped)
-        whole = self._run("ranks", stepped, here["gather_updated"] * ranks)
+        whole = self._join_ranks(index, stepped, here["gather_updated"] * ranks)
         self._on_host["weights", index, 0] = self._run("out", whole, here["weights"] * out)
         if self._kind.offloads_weights:
             self._hold("weights", index, stepped - here["sweep"], self._on_host["weights", index, 0])
@@ -253,7 +259,7 @@ class _Played:
             # Updated states leave while the next use runs.
             out = self._slots.of(place + 1, "out")
             self._stepped[index] = self._store(index, self._free["optimizer"], out, gather)
-            self._ready[use] = self._run("ranks", self._stepped[index], self._of(index)["gather"] * gather)
+            self._ready[use] = self._join_ranks(index, self._stepped[index], self._of(index)["gather"] * gather)
         self._pending = []
         return end
 
@@ -281,7 +287,7 @@ class _Played:
                     ready = self._run("in", np.maximum(limit, self._on_host["weights", index, 0]), moved)
                     loaded.append(("weights", ready - moved))
                 taken = here["gather"] * gather
-                ready = self._run("ranks", np.maximum(ready, limit), taken)
+                ready = self._join_ranks(index, np.maximum(ready, limit), taken)
                 loaded.append(("gathered", ready - taken))
             self._used.add(index)
         if use.backward:
@@ -352,9 +358,10 @@ class _Played:
             both = 8 | 8 >> stream
             share = sent if stream == 1 else 0.0
             own, other = (table[which, both] - 1.0 for which in (0, stream))
-            # While tokens travel, both halve each other.
-            end = end + common * ((1.0 - share) * own / (1.0 + own) + share / 2)
-            later = self._free[channel] + common * ((1.0 - share) * other / (1.0 + other) + share / 2)
+            # While tokens travel, both slow each other down on links that both use.
+            crowded = share * self._shared_links / (1.0 + self._shared_links)
+            end = end + common * ((1.0 - share) * own / (1.0 + own) + crowded)
+            later = self._free[channel] + common * ((1.0 - share) * other / (1.0 + other) + crowded)
             self._free[channel] = np.where(common > 0, later, self._free[channel])
         return end
 
@@ -377,7 +384,7 @@ class _Played:
         if use.micro_batch == LAST or self._kind.scatters:
             sum_there = self._fetched.get(index, self._nothing)
             both = here["scatter"] + (here["reduce"] if use.micro_batch == LAST else 0.0)
-            reduced = self._run("ranks", np.maximum(end, sum_there), both * scatter)
+            reduced = self._join_ranks(index, np.maximum(end, sum_there), both * scatter)
             self._hold("own_gradients", index, self._begun[index], reduced)
         left = self._run("out", reduced, here["gradients"] * out)
         self._on_host["gradients", index, 0] = left

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from moe_overlap.describe.cluster import Gpu, Measured, known_gpus
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.router import RouterGroups
 from moe_overlap.plan.operators import in_backward_operator
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.links import LinkRates
@@ -56,6 +57,7 @@ class Features:
     dispatcher: Dispatcher = "alltoall"
     graphs: Graphs = "none"
     """CUDA graphs: of all but the experts (partial), or of a whole step."""
+    router_groups: RouterGroups = RouterGroups()
     fused_router: bool = False
     """Scores, choice and map of the router in few kernels (--moe-router-fusion)."""
     fused_experts: bool = False
@@ -172,7 +174,8 @@ class MeasuredConstants(GpuConstants):
 class CommonConstants:
     """Constants that no GPU explains: of software, and of how kernels fill a GPU.
 
-    The first three are host work of one call over that of launching one kernel of torch, by who implements the call.
+    All but the last are host work over that of launching one kernel of torch: of a call by who implements it, and of what a call
+    launches besides.
     """
 
     transformer_engine: float = 1.0
@@ -181,6 +184,8 @@ class CommonConstants:
     """A function that torch compiled."""
     low_precision: float = 1.0
     """A product that quantizes its operands, over one that does not."""
+    further: float = 1.0
+    """Every further kernel that a call launches by itself, without going through Python again."""
     tail: float = 0.0
     """Waves of tiles that a product leaves idle at its end, of each group of a grouped product."""
 

@@ -22,7 +22,9 @@ from moe_overlap.plan.lowering.deferral import backward_of
 from moe_overlap.plan.lowering.optimizer_state import NORM as NORM_STATE
 from moe_overlap.plan.operators import (
     BACKWARD,
+    COMBINE,
     COUNT,
+    DISPATCH,
     FUSED_KERNELS,
     NORM,
     RECOMPUTE,
@@ -44,7 +46,15 @@ from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes, place_in_li
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
 from moe_overlap.tuner.cost.layer import Key, PartCost, held_bytes, operator_seconds
-from moe_overlap.tuner.cost.links import axis_group, collective_seconds, host_seconds
+from moe_overlap.tuner.cost.links import (
+    LinkUse,
+    axis_group,
+    boundary_group,
+    collective_seconds,
+    host_seconds,
+    mixed_use,
+    point_to_point_use,
+)
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.stage import state_seconds
@@ -82,6 +92,7 @@ class StagePrices:
     _fused: dict[tuple[int, int, KernelBlocks | None], FusedSeconds] = field(default_factory=dict)
     _summed: dict[tuple[str, int], dict[Key, float]] = field(default_factory=dict)
     _held: dict[str, dict[Key, float]] = field(default_factory=dict)
+    _uses: dict[tuple[str, str], LinkUse] = field(default_factory=dict)
 
     @property
     def slowed(self) -> Interference:
@@ -126,6 +137,27 @@ class StagePrices:
             products = self._products(i.name)
             return beside + (len(i.partition) or 1) * self.piece_seconds(i.name, products)
         return beside + self.piece_seconds(i.name, pieces)
+
+    def link_use(self, i: Instruction) -> LinkUse:
+        """The links that an instruction between devices keeps busy."""
+        key = i.kind, i.name
+        if key not in self._uses:
+            self._uses[key] = self._link_use(i)
+        return self._uses[key]
+
+    def _link_use(self, i: Instruction) -> LinkUse:
+        if i.kind == "point-to-point":
+            return point_to_point_use(boundary_group(self.plan, self.machine.cluster))
+        operator, rates = parse_operator(i.name), self.priced.rates
+        if operator.kind in (DISPATCH, COMBINE, COUNT):
+            return rates.token_use
+        if operator.kind not in STATE_KINDS or self._is_copy(operator.group):
+            return LinkUse()
+        rows = [self.row(operator.group)] if operator.group else range(len(self.priced.family.sizes))
+        sizes = [self.priced.family.sizes[row] for row in rows]
+        dense = sum(size.dense_parameters for size in sizes) * rates.dense_scatter[:1]
+        experts = sum(size.expert_parameters for size in sizes) * rates.expert_scatter[:1]
+        return mixed_use(rates.dense_use, rates.expert_use, dense, experts)
 
     def is_cut(self, i: Instruction) -> bool:
         """Whether an instruction of the list is one of several partitions."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from moe_overlap.describe.cluster import Gpu
 from moe_overlap.describe.model import expected_places
+from moe_overlap.describe.router import reached_places
 from moe_overlap.plan.operators import (
     ATTENTION,
     BACKWARD,
@@ -37,7 +38,7 @@ from moe_overlap.plan.operators import (
 from moe_overlap.tuner.capture.graph import Collective, Op, Part
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features, GpuConstants
 from moe_overlap.tuner.cost.interference import Concurrent
-from moe_overlap.tuner.cost.links import Group, all_to_all_seconds, collective_seconds
+from moe_overlap.tuner.cost.links import Group, LinkUse, all_to_all_seconds, collective_seconds, link_use
 from moe_overlap.tuner.cost.operators import (
     LOW_PRECISIONS,
     CostClassCode,
@@ -68,9 +69,15 @@ class Setting:
     concurrent: Concurrent
     """Seconds of concurrent computation and communication."""
     topk: int = 1
+    experts: int = 1
+    """Of a layer, on all ranks."""
     load: float = 1.0
     """Rows of the busiest rank over the mean."""
     lookup: Lookup | None = None
+
+    def reached_places(self, places: int) -> float:
+        """Expected number of so many ranks or nodes that a token's experts stand in."""
+        return reached_places(self.experts, self.topk, self.features.router_groups, places)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +188,7 @@ def _host_seconds(table: OpTable, setting: Setting, in_pass: NDArray[np.bool_]) 
     by_call = np.array([1.0, common.fused, common.transformer_engine])
     quantizes = table.quantizable & (setting.features.precision in LOW_PRECISIONS)
     # A grouped product is one call that launches a kernel for every group.
-    further = np.where(setting.features.fused_experts, 0.0, table.launches - 1.0)
+    further = np.where(setting.features.fused_experts, 0.0, common.further * (table.launches - 1.0))
     work = by_call[table.called] * np.where(quantizes, common.low_precision, 1.0) + further
     work = work * np.minimum(1.0, fused_share(table, setting.features))
     return float(work[launched].sum()) * setting.constants.host_seconds
@@ -202,9 +209,21 @@ def alone_seconds(table: OpTable, setting: Setting, index: int, collective: Coll
         return scale * float(collective_seconds(collective.kind, payload, group, rates))
     share = 1.0
     if table.ops[index].operator in (DISPATCH, COMBINE) and setting.features.dispatcher in ("deepep", "hybridep"):
-        # A token is sent once to every rank it goes to, but crosses the network once for every node.
-        share = expected_places(setting.topk, group.nodes) / expected_places(setting.topk, group.size)
+        # A token is sent once to every rank it goes to, but crosses the network once for every block of ranks.
+        ranks, blocks = (setting.reached_places(places) for places in (group.size, group.blocks))
+        # The capture counts the copies of a router that chooses among all experts.
+        payload, share = payload * ranks / expected_places(setting.topk, group.size), blocks / ranks
     return scale * float(all_to_all_seconds(payload, group, rates, share))
+
+
+def token_use(setting: Setting) -> LinkUse:
+    """The links that tokens travel on."""
+    group = setting.groups["ep" if setting.groups["etp"].size == 1 else "tp_ep"]
+    share = 1.0
+    if setting.features.dispatcher in ("deepep", "hybridep"):
+        share = setting.reached_places(group.blocks) / setting.reached_places(group.size)
+    kind = "all_gather" if setting.features.dispatcher == "allgather" else "all_to_all"
+    return link_use(kind, group, setting.constants.link_rates, share)
 
 
 def _until_read(table: OpTable, seconds: Floats, index: int) -> float:

@@ -5,6 +5,9 @@ card of its own. NCCL runs a ring through each of a domain's cards and does not 
 the whole passes every link, and the cards share it. Rates are peak rates times a measured efficiency. All functions take arrays
 of bytes.
 
+Two collectives at a time slow each other down only on links that both use (`LinkUse`, `crowding`): an all-to-all inside a node
+leaves the network to gradients that cross it.
+
 Groups (`stage_groups`) say which ranks talk to each other, and over which links. Ranks are laid out as in megatron-core: tensor
 fastest, then context, then data, then pipeline; for the experts expert-tensor, expert, expert-data, pipeline.
 
@@ -13,6 +16,7 @@ Source: Mist, section 5.2 (latency + bytes / bandwidth); rings as NCCL runs them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +51,11 @@ class Group:
     def nodes(self) -> int:
         """Nodes the group spans."""
         return -(-self.size // self.per_node)
+
+    @property
+    def blocks(self) -> int:
+        """Nodes, or domains of several nodes, that only the network joins."""
+        return -(-self.size // max(self.per_domain, self.per_node))
 
 
 def domain_share(world: int, links: NodeGroup) -> int:
@@ -115,6 +124,57 @@ class LinkRates:
     """Seconds of a reduce-scatter over those of an all-gather of as many bytes: 2 where it is made of an all-reduce (gloo)."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """The shares of a collective's seconds in which it keeps links busy: those inside domains and nodes, and the network's.
+
+    Where nobody knows better both are busy all the time.
+    """
+
+    domain: float | Floats = 1.0
+    network: float | Floats = 1.0
+
+
+NO_LINK = LinkUse(0.0, 0.0)
+
+
+def crowding(uses: Sequence[LinkUse]) -> Floats:
+    """How many times as long collectives take together as alone: as their most wanted link is wanted, and never less."""
+    domain, network = (sum((getattr(use, name) for use in uses), start=0.0) for name in ("domain", "network"))
+    return np.maximum(1.0, np.maximum(domain, network))
+
+
+def link_use(kind: str, group: Group, rates: LinkRates, network_share: float = 1.0) -> LinkUse:
+    """The links that a collective of many bytes keeps busy.
+
+    Args:
+        kind, group: as `collective_seconds` takes them.
+        network_share: of an all-to-all, as `all_to_all_seconds` takes it.
+    """
+    if group.size == 1:
+        return NO_LINK
+    many = np.asarray(1e12)
+    seconds = (
+        _all_to_all_tiers(many, group, rates, network_share) if kind == "all_to_all" else _tiers(many, group, rates)
+    )
+    longest = float(max(seconds))
+    return LinkUse(float(seconds[0]) / longest, float(seconds[1]) / longest)
+
+
+def point_to_point_use(pair: Group) -> LinkUse:
+    """The link of a transfer between two ranks."""
+    return LinkUse(1.0, 0.0) if max(pair.per_domain, pair.per_node) > 1 else LinkUse(0.0, 1.0)
+
+
+def mixed_use(dense: LinkUse, experts: LinkUse, dense_seconds: Floats, expert_seconds: Floats) -> LinkUse:
+    """The links of a collective of dense states behind one of the experts' states, on average over its seconds."""
+    both = dense_seconds + expert_seconds
+    share = np.where(both > 0, dense_seconds / np.where(both > 0, both, 1.0), 0.0)
+    return LinkUse(
+        share * dense.domain + (1.0 - share) * experts.domain, share * dense.network + (1.0 - share) * experts.network
+    )
+
+
 def collective_seconds(kind: str, held_bytes: ArrayLike, group: Group, rates: LinkRates) -> Floats:
     """Seconds of one collective without interference.
 
@@ -131,17 +191,22 @@ def collective_seconds(kind: str, held_bytes: ArrayLike, group: Group, rates: Li
         return all_to_all_seconds(held, group, rates)
     # A ring all-reduce is a reduce-scatter followed by an all-gather.
     factor = {"all_gather": 1.0, "reduce_scatter": rates.reduce_scatter, "all_reduce": 2.0, "broadcast": 1.0}[kind]
-    links, moved = group.links, factor * held * (group.size - 1) / group.size
-    seconds = np.zeros_like(held)
+    inside, outside = _tiers(factor * held * (group.size - 1) / group.size, group, rates)
+    return np.maximum(inside, outside) + _latency(group, rates)
+
+
+def _tiers(moved: Floats, group: Group, rates: LinkRates) -> tuple[Floats, Floats]:
+    """Seconds of bytes that pass every link of a ring: inside the domains and across them, at the same time."""
+    links, inside, outside = group.links, np.zeros_like(moved), np.zeros_like(moved)
     if group.per_domain > 1:
         assert links.domain_gb_per_s is not None
-        seconds = moved / (links.domain_gb_per_s * GIGA * rates.domain)
+        inside = moved / (links.domain_gb_per_s * GIGA * rates.domain)
     elif group.per_node > 1:
-        seconds = moved / (links.node_gb_per_s * GIGA * rates.domain)
+        inside = moved / (links.node_gb_per_s * GIGA * rates.domain)
     outer, cards = _outer(group)
     if outer > 1:
-        seconds = np.maximum(seconds, moved / cards / (links.network_gb_per_s * GIGA * rates.network))
-    return seconds + _latency(group, rates)
+        outside = moved / cards / (links.network_gb_per_s * GIGA * rates.network)
+    return inside, outside
 
 
 def all_to_all_seconds(sent_bytes: ArrayLike, group: Group, rates: LinkRates, network_share: float = 1.0) -> Floats:
@@ -155,13 +220,18 @@ def all_to_all_seconds(sent_bytes: ArrayLike, group: Group, rates: LinkRates, ne
     sent = np.asarray(sent_bytes, dtype=np.float64)
     if group.size == 1:
         return np.zeros_like(sent)
-    outer, inner = _outer(group)
+    inside, outside = _all_to_all_tiers(sent, group, rates, network_share)
+    return np.maximum(inside, outside) + _latency(group, rates)
+
+
+def _all_to_all_tiers(sent: Floats, group: Group, rates: LinkRates, network_share: float) -> tuple[Floats, Floats]:
+    """Seconds of an all-to-all inside the domains and across them."""
+    _, inner = _outer(group)
     links = group.links
     near = links.domain_gb_per_s if group.per_domain > 1 and links.domain_gb_per_s else links.node_gb_per_s
     inside = sent * (inner - 1) / group.size / (near * GIGA * rates.all_to_all_domain)
     across = sent * (group.size - inner) / group.size * network_share
-    outside = across / (links.network_gb_per_s * GIGA * rates.all_to_all_network)
-    return np.maximum(inside, outside) + _latency(group, rates)
+    return inside, across / (links.network_gb_per_s * GIGA * rates.all_to_all_network)
 
 
 def point_to_point_seconds(bytes_sent: ArrayLike, pair: Group, rates: LinkRates) -> Floats:
@@ -184,8 +254,7 @@ def host_seconds(copied_bytes: ArrayLike, links: NodeGroup, rates: LinkRates) ->
 
 def _outer(group: Group) -> tuple[int, int]:
     """Blocks that only the network joins, and ranks in each."""
-    inner = max(group.per_domain, group.per_node)
-    return -(-group.size // inner), inner
+    return group.blocks, max(group.per_domain, group.per_node)
 
 
 def _latency(group: Group, rates: LinkRates) -> float:

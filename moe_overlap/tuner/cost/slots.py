@@ -8,8 +8,9 @@ Terms. A slot is the time of one use. Its tasks are
     scatter    of what the use before left, then `out` to the host; the gather waits for it on their channel
 
 Method. All tasks that may start do so at once. Whatever runs is slowed down by the factors of the streams that are busy
-(interference.py); while tokens travel, they and collectives of states halve each other. When a task ends the rates are new,
-until none is left: at most as many rounds as tasks. A slot's tasks are slower than alone by the ratio that is returned.
+(interference.py); while tokens travel, they and collectives of states slow each other down on the links that both use, to half
+their rates where that is one link. When a task ends the rates are new, until none is left: at most as many rounds as tasks. A
+slot's tasks are slower than alone by the ratio that is returned.
 
 `SlotTable` keeps the slots of a group of strategies, `Slots` finds those of the uses of one stage.
 
@@ -81,7 +82,11 @@ class Use:
 
 
 def slowdowns(
-    seconds: Mapping[str, Floats], sent: Floats, out_waits: NDArray[np.bool_], factors: Interference
+    seconds: Mapping[str, Floats],
+    sent: Floats,
+    out_waits: NDArray[np.bool_],
+    shared: Mapping[str, Floats],
+    factors: Interference,
 ) -> dict[str, Floats]:
     """How many times as long each task of a slot takes as alone; 1 where there is none.
 
@@ -89,6 +94,7 @@ def slowdowns(
         seconds: TASKS -> [P, N] seconds alone.
         sent: [P, N] share of `compute` in which tokens travel.
         out_waits: [P, 1] whether `out` waits for `scatter`.
+        shared: [P, N] by how much `scatter` and `gather` and the tokens slow each other down, 0 to 1 (`UseSeconds.shared`).
     """
     alone = np.stack([seconds[name] for name in TASKS])
     left, passed, table = alone.copy(), np.zeros_like(alone), factors.table
@@ -101,7 +107,8 @@ def slowdowns(
         active[REST] &= ~waiting[WEIGHTS]
         active[GATHER] &= ~waiting[WEIGHTS] & ~waiting[SCATTER]
         active[OUT] &= ~(waiting[SCATTER] & out_waits)
-        rates = _rates(active, sent, table)
+        crowd = 1.0 + np.where(active[SCATTER], shared["scatter"], shared["gather"])
+        rates = _rates(active, sent, crowd, table)
         # A task that is not active has no rate; dividing by 1 keeps numpy quiet and infinity keeps it out of the minimum.
         ends = np.where(active, left / np.where(active, rates, 1.0), np.inf).min(axis=0)
         ends = np.where(np.isfinite(ends), ends, 0.0)
@@ -113,21 +120,25 @@ def slowdowns(
     return dict(zip(TASKS, ratio, strict=True))
 
 
-def _rates(active: NDArray[np.bool_], sent: Floats, table: Floats) -> Floats:
-    """Seconds of its own work that each task does in a second."""
+def _rates(active: NDArray[np.bool_], sent: Floats, crowd: Floats, table: Floats) -> Floats:
+    """Seconds of its own work that each task does in a second.
+
+    Args:
+        crowd: how many times as long tokens and the collective of states take together as alone.
+    """
     computes = active[COMPUTE]
     collective = active[SCATTER] | active[GATHER]
     others = 4 * collective + 2 * (active[WEIGHTS] | active[REST]) + active[OUT]
     alone, with_compute = others.astype(np.intp), (others + 8).astype(np.intp)
     # A use alternates between computation and sending: its rate is the mean over its own work, the others' over time.
     computing = (1.0 - sent) * table[0].take(with_compute)
-    sending = sent * table[1].take(alone | BETWEEN_RANKS) * (1.0 + collective)
+    sending = sent * table[1].take(alone | BETWEEN_RANKS) * np.where(collective, crowd, 1.0)
     slow = computing + sending
     share = np.where(computes, computing / np.where(slow > 0, slow, 1.0), 1.0)
     state, sends = np.where(computes, with_compute, alone), alone | BETWEEN_RANKS
     rates = np.empty(active.shape)
     rates[COMPUTE] = 1.0 / np.where(slow > 0, slow, 1.0)
-    between = share / table[1].take(state) + (1.0 - share) / (2.0 * table[1].take(sends))
+    between = share / table[1].take(state) + (1.0 - share) / (crowd * table[1].take(sends))
     rates[SCATTER] = rates[GATHER] = between
     rates[WEIGHTS] = rates[REST] = share / table[2].take(state) + (1.0 - share) / table[2].take(sends)
     rates[OUT] = share / table[3].take(state) + (1.0 - share) / table[3].take(sends)
@@ -149,10 +160,12 @@ class SlotTable:
             return
         nothing = np.zeros(self.seconds.forward.shape[1])
         arrays = {
-            name: np.stack([tasks.get(name, nothing) for tasks in new.values()]) for name in (*TASKS, "sent", "waits")
+            name: np.stack([tasks.get(name, nothing) for tasks in new.values()])
+            for name in (*TASKS, "sent", "waits", "scatter shared", "gather shared")
         }
         sent, waits = arrays.pop("sent"), arrays.pop("waits") > 0
-        slow = slowdowns(arrays, sent, waits, self.factors)
+        shared = {name: arrays.pop(f"{name} shared") for name in ("scatter", "gather")}
+        slow = slowdowns(arrays, sent, waits, shared, self.factors)
         for number, key in enumerate(new):
             self._known[key] = {name: slow[name][number] for name in TASKS}
 
@@ -216,6 +229,7 @@ class Slots:
                 slot["rest"], slot["gather"] = seconds.states_in[other], seconds.gather_updated[other]
             elif loads and updates:
                 slot["weights"] = seconds.weights[other]
+            slot["gather shared"] = seconds.shared[other]
             if loads:
                 slot["gather"] = slot["gather"] + seconds.gather[other]
             if behind.backward:
@@ -226,6 +240,7 @@ class Slots:
             other, is_last = self._parts[before.index].row, before.micro_batch == LAST
             key += ["leaves", other, before.backward, is_last]
             if before.backward:
+                slot["scatter shared"] = seconds.shared[other]
                 slot["scatter"] = seconds.scatter[other] + (seconds.reduce[other] if is_last else 0.0)
                 slot["out"], slot["waits"] = slot["out"] + seconds.gradients[other], nothing + 1.0
             else:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.tuner.cost.interference import Concurrent
+from moe_overlap.tuner.cost.links import LinkUse, crowding, mixed_use
 
 Floats = NDArray[np.float64]
 
@@ -38,7 +39,7 @@ class KindTerms:
     expert_parameters: Floats
     """Replicated over the expert-data ranks."""
     sent_forward_seconds: Floats
-    """Those of the forward seconds in which tokens travel: collectives of states share their links."""
+    """Those of the forward seconds in which tokens travel, maybe over links that collectives of states use as well."""
     sent_backward_seconds: Floats
     is_layer: NDArray[np.bool_]
     """Whether it saves activations that are worth moving: all parts but embedding and head."""
@@ -67,6 +68,11 @@ class StateRates:
     expert_scatter: Floats
     latency_seconds: float
     """Latency of one such collective."""
+    dense_use: LinkUse = LinkUse()
+    """The links that collectives of dense states use."""
+    expert_use: LinkUse = LinkUse()
+    token_use: LinkUse = LinkUse()
+    """The links that tokens travel on."""
     host_copy: float
     """Seconds per byte, one direction."""
     optimizer_sweep: float
@@ -175,8 +181,10 @@ class UseSeconds:
     forward: Floats
     backward: Floats
     sent_forward: Floats
-    """Share of a forward use in which tokens travel, over links that collectives of states use as well."""
+    """Share of a forward use in which tokens travel."""
     sent_backward: Floats
+    shared: Floats
+    """By how much collectives of the states and tokens slow each other down: 1 is as much as on one link, 0 not at all."""
     weights: Floats
     """The offloaded share of weights, one way."""
     gather: Floats
@@ -251,12 +259,15 @@ def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseS
     weights = host * sizes.weights * strategy.offload_weights
     gradients = host * sizes.gradients * strategy.offload_gradients
     states = host * sizes.optimizer * strategy.offload_optimizer
+    seconds = dense * rates.dense_scatter, experts * rates.expert_scatter
+    shared = crowding([mixed_use(rates.dense_use, rates.expert_use, *seconds), rates.token_use]) - 1.0
     activations = host * kinds.is_layer[:, None] * kinds.saved_bytes[:, None] * strategy.offload_activations
     return UseSeconds(
         forward=forward + nothing,
         backward=backward + nothing,
         sent_forward=kinds.sent_forward_seconds[:, None] / np.where(forward > 0, forward, 1.0) + nothing,
         sent_backward=kinds.sent_backward_seconds[:, None] / np.where(backward > 0, backward, 1.0) + nothing,
+        shared=shared + nothing,
         weights=weights,
         gather=gather,
         activations=activations + nothing,

@@ -19,11 +19,11 @@ from functools import lru_cache
 from moe_overlap.describe.model import (
     ModelDescription,
     Share,
-    expected_places,
     expert_parameters,
     rank_parameters,
     training_flops_per_token,
 )
+from moe_overlap.describe.router import reached_places
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.sizes import ACTIVATION_BYTES
 from moe_overlap.tuner.cost.hardware import Features
@@ -109,8 +109,11 @@ class Bounds:
             width = (model.moe_latent_size or model.hidden_size) / model.hidden_size
             rows, share = hidden / layout.tensor * width * model.router_topk, 1.0
             if features.dispatcher in ("deepep", "hybridep"):
-                topk = max(1, model.router_topk)
-                share = expected_places(topk, group.nodes) / expected_places(topk, group.size)
+                choices, groups = max(1, model.router_topk), features.router_groups
+                ranks, blocks = (
+                    reached_places(model.num_experts, choices, groups, places) for places in (group.size, group.blocks)
+                )
+                rows, share = rows * ranks / choices, blocks / ranks
             # Dispatch and combine, in both passes.
             seconds += 4.0 * sum(model.moe_layers) * float(all_to_all_seconds(rows, group, rates, share))
         return seconds

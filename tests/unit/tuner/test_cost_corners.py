@@ -19,8 +19,10 @@ from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.plan.instructions import BufferRole, parse_buffer
 from moe_overlap.plan.operators import GroupKind
 from moe_overlap.plan.plan import Offload, Plan, Recompute, StagePlan, Tile, Transfer
-from moe_overlap.tuner.cost.analytic import prepare, price
+from moe_overlap.tuner.cost import analytic
+from moe_overlap.tuner.cost.analytic import prepare, price, price_family
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
+from moe_overlap.tuner.cost.links import LinkUse
 from moe_overlap.tuner.cost.simulate.memory import live_bytes
 from moe_overlap.tuner.cost.simulate.step import simulate_step
 from moe_overlap.tuner.problem import Problem
@@ -107,10 +109,10 @@ def corners() -> Iterator[Corner]:
             )
 
 
-NEAR, FAR = 0.013, 0.06
+NEAR, FAR = 0.0135, 0.06
 REPAIRED = {
     "states of ZeRO-0 are whole on every rank": (Corner(zero_level=0, offload=(0, 0, 1, 0)), NEAR, 0.04),
-    "gradients of ZeRO-2 move in shards": (Corner(zero_level=2, offload=(0, 1, 0, 0)), 0.02, 0.03),
+    "gradients of ZeRO-2 move in shards": (Corner(zero_level=2, offload=(0, 1, 0, 0)), 0.022, 0.03),
     "weights stay between passes": (Corner(zero_level=1, offload=(1, 0, 0, 0)), NEAR, 0.05),
     "head and embedding keep their activations": (Corner(zero_level=1, offload=(0, 0, 0, 1)), NEAR, FAR),
     "gathers share links with tokens": (Corner(zero_level=3, offload=(0, 0, 0, 0)), NEAR, 0.04),
@@ -129,6 +131,20 @@ def test_repaired_corners(name: str) -> None:
     corner, in_seconds, in_bytes = REPAIRED[name]
     seconds, bytes_ = errors(corner)
     assert abs(seconds) <= in_seconds and abs(bytes_) <= in_bytes
+
+
+def test_gathers_beside_tokens_on_another_link_cost_less() -> None:
+    """ZeRO-3 with EP4 inside a node, whose tokens leave the network to the experts' gathers, as the list has it, too."""
+    plan, here = plan_of(Corner(zero_level=3, offload=(0, 0, 0, 0))), problem(False)
+    families = prepare(plan, here.model, here.graphs, here.features, here.machine.load)
+    evaluator = price_family(plan, here.model, families[0], here.machine, here.features)
+    assert evaluator.rates.token_use == LinkUse(1.0, 0.0)
+    assert evaluator.rates.expert_use.domain < 1.0 == evaluator.rates.expert_use.network
+    closed = price(plan, here.model, families, here.machine, here.features).predicted.step_seconds
+    with pytest.MonkeyPatch.context() as one_link:
+        one_link.setattr(analytic, "link_use", lambda *_: LinkUse())
+        shared = price(plan, here.model, families, here.machine, here.features).predicted.step_seconds
+    assert closed < 0.99 * shared
 
 
 def test_unlike_stages_have_their_own_micro_batches_and_boundaries() -> None:
@@ -159,5 +175,5 @@ def test_all_corners() -> None:
     found = [errors(corner) for corner in chosen[::8]]
     seconds, bytes_ = (np.abs(np.array(column)) for column in zip(*found, strict=True))
     assert len(found) == 41
-    assert np.median(seconds) < 0.025 and seconds.max() < 0.15 and (seconds > 0.05).mean() < 0.15
-    assert np.median(bytes_) < 0.08 and bytes_.max() < 0.35
+    assert np.median(seconds) < 0.012 and seconds.max() < 0.1 and (seconds > 0.05).mean() < 0.05
+    assert np.median(bytes_) < 0.03 and bytes_.max() < 0.25

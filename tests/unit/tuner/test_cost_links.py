@@ -13,9 +13,13 @@ from moe_overlap.describe.model import expected_places
 from moe_overlap.tuner.cost.links import (
     Group,
     LinkRates,
+    LinkUse,
     all_to_all_seconds,
     axis_group,
     collective_seconds,
+    crowding,
+    link_use,
+    mixed_use,
     point_to_point_seconds,
 )
 
@@ -72,6 +76,25 @@ def test_across_nodes_every_card_of_a_node_carries_a_ring(nodes: int) -> None:
         rates = dataclasses.replace(RATES, network=network)
         twin = max(inside / (450e9 * 0.5), over_card / (50e9 * network))
         assert collective_seconds("reduce_scatter", held, group, rates) == pytest.approx(twin)
+
+
+def test_collectives_share_the_links_that_both_use() -> None:
+    """On 8 H100 nodes: tokens inside a node, tokens across nodes, dense gradients over all ranks, experts' across nodes."""
+    inside, across = (axis_group(size, 1, 64, H100) for size in (8, 16))
+    near, far = (link_use("all_to_all", group, RATES) for group in (inside, across))
+    dense, experts = (
+        link_use("all_gather", axis_group(size, step, 64, H100), RATES) for size, step in ((64, 1), (8, 8))
+    )
+    assert near == LinkUse(1.0, 0.0) and experts == LinkUse(0.0, 1.0) and far.network == 1.0
+    assert crowding([near, experts]) == 1.0 and crowding([far, experts]) == 2.0
+    # Each of a node's eight cards carries an eighth of the ring, whose whole passes NVLink.
+    ring = (50 * 8 * 0.8) / (450 * 0.5)
+    assert dense == LinkUse(1.0, pytest.approx(1 / ring)) and ring > 1.0
+    assert crowding([near, dense]) == 2.0
+    assert crowding([far, dense]) == pytest.approx(max(1.0 + far.domain, 1.0 + 1 / ring))
+    assert link_use("all_gather", axis_group(1, 1, 64, H100), RATES) == LinkUse(0.0, 0.0)
+    both = mixed_use(dense, experts, np.array([3.0, 0.0]), np.array([1.0, 0.0]))
+    assert np.allclose(both.domain, [0.75, 0.0]) and np.allclose(both.network, [0.75 / ring + 0.25, 1.0])
 
 
 def test_a_transfer_takes_the_best_link_that_joins_its_ends() -> None:

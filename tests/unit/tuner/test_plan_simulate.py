@@ -17,6 +17,7 @@ from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.trace import write_trace
 from moe_overlap.plan.uniform_overlap import OverlapWords
 from moe_overlap.tuner.cost.interference import NO_INTERFERENCE, SETS, Interference
+from moe_overlap.tuner.cost.links import LinkUse
 from moe_overlap.tuner.cost.simulate.engine import simulate
 from moe_overlap.tuner.cost.simulate.memory import intervals, live_bytes
 from tests.unit.plan import plan_samples
@@ -213,6 +214,21 @@ def test_interference_by_hand() -> None:
     assert ends == [(2, 2.0), (1, 3.0)]
     ends = [(one.instruction.id, one.end) for one in simulate(lists, lambda _, i: alone[i.id]).ran]
     assert ends == [(2, 1.0), (1, 2.0)]
+
+
+def test_exchanges_on_different_links_do_not_slow_each_other_down() -> None:
+    """Together they take as long as their most wanted link is wanted: 0.25 + 1 of the network here."""
+    lists = {0: [compute(1, "ep", kind="collective"), compute(2, "dp", kind="collective")]}
+    alone = {1: 2.0, 2: 1.0}
+
+    def ends(tokens: LinkUse, gradients: LinkUse) -> list[float]:
+        uses = {"ep": tokens, "dp": gradients}
+        ran = simulate(lists, lambda _, i: alone[i.id], NO_INTERFERENCE, uses=lambda _, i: uses[i.channel]).ran
+        return [one.end for one in ran]
+
+    assert ends(LinkUse(1.0, 0.0), LinkUse(0.0, 1.0)) == [1.0, 2.0]
+    assert ends(LinkUse(1.0, 0.0), LinkUse(1.0, 0.5)) == [2.0, 3.0]
+    assert ends(LinkUse(1.0, 0.25), LinkUse(0.0, 1.0)) == [1.25, 2.25]
 
 
 def test_counts_pass_rows_and_slow_nothing_down() -> None:

@@ -33,6 +33,7 @@ from moe_overlap.plan.overlap import LayerOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.links import LinkUse
 from moe_overlap.tuner.cost.simulate.engine import Ran, Simulation, pass_of, simulate
 
 LEAST_SECONDS = 1e-9
@@ -117,12 +118,17 @@ def run_alone(
     seconds: Callable[[Instruction], float],
     model: Interference,
     queue_seconds: float = 0.0,
+    uses: Callable[[Instruction], LinkUse] | None = None,
 ) -> Simulation:
     """Simulate one rank's list as if its transfers took nothing; arguments as `simulate` takes them."""
     # As copies they have no peer to meet, but keep their channel, so that the order and all dependencies stay.
     alone = [replace(i, kind="copy", peers=()) if i.kind == "point-to-point" else i for i in instructions]
     return simulate(
-        {rank: alone}, lambda _, i: 0.0 if i.channel_group == PIPELINE else seconds(i), model, queue_seconds
+        {rank: alone},
+        lambda _, i: 0.0 if i.channel_group == PIPELINE else seconds(i),
+        model,
+        queue_seconds,
+        None if uses is None else lambda _, i: uses(i),
     )
 
 

@@ -5,9 +5,10 @@ between stages and the norm of all gradients meet: they begin when the heads of 
 Rules, as instructions.py states them:
 1. A ready head starts when its channel is free and, if it meets others, when they are ready, too.
 2. While it runs it does its work at a rate of 1, or, with an interference model, at 1 / slowdown: the factor of its stream among
-   the busy streams of its rank, times the channels that share the stream (two collectives at a time halve each other; what is
-   sent to another stage and what is received from one do not: links carry both ways; all-to-alls of counts take a latency and
-   leave the link to the others, but may queue behind rows on their way). What meets goes at the rate of its slowest rank.
+   the busy streams of its rank, times the crowding of its links (links.py: two collectives at a time on one link halve each
+   other; what is sent to another stage and what is received from one do not: links carry both ways; all-to-alls of counts take
+   a latency and leave the link to the others, but may queue behind rows on their way). What meets goes at the rate of its
+   slowest rank.
 3. The simulation ends when every instruction has run. Where none can, the error shows the grid of passes with the place.
 
 Lists: of all ranks, or of one rank per stage (at the same place of each), whose collectives inside a stage then stand for all.
@@ -35,11 +36,14 @@ from moe_overlap.plan.instructions import (
 from moe_overlap.plan.lowering.layers import COUNT_CHANNEL
 from moe_overlap.plan.lowering.pipeline_order import Step, format_grid
 from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.links import LinkUse, crowding
 
 Lists = Mapping[int, Sequence[Instruction]]
 """Rank -> its list, which `check_races` accepts."""
 Seconds = Callable[[int, Instruction], float]
 """Seconds of a rank's instruction when nothing else runs."""
+Uses = Callable[[int, Instruction], LinkUse]
+"""The links that a rank's communication keeps busy."""
 End = tuple[int, Instruction]
 """A rank, and the instruction by which it takes part."""
 STREAM_OF = {COMPUTE: 0, OPTIMIZER: 0, TO_DEVICE: 2, TO_HOST: 3}
@@ -87,18 +91,20 @@ def simulate(
     seconds: Seconds,
     interference: Interference | Mapping[int, Interference] | None = None,
     queue_seconds: float = 0.0,
+    uses: Uses | None = None,
 ) -> Simulation:
     """Run the lists of a step together.
 
     Args:
         interference: how what runs at the same time on a rank slows down, on all ranks or by rank; None: not at all.
         queue_seconds: how much longer counts take that start while their rank sends something else: what a link has queued.
+        uses: the links that communication between devices uses; None: all of it shares one.
     Raises:
         ScheduleError: the lists wait for each other for ever, or a peer's list is not there.
     """
     if isinstance(interference, Interference):
         interference = dict.fromkeys(lists, interference)
-    return _Engine(lists, seconds, interference, queue_seconds).run()
+    return _Engine(lists, seconds, interference, queue_seconds, uses).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -124,9 +130,11 @@ class _Engine:
         seconds: Seconds,
         interference: Mapping[int, Interference] | None,
         queue_seconds: float,
+        uses: Uses | None,
     ) -> None:
         self._lists, self._seconds, self._interference = lists, seconds, interference
         self._queue_seconds = queue_seconds
+        self._uses: Uses = uses or (lambda rank, i: LinkUse())
         self._queues: dict[tuple[int, str], list[Instruction]] = defaultdict(list)
         self._waits: dict[tuple[int, int], int] = {}
         self._wakes: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
@@ -231,13 +239,17 @@ class _Engine:
         if len(running) == 1 or i.channel == COUNT_CHANNEL:
             return 1.0
         stream = _stream(i.channel)
-        shares, busy = 0, []
+        beside, busy = [], []
         for channel, task in running.items():
             if channel == COUNT_CHANNEL:
                 continue
             busy.append(_stream(channel))
-            # The instruction counts as a share itself, too.
-            shares += busy[-1] == stream and not (i.peers and _is_opposite(i, task, rank))
+            # The instruction counts itself, too.
+            if busy[-1] == stream and not (i.peers and _is_opposite(i, task, rank)):
+                beside.append(next(own for place, own in task.ends if place == rank))
+        shares = float(len(beside))
+        if stream == BETWEEN_DEVICES and len(beside) > 1:
+            shares = float(crowding([self._uses(rank, other) for other in beside]))
         return self._interference[rank].factor(stream, busy) * shares
 
     def _push(self, task: _Task, now: float) -> None:

@@ -85,7 +85,13 @@ def simulate_step(plan: Plan, problem: Problem) -> SimulatedStep:
         here.read(lists[stage.devices.ranks[0]])
     check_rendezvous(lists)
     slowed = {rank: of_stage[plan.stage_of(rank)].slowed for rank in lists}
-    simulation = simulate(lists, lambda _, i: of_stage[i.stage].seconds(i), slowed, problem.machine.queue_seconds)
+    simulation = simulate(
+        lists,
+        lambda _, i: of_stage[i.stage].seconds(i),
+        slowed,
+        problem.machine.queue_seconds,
+        lambda _, i: of_stage[i.stage].link_use(i),
+    )
     return SimulatedStep(simulation, {here.stage.devices.ranks[0]: here for here in of_stage})
 
 
@@ -262,7 +268,7 @@ def _stage_alone(listed: _Lists, index: int, here: StagePrices) -> _Alone:
     rank, slowed = stage.devices.ranks[0], here.slowed
     saved = {f"L{layer}": here.saved_bytes(f"L{layer}") for layer in stage.layers}
     here.read(lower_rank(plan, model, rank, saved, blocks=blocks))
-    alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds)
+    alone = run_alone(here.made, rank, here.seconds, slowed, here.machine.queue_seconds, here.link_use)
     compressed = compress(index, blocks, here.made, alone)
     # The sample has few micro-batches, the plan all of them; the blocks are of the same kinds.
     whole = blocks_of(compressed, plan)
