@@ -37,7 +37,7 @@ from moe_overlap.tuner.cost.stage import (
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
-SHORT = 3
+SHORT = 4
 """Layers of a run that are played."""
 BLOCK = 1 << 16
 """Stages worked on at a time, few enough to stay in the cache."""

@@ -109,17 +109,18 @@ def corners() -> Iterator[Corner]:
             )
 
 
-NEAR, FAR = 0.0135, 0.06
+NEAR, FAR = 0.01, 0.06
 REPAIRED = {
     "states of ZeRO-0 are whole on every rank": (Corner(zero_level=0, offload=(0, 0, 1, 0)), NEAR, 0.04),
-    "gradients of ZeRO-2 move in shards": (Corner(zero_level=2, offload=(0, 1, 0, 0)), 0.022, 0.03),
+    # Transfers between stages travel beside reductions, which slows them down in the list alone.
+    "gradients of ZeRO-2 move in shards": (Corner(zero_level=2, offload=(0, 1, 0, 0)), 0.025, 0.03),
     "weights stay between passes": (Corner(zero_level=1, offload=(1, 0, 0, 0)), NEAR, 0.05),
     "head and embedding keep their activations": (Corner(zero_level=1, offload=(0, 0, 0, 1)), NEAR, FAR),
     "gathers share links with tokens": (Corner(zero_level=3, offload=(0, 0, 0, 0)), NEAR, 0.04),
     "reductions go on under forward passes": (Corner(zero_level=2, offload=(0, 0, 0, 0)), NEAR, 0.05),
     "everything by halves": (Corner(zero_level=1, offload=(0.5, 0.5, 0.5, 0.5)), NEAR, 0.05),
     "recomputed": (Corner(zero_level=3, offload=(0, 0, 0, 1), recompute="full"), NEAR, 0.03),
-    "unequal": (Corner(zero_level=0, offload=(0, 0, 1, 0), unequal=True), 0.015, NEAR),
+    "unequal": (Corner(zero_level=0, offload=(0, 0, 1, 0), unequal=True), 0.011, 0.013),
     "interleaved": (Corner(zero_level=1, offload=(0, 0, 0.5, 0), interleaved=True), NEAR, FAR),
     "nothing": (Corner(zero_level=1, offload=(0, 0, 0, 0)), NEAR, NEAR),
 }
@@ -175,5 +176,5 @@ def test_all_corners() -> None:
     found = [errors(corner) for corner in chosen[::8]]
     seconds, bytes_ = (np.abs(np.array(column)) for column in zip(*found, strict=True))
     assert len(found) == 41
-    assert np.median(seconds) < 0.012 and seconds.max() < 0.1 and (seconds > 0.05).mean() < 0.05
+    assert np.median(seconds) < 0.01 and seconds.max() < 0.05 and (seconds > 0.025).mean() < 0.05
     assert np.median(bytes_) < 0.03 and bytes_.max() < 0.25
