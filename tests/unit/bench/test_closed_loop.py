@@ -141,5 +141,7 @@ def test_late_and_unknown_operators_are_told(time: Time) -> None:
     clock.mark()
     recorder._current = Open("L0.mlp", COMPUTE)
     clock.mark()
+    recorder._current = Open("optimizer.L0", COMPUTE)  # updates are never padded
+    clock.mark()
     assert clock.late == {"L0.attention": pytest.approx(0.2)}
     assert clock.unknown == {"L0.mlp"}
