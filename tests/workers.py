@@ -21,7 +21,6 @@ TOGETHER = (
     ),
     # Hosts and CPU groups are the machine's: one program takes away what another left (tools/bench/bed.py).
     (
-        "tests/end_to_end/test_benchmark_closed_loop.py",
         "tests/end_to_end/test_benchmark_overlap.py",
         "tests/end_to_end/test_first_run.py",
         "tests/unit/bench/test_bed.py",
