@@ -46,6 +46,7 @@ from megatron.training.data.sources import (
     parse_split,
 )
 from megatron.training.data.tokenizers import Tokenizer
+from megatron.training.data.watch import WatchedFiles
 from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.layers.attention import part_of_batch
 from moe_overlap.describe.errors import ConfigError
@@ -70,6 +71,8 @@ class Datasets:
     """A line for the user: the text, how it is tokenized and split."""
     digest: str
     """Names the content of the text; "mock" for mock data."""
+    files: WatchedFiles
+    """What the samples are read from."""
 
 
 def build_datasets(
@@ -130,7 +133,7 @@ def build_datasets(
     train, valid, test = _build_with_cache(builder, cache / "indices" / name)
     _check_lengths((train, valid, test), samples, has_parts=parts is not None)
     digest = "mock" if data.mock_data else on_first_rank(lambda: dataset_digest(source))
-    return Datasets(train, valid, test, shown, digest)
+    return Datasets(train, valid, test, shown, digest, WatchedFiles(source.prefixes))
 
 
 def _as_pair(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:
@@ -313,6 +316,7 @@ def batches(
     num_workers: int,
     seed: int,
     vocab_size: int,
+    files: WatchedFiles,
     device: torch.device | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Micro-batches in the sampler's order.
@@ -321,11 +325,12 @@ def batches(
         num_workers: loader processes; 0 reads in this one.
         seed: seeds the loader's own generator; the global one, which dropout draws from, is left alone.
         vocab_size: the tokenizer's; an id beyond it would crash or corrupt the embedding.
+        files: what the samples are read from.
     Yields:
         tokens, labels, position_ids [B, S] int64 and loss_mask [B, S] float32; with --reset-attention-mask also
         attention_mask [B, 1, S, S], true where attention is forbidden. On `device`, where one is given.
     Raises:
-        ConfigError: a token id outside the vocabulary.
+        ConfigError: a token id outside the vocabulary, or a file that was cut since the run began.
     """
     on_gpu = device is not None and device.type == "cuda"
     loader: DataLoader[dict[str, Tensor]] = DataLoader(
@@ -336,7 +341,12 @@ def batches(
         pin_memory=on_gpu,
         generator=torch.Generator().manual_seed(seed),
     )
-    for batch in loader:
+    ahead = iter(loader)
+    while True:
+        files.check()
+        batch = next(ahead, None)
+        if batch is None:
+            return
         _check_ids(batch, dataset, batch.pop(ORIGIN), vocab_size)
         yield {k: v.to(device, non_blocking=on_gpu) for k, v in batch.items()} if device is not None else batch
 
@@ -467,6 +477,7 @@ class BatchSource:
             num_workers=self._config.data.num_workers,
             seed=self._config.training.seed,
             vocab_size=self._vocab_size,
+            files=self._datasets.files,
             device=self._device,
         )
         return (part_of_batch(batch, self._context_size, self._context_rank) for batch in whole)

@@ -239,7 +239,8 @@ def _capture(missing: dict[Path, Request]) -> None:
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "moe_overlap.tuner.capture"],
+        # -P: a torch.py in the folder that the user works in is not torch.
+        [sys.executable, "-P", "-m", "moe_overlap.tuner.capture"],
         input=json.dumps(asked),
         env=environment,
         capture_output=True,

@@ -11,7 +11,7 @@ import pytest
 
 from moe_overlap.tuner.capture import cache
 from moe_overlap.tuner.capture import request as requests
-from moe_overlap.tuner.capture.cache import CorruptFileError, cached_capture, load_captured, save_captured
+from moe_overlap.tuner.capture.cache import CorruptFileError, _capture, cached_capture, load_captured, save_captured
 from moe_overlap.tuner.capture.expression import B, Expression, S
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage, check, complaints
 from moe_overlap.tuner.capture.request import Request
@@ -192,3 +192,10 @@ def test_files_that_answer_are_no_part_of_a_capture() -> None:
             if isinstance(node, ast.ImportFrom) and node.module
         }
         assert not imported & answering, path
+
+
+@pytest.mark.slow
+def test_a_capture_runs_nothing_of_the_folder_it_is_asked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('the working directory was imported')")
+    monkeypatch.chdir(tmp_path)
+    _capture({})

@@ -1,0 +1,40 @@
+"""Watches indexed datasets that are mapped into memory: whoever cuts one while it is read must not end a rank without a word.
+
+A page behind the end of a mapped file is a SIGBUS, which no program catches. So the sizes of the files are compared with those of
+the start before samples are read from them: a file that became shorter, or is gone, is one line. What is cut between the
+comparison and the reading still ends in SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import cycle, islice
+
+from moe_overlap.describe.errors import ConfigError
+
+FILES_AT_ONCE = 16
+"""Files compared before a micro-batch; a blend of more takes turns, so that a slow file system is not asked for all each time."""
+
+
+class WatchedFiles:
+    """The data files of a run, and their bytes when it began."""
+
+    def __init__(self, prefixes: Iterable[str]) -> None:
+        self._sizes = {f"{prefix}.bin": os.stat(f"{prefix}.bin").st_size for prefix in prefixes}
+        self._turns: Iterator[str] = cycle(self._sizes)
+
+    def check(self) -> None:
+        """Compare the next files.
+
+        Raises:
+            ConfigError: a file is shorter than it was, or cannot be looked at.
+        """
+        for path in islice(self._turns, min(FILES_AT_ONCE, len(self._sizes))):
+            begun, again = self._sizes[path], "start again when the file is whole"
+            try:
+                size = os.stat(path).st_size
+            except OSError as error:
+                raise ConfigError(path, "", f"can no longer be read: {error.strerror}", again) from None
+            if size < begun:
+                raise ConfigError(path, "", f"has {size:,} bytes, and had {begun:,} when the run began", again)

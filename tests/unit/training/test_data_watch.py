@@ -1,0 +1,70 @@
+"""A data file that is cut while the run reads it is one line, before the page that is gone is touched."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.training.data.datasets import BatchSampler, batches
+from megatron.training.data.watch import FILES_AT_ONCE, WatchedFiles
+from moe_overlap.describe.errors import ConfigError
+
+TOKENS = 1 << 16
+
+
+class Mapped(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Samples of a mapped file, as megatron-core reads them."""
+
+    def __init__(self, path: Path) -> None:
+        self._ids = np.memmap(path, np.uint16, "r")
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        part = torch.from_numpy(self._ids[index * TOKENS // 4 :][:8].astype(np.int64))
+        return {"tokens": part, "labels": part}
+
+
+def sampler() -> BatchSampler:
+    return BatchSampler(
+        total_samples=4,
+        consumed_samples=0,
+        micro_batch_size=1,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        order="single",
+        seed=0,
+    )
+
+
+def test_a_file_that_is_cut_under_a_run_is_one_line(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "text")
+    np.zeros(TOKENS, np.uint16).tofile(f"{prefix}.bin")
+    files = WatchedFiles([prefix])
+    feed = batches(Mapped(Path(f"{prefix}.bin")), sampler(), num_workers=0, seed=0, vocab_size=8, files=files)
+    assert next(feed)["tokens"].sum() == 0
+    # Growing is no harm: what was mapped is there.
+    with open(f"{prefix}.bin", "ab") as text:
+        text.write(b"more")
+    next(feed)
+    os.truncate(f"{prefix}.bin", 100)
+    with pytest.raises(ConfigError, match=r"text\.bin: has 100 bytes, and had 131,072 when the run began; start again"):
+        next(feed)
+
+
+def test_many_files_take_turns(tmp_path: Path) -> None:
+    prefixes = [str(tmp_path / str(number)) for number in range(FILES_AT_ONCE + 2)]
+    for prefix in prefixes:
+        Path(f"{prefix}.bin").write_bytes(b"12")
+    files = WatchedFiles(prefixes)
+    Path(f"{prefixes[-1]}.bin").unlink()
+    files.check()
+    with pytest.raises(ConfigError, match="can no longer be read: No such file"):
+        files.check()
+    WatchedFiles([]).check()
