@@ -154,7 +154,6 @@ def search_plan(
         global_batch_size=job.plan.global_batch_size,
     )
     layouts = _layouts(job, run, space)
-    layouts = _layouts(job, run, space)
     deadline = begun + settings.seconds
     if graphs == libraries.graphs:
         task = _captured_ahead(task, job, layouts, libraries)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,43 @@ def test_wheel(sources: Path, tmp_path: Path) -> None:
     assert "site-packages/megatron/core" in files["megatron.core"]
     assert found["portion"] == "moe-overlap"
     assert isinstance(found["flags"], int) and found["flags"] > 800
+    check_commands(python, tmp_path)
+
+
+SMALL_JOB = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --num-experts 4
+--expert-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8 --vocab-size 1000 --bf16 --position-embedding-type rope
+"""
+
+
+ENTRIES = """
+from importlib.metadata import distribution
+
+for entry in distribution("megatron-moe-overlap").entry_points:
+    assert callable(entry.load()), entry
+    print(entry.name)
+"""
+
+
+def check_commands(python: Path, folder: Path) -> None:
+    """Run the commands of an installation, from a folder that holds no sources: they need files beside the code.
+
+    A prediction reads the table of GPUs and all calibration tables, and captures a model in a process of its own.
+    """
+    bare = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    (folder / "job.args").write_text(SMALL_JOB)
+
+    def printed(name: str, *words: str) -> str:
+        command = [python.parent / name, *words]
+        ended = subprocess.run(command, cwd=folder, env=bare, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, f"{name}: {ended.stdout}{ended.stderr}"
+        return ended.stdout
+
+    scripts = sorted(path.name for path in python.parent.glob("moe-*"))
+    assert len(scripts) == 9 and sorted(printed("python", "-W", "ignore", "-c", ENTRIES).split()) == scripts
+    predicted = printed("moe-predict", "--megatron-args", "job.args", "--gpu", "H100", "--num-gpus", "8")
+    assert re.search(r"^step +[\d.]+ s ± ", predicted, re.MULTILINE), predicted
+    assert "2 layers, hidden 64" in printed("moe-train", "@job.args", "--dry-run")
 
 
 def test_editable(sources: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from megatron.training.cli.flags.table import help_text
 from moe_overlap.describe.readers.upstream_flags import load_upstream_flags
+from tools import write_flag_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -134,3 +135,42 @@ def test_what_is_wrong_is_found() -> None:
     line = "torchrun --nproc-per-node 2 pretrain_moe.py @a.args --num-layers 2 --no-such-flag"
     assert unknown_flags(line) == ["--no-such-flag"]
     assert list(blocks("```\na \\\n  b\n```\nc\n")) == ["a    b"]
+
+
+def test_flag_reference_is_current() -> None:
+    assert write_flag_reference.page() == write_flag_reference.PAGE.read_text(), "run tools/write_flag_reference.py"
+
+
+SYMPTOM = re.compile(r"\*\*`([^`]+)`\*\*")
+SHORTEST = 8
+"""Fragments of a line that are shorter say too little to be looked for."""
+
+
+def fragments(symptom: str) -> list[str]:
+    """What the source says of a printed line: it is put together of subject, rule and fix, with values between them."""
+    parts = re.split(r"…|: |; |\?$|^error: |(?<=-size) 1\b", symptom)
+    return [part.strip(" ()") for part in parts if len(part.strip(" ()")) >= SHORTEST]
+
+
+@functools.cache
+def sources() -> str:
+    """The code of everything that prints, with strings that go on in the next line joined."""
+    paths = [path for folder in ("moe_overlap", "megatron/training", "tools") for path in (ROOT / folder).rglob("*.py")]
+    text = "\n".join(path.read_text() for path in paths)
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+def unprinted(text: str) -> list[str]:
+    """Fragments of the symptoms of a page that no source holds."""
+    return [part for line in SYMPTOM.findall(text) for part in fragments(line) if part not in sources()]
+
+
+def test_symptoms_are_lines_of_the_source() -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    assert len(SYMPTOM.findall(text)) > 25
+    assert [line for line in SYMPTOM.findall(text) if not fragments(line)] == []
+    assert unprinted(text) == []
+
+
+def test_a_symptom_that_nobody_prints_is_found() -> None:
+    assert unprinted("**`--load …: holds no cheque; start one job for each folder`**") == ["holds no cheque"]

@@ -38,6 +38,8 @@ def order_of(database: Database, keys: Sequence[OperatorKey], seconds_each: floa
     }
 
 
+LATE_SECONDS = 1e-4
+"""A sleep ends so much later than asked for (0.07 to 0.14 ms here)."""
 COMPUTING_KINDS = ("compute", "weight-gradient")
 
 

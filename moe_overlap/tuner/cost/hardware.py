@@ -160,11 +160,14 @@ class MeasuredConstants(GpuConstants):
     """Constants of a machine that was measured, not fitted; its collectives have a latency of their own."""
 
     latency_seconds: float
+    reduce_scatter: float = 1.0
+    """As in `LinkRates`; files of releases that did not measure it lack it."""
 
     @property
     def link_rates(self) -> LinkRates:
         """Efficiencies and latency of the links; copies to the host were measured, so they reach their rate."""
-        return dataclasses.replace(super().link_rates, host=1.0, latency_seconds=self.latency_seconds)
+        rates = dataclasses.replace(super().link_rates, host=1.0, latency_seconds=self.latency_seconds)
+        return dataclasses.replace(rates, reduce_scatter=self.reduce_scatter)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -392,6 +395,10 @@ def _release_of(loss: float, measured: Sequence[str]) -> ReleaseConstants:
     return ReleaseConstants(loss=loss, measured=tuple(measured))
 
 
+REDUCE_SCATTER = "reduce_scatter"
+"""The constant of measured machines that a file may lack."""
+
+
 def measured_constants(measured: Measured, gpu: str) -> Constants:
     """The constants of a measured machine.
 
@@ -400,7 +407,7 @@ def measured_constants(measured: Measured, gpu: str) -> Constants:
     """
     names = {field.name for field in dataclasses.fields(GpuConstants)}
     # A file of another version is refused: a missing constant must not be taken from a fitted GPU unnoticed.
-    for name in names ^ set(measured.constants):
+    for name in names ^ (set(measured.constants) - {REDUCE_SCATTER}):
         rule = "is missing" if name in names else "is unknown"
         raise ConfigError(f"measured.constants.{name}", "", rule, "run tools/profile_cluster.py again")
     constants = MeasuredConstants(**measured.constants, latency_seconds=measured.latency_seconds)

@@ -315,8 +315,10 @@ class StagePrices:
         dense, experts = np.array([size.dense_parameters]), np.array([size.expert_parameters])
         once = state_seconds(dense, experts, each, rates)
         # Without sharding it is an all-reduce: a reduce-scatter and an all-gather.
-        twice = 2.0 if what is OperatorKind.GRADIENTS and self.stage.zero_level == 0 else 1.0
-        return twice * float(once[0]) / max(1, self._pieces[str(operator), None])
+        factor = 1.0
+        if what is OperatorKind.GRADIENTS:
+            factor = 2.0 if self.stage.zero_level == 0 else rates.reduce_scatter
+        return factor * float(once[0]) / max(1, self._pieces[str(operator), None])
 
     def _gather(self, operator: OperatorId) -> float:
         """Ranks that complete what they received of a tensor."""

@@ -64,7 +64,7 @@ class StateRates:
     """Rates at which states are communicated, copied and swept; formats in bytes per parameter."""
 
     dense_scatter: Floats
-    """Seconds per byte, reduce-scatter or all-gather over the data ranks; [N]."""
+    """Seconds per byte, all-gather over the data ranks; [N]."""
     expert_scatter: Floats
     latency_seconds: float
     """Latency of one such collective."""
@@ -83,6 +83,8 @@ class StateRates:
     gathered_bytes: float
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    reduce_scatter: float = 1.0
+    """Seconds of a reduce-scatter over those of an all-gather."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +149,8 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
     # What is updated in shards is gathered, and gradients are reduced; without sharding by an all-reduce, which is a
     # reduce-scatter and an all-gather.
     gather = np.where(level > 0, state_seconds(dense, experts, rates.gathered_bytes, rates), 0.0)
-    scatter = state_seconds(dense, experts, rates.gradient_bytes, rates) * np.where(level == 0, 2.0, 1.0)
+    reduced = np.where(level == 0, 2.0, rates.reduce_scatter)
+    scatter = state_seconds(dense, experts, rates.gradient_bytes, rates) * reduced
     first = concurrent(forward, gather, zeros, zeros) - forward if rates.overlap_param_gather else gather
     last = concurrent(backward, scatter, zeros, zeros) - backward if rates.overlap_grad_reduce else scatter
     moves = kinds.is_layer[:, None] * strategy.offload_activations
@@ -166,7 +169,7 @@ def layer_terms(kinds: KindTerms, strategy: Strategy, rates: StateRates, concurr
 
 
 def state_seconds(dense: Floats, experts: Floats, bytes_each: float, rates: StateRates) -> Floats:
-    """Seconds of a reduce-scatter or all-gather of one layer's state over its replicas."""
+    """Seconds of an all-gather of one layer's state over its replicas."""
     seconds = bytes_each * (dense * rates.dense_scatter + experts * rates.expert_scatter)
     return seconds + rates.latency_seconds * (seconds > 0)
 
@@ -250,8 +253,8 @@ def use_seconds(kinds: KindTerms, strategy: Strategy, rates: StateRates) -> UseS
     reduced = state_seconds(dense, experts, rates.gradient_bytes, rates)
     nothing = np.zeros_like(gathered)
     gather = np.where(level >= 3, gathered, nothing)
-    scatter = np.where(level >= 2, reduced, nothing)
-    reduce = np.where(level < 2, reduced, nothing) * np.where(level == 0, 2.0, 1.0)
+    scatter = np.where(level >= 2, reduced * rates.reduce_scatter, nothing)
+    reduce = np.where(level < 2, reduced, nothing) * np.where(level == 0, 2.0, rates.reduce_scatter)
     gather_updated = np.where((level >= 1) & (level < 3), gathered, nothing)
     weights = host * sizes.weights * strategy.offload_weights
     gradients = host * sizes.gradients * strategy.offload_gradients

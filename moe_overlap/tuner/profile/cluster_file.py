@@ -119,7 +119,7 @@ def fit_line(moved: Sequence[float], seconds: Sequence[float]) -> Fitted:
 
 
 GIGA = 1e9
-GATHERS = ("all_gather", "reduce_scatter", "all_reduce")
+GATHERS, SCATTERS = ("all_gather", "all_reduce"), ("reduce_scatter",)
 COPIES = ("to_device", "to_host")
 
 
@@ -136,6 +136,8 @@ def measured_cluster(database: Database, name: str, nodes: int, ranks_per_node: 
     exchange = fit_links(database.links, ("all_to_all",), "node") or gathers
     passed = fit_links(database.links, ("point_to_point",), "node") or gathers
     outer = fit_links(database.links, GATHERS, "network") or passed
+    tier, gathered = ("node", gathers) if ranks_per_node > 1 else ("network", outer)
+    scattered = fit_links(database.links, SCATTERS, tier) or gathered
     outer_exchange = fit_links(database.links, ("all_to_all",), "network") or outer
     host = fit_links(database.links, COPIES, "host")
     if ranks_per_node > 1:
@@ -178,6 +180,7 @@ def measured_cluster(database: Database, name: str, nodes: int, ranks_per_node: 
         "host_seconds": 0.0,
         "overlap_slowdown": rates.get("overlap_slowdown", 1.0),
         "step_seconds": 0.0,
+        "reduce_scatter": gathered.bytes_per_second / scattered.bytes_per_second,
     }
     measured = {
         "database": database.path.name,

@@ -65,7 +65,8 @@ def measured_content(path: Path) -> dict[str, Any]:
     database = Database.open(path, Device("cpu", "a processor", 1, "2.13.0"))
     for name, value in RATES.items():
         database.add_rate(name, value)
-    for kind, rate in (("all_gather", RATE), ("all_to_all", 2 * RATE), ("point_to_point", 3 * RATE)):
+    rates = {"all_gather": RATE, "reduce_scatter": RATE / 2, "all_to_all": 2 * RATE, "point_to_point": 3 * RATE}
+    for kind, rate in rates.items():
         for size in SIZES:
             key = LinkKey(kind, "node", 2, size)
             database.add_link(key, LATENCY + moved_bytes(key) / rate)
@@ -82,10 +83,19 @@ def test_a_measured_cluster_predicts_what_was_measured(tmp_path: Path) -> None:
     constants, extrapolating = measured_constants(cluster.measured, links.gpu.name).of_gpu(links.gpu)
     assert not extrapolating and links.gpu.memory_gib == 16
     group = Group(size=2, per_domain=1, per_node=2, links=links)
-    for kind, rate in (("all_gather", RATE), ("all_to_all", 2 * RATE)):
+    for kind, rate in (("all_gather", RATE), ("reduce_scatter", RATE / 2), ("all_to_all", 2 * RATE)):
         seconds = collective_seconds(kind, 1 << 20, group, constants.link_rates)
         assert float(seconds) == pytest.approx(LATENCY + (1 << 19) / rate, rel=1e-3)
     assert links.network_gb_per_s == pytest.approx(3 * RATE / 1e9, rel=1e-3)
+
+
+def test_a_file_of_an_older_release_prices_a_reduce_scatter_as_an_all_gather(tmp_path: Path) -> None:
+    content = measured_content(tmp_path / "here.jsonl")
+    del content["measured"]["constants"]["reduce_scatter"]
+    cluster = cluster_of(content, "here")
+    assert cluster.measured is not None
+    constants, _ = measured_constants(cluster.measured, "a processor").of_gpu(cluster.group_of(0).gpu)
+    assert constants.link_rates.reduce_scatter == 1.0
 
 
 def test_nodes_of_one_rank_have_the_latency_of_the_network(tmp_path: Path) -> None:

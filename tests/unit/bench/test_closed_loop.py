@@ -1,0 +1,147 @@
+"""The closed loop's arithmetic: what a cell's score says, which layouts are run, and how operators are padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from moe_overlap.plan.instructions import COMPUTE, EXPERT
+from moe_overlap.tuner.search.space import Run, uniform_layouts
+from tests.unit.plan import plan_samples
+from tools.bench import padded_ranks
+from tools.bench.closed_loop import Cell, Row, as_json, grid, layout_flags_of, ranks_of, rows_table, spearman, table
+from tools.bench.padded_ranks import PaddedClock
+from tools.bench.profile import LATE_SECONDS
+
+
+def row(name: str, predicted: float, *steps: float) -> Row:
+    return Row(name, ("--flag",), predicted, steps)
+
+
+CELL = Cell(
+    "moe",
+    100.0,
+    (
+        row("slow", 3.0, 4.0, 4.2, 3.9),
+        row("fast", 1.2, 1.0, 0.9, 8.0),
+        row("second", 1.1, 1.5, 1.4, 1.6),
+        Row("refused", (), refusal="no rule"),
+    ),
+    row("fast, cut in two", 0.9, 0.95, 0.94, 0.99),
+    12.0,
+)
+
+
+def test_a_choice_is_compared_with_the_best_median() -> None:
+    assert CELL.best.name == "fast"  # its median, whatever one disturbed step took
+    assert CELL.over_best == pytest.approx(-0.05)
+    assert CELL.picked.name == "second"
+    assert CELL.picked_over_best == pytest.approx(0.5)
+
+
+def test_rank_correlation() -> None:
+    assert ranks_of([3.0, 1.0, 3.0, 2.0]) == [3.5, 1.0, 3.5, 2.0]
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    # 1 - 6 Σd² / (n (n² - 1)) with one pair of neighbours exchanged
+    assert spearman([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(1 - 6 * 2 / 60)
+    assert CELL.rank_correlation == pytest.approx(0.5)
+
+
+def test_reports_name_every_layout() -> None:
+    text = rows_table(CELL)
+    assert [line.split("  ")[0] for line in text.splitlines()[1:]] == [
+        "fast, cut in two",
+        "fast",
+        "second",
+        "slow",
+        "refused",
+    ]
+    assert "no rule" in text
+    assert table([CELL]).splitlines()[-1].count("|") == table([CELL]).splitlines()[0].count("|")
+    assert len(as_json(CELL)["rows"]) == 4
+
+
+def test_the_grid_leaves_out_what_it_says() -> None:
+    run = Run(gpus=4, domain_gpus=4, sequence_length=128, global_batch_size=16)
+    every = list(uniform_layouts(plan_samples.model("mmmm"), run))
+    chosen = list(grid(every, (2,)))
+    assert {(layout.context, layout.virtual, layout.micro_batch) for layout in chosen} == {(1, 1, 2)}
+    assert {layout.tensor for layout in chosen} == {1, 2, 4} and {layout.expert for layout in chosen} == {1, 2, 4}
+    assert len(chosen) < len(every)
+    cut = next(layout for layout in chosen if layout.tensor == 2)
+    assert "--sequence-parallel" in layout_flags_of(cut)
+
+
+@dataclass
+class Open:
+    name: str
+    channel: str
+
+
+@dataclass
+class Recorder:
+    _current: Open | None = None
+
+
+class Time:
+    """A clock that moves where it is told to, and where one sleeps."""
+
+    def __init__(self) -> None:
+        self.now = self.used = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.used
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    clock = Time()
+    monkeypatch.setattr(padded_ranks, "time", clock)
+    return clock
+
+
+def test_an_operator_sleeps_for_the_rest_of_its_seconds(time: Time) -> None:
+    recorder = Recorder()
+    clock = PaddedClock(recorder, {"L0.attention": 0.5}, holds_collectives=False)
+    clock.mark()
+    recorder._current = Open("L0.attention", COMPUTE)
+    time.now += 0.2
+    assert clock.mark() == pytest.approx(0.5 - LATE_SECONDS)
+    time.now += 0.1  # a communication begins inside the span: nothing is padded twice
+    assert clock.mark() == pytest.approx(0.6 - LATE_SECONDS)
+    recorder._current = Open("L0.moe.dispatch", EXPERT)
+    time.now += 1.0
+    assert clock.mark() == pytest.approx(1.6 - LATE_SECONDS)
+    assert not clock.late and not clock.unknown
+
+
+def test_collectives_inside_operators_come_on_top(time: Time) -> None:
+    recorder = Recorder()
+    clock = PaddedClock(recorder, {"L0.attention": 0.5}, holds_collectives=True)
+    clock.mark()
+    recorder._current = Open("L0.attention", COMPUTE)
+    time.now, time.used = 2.0, 0.2  # 1.8 s of it waited
+    assert clock.mark() == pytest.approx(2.3 - LATE_SECONDS)
+
+
+def test_late_and_unknown_operators_are_told(time: Time) -> None:
+    recorder = Recorder()
+    clock = PaddedClock(recorder, {"L0.attention": 0.5}, holds_collectives=False)
+    clock.mark()
+    recorder._current = Open("L0.attention", COMPUTE)
+    time.now += 0.7
+    clock.mark()
+    recorder._current = Open("L0.mlp", COMPUTE)
+    clock.mark()
+    recorder._current = Open("optimizer.L0", COMPUTE)  # updates are never padded
+    clock.mark()
+    assert clock.late == {"L0.attention": pytest.approx(0.2)}
+    assert clock.unknown == {"L0.mlp"}

@@ -1,0 +1,189 @@
+"""Ranks that train any layout for real, on a device that is slower than this machine: operators compute, then sleep.
+
+A span that computes ends when its operator has had the seconds that a profile gives it: the executed operator takes a part of
+them, and the rank sleeps for the rest. Communication is what the run itself sends, so tensor, pipeline, expert and data
+parallelism wait as in training. Ranks need a fraction of a processor each, and there may be more of them than cores.
+
+Two ways of counting what an operator has had:
+
+    wall clock      operators that hold no communication: a rank that loses its core for a moment catches up in its sleep
+    processor time  operators of tensor-parallel ranks hold collectives, whose seconds come on top
+
+Orders come as JSON lines, each gets one answer:
+
+    {"do": "links", "keys": [[kind, tier, ranks, bytes], …]}                 seconds of collectives of all ranks
+    {"do": "layout", "flags": […], "seconds": {operator: seconds} by stage}    assemble a run; the one before it goes
+    {"do": "step"}                                                           execute one step
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_overlap.commands.exits import end_process
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.instructions import COMPUTE
+from moe_overlap.plan.operators import is_state_key
+from moe_overlap.tuner.profile.database import LinkKey
+from tools.bench.profile import LATE_SECONDS
+from tools.bench.variants import Variant
+from tools.bench.worker import Rank, Run
+
+ORDER_LINKS, ORDER_LAYOUT, ORDER_STEP = "links", "layout", "step"
+
+
+class PaddedClock:
+    """The recorder's clock: before it is read where a computing span ends, that span is given what it lacks.
+
+    Args:
+        recorder: the recorder whose clock this is.
+        seconds: operator -> seconds of one of its instructions.
+        holds_collectives: whether operators hold collectives; see above.
+    Attributes:
+        late: by how much operators took longer than their profile, by name, since the last `reset`.
+        unknown: operators of passes that computed and have no seconds.
+    """
+
+    def __init__(self, recorder: Any, seconds: Mapping[str, float], holds_collectives: bool) -> None:
+        self._recorder, self._seconds = recorder, seconds
+        self._now = time.thread_time if holds_collectives else time.perf_counter
+        self._padded: Any = None
+        self._begun = 0.0
+        self.late: dict[str, float] = {}
+        self.unknown: set[str] = set()
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.late, self._padded = {}, None
+
+    def mark(self) -> float:
+        """Read the clock, behind the sleep of the span that is open."""
+        current = self._recorder._current
+        if current is not None and current.channel == COMPUTE and current is not self._padded:
+            self._pad(current.name)
+            self._padded = current
+        self._begun = self._now()
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        """Seconds between two marks."""
+        return end - start
+
+    def finish(self) -> None:
+        """Do nothing: every mark is readable at once."""
+
+    def _pad(self, name: str) -> None:
+        if is_state_key(name):
+            return  # an update takes what it takes: no profile is asked for it
+        if name not in self._seconds:
+            self.unknown.add(name)
+            return
+        left = self._seconds[name] - (self._now() - self._begun)
+        if left < 0:
+            self.late[name] = self.late.get(name, 0.0) - left
+        elif left > LATE_SECONDS:
+            time.sleep(left - LATE_SECONDS)
+
+
+class PaddedRank(Rank):
+    """A rank that trains one layout after the other."""
+
+    NAME = "layout"
+
+    def __init__(self, job: Sequence[str]) -> None:
+        super().__init__(job, emulator=False)
+        self._clock: PaddedClock | None = None
+
+    def answer(self, order: dict[str, Any]) -> Any:
+        """Follow an order."""
+        if order["do"] == ORDER_LAYOUT:
+            return self._change(order["flags"], order["seconds"])
+        if order["do"] == ORDER_LINKS:
+            return links_seconds([LinkKey(*values) for values in order["keys"]])
+        return self._executed()
+
+    def _change(self, flags: Sequence[str], seconds: Sequence[Mapping[str, float]]) -> None:
+        """Leave the run there is, and assemble another one."""
+        if self.runs:
+            self.runs.pop(self.NAME).runner.context.groups.close()
+            self._clock = None
+            gc.collect()
+        variant = Variant(self.NAME, tuple(flags))
+        job = self.assemble(variant)
+        runner = job.machinery.runner
+        self.runs[self.NAME] = Run(variant, runner, job.schedule.instructions, job.batches("train", 0))
+        context = runner.context
+        stage = context.plan.stages[context.groups.stage]
+        holds = stage.tensor * stage.context * stage.expert_tensor > 1
+        self._clock = PaddedClock(context.recorder, seconds[context.groups.stage], holds)
+        context.recorder.clock = self._clock
+
+    def _executed(self) -> dict[str, Any]:
+        """Seconds of one step, with its update; operators that had no seconds; and how far operators were late."""
+        assert self._clock is not None, "no layout was assembled"
+        self._clock.reset()
+        figures = self.step(self.runs[self.NAME], 1.0)
+        late = self._clock.late
+        latest = max(late, key=lambda name: late[name], default="")
+        return figures | {"late": sum(late.values()), "latest": latest, "unknown": sorted(self._clock.unknown)}
+
+
+def links_seconds(keys: Sequence[LinkKey]) -> list[float]:
+    """Seconds of collectives of all ranks, as tools/profile_cluster.py measures them. All ranks call this together."""
+    import torch.distributed as dist
+
+    from moe_overlap.tuner.profile.measure.links import collective_seconds
+
+    return [collective_seconds(key, dist.group.WORLD, "cpu", 0.0) for key in keys]
+
+
+def command_of_padded(job: Sequence[str]) -> list[str]:
+    """The command line of a rank.
+
+    Args:
+        job: flags of all layouts.
+    """
+    return [sys.executable, "-m", "tools.bench.padded_ranks", "--job", json.dumps(list(job))]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Say that the rank is there, then follow orders until there are no more."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", required=True, help="JSON: flags")
+    parser.add_argument("--reply-fd", type=int, required=True)
+    arguments = parser.parse_args(argv)
+    job = json.loads(arguments.job)
+
+    from megatron.training import cpu_backend
+    from megatron.training.cli.start import quiet_libraries
+
+    quiet_libraries()
+    if cpu_backend.is_needed():
+        cpu_backend.install()
+
+    from megatron.training.cli.arguments import parse
+    from megatron.training.initialize import start_process
+
+    with os.fdopen(arguments.reply_fd, "w", buffering=1) as replies:
+        try:
+            start_process(parse(job).config)
+            rank = PaddedRank(job)
+            print(json.dumps({}), file=replies)
+            for line in sys.stdin:
+                print(json.dumps(rank.answer(json.loads(line))), file=replies)
+        except ConfigError as error:
+            if os.environ["RANK"] == "0":
+                print(f"error: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    end_process(main(sys.argv[1:]))

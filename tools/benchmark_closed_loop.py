@@ -1,0 +1,349 @@
+"""The tuner against the whole grid: it chooses a plan from measurements alone, then every layout is run on rate-limited links.
+
+    tools/benchmark_closed_loop.py [--models moe dense] [--mbit 100 300 1000] [--ranks 4] [--micro-batches 2]
+                                   [--steps 3] [--slower 6] [--grid-only]
+                                   [--folder DIR] [--json]
+
+For every model and rate of the links:
+
+1. The ranks, each on a host of its own (network namespaces, root), measure operators and links as tools/profile_cluster.py does:
+   it is that program that runs on the hosts. They count as one node, so that tensor ranks may be neighbours. Then they measure
+   larger messages: a link's token bucket lets most sizes of a quick profile pass at once.
+2. The plan is searched as tools/autotune.py does, with no more than that cluster file and the model's flags.
+3. All layouts of the grid that pretrain_moe.py accepts are predicted, and then run with the chosen plan by the runtime itself.
+   Operators compute, and are padded with sleep to the seconds that the cost model gives them on links that take no time
+   (tools/bench/padded_ranks.py): a device --slower times as slow as this one. Everything that is sent is real.
+
+The score is the chosen step over the fastest one that was run, and the rank correlation of predicted and measured steps. Every
+cell is kept in the folder as soon as it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # A script finds only what stands beside it: the package `tools` is one folder up.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_overlap.api import job_operators, predict, problem_of
+from moe_overlap.describe.cluster import Cluster, load_cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.job import read_job
+from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.report.search import write_search
+from moe_overlap.tuner.capture.cache import cache_folder
+from moe_overlap.tuner.cost.simulate.step import simulate_step
+from moe_overlap.tuner.profile.cluster_file import measured_cluster
+from moe_overlap.tuner.profile.database import Database, LinkKey
+from moe_overlap.tuner.profile.lookup import CALL_SECONDS, IN_STEP, fill
+from moe_overlap.tuner.search.space import Run, uniform_layouts
+from tools.bench.bed import Bed, CpuGroup, require_namespaces
+from tools.bench.closed_loop import (
+    EVERY_MODEL,
+    MODELS,
+    Cell,
+    Row,
+    as_json,
+    grid,
+    job_of,
+    layout_flags_of,
+    rows_table,
+    table,
+)
+from tools.bench.launch import (
+    FIRST_PORT,
+    ROOT,
+    RankFailed,
+    Ranks,
+    Tell,
+    environment_of_job,
+    place_of,
+    placed,
+    report_failure,
+)
+from tools.bench.machine import LEAST_CALL_SECONDS, Say
+from tools.bench.padded_ranks import ORDER_LAYOUT, ORDER_LINKS, ORDER_STEP, command_of_padded
+
+NO_SLOWDOWN = 1e-6
+"""Sleeping operators and communication do not slow each other down."""
+FREE = 1e6
+"""Links so many times as fast take no time: what is left of a price is computation."""
+LARGE_BYTES = (1 << 21, 1 << 22)
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "point_to_point")
+WARMING_STEPS = 1
+PROFILE_SECONDS, STEP_SECONDS = 900.0, 240.0
+"""Longest wait for a profile, and for an answer of a rank."""
+
+
+def measure_cluster(bed: Bed, priority: CpuGroup, path: Path) -> None:
+    """Run tools/profile_cluster.py on the hosts of a bed.
+
+    Raises:
+        RankFailed: a rank ended with another status than 0.
+    """
+    command = [sys.executable, str(ROOT / "tools/profile_cluster.py"), "--quick", "--output", str(path.resolve())]
+    shared = environment_of_job(bed.hosts, bed, FIRST_PORT + 2) | {"LOCAL_WORLD_SIZE": str(bed.hosts)}
+    processes = []
+    for rank in range(bed.hosts):
+        started = subprocess.Popen(
+            placed(command, rank, bed.hosts, bed), env=shared | place_of(rank), cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+        processes.append(started)
+        priority.join(started.pid)
+    try:
+        statuses = [process.wait(PROFILE_SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(statuses):
+        raise RankFailed(f"tools/profile_cluster.py ended with statuses {statuses}")
+
+
+def complete(path: Path, ranks: int, tell: Tell, slower: float) -> Cluster:
+    """Add large messages to a profile, and make its device slower.
+
+    Most sizes of a quick profile pass a token bucket at once, and a line through them says nothing of messages that do not.
+    """
+    database = Database.load(path.with_suffix(".measured.jsonl"))
+    keys = [LinkKey(kind, "node", ranks, size) for kind in COLLECTIVES for size in LARGE_BYTES]
+    keys = [key for key in keys if key not in database.links]
+    for key, seconds in zip(
+        keys, tell(do=ORDER_LINKS, keys=[dataclasses.astuple(key) for key in keys])[0], strict=True
+    ):
+        database.add_link(key, seconds)
+    database.add_rate(IN_STEP, slower)
+    database.add_rate(CALL_SECONDS, LEAST_CALL_SECONDS)
+    database.add_rate("overlap_slowdown", NO_SLOWDOWN)
+    content = measured_cluster(database, path.stem, nodes=1, ranks_per_node=ranks)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return load_cluster(path)
+
+
+def without_links(path: Path) -> Cluster:
+    """The cluster of a file with links that take no time, in a file of its own beside it."""
+    content = json.loads(path.read_text())
+    group, measured = content["groups"][0], content["measured"]
+    for rate in ("node_gb_per_s", "network_gb_per_s"):
+        group[rate] *= FREE
+    measured["latency_seconds"] /= FREE
+    free = path.with_name(f"{path.stem}-free.json")
+    free.write_text(json.dumps(content, indent=1) + "\n")
+    return load_cluster(free)
+
+
+def operator_seconds(words: Sequence[str], free: Cluster) -> list[dict[str, float]]:
+    """Seconds of one instruction of every operator, stage by stage, on links that take no time."""
+    problem = problem_of(words, free, {})
+    step = simulate_step(problem.plan, problem)
+    seconds = []
+    for prices in step.prices.values():
+        of_stage: dict[str, float] = {}
+        for i in prices.made:
+            if i.kind in ("compute", "weight-gradient"):
+                of_stage[i.name] = prices.seconds(i) / (len(i.partition) or 1 if i.kind == "weight-gradient" else 1)
+        seconds.append(of_stage)
+    return seconds
+
+
+def refusal_of(words: Sequence[str], ranks: int) -> str | None:
+    """The rule by which training refuses a command line; None where it accepts it."""
+    try:
+        read_job(words, ranks)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A command line to predict and run."""
+
+    name: str
+    flags: tuple[str, ...]
+    predicted_seconds: float
+    seconds: list[dict[str, float]]
+
+
+def candidates_of(
+    job: Sequence[str], cluster: Cluster, free: Cluster, micro_batches: Sequence[int], say: Say
+) -> tuple[list[Candidate], list[Row]]:
+    """Every layout of the grid, predicted; and those that are refused."""
+    described = read_job([*job, "--micro-batch-size", "1"], cluster.gpus)
+    run = Run(
+        gpus=cluster.gpus,
+        domain_gpus=cluster.gpus,
+        sequence_length=described.plan.sequence_length,
+        global_batch_size=described.plan.global_batch_size,
+    )
+    candidates, refused = [], []
+    chosen = list(grid(list(uniform_layouts(described.model, run)), micro_batches))
+    fitting = {layout.name: (*job, *layout_flags_of(layout)) for layout in chosen}
+    for name, words in list(fitting.items()):
+        if (rule := refusal_of(words, cluster.gpus)) is not None:
+            refused.append(Row(name, words, refusal=rule))
+            del fitting[name]
+    assert cluster.measured is not None
+    keys = {key for words in fitting.values() for key in job_operators(words, cluster.gpus, "cpu")}
+    fill(Database.load(Path(cluster.measured.database)), sorted(keys), cluster.gpus)
+    for name, words in fitting.items():
+        seconds = predict(words, cluster).predicted.step_seconds
+        candidates.append(Candidate(name, words, seconds, operator_seconds(words, free)))
+    say(f"{len(candidates)} layouts predicted, {len(refused)} refused")
+    return candidates, refused
+
+
+def choose(job: Sequence[str], cluster: Cluster, free: Cluster, folder: Path, say: Say) -> tuple[Candidate, float]:
+    """Search the plan as tools/autotune.py does, and write its files."""
+    found = search_plan([*job], cluster, SearchSettings(space="megatron", has_baseline=False))
+    write_search(folder, found)
+    overlap = "" if found.tuned is None else f" + {found.tuned.chosen.name}"
+    name = f"{found.chosen.name}{overlap}"
+    words = (f"@{(folder / 'megatron_args.txt').resolve()}",)
+    say(f"chosen in {found.seconds:.1f} s: {name}")
+    predicted = found.prediction.predicted.step_seconds
+    return Candidate(name, words, predicted, operator_seconds(words, free)), found.seconds
+
+
+def measure(candidates: Sequence[Candidate], tell: Callable[..., list[Any]], steps: int, say: Say) -> list[Row]:
+    """Run every candidate for some steps."""
+    rows = []
+    for number, candidate in enumerate(candidates):
+        tell(do=ORDER_LAYOUT, flags=list(candidate.flags), seconds=candidate.seconds)
+        answers = [tell(do=ORDER_STEP) for _ in range(WARMING_STEPS + steps)][WARMING_STEPS:]
+        taken = [max(answer["whole"] for answer in step) for step in answers]
+        worst = [max(step, key=lambda answer: float(answer["late"])) for step in answers]
+        latest = sorted(worst, key=lambda answer: float(answer["late"]))[steps // 2]
+        late = latest["late"]
+        unknown = tuple(sorted({name for answer in answers[0] for name in answer["unknown"]}))
+        rows.append(Row(candidate.name, candidate.flags, candidate.predicted_seconds, tuple(taken), late, unknown))
+        row = rows[-1]
+        say(
+            f"{number + 1}/{len(candidates)} {row.name}: predicted {candidate.predicted_seconds:.3f} s,"
+            f" measured {row.measured_seconds:.3f} s, late {late:.3f} s {latest['latest']}"
+        )
+    return rows
+
+
+def cell_of(arguments: argparse.Namespace, model: str, mbit: float, say: Say) -> Cell:
+    """Profile, choose, predict and run one model on links of one rate."""
+    job, folder = job_of(model), arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{mbit:g}mbit.json"
+    with CpuGroup() as priority, Bed(arguments.ranks, mbit) as bed:
+        say(f"{model} at {mbit:g} Mbit/s: profile")
+        operators = folder / "operators.measured.jsonl"
+        database = path.with_suffix(".measured.jsonl")
+        if operators.exists() and not database.exists():
+            shutil.copy(operators, database)  # operators do not depend on links
+        measure_cluster(bed, priority, path)
+        command = command_of_padded([*job, "--micro-batch-size", "1"])
+        started = Ranks(
+            command, bed.hosts, bed, priority, folder=ROOT, port=FIRST_PORT + 3, timeout_seconds=STEP_SECONDS
+        )
+        with started as ranks:
+            ranks.answers()
+            cluster = complete(path, bed.hosts, ranks.tell, arguments.slower)
+            free = without_links(path)
+            candidates, refused = candidates_of(job, cluster, free, arguments.micro_batches, say)
+            if arguments.grid_only:
+                chosen, search_seconds = min(candidates, key=lambda candidate: candidate.predicted_seconds), 0.0
+            else:
+                chosen, search_seconds = choose(job, cluster, free, folder / f"{model}-{mbit:g}mbit", say)
+            keep_operators(database, operators)
+            rows = measure([*candidates, chosen], ranks.tell, arguments.steps, say)
+    return Cell(model, mbit, (*rows[:-1], *refused), rows[-1], search_seconds)
+
+
+def keep_operators(database: Path, operators: Path) -> None:
+    """Keep the measured operators and rates, without links, for a bed of another rate."""
+    lines = [text for text in database.read_text().splitlines() if '"link"' not in text]
+    operators.write_text("\n".join(lines) + "\n")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Our options.
+
+    Raises:
+        ConfigError: nothing can be measured like that.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help=f"of {', '.join(EVERY_MODEL)}")
+    parser.add_argument("--mbit", type=float, nargs="+", default=[100.0, 300.0, 1000.0], help="rates of the links")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="+", default=[2], help="samples of a micro-batch, in the grid"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of every layout, behind one to warm up")
+    parser.add_argument(
+        "--grid-only",
+        action="store_true",
+        help="search nothing: what is predicted to be the fastest of the grid is chosen",
+    )
+    parser.add_argument("--slower", type=float, default=6.0, help="how much slower than this machine the device is")
+    kept = cache_folder().parent / "closed_loop"
+    parser.add_argument("--folder", type=Path, default=kept, help=f"of measurements and plans; default {kept}")
+    parser.add_argument("--json", action="store_true", help="print nothing but JSON")
+    arguments = parser.parse_args(argv)
+    for model in arguments.models:
+        if model not in EVERY_MODEL:
+            raise ConfigError("--models", model, "no such model", f"choose among {', '.join(EVERY_MODEL)}")
+    numbers: Mapping[str, Sequence[float]] = {
+        "--mbit": arguments.mbit,
+        "--micro-batches": arguments.micro_batches,
+        "--steps": [arguments.steps],
+        "--slower": [arguments.slower],
+    }
+    for flag, values in numbers.items():
+        for value in values:
+            if not value > 0:
+                raise ConfigError(flag, value, "must be positive", "leave it out for the default")
+    if arguments.ranks < 2:
+        raise ConfigError("--ranks", arguments.ranks, "one rank has one layout", "use 2 or 4")
+    require_namespaces()
+    return arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure and print."""
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - begun:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+    try:
+        arguments = parse_arguments(argv)
+        cells = []
+        for mbit in arguments.mbit:
+            for model in arguments.models:
+                cells.append(cell_of(arguments, model, mbit, say))
+                kept = arguments.folder / f"{model}-{mbit:g}mbit-{arguments.ranks}ranks.json"
+                kept.write_text(json.dumps(as_json(cells[-1]), indent=1) + "\n")
+                say(rows_table(cells[-1]))
+    except (ConfigError, RankFailed) as error:
+        return report_failure(error)
+    if arguments.json:
+        print(
+            json.dumps(
+                {"ranks": arguments.ranks, "slower": arguments.slower, "cells": [as_json(cell) for cell in cells]},
+                indent=1,
+            )
+        )
+    else:
+        print(table(cells))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
