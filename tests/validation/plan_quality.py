@@ -27,7 +27,6 @@ import numpy as np
 import pandas as pd
 
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.describe.model import expected_places
 from moe_overlap.plan_search import TIE, SearchSettings, search_plan
 from moe_overlap.report.search import PlanSearch
 from moe_overlap.tuner.capture.cache import cache_folder
@@ -215,8 +214,6 @@ scripts/performance/configs/deepseek/deepseek_workload_base_configs.py); the row
 EXPOSED = "force-balanced routing, dropless; dispatcher=hybridep, pp_layout=Et*4|(t*4|)*14tmL, etp=1; "
 """The features of row `EP8`: nothing hides the all-to-alls."""
 NETWORK_GB_PER_S = (25.0, 40.0, 50.0, 60.0, 75.0, 100.0, 125.0, 150.0, 200.0, 300.0, 400.0)
-GROUPS, GROUP_TOPK = 8, 4
-"""DeepSeek-V3's router groups, and how many of them a token's experts come from. Prices leave this out."""
 
 
 def published_pair() -> dict[str, Row]:
@@ -238,29 +235,6 @@ def predicted_pair() -> dict[str, Case]:
     """Prepared."""
     rows = published_pair()
     return dict(zip(rows, cases_of(list(rows.values()), cache_folder()), strict=True))
-
-
-def reached_nodes(experts: int, topk: int, nodes: int) -> float:
-    """Expected nodes that hold experts of a token that come from `GROUP_TOPK` of `GROUPS` groups; a node holds whole groups."""
-    held, chosen = GROUPS // nodes, range(GROUP_TOPK + 1)
-    size = experts // GROUPS
-    pool = GROUP_TOPK * size
-    # None of a token's experts is in a node that holds so many of its groups.
-    missed = sum(
-        math.comb(held, here) * math.comb(GROUPS - held, GROUP_TOPK - here) * math.comb(pool - here * size, topk)
-        for here in chosen
-    )
-    return nodes * (1.0 - missed / math.comb(GROUPS, GROUP_TOPK) / math.comb(pool, topk))
-
-
-def limited_network(case: Case) -> float:
-    """The network's rate at which the prices' all-to-alls last as long as if tokens reached the nodes of their groups only."""
-    stage, model, links = case.job.plan.stages[0], case.job.model, case.cluster.group_of(0)
-    nodes = stage.expert // links.gpus_per_node
-    if nodes <= 1:
-        return links.network_gb_per_s
-    priced = expected_places(model.router_topk, nodes)
-    return links.network_gb_per_s * priced / reached_nodes(model.num_experts, model.router_topk, nodes)
 
 
 def with_network(case: Case, gb_per_s: float, release: str | None = None) -> Case:
@@ -296,7 +270,6 @@ def flip_rate(frame: pd.DataFrame, name: str) -> float:
 def terms_frame(cases: dict[str, Case]) -> pd.DataFrame:
     """The breakdown of each, and what was measured."""
     columns = {}
-    cases = {**cases, **{f"{name}, router groups": with_network(c, limited_network(c)) for name, c in cases.items()}}
     for name, case in cases.items():
         prediction = case.predict(shipped_constants())
         terms = {term.removesuffix("_seconds"): seconds for term, seconds in prediction.breakdown.items()}

@@ -98,7 +98,14 @@ def test_a_listed_run_goes_without_the_flags_of_another_dispatcher(dispatcher: S
     job = ["@examples/mixtral-8x7b.args", "--vocab-size", "32000"]
     words = [*job, *OVERLAP, *dispatcher]
     by_hand_words = [word for word in expand_files(job) if word != "--overlap-param-gather"]
-    by_hand_words += ["--moe-token-dispatcher-type", "irregular", "--moe-overlap-partitions", "2"]
+    by_hand_words += [
+        "--moe-token-dispatcher-type",
+        "irregular",
+        "--moe-overlap-partitions",
+        "2",
+        "--micro-batch-size",
+        "2",
+    ]
     listed = read_job(by_hand_words, 64)
     arguments, dropped = arguments_to_run(words, listed.plan, read_job(words, 64).config)
     flags = [word for word in dispatcher if word.startswith("--")]

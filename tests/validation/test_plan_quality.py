@@ -1,8 +1,7 @@
-"""What the comparison with published plans says of plans, bandwidths and router groups, on cases that are counted by hand."""
+"""What the comparison with published plans says of plans, and of bandwidths, on cases that are counted by hand."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,14 +9,10 @@ from typing import Any, cast
 import pandas as pd
 import pytest
 
-from moe_overlap.describe.model import expected_places
 from tests.validation.plan_quality import (
-    GROUP_TOPK,
-    GROUPS,
     PUBLISHED,
     flip_rate,
     largest_term,
-    reached_nodes,
     same_runs,
     verdict,
 )
@@ -46,24 +41,6 @@ def test_the_rate_of_the_flip_lies_on_the_line_between_two_rates() -> None:
     frame = pd.DataFrame({"network GB/s": [25.0, 50.0, 100.0], "EP8 PP16": [10.0, 10.0, 10.0], "x": [30.0, 12.0, 8.0]})
     assert flip_rate(frame, "x") == pytest.approx(75.0)
     assert math.isnan(flip_rate(frame.assign(x=11.0), "x"))
-
-
-@pytest.mark.parametrize("nodes", [2, 4, 8])
-def test_nodes_that_a_token_reaches_are_counted(nodes: int) -> None:
-    """Every choice of groups, and of two experts among those of the chosen ones, with two experts in a group."""
-    size, topk = 2, 2
-    reached = [
-        len({expert // (size * GROUPS // nodes) for expert in experts})
-        for groups in itertools.combinations(range(GROUPS), GROUP_TOPK)
-        for experts in itertools.combinations([g * size + e for g in groups for e in range(size)], topk)
-    ]
-    assert reached_nodes(GROUPS * size, topk, nodes) == pytest.approx(sum(reached) / len(reached))
-
-
-def test_deepseek_tokens_reach_fewer_nodes_than_prices_say() -> None:
-    """Four nodes hold two of the eight groups each."""
-    assert reached_nodes(256, 8, 4) == pytest.approx(2.928, abs=1e-3)
-    assert expected_places(8, 4) == pytest.approx(3.600, abs=1e-3)
 
 
 def test_sets_and_configurations_have_rows() -> None:
