@@ -293,6 +293,8 @@ def _moe_flags(row: Row, facts: dict[str, Any]) -> list[str]:
         words += ["--moe-shared-expert-intermediate-size", str(facts["shared_expert_ffn"])]
     if str(facts.get("router", "")).startswith("sigmoid"):
         words += "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-dtype fp32".split()
+    if limited := re.search(r"(\d+) groups, topk group (\d+)", str(facts.get("router", ""))):
+        words += ["--moe-router-num-groups", limited[1], "--moe-router-group-topk", limited[2]]
     if predictions := _predictions(row):
         words += ["--mtp-num-layers", str(predictions)]
     flags = row["other_flags"].lower()
