@@ -22,7 +22,10 @@ from megatron.training.data.datasets import BatchSampler, Dataset, batches, buil
 from megatron.training.data.indexed import indexed_dataset
 from megatron.training.data.sources import check_indexed_dataset
 from megatron.training.data.tokenizers import ByteTokenizer, NullTokenizer
+from megatron.training.data.watch import WatchedFiles
 from moe_overlap.describe.errors import ConfigError
+
+UNWATCHED = WatchedFiles([])
 
 
 @pytest.fixture
@@ -167,7 +170,7 @@ def test_blend_weights(tmp_path: Path, one_rank: None) -> None:
     first = [1 in s for s in samples_of(made.train)[:200]]
     assert abs(sum(first) / 200 - 0.75) < 0.01
     assert 1 in samples_of(made.valid)[0]
-    batch = next(batches(made.train, sampler(200), num_workers=0, seed=1, vocab_size=257))  # type: ignore[arg-type]
+    batch = next(batches(made.train, sampler(200), num_workers=0, seed=1, vocab_size=257, files=UNWATCHED))  # type: ignore[arg-type]
     assert set(batch) == {"tokens", "labels", "loss_mask", "position_ids"}
 
     once = DataConfig(data_path=tuple(prefixes), split="1", data_cache_path=cache)
@@ -205,7 +208,7 @@ def test_mock_data(tmp_path: Path) -> None:
     made = build_datasets(flags, NullTokenizer(500), sequence_length=32, seed=1, samples=(100, 10, 10))
     assert made.train is not None and made.valid is not None and made.test is None
     assert len(made.train.indices) == 99_000 and len(made.valid.indices) == 1000
-    batch = next(batches(made.train, sampler(100), num_workers=0, seed=1, vocab_size=500))
+    batch = next(batches(made.train, sampler(100), num_workers=0, seed=1, vocab_size=500, files=UNWATCHED))
     assert batch["tokens"].shape == (2, 32) and batch["attention_mask"].shape == (2, 1, 32, 32)
     with pytest.raises(ConfigError, match="--mock-data: is set together with --data-path"):
         build_datasets(
@@ -225,9 +228,9 @@ def test_batches_resume_and_leave_the_global_generator_alone(tmp_path: Path) -> 
     made = build_datasets(flags, ByteTokenizer(), sequence_length=24, seed=1, samples=(40, 0, 0)).train
     assert made is not None
     state = torch.get_rng_state()
-    whole = list(batches(made, sampler(40), num_workers=0, seed=1, vocab_size=257))
-    resumed = list(batches(made, sampler(40, 14), num_workers=0, seed=1, vocab_size=257))
-    by_worker = list(batches(made, sampler(40, 14), num_workers=1, seed=1, vocab_size=257))
+    whole = list(batches(made, sampler(40), num_workers=0, seed=1, vocab_size=257, files=UNWATCHED))
+    resumed = list(batches(made, sampler(40, 14), num_workers=0, seed=1, vocab_size=257, files=UNWATCHED))
+    by_worker = list(batches(made, sampler(40, 14), num_workers=1, seed=1, vocab_size=257, files=UNWATCHED))
     assert torch.equal(state, torch.get_rng_state())
     assert len(whole) == 20 and len(resumed) == len(by_worker) == 13
     for expected, one, other in zip(whole[7:], resumed, by_worker, strict=True):
@@ -263,7 +266,7 @@ def test_a_dataset_of_another_vocabulary(tmp_path: Path) -> None:
         build_datasets(flags, NullTokenizer(100), sequence_length=8, seed=1, samples=(5, 0, 0))
     made = build_datasets(flags, ByteTokenizer(), sequence_length=8, seed=1, samples=(6, 0, 0)).train
     with pytest.raises(ConfigError, match=f"{prefix}: holds token id 256"):
-        next(batches(made, sampler(6), num_workers=0, seed=1, vocab_size=100))  # type: ignore[arg-type]
+        next(batches(made, sampler(6), num_workers=0, seed=1, vocab_size=100, files=UNWATCHED))  # type: ignore[arg-type]
 
 
 def test_a_batch_names_the_dataset_of_a_blend_that_is_of_another_vocabulary(tmp_path: Path, one_rank: None) -> None:
@@ -277,7 +280,7 @@ def test_a_batch_names_the_dataset_of_a_blend_that_is_of_another_vocabulary(tmp_
     with pytest.raises(
         ConfigError, match=f"--data-path {tmp_path}/high: holds token id 200, the vocabulary has 100 ids"
     ):
-        for _ in batches(made, sampler(6), num_workers=0, seed=1, vocab_size=100):  # type: ignore[arg-type]
+        for _ in batches(made, sampler(6), num_workers=0, seed=1, vocab_size=100, files=UNWATCHED):  # type: ignore[arg-type]
             pass
 
 
