@@ -246,7 +246,7 @@ def cell_of(arguments: argparse.Namespace, model: str, mbit: float, say: Say) ->
         if operators.exists() and not database.exists():
             shutil.copy(operators, database)  # operators do not depend on links
         measure_cluster(bed, priority, path)
-        command = command_of_padded([*job, "--micro-batch-size", "1"])
+        command = command_of_padded(job)
         started = Ranks(
             command, bed.hosts, bed, priority, folder=ROOT, port=FIRST_PORT + 3, timeout_seconds=STEP_SECONDS
         )

@@ -38,6 +38,7 @@ def test_smallest_case(tmp_path: Path) -> None:
         "1",
         "--folder",
         str(tmp_path),
+        "--grid-only",
         "--json",
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -173,7 +173,8 @@ def main(argv: Sequence[str]) -> int:
 
     with os.fdopen(arguments.reply_fd, "w", buffering=1) as replies:
         try:
-            start_process(parse(job).config)
+            # Every layout has a micro-batch of its own, and a plan says it; to start, any will do.
+            start_process(parse([*job, "--micro-batch-size", "1"]).config)
             rank = PaddedRank(job)
             print(json.dumps({}), file=replies)
             for line in sys.stdin:
