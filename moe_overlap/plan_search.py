@@ -167,7 +167,8 @@ def search_plan(
         own, costs = share_of(layouts, shard), UniformCosts(task)
         return search_uniform(own, costs, bounds, accepts, admits, KEPT, deadline, progress=progress), said.refused
 
-    sha256 = partial(job_sha256, (bare, settings.target, settings.space, settings.averages), cluster, given_options)
+    asked = (bare, settings.target, settings.space, settings.averages, str(settings.seconds))
+    sha256 = partial(job_sha256, asked, cluster, given_options)
     found, said.refused = search_shards(search, settings.processes, sha256, KEPT)
     staged: StageSearch | None = None
     if settings.target == "any":

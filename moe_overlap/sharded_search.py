@@ -14,6 +14,7 @@ from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.plan.serialize import as_values, content_sha256
 from moe_overlap.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
+from moe_overlap.tuner.cost.hardware import shipped_constants
 from moe_overlap.tuner.search.uniform import UniformSearch
 
 
@@ -50,7 +51,10 @@ def search_shards(
     """
     if processes.shard is not None:
         sha256, shard = job(), processes.shard
-        save_shard(processes.folder, shard, sha256, *search(shard))
+        found, refusals = search(shard)
+        # A share that was not searched to its end is missing still: Ctrl-C is no answer.
+        if not found.is_interrupted:
+            save_shard(processes.folder, shard, sha256, found, refusals)
         answers = read_shards(processes.folder, shard.count, sha256)
     else:
         answers = in_processes(search, processes.jobs)
@@ -66,7 +70,7 @@ def job_sha256(asked: tuple[object, ...], cluster: Cluster, options: Options) ->
     Args:
         asked: flags and settings, as JSON values.
     """
-    loads, constants = options.get("expert_load"), options.get("constants")
+    loads, constants = options.get("expert_load"), options.get("constants") or shipped_constants()
     return content_sha256(
         {
             "release": VERSION_LINE,
@@ -74,6 +78,6 @@ def job_sha256(asked: tuple[object, ...], cluster: Cluster, options: Options) ->
             "cluster": as_values(cluster),
             "options": [options.get("precision"), options.get("software"), options.get("memory_margin")],
             "expert load": None if loads is None else Path(loads).read_text(encoding="utf-8"),
-            "constants": None if constants is None else as_values(constants),
+            "constants": as_values(constants),
         }
     )

@@ -122,14 +122,16 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--time-limit", limit, "must be greater than 0 seconds", "drop it to search all")
     _require_writable(Path(arguments.output))
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
-    progress = Progress(sys.stderr)
     shard = None if arguments.shard is None else Shard.parse(arguments.shard)
     _require_one_search(arguments, shard)
+    limits = _limits(arguments)
+    # Whatever is refused from here on ends the line of progress first.
+    progress = Progress(sys.stderr)
     settings = SearchSettings(
         target="moe-overlap" if arguments.target == "both" else arguments.target,
         space=arguments.search_space,
         seconds=float("inf") if limit is None else limit,
-        overlap_limits=_limits(arguments),
+        overlap_limits=limits,
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
         processes=Processes(jobs=arguments.jobs, shard=shard, folder=Path(arguments.output) / SHARDS),

@@ -21,7 +21,8 @@ class WatchedFiles:
     """The data files of a run, and their bytes when it began."""
 
     def __init__(self, prefixes: Iterable[str]) -> None:
-        self._sizes = {f"{prefix}.bin": Path(f"{prefix}.bin").stat().st_size for prefix in prefixes}
+        paths = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
+        self._sizes = {path: Path(path).stat().st_size for path in paths}
         self._turns: Iterator[str] = cycle(self._sizes)
 
     def check(self) -> None:

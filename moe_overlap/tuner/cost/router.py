@@ -39,7 +39,7 @@ def reached_places(experts: int, choices: int, groups: RouterGroups, places: int
         choices: experts of a token.
         places: ranks or nodes, each with an equal share of consecutive experts.
     """
-    if places <= 1 or groups.count <= groups.kept or experts % places:
+    if places <= 1 or groups.count <= groups.kept or experts % places or experts % groups.count:
         return expected_places(choices, places)
     return _sampled(experts, choices, groups, places)
 

@@ -46,6 +46,7 @@ def sampler() -> BatchSampler:
 def test_a_file_that_is_cut_under_a_run_is_one_line(tmp_path: Path) -> None:
     prefix = str(tmp_path / "text")
     np.zeros(TOKENS, np.uint16).tofile(f"{prefix}.bin")
+    Path(f"{prefix}.idx").write_bytes(b"sizes")
     files = WatchedFiles([prefix])
     feed = batches(Mapped(Path(f"{prefix}.bin")), sampler(), num_workers=0, seed=0, vocab_size=8, files=files)
     assert next(feed)["tokens"].sum() == 0
@@ -59,9 +60,10 @@ def test_a_file_that_is_cut_under_a_run_is_one_line(tmp_path: Path) -> None:
 
 
 def test_many_files_take_turns(tmp_path: Path) -> None:
-    prefixes = [str(tmp_path / str(number)) for number in range(FILES_AT_ONCE + 2)]
+    prefixes = [str(tmp_path / str(number)) for number in range(FILES_AT_ONCE // 2 + 1)]
     for prefix in prefixes:
         Path(f"{prefix}.bin").write_bytes(b"12")
+        Path(f"{prefix}.idx").write_bytes(b"12")
     files = WatchedFiles(prefixes)
     Path(f"{prefixes[-1]}.bin").unlink()
     files.check()
