@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
@@ -182,7 +182,7 @@ def save_shard(folder: Path, shard: Shard, job: str, search: UniformSearch, refu
         "is_interrupted": search.is_interrupted,
         "refused": refused,
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")

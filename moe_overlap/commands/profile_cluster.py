@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import os
+import secrets
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ def main(
     _measure(arguments, ranks, database, extra)
     if ranks.rank == 0:
         content = measured_cluster(Database.load(path), output.stem, ranks.nodes, ranks.per_node)
-        temporary = output.with_name(f".{output.name}.{os.getpid()}")
+        temporary = output.with_name(f".{output.name}.{secrets.token_hex(8)}")
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         temporary.replace(output)
         if steps and IN_STEP not in (database := Database.load(path)).rates:

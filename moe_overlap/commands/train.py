@@ -189,7 +189,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     import torch.distributed as dist
 
     from megatron.training.checkpoint.checkpointing import Checkpointer, Progress, model_fingerprint
-    from megatron.training.cli.rules.resume import DIGEST, SAMPLES
+    from megatron.training.cli.rules.resume import DIGEST, ORDER, SAMPLES
     from megatron.training.cli.sizes import batch_sizes, describe_model, known_vocab_size
     from megatron.training.data.sources import tokenizer_of_run
     from megatron.training.job import Job, Schedule
@@ -224,7 +224,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
         machinery.scheduler,
         context.groups.collection,
         model_fingerprint(config, vocabulary),
-        {SAMPLES: plan.global_batch_size, DIGEST: batches.digest},
+        {SAMPLES: plan.global_batch_size, DIGEST: batches.digest, ORDER: batches.order},
     )
     progress = checkpoints.load() or Progress()
     reporting = reporting_of(parsed, context, rank, total_steps, batches.description)  # 4

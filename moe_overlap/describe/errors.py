@@ -25,7 +25,9 @@ class ConfigError(Exception):
     def __init__(self, subject: str, value: object, rule: str, fix: str) -> None:
         self.subject, self.value, self.rule, self.fix = subject, value, rule, fix
         head = f"{subject} {value}" if value != "" else subject
-        super().__init__(" ".join(f"{head}: {rule}; {fix}".split()))
+        line = " ".join(f"{head}: {rule}; {fix}".split())
+        # Names and values come from outside: a control character in one would move the reader's cursor.
+        super().__init__("".join(character if character.isprintable() else "?" for character in line))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         # Processes of a search hand it on: an exception is otherwise made again from its message alone.

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +68,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         ConfigError: the file cannot be written.
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(to_json(plan))

@@ -193,7 +193,7 @@ def open_temporary(folder: Path, step: int) -> Path:
         # The folder is locked and a run has one save at a time, so whatever is temporary here belongs to a run that is dead.
         for leftover, _ in list(_matches(folder, _TEMPORARY)):
             shutil.rmtree(leftover)
-        temporary = folder / f".tmp-{step_name(step)}-{secrets.token_hex(4)}"
+        temporary = folder / f".tmp-{step_name(step)}-{secrets.token_hex(8)}"
         temporary.mkdir()
     return temporary
 
@@ -275,7 +275,7 @@ def publish(temporary: Path, folder: Path, step: int, content: Mapping[str, Any]
         if final.exists():
             # A checkpoint is replaced by two renames; killed between them, a run still finds the displaced one.
             complete = (final / MARK).is_file()
-            final.rename(folder / f".{'replaced' if complete else 'tmp'}-{final.name}-{secrets.token_hex(4)}")
+            final.rename(folder / f".{'replaced' if complete else 'tmp'}-{final.name}-{secrets.token_hex(8)}")
         temporary.rename(final)
         # The displaced checkpoint goes only when the new name is on the device, too.
         _sync(folder)
@@ -307,7 +307,7 @@ def prune(folder: Path, written: int, keep_last: int | None, retain_interval: in
 
 def _delete(path: Path) -> None:
     """Delete a checkpoint: a rename makes it absent at once; if the run is killed then, the next save sweeps the rest."""
-    doomed = path.with_name(f".tmp-{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    doomed = path.with_name(f".tmp-{path.name.lstrip('.')}-{secrets.token_hex(8)}")
     path.rename(doomed)
     shutil.rmtree(doomed)
 

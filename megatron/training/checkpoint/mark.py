@@ -79,9 +79,11 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_run(value: Any) -> bool:
-    if type(value) is not dict or not value.keys() <= {"samples_per_step", "data"}:
+    if type(value) is not dict or not value.keys() <= {"samples_per_step", "data", "order"}:
         return False
-    return _is_count(value.get("samples_per_step", 1)) and _is_text(value.get("data", ""))
+    return _is_count(value.get("samples_per_step", 1)) and all(
+        _is_text(value.get(key, "")) for key in ("data", "order")
+    )
 
 
 _OPTIMIZER: dict[str, Check] = {

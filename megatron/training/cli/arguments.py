@@ -184,6 +184,8 @@ def expand_files(
     """
     read = [] if read is None else read
     for argument in argv:
+        if "\0" in argument:  # A file can hold it, and no path or number does.
+            raise ConfigError(argument, "", "holds a NUL character", "correct the file")
         if not argument.startswith("@"):
             yield argument
             continue

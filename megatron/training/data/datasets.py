@@ -56,6 +56,8 @@ PARTS = ("train", "validation", "test")
 ORIGIN = "dataset_id"
 """megatron-core's name for the number of the dataset, in a blend, that a sample is from."""
 SECONDS_UNTIL_ABANDONED = 24 * 3600
+FIRST_SAMPLES = 4
+"""Samples that name the order of a text."""
 MOCK_DOCUMENTS = 100_000
 """Documents that megatron-core's mock data pretends to hold."""
 
@@ -71,6 +73,8 @@ class Datasets:
     """A line for the user: the text, how it is tokenized and split."""
     digest: str
     """Names the content of the text; "mock" for mock data."""
+    order: str
+    """Names the first samples of training: seed, split, sequence length and the number of epochs decide which they are."""
     files: WatchedFiles
     """What the samples are read from."""
 
@@ -133,7 +137,16 @@ def build_datasets(
     train, valid, test = _build_with_cache(builder, cache / "indices" / name)
     _check_lengths((train, valid, test), samples, has_parts=parts is not None)
     digest = "mock" if data.mock_data else on_first_rank(lambda: dataset_digest(source))
-    return Datasets(train, valid, test, shown, digest, WatchedFiles(source.prefixes))
+    order = on_first_rank(lambda: _first_samples(train))
+    return Datasets(train, valid, test, shown, digest, order, WatchedFiles(source.prefixes))
+
+
+def _first_samples(train: Dataset | None) -> str:
+    """A digest of the first samples of a training set; megatron-core orders a text anew for every number of epochs."""
+    digest = hashlib.sha256()
+    for number in range(0 if train is None else min(len(train), FIRST_SAMPLES)):
+        digest.update(train[number]["tokens"].numpy().tobytes())  # type: ignore[index]
+    return digest.hexdigest()[:16]
 
 
 def _as_pair(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:
@@ -447,6 +460,11 @@ class BatchSource:
     def digest(self) -> str:
         """A name for the content of the text."""
         return self._datasets.digest
+
+    @property
+    def order(self) -> str:
+        """A name for the samples that training reads first."""
+        return self._datasets.order
 
     def unigram_entropy(self, split: str) -> float | None:
         """Nats per token of a model that knows only how often each token occurs in the split; None without text."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import uuid
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ class IndexedWriter:
 
     def __init__(self, prefix: str, vocab_size: int, replaces_equal: bool = False) -> None:
         self._prefix, self._replaces_equal = prefix, replaces_equal
-        mark = f".partial-{uuid.uuid4().hex[:8]}"
+        mark = f".partial-{secrets.token_hex(8)}"
         self._data, self._index = f"{prefix}.bin{mark}", f"{prefix}.idx{mark}"
         self._dtype = DType.optimal_dtype(vocab_size)
         self._builder = IndexedDatasetBuilder(self._data, dtype=self._dtype)

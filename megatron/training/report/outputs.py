@@ -126,7 +126,9 @@ def _probe(folder: Path) -> Path:
     path = folder / f".probe-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, bytes(_PROBE_BYTES))
+        written = 0
+        while written < _PROBE_BYTES:  # A disk with less room takes what fits, and says so at the next write.
+            written += os.write(descriptor, bytes(_PROBE_BYTES - written))
         os.fsync(descriptor)
     except OSError:
         path.unlink(missing_ok=True)

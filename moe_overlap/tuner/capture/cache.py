@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,7 @@ def save_captured(captured: CapturedModel, path: Path) -> None:
     values["expressions"] = [str(expression) for expression in table]
     body = json.dumps(values)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     temporary.write_text(f"{_digest(body)}\n{body}\n", encoding="utf-8")
     temporary.replace(path)
 

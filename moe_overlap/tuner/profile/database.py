@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -255,7 +256,7 @@ class Database:
             rows.append({"link": [link.kind, link.tier, link.ranks, link.held_bytes], "seconds": seconds})
         rows += [{"rate": name, "value": value} for name, value in self.rates.items()]
         rows += [_job_row(key, refined) for key, refined in self.jobs.items()]
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         temporary.replace(self.path)
 

@@ -187,3 +187,19 @@ def test_help_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         parse(["--num-layers", "2", "--help"])
     assert end.value.code == 0
     assert "mixture of experts" in capsys.readouterr().out
+
+
+def test_no_message_moves_the_cursor(tmp_path: Path) -> None:
+    for words in (
+        ["--lr", "\x1b[2J\x07"],
+        ["--\x1b[2J"],
+        ["@\x1b[2J"],
+        ["--optimizer", "a\udcff\u202e"],
+        ["--lr", "a\0b"],
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse(words)
+        assert str(caught.value).isprintable() and "?" in str(caught.value)
+    (tmp_path / "nul.args").write_bytes(b"--save a\0b")
+    with pytest.raises(ConfigError, match=r"^--save a\?b: |^a\?b: holds a NUL character; correct the file$"):
+        parse([f"@{tmp_path}/nul.args"])

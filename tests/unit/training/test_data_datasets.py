@@ -382,3 +382,15 @@ def test_unigram_entropy(tmp_path: Path) -> None:
 def test_every_rank_must_see_the_cache(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the same folder on every node"):
         data._check_visible(tmp_path / "elsewhere")
+
+
+def test_the_order_of_a_text_has_a_name(tmp_path: Path) -> None:
+    """A longer run keeps the order within an epoch, and megatron-core shuffles anew for another number of epochs."""
+    prefix = write(tmp_path / "d", [[number, *range(100, 149)] for number in range(40)])
+
+    def order(samples: int, seed: int = 1) -> str:
+        flags = DataConfig(data_path=(prefix,), data_cache_path=str(tmp_path / "cache"), split="1")
+        return build_datasets(flags, ByteTokenizer(), sequence_length=32, seed=seed, samples=(samples, 0, 0)).order
+
+    assert order(10) == order(60) != order(100)
+    assert order(10, seed=2) != order(10)
