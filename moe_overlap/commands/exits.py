@@ -48,10 +48,19 @@ class LaunchFolder:
             return True  # Twice is better than not at all.
         return True
 
+    def of_attempt(self, number: int) -> LaunchFolder:
+        """The same folder for another start of the ranks (--max-restarts): what the one before left is not this one's."""
+        return LaunchFolder(self.path, str(number))
+
+    def last_attempt(self) -> LaunchFolder:
+        """The folder for the latest start of which a rank has begun."""
+        return self.of_attempt(
+            max((int(path.name.partition("-")[2]) for path in self.path.glob("attempt-*")), default=0)
+        )
+
     def has_spoken(self) -> bool:
-        """Whether a rank of the last attempt has spoken."""
-        attempts = [int(path.name.partition("-")[2]) for path in self.path.glob("attempt-*")]
-        return (self.path / f"spoken-{max(attempts, default=0)}").exists()
+        """Whether a rank of this attempt has spoken."""
+        return (self.path / f"spoken-{self.attempt}").exists()
 
     def begin(self) -> None:
         """Note that a rank of this attempt has begun."""
@@ -61,23 +70,23 @@ class LaunchFolder:
     def note(self, rank: int, activity: str) -> None:
         """Keep what a rank is doing, for the launcher to name if the rank is killed."""
         with contextlib.suppress(OSError):
-            (self.path / f"rank-{rank}").write_text(activity)
+            (self.path / f"rank-{self.attempt}-{rank}").write_text(activity)
 
     def activity(self, rank: int) -> str:
-        """What a rank was doing when it last said so."""
+        """What a rank of this attempt was doing when it last said so."""
         try:
-            return (self.path / f"rank-{rank}").read_text()
+            return (self.path / f"rank-{self.attempt}-{rank}").read_text()
         except OSError:
             return "start"
 
     def finish(self, rank: int) -> None:
         """Note that a rank has come to its end."""
         with contextlib.suppress(OSError):
-            (self.path / f"done-{rank}").touch()
+            (self.path / f"done-{self.attempt}-{rank}").touch()
 
     def finished(self) -> int:
-        """The number of ranks that have come to their end."""
-        return len(list(self.path.glob("done-*")))
+        """The number of ranks of this attempt that have come to their end."""
+        return len(list(self.path.glob(f"done-{self.attempt}-*")))
 
 
 def speak(line: str, waits: bool = False) -> None:

@@ -64,10 +64,12 @@ def _watch(launch: Launch, words: Sequence[str], config: Config, folder: LaunchF
     try:
         elastic_launch(elastic_config(launch, config), sys.executable)("-u", program, *words)
     except ChildFailedError as error:
-        return _failed({rank: failure.exitcode for rank, failure in error.failures.items()}, launch, folder)
+        # The agent gives up after the last start that it may make: of another one nothing must be told.
+        last = folder.of_attempt(launch.max_restarts)
+        return _failed({rank: failure.exitcode for rank, failure in error.failures.items()}, launch, last)
     except SignalException as stopped:
         # Ranks that save before they go (--exit-signal-handler) have said so themselves.
-        if folder.finished() == launch.processes_per_node:
+        if folder.last_attempt().finished() == launch.processes_per_node:
             return 0
         return _stopped(signal.Signals(stopped.sigval))
     except Exception as error:  # The meeting of several machines fails in many ways, each with a class of its own.

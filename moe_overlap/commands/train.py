@@ -100,6 +100,12 @@ def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
         else:
             rule = f"must be a whole number from {least}"
             raise ConfigError(name, printable(text, 20), rule, "start by torchrun, which sets it, or unset it")
+    port = environment.get("MASTER_PORT", "1")
+    if not (port.isascii() and port.isdigit() and 0 < len(port) < 6 and int(port) < 2**16):
+        rule = "is no port"
+        raise ConfigError(
+            "MASTER_PORT", printable(port, 20), rule, "start by torchrun, which sets it, or use 1 to 65535"
+        )
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
         rule = f"WORLD_SIZE says {numbers['WORLD_SIZE']} ranks, which count from 0"
         raise ConfigError("RANK", numbers["RANK"], rule, "start by torchrun, which sets both")
@@ -127,6 +133,8 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     from megatron.training.cli.start import quiet_libraries
 
     end_with_launcher()
+    # What torch says in C++ about a peer that it looks for again and again comes before our one line, many times.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     require_packages(parsed.config)
     quiet_libraries()
     if cpu_backend.is_needed():

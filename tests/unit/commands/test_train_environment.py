@@ -17,6 +17,9 @@ from moe_overlap.describe.errors import ConfigError
         ({"LOCAL_RANK": ""}, "LOCAL_RANK: must be a whole number from 0;"),
         ({"RANK": "9" * 5000}, f"RANK {'9' * 19}…: must be"),
         ({"RANK": "\x1b[2J"}, "RANK ?[2J: must be"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT x: is no port; start by torchrun,"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT 70000: is no port;"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT: is no port;"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2: WORLD_SIZE says 2 ranks, which count from 0;"),
     ],
 )

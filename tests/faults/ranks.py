@@ -1,0 +1,138 @@
+"""The ranks of a job, forked from a process that has imported torch: a start costs a second where `program.Launch` takes seven.
+
+A rank is what torchrun or Slurm would start: a session of its own, a launcher's variables, stdout and stderr in files, and the
+program's own entry point. `Trouble` puts it into a state that no flag reaches: a limit, or a failure at a chosen dispatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.end_to_end.program import PROGRAM, ROOT, Ended, environment, free_port, line_count
+
+PATIENCE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What a rank is put into.
+
+    Attributes:
+        rank: which rank; None for all.
+        limit: a limit of the process by the name of its constant, with its value, from the start on.
+        dispatch, how: fail at this dispatch of layer 0, counted from 1, in the way `lost_rank.come_to_grief` knows.
+    """
+
+    rank: int | None = None
+    limit: tuple[str, int] | None = None
+    dispatch: int = 0
+    how: str = ""
+
+
+class Ranks:
+    """The ranks of one job, running.
+
+    Args:
+        words: the command line after the program's name.
+        folder: takes the ranks' output.
+        more: further variables, or others than the launcher's.
+        cwd: working directory.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        ranks: int = 2,
+        trouble: Trouble | None = None,
+        more: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
+        meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.processes: list[BaseProcess] = []
+        for rank in range(ranks):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), **meeting} if ranks > 1 else {}
+            variables = environment({**place, **(more or {})})
+            mine = trouble if trouble is not None and trouble.rank in (None, rank) else None
+            start = (list(words), str(folder / f"rank{rank}"), variables, mine, str(cwd))
+            process: BaseProcess = context.Process(target=_rank, args=start, daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def wait_until_lines(self, path: Path, count: int) -> None:
+        """Until a file holds so many lines, or a rank has ended."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while line_count(path) < count and all(process.is_alive() for process in self.processes):
+            assert time.monotonic() < deadline, f"{path} has {line_count(path)} lines, not {count}"
+            time.sleep(0.005)
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to one rank, or to all at once."""
+        for process in self.processes if rank is None else [self.processes[rank]]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid or 0, number)
+
+    def kill(self) -> bool:
+        """SIGKILL to every rank at once; whether all of them were still running."""
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join(PATIENCE_SECONDS)
+        return all(process.exitcode == -signal.SIGKILL for process in self.processes)
+
+    def wait(self, timeout_seconds: float = PATIENCE_SECONDS, only: int | None = None) -> list[Ended]:
+        """How the ranks ended, in their order; those that do not end in time are killed, and their status says so.
+
+        Args:
+            only: wait for this rank alone, and kill the others then.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        for rank, process in enumerate(self.processes):
+            if only in (None, rank):
+                process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+        texts = [
+            [Path(f"{self.folder}/rank{rank}.{end}") for end in ("out", "err")] for rank in range(len(self.processes))
+        ]
+        return [
+            Ended(process.exitcode or 0, *(path.read_text() if path.exists() else "" for path in paths))
+            for process, paths in zip(self.processes, texts, strict=True)
+        ]
+
+
+def _rank(words: list[str], name: str, variables: dict[str, str], trouble: Trouble | None, cwd: str) -> None:
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream, end in ((1, "out"), (2, "err")):
+        descriptor = os.open(f"{name}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(cwd)
+    sys.argv = [str(PROGRAM), *words]
+    if trouble is not None and trouble.limit is not None:
+        limit, value = trouble.limit
+        resource.setrlimit(getattr(resource, limit), (value, resource.getrlimit(getattr(resource, limit))[1]))
+    if trouble is not None and trouble.dispatch:
+        from tests.end_to_end.lost_rank import lose_at
+
+        lose_at(trouble.dispatch, trouble.how)
+    from moe_overlap.commands.train import run
+
+    run()
