@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.end_to_end.program import SMALL, Launch, line_count
+from tests.end_to_end.program import SMALL, line_count
+from tests.faults.ranks import Ranks
 
 KEPT = 2
 """Checkpoints that --keep-last-checkpoints keeps."""
@@ -42,16 +43,16 @@ class Outcome:
 def undisturbed_losses(steps: int, folder: Path) -> dict[int, str]:
     """step -> loss, as a run writes it that nobody disturbs."""
     log = folder / "undisturbed.jsonl"
-    ended = Launch([*SMALL, "--train-iters", str(steps), "--log-json", str(log)], folder / "undisturbed").wait()
+    ended = Ranks([*SMALL, "--train-iters", str(steps), "--log-json", str(log)], folder / "undisturbed").wait()
     assert [rank.status for rank in ended] == [0, 0], ended[0].err
-    return {step: loss for step, loss in _losses(log)}
+    return dict(_losses(log))
 
 
 def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object] = lambda line: None) -> Outcome:
     """Start a job, kill it a few steps later, start it again, …; let the last start finish, and compare its losses.
 
     Args:
-        told: is given a line after each kill.
+        told: is given a row of Markdown for each start, and those of the head.
     """
     moments = random.Random(seed)
     steps = kills * MOST_STEPS_BETWEEN + 8
@@ -60,30 +61,37 @@ def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object
     command += ["--save", str(saved), "--load", str(saved), "--log-json", str(log)]
     problems: list[str] = []
     resumes = repeated = met = 0
+    told("| start | saves | went on at step | last step logged | the kill fell into | checkpoints left |")
+    told("|---:|---|---:|---:|---|---|")
     for kill in range(kills + 1):
-        before = _losses(log)
-        launch = Launch([*command, "--async-save"] if kill % 2 else command, folder / "ranks")
+        before, ending = _losses(log), "nothing: it ended by itself"
+        job = Ranks([*command, "--async-save"] if kill % 2 else command, folder / "ranks")
         if kill < kills:
-            launch.wait_until_lines(log, len(before) + moments.randint(1, MOST_STEPS_BETWEEN))
+            job.wait_until_lines(log, len(before) + moments.randint(1, MOST_STEPS_BETWEEN))
             time.sleep(moments.uniform(0.0, 0.15))
-            if launch.kill():
-                met += 1
-            else:
-                problems.append(f"start {kill + 1} ended by itself: {launch.wait()[0].err[-300:]}")
+            if not job.kill():
+                problems.append(f"start {kill + 1} ended by itself: {job.wait()[0].err[-300:]}")
                 break
+            met += 1
+            # What a save has not yet given its name.
+            ending = "a save" if any(saved.glob(".tmp-*")) else "a step"
         else:
-            ended = launch.wait()
+            ended = job.wait()
             if [rank.status for rank in ended] != [0, 0]:
                 problems.append(f"the last start failed: {ended[0].err[-300:]}")
         now = _losses(log)
-        if before and len(now) > len(before):
-            first, last = now[len(before)][0], before[-1][0]
+        first = now[len(before)][0] if len(now) > len(before) else None
+        if before and first is not None:
+            last = before[-1][0]
             resumes += first > 1
             repeated += max(0, last - first + 1)
             # A save is complete before the next but one begins, so a kill costs the steps of two saves at most.
             if not last - 2 <= first - 1 <= last:
                 problems.append(f"start {kill + 1} began at step {first}, step {last} was the last one before")
-        told(f"kill {met} of {kills}: {len(now)} steps, the last is {now[-1][0] if now else 0} of {steps}")
+        left = " ".join(sorted(path.name for path in saved.glob("step-*"))) or "none"
+        told(
+            f"| {kill + 1} | {'beside training' if kill % 2 else 'between steps'} | {first} | {now[-1][0]} | {ending} | {left} |"
+        )
     calm = undisturbed_losses(steps, folder)
     losses = _losses(log)
     problems += [

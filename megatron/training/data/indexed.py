@@ -58,7 +58,8 @@ class IndexedWriter:
 
     def discard(self) -> None:
         """Remove the unfinished files."""
-        self._builder.data_file.close()
+        with contextlib.suppress(OSError):  # A full disk refuses what is left to be written once more.
+            self._builder.data_file.close()
         for path in (self._data, self._index):
             with contextlib.suppress(FileNotFoundError):
                 Path(path).unlink()
