@@ -1,6 +1,7 @@
 """Faults and kills by hand.
 
     python -m tests.faults --kills 50 [--seed N] [--folder DIR]     kill a job that saves after every step
+    python -m tests.faults --flips     flip every bit of a completion mark
     python -m tests.faults --table [--price fast slow hand] [--only WORD]     try the faults; a row of Markdown for each
 
 The status is 1 where a resume was not the same run, or a fault had another answer than the expected one.
@@ -26,9 +27,12 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="try the faults")
     parser.add_argument("--price", nargs="+", choices=("fast", "slow", "hand"), default=["fast", "slow", "hand"])
     parser.add_argument("--only", default="", help="faults whose name holds this")
+    parser.add_argument("--flips", action="store_true", help="flip every bit of a completion mark")
     words = parser.parse_args()
-    if not words.table and words.kills is None:
-        parser.error("name --table or --kills N")
+    if not (words.table or words.flips) and words.kills is None:
+        parser.error("name --table, --flips or --kills N")
+    if words.flips:
+        flipped()
     failed = words.table and tried(words.price, words.only) > 0
     if words.kills is not None:
         with tempfile.TemporaryDirectory() as temporary:
@@ -54,6 +58,15 @@ def tried(prices: list[str], only: str) -> int:
         print(f"| {shown} | {time.monotonic() - begin:.2f} |", flush=True)
     print(f"\n{len(chosen)} faults, {len(chosen) - wrong} answered as expected, {wrong} not")
     return wrong
+
+
+def flipped() -> None:
+    """Flip every bit of a completion mark, and print what came of it."""
+    from tests.faults.test_flips import answers
+
+    with tempfile.TemporaryDirectory() as folder:
+        seen = answers(Path(folder), lambda size: range(8 * size), loads=False)
+    print(f"{sum(seen.values())} bits of a mark: {', '.join(f'{count} {answer}' for answer, count in seen.items())}")
 
 
 def killed(kills: int, seed: int, folder: Path) -> bool:
