@@ -7,6 +7,8 @@ an evaluation, an end) every rank decides alike, since all of them are collectiv
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +27,9 @@ from megatron.training.report.metrics import StepMetrics
 from megatron.training.report.outputs import Sink
 from megatron.training.report.reports import StorageTracker, held_tensors, resident_bytes
 from moe_overlap.plan.instructions import Span, communication_seconds
+
+_PROFILE_END_BYTES = 64
+"""Bytes at the end of a profile that show whether it was written whole."""
 
 
 class TrainingFailed(Exception):
@@ -285,6 +290,14 @@ def stops_at_nan(config: Config) -> bool:
     return config.training.check_for_nan_in_loss_and_grad and not dynamic
 
 
+def _ends_as_json(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        file.seek(-min(_PROFILE_END_BYTES, path.stat().st_size), os.SEEK_END)
+        return file.read().rstrip().endswith(b"}")
+
+
 def _learning_rate(groups: Sequence[Mapping[str, Any]], config: Config) -> float:
     """The learning rate of the layers; word embedding and output layer may have a rate of their own."""
     peak, apart = config.optimizer.lr, config.optimizer.decoupled_lr
@@ -314,9 +327,15 @@ def _profiler(config: Config, done: int) -> Iterator[Callable[[int], None]]:
     profiler = torch.profiler.profile(record_shapes=True)
     running = False
 
+    def export() -> None:
+        profiler.export_chrome_trace(str(path))
+        # torch says in C++ that it could not write, and raises nothing.
+        if not _ends_as_json(path):
+            raise OSError(errno.ENOSPC, "torch wrote no whole profile; is the disk full?")
+
     def write() -> None:
         sink.attempt(profiler.stop)
-        sink.attempt(lambda: profiler.export_chrome_trace(str(path)))
+        sink.attempt(export)
 
     def after(iteration: int) -> None:
         nonlocal running

@@ -135,6 +135,7 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     end_with_launcher()
     # What torch says in C++ about a peer that it looks for again and again comes before our one line, many times.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     require_packages(parsed.config)
     quiet_libraries()
     if cpu_backend.is_needed():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from tests.faults.ranks import Ranks
 KEPT = 2
 """Checkpoints that --keep-last-checkpoints keeps."""
 MOST_STEPS_BETWEEN = 4
+AFTER = 8
+PATIENCE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,14 @@ class Outcome:
     problems: tuple[str, ...]
 
 
-def undisturbed_losses(steps: int, folder: Path) -> dict[int, str]:
-    """step -> loss, as a run writes it that nobody disturbs."""
+def undisturbed_losses(words: Sequence[str], folder: Path) -> dict[int, str]:
+    """step -> loss, as a run writes it that nobody disturbs.
+
+    Args:
+        words: the length of the run, and where it ends.
+    """
     log = folder / "undisturbed.jsonl"
-    ended = Ranks([*SMALL, "--train-iters", str(steps), "--log-json", str(log)], folder / "undisturbed").wait()
+    ended = Ranks([*SMALL, *words, "--log-json", str(log)], folder / "undisturbed").wait(PATIENCE_SECONDS)
     assert [rank.status for rank in ended] == [0, 0], ended[0].err
     return dict(_losses(log))
 
@@ -55,9 +61,10 @@ def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object
         told: is given a row of Markdown for each start, and those of the head.
     """
     moments = random.Random(seed)
-    steps = kills * MOST_STEPS_BETWEEN + 8
+    # The schedule of a run that no number of kills comes to the end of; the last start ends AFTER steps later.
+    length, end = ["--train-iters", str(kills * MOST_STEPS_BETWEEN + AFTER)], 0
     log, saved = folder / "losses.jsonl", folder / "saved"
-    command = [*SMALL, "--train-iters", str(steps), "--save-interval", "1", "--keep-last-checkpoints", str(KEPT)]
+    command = [*SMALL, *length, "--save-interval", "1", "--keep-last-checkpoints", str(KEPT)]
     command += ["--save", str(saved), "--load", str(saved), "--log-json", str(log)]
     problems: list[str] = []
     resumes = repeated = met = 0
@@ -65,7 +72,11 @@ def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object
     told("|---:|---|---:|---:|---|---|")
     for kill in range(kills + 1):
         before, ending = _losses(log), "nothing: it ended by itself"
-        job = Ranks([*command, "--async-save"] if kill % 2 else command, folder / "ranks")
+        words = [*command, *(["--async-save"] if kill % 2 else [])]
+        if kill == kills:
+            end = (before[-1][0] if before else 0) + AFTER
+            words += ["--exit-interval", str(end)]
+        job = Ranks(words, folder / "ranks")
         if kill < kills:
             job.wait_until_lines(log, len(before) + moments.randint(1, MOST_STEPS_BETWEEN))
             time.sleep(moments.uniform(0.0, 0.15))
@@ -76,7 +87,7 @@ def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object
             # What a save has not yet given its name.
             ending = "a save" if any(saved.glob(".tmp-*")) else "a step"
         else:
-            ended = job.wait()
+            ended = job.wait(PATIENCE_SECONDS)
             if [rank.status for rank in ended] != [0, 0]:
                 problems.append(f"the last start failed: {ended[0].err[-300:]}")
         now = _losses(log)
@@ -89,10 +100,9 @@ def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object
             if not last - 2 <= first - 1 <= last:
                 problems.append(f"start {kill + 1} began at step {first}, step {last} was the last one before")
         left = " ".join(sorted(path.name for path in saved.glob("step-*"))) or "none"
-        told(
-            f"| {kill + 1} | {'beside training' if kill % 2 else 'between steps'} | {first} | {now[-1][0]} | {ending} | {left} |"
-        )
-    calm = undisturbed_losses(steps, folder)
+        how = "beside training" if kill % 2 else "between steps"
+        told(f"| {kill + 1} | {how} | {first} | {now[-1][0]} | {ending} | {left} |")
+    calm = undisturbed_losses([*length, "--exit-interval", str(end)], folder)
     losses = _losses(log)
     problems += [
         f"step {step} has loss {loss}, undisturbed {calm.get(step)}" for step, loss in losses if calm.get(step) != loss
@@ -100,9 +110,9 @@ def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object
     if {step for step, _ in losses} != set(calm):
         problems.append("steps are missing")
     left = sorted(path.name for path in saved.iterdir())
-    if left != [f"step-{step:06d}" for step in range(steps - KEPT + 1, steps + 1)]:
+    if left != [f"step-{step:06d}" for step in range(end - KEPT + 1, end + 1)]:
         problems.append(f"the folder holds {', '.join(left)}")
-    return Outcome(met, resumes, repeated, steps, tuple(problems))
+    return Outcome(met, resumes, repeated, end, tuple(problems))
 
 
 def _losses(log: Path) -> list[tuple[int, str]]:

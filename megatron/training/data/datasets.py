@@ -237,7 +237,16 @@ def _build_with_cache(builder: BlendedMegatronDatasetBuilder, folder: Path) -> t
     chosen = on_first_rank(choose)
     on_every_rank(partial(_check_visible, Path(chosen)))
     builder.config.path_to_cache = chosen
-    datasets = tuple(builder.build())
+    try:
+        datasets = tuple(builder.build())
+    except Exception as error:  # megatron-core hides the error of a full disk behind a plain Exception, on rank 0.
+        if not isinstance(error.__cause__ or error.__context__, OSError):
+            raise
+        reason = error.__cause__ or error.__context__
+        if chosen != str(folder):
+            shutil.rmtree(chosen, ignore_errors=True)
+        assert isinstance(reason, OSError)
+        raise cannot_write(folder.parent, reason) from error
     if chosen != str(folder):
         if dist.is_initialized():
             dist.barrier()

@@ -130,6 +130,6 @@ def cannot_write(cache: Path, error: OSError) -> ConfigError:
     return ConfigError(
         "--data-cache-path",
         cache,
-        f"cannot be written ({error.strerror})",
+        f"cannot be written ({error.strerror or error})",
         "give --data-cache-path FOLDER with space and access",
     )
