@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megatron.training.data.indexed import indexed_dataset
 from tests.end_to_end.program import PROGRAM, ROOT, SMALL_ARGS, Ended, alone, environment, line_count
 from tests.faults.fault import Fault
 from tests.faults.ranks import Ranks, Trouble
@@ -116,6 +117,28 @@ def disks() -> Iterator[Fault]:
         ONE, "--train-iters 40 --log-json F/log.jsonl", 1, Trouble(limit=("RLIMIT_FSIZE", 5000)), 0, left=steps_of
     )
     yield Fault("the disk of the log fills up", "`--log-json` finds no room after some steps", call, line, "slow")
+    for name, flags, place, limit, reason in (
+        (
+            "TensorBoard",
+            "--train-iters 40 --tensorboard-dir F/board",
+            "--tensorboard-dir F/board",
+            6000,
+            "File too large",
+        ),
+        ("the trace", "--trace F/trace.json", "--trace F/trace.json", 5000, "File too large"),
+        (
+            "the profile",
+            "--tensorboard-dir F/board --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 3",
+            "--use-pytorch-profiler F/board/rank0.pt.trace.json",
+            20_000,
+            "torch wrote no whole profile; is the disk full?",
+        ),
+    ):
+        call = _run(ONE, flags, 1, Trouble(limit=("RLIMIT_FSIZE", limit)), 0)
+        line = f"rank 0: warning: {place}: cannot be written: {reason}; training goes on without it"
+        yield Fault(
+            f"the disk of {name} fills up", f"`{flags.split()[-2]}`: the disk fills up", call, f"{line}…", "slow"
+        )
     for flag in ("--log-json", "--trace", "--log-expert-load"):
         line = f"rank 0: warning: {flag} /dev/full: cannot be written: No space left on device; training goes on without it"
         call = _run(ONE, f"{flag} /dev/full --save F/saved", 1, None, 0, left=steps_of)
@@ -139,6 +162,43 @@ def damaged() -> Iterator[Fault]:
 
     line = "rank 0: error: --load F/saved/step-000003/__1_0.distcp: is corrupt: its content is not what was written; …"
     yield Fault("a damaged file of rank 1", "two ranks load; the file of rank 1 is flipped", call, line, "slow")
+
+
+def _resumed(more: str) -> Callable[[Path], str]:
+    def call(folder: Path) -> str:
+        for name in ("a", "b"):
+            with indexed_dataset(str(folder / name), 257) as writer:
+                writer.add_document([(ord(name) + 7 * place * place) % 256 for place in range(400)])
+        words = [
+            *ONE,
+            "--save",
+            str(folder / "saved"),
+            "--load",
+            str(folder / "saved"),
+            "--data-path",
+            str(folder / "a"),
+        ]
+        words += ["--split", "1", "--lr-decay-style", "constant"]
+        (first,) = Ranks(words, folder / "first", 1).wait()
+        assert first.status == 0, first.err
+        return told(Ranks([*words, *more.replace("F/", f"{folder}/").split()], folder / "again", 1).wait(), [2])
+
+    return call
+
+
+def resumes() -> Iterator[Fault]:
+    """Another text, and the same one in another order, by the command line."""
+    fix = "give the saved values, or add --resume-with-changes"
+    for more, broken, change in (
+        ("--data-path F/b", "the data are others", "other data; a digest of …, this run has …"),
+        (
+            "--train-iters 40",
+            "the run is longer: four epochs in place of two",
+            "other first samples (…); a digest of …",
+        ),
+    ):
+        line = f"rank 0: error: --load F/saved: step 3 was saved with {change}; {fix}"
+        yield Fault(f"a resume: {broken}", f"`{more}`: {broken}", _resumed(more), line, "slow")
 
 
 def _lost(how: str, overlap: bool, minutes: int = 5) -> Callable[[Path], str]:
@@ -310,5 +370,5 @@ def jobs() -> Iterator[Fault]:
 
 def faults() -> Iterator[Fault]:
     """All of them."""
-    for group in (disks, damaged, troubles, signals, jobs):
+    for group in (disks, damaged, resumes, troubles, signals, jobs):
         yield from group()
