@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
+from moe_overlap.describe.files import printable
+
 LAUNCH_FOLDER = "MOE_OVERLAP_LAUNCH_FOLDER"
 """Variable by which our own launcher tells its ranks where their `LaunchFolder` is."""
 RANK_0_SPEAKS_WITHIN_SECONDS = 10
@@ -100,7 +102,7 @@ def speak(line: str, waits: bool = False) -> None:
     if folder is not None and waits:
         time.sleep(RANK_0_SPEAKS_WITHIN_SECONDS)
     if folder is None or folder.claim():
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line, len(line)), file=sys.stderr, flush=True)
 
 
 def leave_to_signals() -> None:

@@ -15,6 +15,7 @@ from megatron.training.cli.config import LoggingConfig
 from megatron.training.report.live_line import LiveLine
 from megatron.training.report.outputs import Sink
 from moe_overlap.describe.expert_load import ExpertLoad
+from moe_overlap.describe.files import printable
 
 
 class Boards:
@@ -194,8 +195,10 @@ class MetricsLog:
             self._draw(lambda boards: _draw_loads(boards, loads))
 
     def say(self, subject: str, text: str) -> None:
-        """Print a line on the console of rank 0."""
-        self._print(f"{subject:<12} {text}")
+        """Print lines on the console of rank 0; names in them may come from outside."""
+        lines = (printable(line, len(line)) for line in text.split("\n"))
+        shown = "\n".join(lines)
+        self._print(f"{subject:<12} {shown}")
 
     def close(self) -> None:
         """Flush and close the files."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron.training.checkpoint.folder import non_persistent_folder
 from megatron.training.cli.config import Config
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import printable
 
 _PROBE_BYTES = 4096
 _FIX = "free space, correct permissions, or choose another place"
@@ -44,11 +45,8 @@ class Sink:
             self.works = False
             reason = " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())
             with contextlib.suppress(OSError):
-                print(
-                    f"warning: {self._name}: cannot be written: {reason}; training goes on without it",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                line = f"warning: {self._name}: cannot be written: {reason}; training goes on without it"
+                print(printable(line, len(line)), file=sys.stderr, flush=True)
 
 
 def prove_outputs(config: Config, rank: int) -> None:

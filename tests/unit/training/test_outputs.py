@@ -121,3 +121,12 @@ def test_a_sink_that_failed_is_left_alone(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err == (
         "warning: --trace t.json: cannot be written: ValueError; training goes on without it\n"
     )
+
+
+def test_names_in_reports_do_not_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    log = MetricsLog(LoggingConfig(), rank=0, total_steps=1)
+    log.say("saved", "runs/\x1b[2J\nsecond × line")
+    Sink("--trace", "\x1b[2J.json").attempt(lambda: 1 / 0)
+    out, err = capsys.readouterr()
+    assert out == "saved        runs/?[2J\nsecond × line\n"
+    assert err.startswith("warning: --trace ?[2J.json: cannot be written: division by zero")
