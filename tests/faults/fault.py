@@ -1,7 +1,8 @@
 """One fault: what is broken, how it is tried, and the line that the user must read. `table.py` lists all of them.
 
 Faults cost one of three prices. `call`s inside this process answer in milliseconds and are tried in every test run; those that
-start ranks take seconds and are tried in slow runs; those that wait for a timeout are tried by hand (`python -m tests.faults`).
+start ranks take seconds and are tried in slow runs; those that wait for a timeout, start a launcher, or are tried by another
+slow test are left to the hand (`python -m tests.faults`).
 """
 
 from __future__ import annotations

@@ -142,9 +142,9 @@ def disks() -> Iterator[Fault]:
     for flag in ("--log-json", "--trace", "--log-expert-load"):
         line = f"rank 0: warning: {flag} /dev/full: cannot be written: No space left on device; training goes on without it"
         call = _run(ONE, f"{flag} /dev/full --save F/saved", 1, None, 0, left=steps_of)
-        yield Fault(
-            f"{flag} /dev/full", f"the disk behind `{flag}` is full", call, f"{line} | saved step-000003", "slow"
-        )
+        # Slow runs try all three at once (test_failing_outputs.py).
+        name, broken = f"{flag} /dev/full", f"the disk behind `{flag}` is full"
+        yield Fault(name, broken, call, f"{line} | saved step-000003", "hand")
 
 
 def damaged() -> Iterator[Fault]:
@@ -238,11 +238,10 @@ def troubles() -> Iterator[Fault]:
             kept = "rank 0: error: L0.moe.count: rank 0 could not complete its all-to-all with rank 1… (rank 0, step 3)"
         for how, line in own.items():
             where = "with overlap" if overlap else "without overlap"
-            frozen = how == "SIGSTOP"
-            call, expected = _lost(how, overlap, 1 if frozen else 5), " | ".join(filter(None, (kept, line)))
-            yield Fault(
-                f"{broken[how]}, {where}", f"{broken[how]} {where}", call, expected, "hand" if frozen else "slow"
-            )
+            call = _lost(how, overlap, 1 if how == "SIGSTOP" else 5)
+            expected = " | ".join(filter(None, (kept, line)))
+            # Slow runs try these in tests/end_to_end/test_lost_rank.py.
+            yield Fault(f"{broken[how]}, {where}", f"{broken[how]} {where}", call, expected, "hand")
 
 
 def _signalled(number: signal.Signals, more: str, status: int, rank: int | None = None) -> Callable[[Path], str]:
