@@ -23,7 +23,7 @@ MODULES = (
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As the program itself does before it imports torch (moe_overlap/commands/train.py).
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 quiet_libraries()

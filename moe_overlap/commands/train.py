@@ -128,14 +128,15 @@ def require_our_portion() -> None:
 
 def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     """Train from the import of torch to the last evaluation; returns the exit status."""
+    # What torch says in C++ of a peer that it looks for again and again comes before our one line; its errors are raised as well.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
     from megatron.training import cpu_backend
     from megatron.training.cli.packages import require_packages
     from megatron.training.cli.start import quiet_libraries
 
     end_with_launcher()
-    # What torch says in C++ about a peer that it looks for again and again comes before our one line, many times.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     require_packages(parsed.config)
     quiet_libraries()
     if cpu_backend.is_needed():
