@@ -1,7 +1,7 @@
 """Seconds of one part of a model on one rank: of its forward and backward pass, and of its operators, alone.
 
-Seconds are those of one micro-batch. A pass takes at least as long as the host needs to launch it, unless CUDA graphs do; the host
-launches on while the device waits for a collective. A collective is exposed, with these exceptions: in the backward pass a
+Seconds are those of one micro-batch. A pass takes at least as long as the host needs to launch it, unless CUDA graphs do; the
+host launches on while the device waits for a collective. A collective is exposed, with these exceptions: in the backward pass a
 tensor-parallel collective runs beside the operators between it and its first reader; rings of keys and values run beside
 attention; flags put further ones beside computation (`Features`).
 
