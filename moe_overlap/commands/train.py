@@ -10,6 +10,7 @@ This command is where the training package and the runtime meet, which do not im
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import os
@@ -192,12 +193,14 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.cli.rules.resume import DIGEST, SAMPLES
     from megatron.training.cli.sizes import batch_sizes, describe_model, known_vocab_size
     from megatron.training.data.sources import tokenizer_of_run
+    from megatron.training.initialize import device_of_this_process
     from megatron.training.job import Job, Schedule
     from megatron.training.plan_flags import plan_of_run, with_global_batch
     from megatron.training.report.outputs import prove_outputs
     from megatron.training.training import TrainingLoop
     from moe_overlap.plan.lowering.lower import lower
     from moe_overlap.runtime.build import build_context
+    from moe_overlap.runtime.step import computes_later
 
     config = parsed.config
     prove_outputs(config, rank)  # 0
@@ -205,6 +208,9 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     vocabulary = known_vocab_size(config) or tokenizer.vocab_size
     model = describe_model(config, vocabulary, parsed.name)
     plan = plan_of_run(config, model, dist.get_world_size())
+    if config.overlap.plan is None:
+        # Flags do not tell the device; a plan of a file does, and is executed as it stands.
+        plan = dataclasses.replace(plan, host_runs_ahead=computes_later(device_of_this_process()))
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
 
     @functools.cache

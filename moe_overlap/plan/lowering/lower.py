@@ -20,7 +20,7 @@ from moe_overlap.plan.instructions import Instruction, parse_access, placed, sav
 from moe_overlap.plan.lowering.deferral import receives_first, within_bound
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list, check_races, in_issue_order
 from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces, lower_update
-from moe_overlap.plan.lowering.interleave import interleave
+from moe_overlap.plan.lowering.interleave import counts_read_late, interleave
 from moe_overlap.plan.lowering.layers import LayerLowering, recomputes_predictions
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
@@ -105,6 +105,8 @@ def _written(
         drafts += interleave(*written) if len(written) == 2 else written[0]
     # On the joined list, because a receive and the slot in front of it belong to different passes.
     drafts = list(receives_first(drafts))
+    if plan.host_runs_ahead:
+        drafts = list(counts_read_late(drafts))
     drafts = list(within_bound(drafts, plan, plan.stages[index], model))
     to = ListBuilder(index)
     if plan.stages[index].is_decoupled:

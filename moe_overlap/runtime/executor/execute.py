@@ -33,7 +33,7 @@ from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
-from moe_overlap.runtime.step import Batch, StepResult, naming
+from moe_overlap.runtime.step import Batch, StepResult, computes_later, naming
 
 
 class StageTransfers:
@@ -240,11 +240,6 @@ class PlanExecutor:
         """Wait for everything that is under way on a channel."""
         for number in [n for n, under_way in started.items() if under_way.channel == channel]:
             self._wait(number, started)
-
-
-def computes_later(device: torch.device) -> bool:
-    """Whether a device queues what the host gives it, so that reading a result makes the host wait."""
-    return device.type == "cuda"
 
 
 def is_update(i: Instruction) -> bool:
