@@ -151,7 +151,8 @@ def _transfer_groups(plan: Plan, timeout: datetime.timedelta | None) -> dict[tup
     me = dist.get_rank()
     groups: dict[tuple[str, int], Any] = {}
     for channel, pair in transfer_pairs(plan):
-        group = dist.new_group(list(pair), timeout=timeout, group_desc=f"{channel} {pair}")
+        options = _options("pp", timeout)
+        group = dist.new_group(list(pair), timeout=timeout, group_desc=f"{channel} {pair}", pg_options=options)
         if me in pair:
             groups[channel, pair[1 - pair.index(me)]] = group
     return groups
@@ -166,6 +167,21 @@ def _create(
     """Create a group for every rank set, and keep the one that holds this rank."""
     this_rank = dist.get_rank()
     for ranks in rank_sets:
-        group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{kind} {ranks}")
+        options = _options(kind, timeout)
+        group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{kind} {ranks}", pg_options=options)
         if this_rank in ranks:
             fields[kind] = group
+
+
+_URGENT = frozenset({"ep", "tp_ep", "pp"})
+"""Kinds of groups for whose operations other ranks' computation waits."""
+
+
+def _options(kind: str, timeout: datetime.timedelta | None) -> Any:
+    """Options of a group: over NCCL, kernels that are waited for run on a stream of high priority. Not yet run on hardware."""
+    if kind not in _URGENT or dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
