@@ -26,6 +26,7 @@ from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDra
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.lowering.resharding import TransferLowering
+from moe_overlap.plan.lowering.residency import HARDWARE_QUEUES, Device, check_residency, communicators_of
 from moe_overlap.plan.operators import (
     BACKWARD,
     EMBEDDING,
@@ -40,12 +41,16 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.plan import Plan
 
 
-def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
+def lower(
+    plan: Plan, model: ModelDescription, rank: int, hardware_queues: int = HARDWARE_QUEUES
+) -> tuple[Instruction, ...]:
     """The instruction list of one rank, as it will be executed: free of races, and sure to end together with the other stages'.
 
     Args:
         plan: a plan that `validate_plan` has accepted for this model.
         rank: global rank.
+        hardware_queues: that the streams of a device share, for lists of devices that queue (residency.py). Every communicator
+            has a place on the device, as the runtime limits its thread blocks.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
         ScheduleError: the list has a race, or the stages would wait for each other for good (rendezvous.py): our own mistake.
@@ -59,6 +64,8 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
     # Every rank computes the lists of all it meets from the plan: agreement needs no communication.
     lists = {other: lower_rank(plan, model, other) for other in together}
     check_rendezvous(lists)
+    if plan.host_runs_ahead:
+        check_residency(lists, Device(max(communicators_of(lists).values()), hardware_queues))
     return lists[rank]
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from moe_overlap.commands.train import hardware_queues
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_list
 from moe_overlap.plan.lowering.lifetimes import stream_of, uses_to_record
 from moe_overlap.plan.operators import COUNT, DISPATCH, EXPERTS, GATE
@@ -166,9 +169,7 @@ def test_the_executor_issues_every_all_to_all_on_its_channel(monkeypatch: pytest
     assert set(counts) == {by_channel["ep.counts"]} and set(rows) == {by_channel["ep"]}
     assert len(counts) == sum(i.operator.kind is COUNT for i in listed)
     # Told of every use that the lifetimes name, each on the stream that uses it.
-    named = [
-        by_channel[stream_of(i)] for i in instructions for _ in uses_to_record(instructions).get(i.id, ())
-    ]
+    named = [by_channel[stream_of(i)] for i in instructions for _ in uses_to_record(instructions).get(i.id, ())]
     assert len(told) >= len(listed) and len(told) <= len(named)
     assert library.current is computing
 
@@ -200,6 +201,7 @@ def test_groups_that_are_waited_for_have_priority(monkeypatch: pytest.MonkeyPatc
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.high, self._timeout = is_high_priority_stream, None
+            self.config = types.SimpleNamespace(max_ctas=0)
 
     class Nccl:
         pass
@@ -207,7 +209,24 @@ def test_groups_that_are_waited_for_have_priority(monkeypatch: pytest.MonkeyPatc
     Nccl.Options = Options  # type: ignore[attr-defined]
     monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(groups.dist, "get_backend", lambda: "nccl")
+    device = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(groups.torch.cuda, "get_device_properties", lambda: device)
     assert groups._options("ep", None).high and groups._options("pp", None).high
-    assert groups._options("dp", None) is None
+    gradients = groups._options("dp_cp", None)
+    assert not gradients.high and gradients.config.max_ctas == groups._options("ep", None).config.max_ctas == 132 // 9
+    assert not groups._options("tp", None).config.max_ctas
     monkeypatch.setattr(groups.dist, "get_backend", lambda: "gloo")
     assert groups._options("ep", None) is None
+
+
+@pytest.mark.parametrize(("said", "queues"), [("", 8), ("1", 1), ("32", 32)])
+def test_hardware_queues(monkeypatch: pytest.MonkeyPatch, said: str, queues: int) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
+    assert hardware_queues() == queues
+
+
+@pytest.mark.parametrize("said", ["0", "33", "-1", "many"])
+def test_a_wrong_number_of_hardware_queues(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS .*from 1 to 32"):
+        hardware_queues()
