@@ -138,6 +138,20 @@ def test_two_communicators_on_two_devices() -> None:
     assert {run_by_hand(same, Device(1, 2), draws) for _ in range(50)} == {True, False}
 
 
+def test_a_shared_queue_holds_up_what_another_stream_could_start() -> None:
+    """Each rank computes on what it receives, then sends what the other computes on: one queue puts the send behind the wait."""
+    lists: Lists = {}
+    for rank, transfers in two_transfers(False).items():
+        receive = next(i for i in transfers if i.receives)
+        send = next(i for i in transfers if i.sends)
+        computes = Instruction(id=1, kind="compute", name="L1.mlp", stage=0, micro_batch=0, after=(0,))
+        first, last = dataclasses.replace(receive, id=0), dataclasses.replace(send, id=2)
+        lists[rank] = (first, computes, last)
+    draws = random.Random(4)
+    for device, expected in ((Device(2, 8), True), (Device(2, 1), False)):
+        assert ends(lists, device) == run_by_hand(lists, device, draws) == expected
+
+
 def golden() -> Lists:
     names = {0: "pp2_ep2_rank0.txt", 2: "pp2_ep2_rank2.txt"}
     return {rank: parse_list((plan_samples.GOLDEN / name).read_text()) for rank, name in names.items()}
