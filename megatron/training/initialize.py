@@ -129,17 +129,22 @@ def start_process(config: Config) -> Process:
         torch.cuda.set_device(local_rank)
     backend = config.parallel.distributed_backend if has_cuda else "gloo"
     timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    # NCCL's communicators are then made when their groups are, in one order on all ranks, and not at their first use.
+    device = torch.device("cuda", local_rank) if has_cuda and backend == "nccl" else None
     alone = "RANK" not in os.environ
     try:
         if alone:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            store, rank, world_size = dist.HashStore(), 0, 1
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device)
         else:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
             # torch's agent keeps its store over a restart (--max-restarts): addresses of the attempt before are no peers' now.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt-{attempt}", store)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+            )
     except (RuntimeError, ValueError) as error:
         if "EADDRINUSE" in str(error):
             port, fix = os.environ.get("MASTER_PORT", ""), "choose a free port (torchrun --master-port N)"

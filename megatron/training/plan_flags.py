@@ -157,7 +157,7 @@ def _recompute(config: Config, chunks: tuple[tuple[int, int], ...]) -> Recompute
 
 Values = dict[str, Any]
 """`group.field` of the configuration -> value."""
-_DESCRIPTIVE = frozenset({"model", "cluster", "predicted", "mesh", "search_limits"})
+_DESCRIPTIVE = frozenset({"model", "cluster", "predicted", "mesh", "search_limits", "host_runs_ahead"})
 """Fields of a plan that say where it comes from, not what runs."""
 CHUNK_FIELDS = (
     "parallel.pipeline_model_parallel_layout",

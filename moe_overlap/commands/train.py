@@ -10,6 +10,7 @@ This command is where the training package and the runtime meet, which do not im
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import os
@@ -202,12 +203,16 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from megatron.training.cli.rules.resume import DIGEST, ORDER, SAMPLES
     from megatron.training.cli.sizes import batch_sizes, describe_model, known_vocab_size
     from megatron.training.data.sources import tokenizer_of_run
+    from megatron.training.initialize import device_of_this_process
     from megatron.training.job import Job, Schedule
     from megatron.training.plan_flags import plan_of_run, with_global_batch
     from megatron.training.report.outputs import prove_outputs
     from megatron.training.training import TrainingLoop
+    from moe_overlap.plan.instructions import ScheduleError
     from moe_overlap.plan.lowering.lower import lower
+    from moe_overlap.plan.lowering.residency import HARDWARE_QUEUES
     from moe_overlap.runtime.build import build_context
+    from moe_overlap.runtime.step import computes_later
 
     config = parsed.config
     prove_outputs(config, rank)  # 0
@@ -215,11 +220,22 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     vocabulary = known_vocab_size(config) or tokenizer.vocab_size
     model = describe_model(config, vocabulary, parsed.name)
     plan = plan_of_run(config, model, dist.get_world_size())
+    if config.overlap.plan is None:
+        # Flags do not tell the device; a plan of a file does, and is executed as it stands.
+        plan = dataclasses.replace(plan, host_runs_ahead=computes_later(device_of_this_process()))
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
+    queues = hardware_queues() if plan.host_runs_ahead else HARDWARE_QUEUES
 
     @functools.cache
     def lowered(size: int) -> Sequence[Instruction]:
-        return lower(plan if size == plan.global_batch_size else with_global_batch(plan, size), model, rank)
+        sized = plan if size == plan.global_batch_size else with_global_batch(plan, size)
+        try:
+            return lower(sized, model, rank, queues)
+        except ScheduleError as error:
+            if queues == HARDWARE_QUEUES:
+                raise
+            rule = f"streams that share so few hardware queues would stop the run ({str(error).splitlines()[0]})"
+            raise ConfigError(CONNECTIONS, queues, rule, f"set {HARDWARE_QUEUES} or unset it") from error
 
     lowered(plan.global_batch_size)  # A plan that cannot be lowered is refused before anything is built.
     total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
@@ -241,6 +257,19 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     for note in checkpoints.notes:
         reporting.log.say("loaded", note)
     return TrainingLoop(Job(config, machinery, schedule, batches, checkpoints, reporting), progress)
+
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def hardware_queues() -> int:
+    """Hardware queues that the streams of a GPU share, as the environment says; ConfigError where that is no number."""
+    from moe_overlap.plan.lowering.residency import HARDWARE_QUEUES
+
+    said = os.environ.get(CONNECTIONS) or str(HARDWARE_QUEUES)
+    if not said.isdecimal() or not 1 <= int(said) <= 32:
+        raise ConfigError(CONNECTIONS, said, "must be a number from 1 to 32", f"set {HARDWARE_QUEUES} or unset it")
+    return int(said)
 
 
 def settings_of(config: Config, plan: Plan) -> Settings:

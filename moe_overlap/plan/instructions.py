@@ -207,6 +207,12 @@ def saved_for(gradient: OperatorId, micro_batch: int | None = None) -> str:
 
 
 @cache
+def reads_counts(reads: tuple[str, ...]) -> bool:
+    """Whether who reads these buffers needs the counts of rows on the host: only there are sizes and splits decided."""
+    return any(parse_buffer(name).role is BufferRole.SPLITS for name in reads)
+
+
+@cache
 def parse_access(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The buffers that an operator reads and writes, from the form `a.L3 shared.L3 -> h.L4`."""
     reads, arrow, writes = text.partition("->")

@@ -5,10 +5,10 @@ Ranges are half open, `(first, last)` -> first, …, last - 1. Ranks are global;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from moe_overlap.plan.overlap import NO_OVERLAP, StageOverlap
+from moe_overlap.plan.overlap import MAY_BE_MISSING, NO_OVERLAP, StageOverlap
 
 SCHEMA_VERSION = 1
 
@@ -193,6 +193,9 @@ class Plan:
     transfers: tuple[Transfer, ...]
     """Boundaries between stages of unlike shape; equal stages send rank i to rank i."""
     predicted: Predicted | None
+    host_runs_ahead: bool = field(default=False, metadata=MAY_BE_MISSING)
+    """Whether the lists are for devices that queue what the host gives them (GPUs): what needs numbers that the host must read
+    then stands behind further computation. On a CPU, which computes where the list stands, that would cost overlap."""
 
     @property
     def world_size(self) -> int:

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_overlap.plan.instructions import boundary_channel
+from moe_overlap.plan.lowering.residency import most_blocks
 from moe_overlap.plan.operators import OperatorKind, boundary_operator, parse_operator
 from moe_overlap.plan.plan import Plan, StagePlan
 
@@ -151,7 +153,8 @@ def _transfer_groups(plan: Plan, timeout: datetime.timedelta | None) -> dict[tup
     me = dist.get_rank()
     groups: dict[tuple[str, int], Any] = {}
     for channel, pair in transfer_pairs(plan):
-        group = dist.new_group(list(pair), timeout=timeout, group_desc=f"{channel} {pair}")
+        options = _options("pp", timeout)
+        group = dist.new_group(list(pair), timeout=timeout, group_desc=f"{channel} {pair}", pg_options=options)
         if me in pair:
             groups[channel, pair[1 - pair.index(me)]] = group
     return groups
@@ -166,6 +169,30 @@ def _create(
     """Create a group for every rank set, and keep the one that holds this rank."""
     this_rank = dist.get_rank()
     for ranks in rank_sets:
-        group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{kind} {ranks}")
+        options = _options(kind, timeout)
+        group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{kind} {ranks}", pg_options=options)
         if this_rank in ranks:
             fields[kind] = group
+
+
+_URGENT = frozenset({"ep", "tp_ep", "pp"})
+"""Kinds of groups for whose operations other ranks' computation waits."""
+_BESIDE = 9
+"""Most communicators of a rank under way together: rows, counts, gradients of dense layers and of experts, the norm, and both
+directions of two boundaries."""
+
+
+def _options(kind: str, timeout: datetime.timedelta | None) -> Any:
+    """Options of a group over NCCL; None elsewhere. Not yet run on hardware.
+
+    Kernels that are waited for run on a stream of high priority. Those that run beside others use so few thread blocks that all
+    of them find a place on the device at a time (plan/lowering/residency.py); NCCL_MAX_CTAS in the environment overrides that.
+    """
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=kind in _URGENT)
+    if kind in _URGENT or kind in ("dp_cp", "expt_dp"):
+        options.config.max_ctas = most_blocks(torch.cuda.get_device_properties().multi_processor_count, _BESIDE)
+    if timeout is not None:
+        options._timeout = timeout
+    return options

@@ -41,6 +41,12 @@ class _Open:
 class HostClock:
     """Wall clock of the host, for work that has finished when the call returns."""
 
+    queues = False
+    """Whether a mark is reached later than it is made."""
+
+    def start_step(self) -> None:
+        """Marks of the step before are not needed any more."""
+
     def mark(self) -> float:
         """Read the clock."""
         return time.perf_counter()
@@ -54,11 +60,29 @@ class HostClock:
 
 
 class CudaClock:
-    """Events on the current CUDA stream. Not yet run on hardware."""
+    """Events on the current CUDA stream, which every step uses again. Not yet run on hardware.
+
+    Args:
+        library: torch.cuda, or a stand-in with its `Event` and `synchronize`.
+    """
+
+    queues = True
+
+    def __init__(self, library: Any = torch.cuda) -> None:
+        self._library = library
+        self._events: list[Any] = []
+        self._used = 0
+
+    def start_step(self) -> None:
+        """The events of the step before have been read."""
+        self._used = 0
 
     def mark(self) -> Any:
         """Record an event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        if self._used == len(self._events):
+            self._events.append(self._library.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
         event.record()
         return event
 
@@ -67,8 +91,8 @@ class CudaClock:
         return start.elapsed_time(end) / 1e3
 
     def finish(self) -> None:
-        """Wait until every mark has been reached."""
-        torch.cuda.synchronize()
+        """Wait until every mark has been reached; behind the norm and the loss, which the host has read, that is soon."""
+        self._library.synchronize()
 
 
 class SpanRecorder:
@@ -95,6 +119,7 @@ class SpanRecorder:
         """Drop the spans of the step before, and count seconds from now on."""
         self._raw.clear()
         self._background.clear()
+        self.clock.start_step()
         self._current, self._in_backward = None, False
         self._origin = self.clock.mark()
 
@@ -164,7 +189,14 @@ class SpanRecorder:
         return self.background(instruction.name, instruction.channel_group)
 
     def ending(self, opened: Any, wait: Callable[[], None]) -> Callable[[], None]:
-        """Wait for the communication of `started`, and end its span."""
+        """Wait for the communication of `started`, and end its span.
+
+        Where the device queues, the mark goes behind the communication on its stream at once, and is reached when it ends. On a
+        CPU gloo tells nobody when a transfer has ended before it is waited for: there a span ends with the wait.
+        """
+        if self.clock.queues:
+            self.finish_background(opened)
+            return wait
 
         def finish() -> None:
             wait()

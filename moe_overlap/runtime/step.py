@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from moe_overlap.plan.instructions import Instruction, Span
@@ -40,6 +41,11 @@ class StepResult:
     zero_gradients: int | None
     spans: tuple[Span, ...]
     predictions: tuple[float, ...] = ()
+
+
+def computes_later(device: torch.device) -> bool:
+    """Whether a device queues what the host gives it, so that reading a result makes the host wait."""
+    return device.type == "cuda"
 
 
 class CommunicationFailed(RuntimeError):

@@ -303,7 +303,7 @@ def error_groups(errors: Sequence[tuple[Case, float]]) -> dict[str, ExpectedErro
     for name, case in first.items():
         precision, architecture = case.job.plan.precision, architecture_of(case.gpu_type)
         groups = group_names(case.gpu_type, architecture, precision, case.row.is_moe)
-        runs.append((groups, statistics.mean(means[name])))
+        runs.append((groups, family_of(case), statistics.mean(means[name])))
     return group_errors(runs)
 
 

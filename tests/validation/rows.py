@@ -65,8 +65,11 @@ PROVIDERS = {
     "gpt_oss_provider.py": "--softmax-type learnable --quick-geglu --activation-func-clamp-value 7.0 --glu-linear-offset 1.0"
 }
 """What the provider of a model switches on that models.json does not say, by the end of the entry's source."""
-UPSTREAM_DEFAULTS = "mcore-test:gpt3_7b_"
+UPSTREAM_DEFAULTS = ("mcore-test:gpt3_7b_", "mcore-test:gpt3_mcore_te_tp1_pp1_", "mcore-test:gpt3_mcore_tp1_pp1_")
 """Models whose argument list (tests/golden/argument_lists.json) leaves dropout, biases and positions as upstream has them."""
+_LOCAL_TEST = re.compile(r"mcore-test:gpt3_mcore_tp\d(?!.*_te)")
+"""Upstream's tests of megatron-core's own modules: each argument list whose name has `mcore_tp` and no `te` says
+`--transformer-impl local`, all others Transformer Engine, whose attention `--attention-backend unfused` takes apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +364,7 @@ def _speed_flags(row: Row) -> list[str]:
     if (habits.overlapped or _OVERLAP in flags) and "no overlap-grad-reduce" not in flags:
         words += ["--overlap-grad-reduce", "--overlap-param-gather"]
     words += ["--tp-comm-overlap"] if habits.tensor_overlap and int(row["tp"]) > 1 else []
-    words += ["--use-flash-attn"] if habits.flash and "unfused" not in flags else ["--transformer-impl", "local"]
+    words += _attention_flags(row)
     words += ["--overlap-moe-expert-parallel-comm"] if "a2a_overlap=True" in flags else []
     words += ["--delay-wgrad-compute"] if "delay_wgrad=True" in flags else []
     if "paged_stash=True" in flags:
@@ -376,6 +379,17 @@ def _speed_flags(row: Row) -> list[str]:
         words += ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"]
     offloaded = re.search(r"cpu_offload_layers=(\d+)", flags)
     return words + (["--cpu-offloading-num-layers", offloaded[1]] if offloaded else [])
+
+
+def _attention_flags(row: Row) -> list[str]:
+    """Whose modules run, and whether attention is one kernel."""
+    if not row.habits.flash or _LOCAL_TEST.match(row["model"]):
+        return ["--transformer-impl", "local"]
+    return (
+        ["--attention-backend", "unfused"]
+        if "attention-backend=unfused" in row["other_flags"]
+        else ["--use-flash-attn"]
+    )
 
 
 def _graph_flags(flags: str) -> list[str]:

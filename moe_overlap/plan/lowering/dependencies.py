@@ -10,6 +10,8 @@ the waits of its runner, so that whoever simulates or checks the list sees what 
   the computation that stands before it: a receive is not posted earlier, and nothing is sent to a stage that has not posted it.
   Where starting a communication waits for another one, as a dispatch waits for its counts, later computation waits, too.
   The norm waits for what was sent: all ranks meet there, behind all that they receive, so that this wait costs nothing.
+- Where a device queues what the host gives it (`host_runs_ahead`), starting a communication holds nothing up, and it starts as
+  soon as its buffers allow. The host itself waits for counts of rows alone, and issues nothing while it does.
 - megatron-core's 1F1B schedule waits for its transfers: a transfer starts behind all computation before it, and computation
   behind all transfers before it.
 - megatron-core's interleaved schedule and the resharding of unlike stages run transfers beside computation: nothing is added.
@@ -29,7 +31,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind, ScheduleError, parse_buffer
+from moe_overlap.plan.instructions import COMPUTE, Instruction, Kind, ScheduleError, parse_buffer, reads_counts
 from moe_overlap.plan.operators import OperatorId, OperatorKind, parse_operator
 from moe_overlap.plan.plan import Plan
 
@@ -39,7 +41,7 @@ COMMUNICATION = ("collective", "point-to-point")
 def in_issue_order(plan: Plan, instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     """The list of one rank with the waits of the runner that will follow it."""
     if any(stage.overlap.is_listed for stage in plan.stages):
-        return issued_one_by_one(instructions)
+        return queued_one_by_one(instructions) if plan.host_runs_ahead else issued_one_by_one(instructions)
     if plan.pipeline_schedule == "1f1b" and not plan.transfers:
         return waiting_for_transfers(instructions)
     return tuple(instructions)
@@ -65,6 +67,32 @@ def issued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction,
                 last_sends[instruction.channel] = instruction.id
             waited_for |= communications.intersection(instruction.after)
         waits.append(instruction, before)
+    return tuple(waits.ordered)
+
+
+def queued_one_by_one(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """The waits of the executor where a device queues what the host gives it.
+
+    Nothing holds the host up but numbers that it must read, the counts of rows: what stands behind their reader in the list is
+    not issued before they are there, on whichever channel.
+    """
+    waits = _Waits()
+    counted: dict[str, int] = {}
+    last_read: tuple[int, ...] = ()
+    last_sends: dict[str, int] = {}
+    for instruction in instructions:
+        if reads_counts(instruction.reads):
+            # The latest stands for all before it, since counts have a channel that runs in order.
+            read = (counted[name] for name in instruction.reads if name in counted)
+            last_read = (max((*last_read, *read)),)
+        before = {*last_read}
+        if instruction.kind in COMMUNICATION:
+            if instruction.operator.kind is OperatorKind.NORM:
+                before |= set(last_sends.values())
+            elif instruction.sends:
+                last_sends[instruction.channel] = instruction.id
+        waits.append(instruction, before)
+        counted.update((name, instruction.id) for name in instruction.writes if reads_counts((name,)))
     return tuple(waits.ordered)
 
 

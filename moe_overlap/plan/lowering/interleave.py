@@ -11,6 +11,9 @@ transfer are its filling. The backward pass takes a turn, then the forward pass,
 a backward all-to-all there is the forward turn and the filling, behind a forward one the filling and the next backward turn.
 Where one pass has more turns, they are spread evenly over those of the other. The forward pass asks at once for what it receives
 from the stage before. This goes beyond Lancet, which looks at one micro-batch at a time.
+
+Where the host runs ahead of the device (`counts_read_late`), a dispatch moves behind the computation that follows it: the host
+must read the counts of its rows, and while it waits for them the device computes what has been queued before.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import TypeVar
 
-from moe_overlap.plan.instructions import BufferRole, parse_buffer, partition_of
+from moe_overlap.plan.instructions import BufferRole, parse_buffer, partition_of, reads_counts
 from moe_overlap.plan.lowering.dependencies import Draft
 
 T = TypeVar("T")
@@ -155,3 +158,33 @@ def interleave(backward: Sequence[Draft], forward: Sequence[Draft]) -> Iterator[
             yield from other.work
         # Last, so that the forward turn's own all-to-all is hidden even before the next backward turn begins.
         yield from turn.filling
+
+
+def counts_read_late(drafts: Iterable[Draft]) -> Iterator[Draft]:
+    """A list in which what needs counts of rows stands behind the computation that follows it, for a host that runs ahead.
+
+    1. A dispatch is held back while computation follows that does not need what it delivers: gate p+1 before dispatch p, the
+       experts of the partition before in front of the last dispatch.
+    2. Counts pass it, too: those of partition p+1 are under way while the host reads those of partition p.
+    3. Any other communication ends this: the order of a channel stays as it is, and with it what meets what on other ranks.
+    """
+    held: Draft | None = None
+    for draft in drafts:
+        if held is not None and not _passes(draft, held):
+            yield held
+            held = None
+        if held is None and draft.kind == "collective" and reads_counts(draft.reads):
+            held = draft
+        else:
+            yield draft
+    if held is not None:
+        yield held
+
+
+def _passes(draft: Draft, held: Draft) -> bool:
+    """Whether a draft may run before one that stands in front of it."""
+    is_count = draft.kind == "collective" and any(parse_buffer(name).role is BufferRole.SPLITS for name in draft.writes)
+    if not is_count and draft.kind not in ("compute", "weight-gradient"):
+        return False
+    touched = {*draft.reads, *draft.writes}
+    return touched.isdisjoint(held.writes) and not set(draft.writes).intersection(held.reads)

@@ -20,12 +20,13 @@ from moe_overlap.plan.instructions import Instruction, parse_access, placed, sav
 from moe_overlap.plan.lowering.deferral import receives_first, within_bound
 from moe_overlap.plan.lowering.dependencies import Draft, ListBuilder, build_list, check_races, in_issue_order
 from moe_overlap.plan.lowering.gradient_buckets import fill_gaps, gradient_pieces, lower_update
-from moe_overlap.plan.lowering.interleave import interleave
+from moe_overlap.plan.lowering.interleave import counts_read_late, interleave
 from moe_overlap.plan.lowering.layers import LayerLowering, recomputes_predictions
 from moe_overlap.plan.lowering.optimizer_state import DecoupledLowering, PartDrafts
 from moe_overlap.plan.lowering.pipeline_order import Step, pipeline_blocks
 from moe_overlap.plan.lowering.rendezvous import check_rendezvous
 from moe_overlap.plan.lowering.resharding import TransferLowering
+from moe_overlap.plan.lowering.residency import HARDWARE_QUEUES, Device, check_residency, communicators_of
 from moe_overlap.plan.operators import (
     BACKWARD,
     EMBEDDING,
@@ -40,12 +41,16 @@ from moe_overlap.plan.operators import (
 from moe_overlap.plan.plan import Plan
 
 
-def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
+def lower(
+    plan: Plan, model: ModelDescription, rank: int, hardware_queues: int = HARDWARE_QUEUES
+) -> tuple[Instruction, ...]:
     """The instruction list of one rank, as it will be executed: free of races, and sure to end together with the other stages'.
 
     Args:
         plan: a plan that `validate_plan` has accepted for this model.
         rank: global rank.
+        hardware_queues: that the streams of a device share, for lists of devices that queue (residency.py). Every communicator
+            has a place on the device, as the runtime limits its thread blocks.
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
         ScheduleError: the list has a race, or the stages would wait for each other for good (rendezvous.py): our own mistake.
@@ -59,6 +64,8 @@ def lower(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, 
     # Every rank computes the lists of all it meets from the plan: agreement needs no communication.
     lists = {other: lower_rank(plan, model, other) for other in together}
     check_rendezvous(lists)
+    if plan.host_runs_ahead:
+        check_residency(lists, Device(max(communicators_of(lists).values()), hardware_queues))
     return lists[rank]
 
 
@@ -105,6 +112,8 @@ def _written(
         drafts += interleave(*written) if len(written) == 2 else written[0]
     # On the joined list, because a receive and the slot in front of it belong to different passes.
     drafts = list(receives_first(drafts))
+    if plan.host_runs_ahead:
+        drafts = list(counts_read_late(drafts))
     drafts = list(within_bound(drafts, plan, plan.stages[index], model))
     to = ListBuilder(index)
     if plan.stages[index].is_decoupled:

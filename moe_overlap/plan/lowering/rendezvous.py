@@ -10,7 +10,7 @@ operation of a communicator, seen from all of its ranks. What the model says:
    receive of the same tensor, a collective the same collective.
 3. Operations that start together (between ncclGroupStart and ncclGroupEnd; torch's `batch_isend_irecv`) are one entry of the
    queue: none of them waits for another.
-4. Different communicators do not wait for each other. That they share a device's multiprocessors is not modelled here.
+4. Different communicators do not wait for each other. They share a device's multiprocessors: residency.py.
 5. An instruction starts when all of its `after` and what stands before it on its channel have ended.
 
 Merging every meeting into one node turns rule 2 into edges of a graph, so the step ends exactly if the graph has no cycle: the
@@ -32,6 +32,8 @@ from moe_overlap.plan.operators import NORM
 SHOWN_RANKS = 4
 """Ranks whose first stuck instruction an error shows."""
 
+Node = tuple[int, int]
+"""Rank and place in its list."""
 Lists = Mapping[int, Sequence[Instruction]]
 Communicator = Callable[[int, Instruction], Hashable]
 """Rank and communication -> what it is queued on; equal on all ranks that meet."""
@@ -73,6 +75,21 @@ def check_rendezvous(
     stuck = graph.stuck()
     if stuck:
         raise ScheduleError(f"ranks wait for each other in a circle\n{_first_lines(lists, stuck)}")
+
+
+def meetings(lists: Lists, communicator: Communicator = one_per_direction) -> dict[Node, Node]:
+    """Every communication, as rank and place in its list, -> the one that stands for its meeting.
+
+    Raises:
+        ScheduleError: an operation meets another one than its own or none at all.
+    """
+    graph = _Graph(lists)
+    queues = _queues(lists, communicator)
+    for key, of_rank in queues.items():
+        _meet(graph, lists, key, of_rank)
+    # A collective of a group of which only this rank's list is given meets nobody else.
+    nodes = {(rank, place) for of_rank in queues.values() for rank, places in of_rank.items() for place in places}
+    return {node: graph.node(node) for node in nodes}
 
 
 def _pair(rank: int, transfer: Instruction) -> tuple[int, int]:
@@ -167,10 +184,6 @@ def _entries(
     return entries
 
 
-Node = tuple[int, int]
-"""Rank and place in its list."""
-
-
 @dataclass(slots=True)
 class _Graph:
     """All instructions of all ranks; those that meet are one node."""
@@ -194,10 +207,10 @@ class _Graph:
         successors: dict[Node, list[Node]] = defaultdict(list)
         waits_for: dict[Node, int] = defaultdict(int)
         for first, second in edges:
-            earlier, later = self._node(first), self._node(second)
+            earlier, later = self.node(first), self.node(second)
             successors[earlier].append(later)
             waits_for[later] += 1
-        nodes = {self._node((rank, place)) for rank, made in self.lists.items() for place in range(len(made))}
+        nodes = {self.node((rank, place)) for rank, made in self.lists.items() for place in range(len(made))}
         ready = deque(node for node in nodes if not waits_for[node])
         ended: set[Node] = set()
         while ready:
@@ -210,10 +223,11 @@ class _Graph:
         return {
             rank: place
             for rank, made in self.lists.items()
-            if (place := next((p for p in range(len(made)) if self._node((rank, p)) not in ended), None)) is not None
+            if (place := next((p for p in range(len(made)) if self.node((rank, p)) not in ended), None)) is not None
         }
 
-    def _node(self, node: Node) -> Node:
+    def node(self, node: Node) -> Node:
+        """The one that stands for its meeting."""
         return self._meeting.get(node, node)
 
     def _own_order(self) -> list[tuple[Node, Node]]:

@@ -28,7 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_overlap.runtime.dispatch.wire import AllToAll, GatherUnpack, Pack, Pending, SumOwnRows, TensorRanks, Unpack
+from moe_overlap.runtime.dispatch.wire import (
+    AllToAll,
+    Done,
+    GatherUnpack,
+    Pack,
+    Pending,
+    SumOwnRows,
+    TensorRanks,
+    Unpack,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +125,17 @@ class CountAllToAll:
         """
         if not to_expert_E.is_cuda:
             return _CountsOnHost(self, to_expert_E, self._start_wire(to_expert_E, tag, name))
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        # The gate writes the counts on the current stream. The side stream lets their copy reach the host while the current one
-        # goes on; the allocator is told, since the tensor was allocated on the other stream.
-        self._stream.wait_stream(torch.cuda.current_stream())
-        to_expert_E.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
+        stream = torch.cuda.current_stream()
+        if not self.all_to_all.on_current_stream:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            # The gate writes the counts on the current stream. The side stream lets their copy reach the host while the
+            # current one goes on.
+            self._stream.wait_stream(stream)
+            stream = self._stream
+        # The allocator is told, since the tensor was allocated on the other stream and is no buffer of a list.
+        to_expert_E.record_stream(stream)
+        with torch.cuda.stream(stream):
             received = self._start_wire(to_expert_E, tag, name).wait()
             device = torch.cat([to_expert_E, received.flatten()])
             # Into pinned memory: a copy into pageable memory would block the host in spite of non_blocking.
@@ -228,13 +241,17 @@ class Wires:
     Args:
         groups: megatron-core's collection; `ep`, `expt_tp` and `tp_ep` are read.
         timeout_seconds: of every wait; the groups' own unless given.
+        on_current_stream: as of `AllToAll`.
     """
 
-    def __init__(self, groups: Any, timeout_seconds: float | None = None) -> None:
-        self.rows = AllToAll(groups.ep, timeout_seconds)
-        self.tensor = AllToAll(groups.expt_tp, timeout_seconds)
+    def __init__(self, groups: Any, timeout_seconds: float | None = None, on_current_stream: bool = False) -> None:
+        self.rows = AllToAll(groups.ep, timeout_seconds, on_current_stream)
+        self.tensor = AllToAll(groups.expt_tp, timeout_seconds, on_current_stream)
         self.counts = CountAllToAll(
-            AllToAll(groups.tp_ep, timeout_seconds), self.rows.size, self.tensor.size, self.tensor.rank
+            AllToAll(groups.tp_ep, timeout_seconds, on_current_stream),
+            self.rows.size,
+            self.tensor.size,
+            self.tensor.rank,
         )
 
     @property
@@ -380,7 +397,11 @@ class IrregularDispatcher:
         tag, name = handle.tag + _DISPATCH_BACKWARD, f"{handle.name}.dispatch.backward"
         # Backward no counts are sent: they are those of the forward pass, swapped.
         pending = self.wires.rows.start(gradient_NX, received, sent, tag=tag, name=name)
-        return _WithZeroRows(pending, handle.row_sources_N.shape[0])
+        padded = _WithZeroRows(pending, handle.row_sources_N.shape[0])
+        if gradient_NX.is_cuda and self.wires.rows.on_current_stream:
+            # On the stream of the all-to-all: elsewhere the allocator would not know who still reads what has arrived.
+            return Done(padded.wait())
+        return padded
 
     def _tensor_ranks(self, handle: Handle) -> TensorRanks:
         return TensorRanks(self.wires.tensor, handle.counts.gathered, handle.tag + _TENSOR, handle.name)

@@ -6,9 +6,10 @@ of the sending rank. Nothing is padded, nothing is sent for zero rows, a rank's 
 - CPU (gloo): point-to-point requests, every receive posted before any send, because gloo's own all-to-all posts sends first and
   is half duplex. Tags tell all-to-alls apart, so several may be under way and they may be waited for in any order; on one group
   they share a link in order of their start.
-- CUDA (NCCL): one `all_to_all_single` on a stream of its own, so that it runs beside compute. NCCL ignores tags and matches
-  collectives by their order: all ranks of a group must start their all-to-alls in the same order, which the instruction list
-  guarantees. Not yet run on hardware.
+- CUDA (NCCL): one `all_to_all_single` on a stream of its own, so that it runs beside compute, or on the stream that its caller
+  has made current, who then orders the streams (executor/streams.py). NCCL ignores tags and matches collectives by their order:
+  all ranks of a group must start their all-to-alls in the same order, which the instruction list guarantees. Not yet run on
+  hardware.
 
 Packed rows carry token and probability at once, so that one all-to-all moves both. A packed row is a row of H elements
 followed by its probability: its bits read as elements of the rows' type (an fp32 probability behind bf16 rows takes
@@ -74,12 +75,15 @@ class AllToAll:
         group: the ranks; gloo for tensors in host memory, NCCL for tensors on a GPU.
         timeout_seconds: how long `wait` waits on a CPU; the group's own timeout unless given. On CUDA the host does not wait:
             NCCL's watchdog ends the process after the group's timeout and names the collective.
+        on_current_stream: the caller makes the stream current on which an all-to-all is to run, orders it with the others, and
+            tells the allocator who uses what; otherwise the wire has a stream of its own, which the waiting stream waits for.
     Attributes:
         rank, size: this rank's place in the group, and its size.
         sent_bytes: bytes that have left this rank so far.
     """
 
-    def __init__(self, group: Any, timeout_seconds: float | None = None) -> None:
+    def __init__(self, group: Any, timeout_seconds: float | None = None, on_current_stream: bool = False) -> None:
+        self.on_current_stream = on_current_stream
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.sent_bytes = 0
         self._global_ranks = dist.get_process_group_ranks(group)
@@ -116,7 +120,7 @@ class AllToAll:
         row_bytes = rows.element_size() * math.prod(rows.shape[1:])
         self.sent_bytes += row_bytes * (rows.shape[0] - send_counts[self.rank])
         if self.size == 1:
-            return _Done(rows)
+            return Done(rows)
         received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
         if rows.is_cuda:
             return self._start_on_stream(rows, received, send_counts, receive_counts)
@@ -151,7 +155,13 @@ class AllToAll:
     def _start_on_stream(
         self, rows: Tensor, received: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> Pending[Tensor]:
-        """Start an all-to-all that runs beside the current stream. Not yet run on hardware."""
+        """Start an all-to-all that runs beside the current stream, or on it. Not yet run on hardware."""
+        if self.on_current_stream:
+            work = dist.all_to_all_single(
+                received, rows, list(receive_counts), list(send_counts), group=self.group, async_op=True
+            )
+            work.wait()  # the current stream waits for NCCL's, the host does not
+            return Done(received)
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         # The rows are written by the current stream; everything issued on it so far comes before the all-to-all.
@@ -180,7 +190,7 @@ class AllToAll:
         return seconds
 
 
-class _Done:
+class Done:
     """A result that is there already: a group of one sends nothing."""
 
     def __init__(self, rows: Tensor) -> None:

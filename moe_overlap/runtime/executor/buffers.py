@@ -7,7 +7,7 @@ Tensors that are read and added to are [sequence, batch, hidden]; rows that trav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +60,10 @@ class Buffers:
             return
         for name, part in zip(names, gradient.chunk(len(names), dim=BATCH), strict=True):
             self._tensors[name] = self._tensors[name] + part if name in self._tensors else part
+
+    def named(self, names: Iterable[str]) -> list[Tensor]:
+        """The tensors that stand under these names now."""
+        return [self._tensors[name] for name in names if name in self._tensors]
 
     def drop(self, name: str) -> None:
         """Free a buffer nobody reads any more."""

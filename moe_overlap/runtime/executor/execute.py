@@ -22,18 +22,19 @@ from torch import Tensor
 from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction, stem_of
 from moe_overlap.plan.lowering.deferral import early_gradients
-from moe_overlap.plan.lowering.dependencies import last_uses
+from moe_overlap.plan.lowering.dependencies import COMMUNICATION, last_uses
 from moe_overlap.plan.operators import FORWARD, RECOMPUTE
 from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
 from moe_overlap.runtime.executor.bindings import ChunkOperators, set_aux_loss_scale
 from moe_overlap.runtime.executor.buffers import Buffers
 from moe_overlap.runtime.executor.state import StepState
+from moe_overlap.runtime.executor.streams import ChannelStreams, HostOrder, Streams
 from moe_overlap.runtime.groups import StageGroups
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
-from moe_overlap.runtime.step import Batch, StepResult, naming
+from moe_overlap.runtime.step import Batch, StepResult, computes_later, naming
 
 
 class StageTransfers:
@@ -68,11 +69,16 @@ class StageTransfers:
             span = self._recorder.started(i)
             request = dist.isend(outgoing, dst=peer, group=communicator)
             assert request is not None
+            if outgoing.is_cuda:
+                # The channel's stream waits for NCCL's, the host does not: what waits for this transfer waits for the stream.
+                request.wait()
             return self._recorder.ending(span, lambda: _wait_and_release(request, outgoing))
         arriving = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
         span = self._recorder.started(i)
         request = dist.irecv(arriving, src=peer, group=communicator)
         assert request is not None
+        if arriving.is_cuda:
+            request.wait()
 
         def finish() -> None:
             request.wait()
@@ -92,12 +98,13 @@ class PlanExecutor:
     Args:
         context: this rank's part of the run.
         waits: wait for every all-to-all where it is started, so that nothing overlaps: the control of a benchmark.
+        streams: what instructions run on; those of the device unless given.
     Attributes:
         context: this rank's part of the run.
         dispatcher: carries every all-to-all of tokens, of all chunks.
     """
 
-    def __init__(self, context: RunContext, waits: bool = False) -> None:
+    def __init__(self, context: RunContext, waits: bool = False, streams: Streams | None = None) -> None:
         self.context, self._waits = context, waits
         self._chunks, self._optimizer, self._recorder = list(context.chunks), context.optimizer, context.recorder
         self._update = StepUpdate(context)
@@ -106,8 +113,9 @@ class PlanExecutor:
         # One for all chunks: its tags, and on NCCL the order of its all-to-alls, belong to the expert
         # group, not to a chunk.
         # A bound of the rows spares the host a wait for the device; where the host computes, counting them is free.
+        self._streams = streams or (ChannelStreams() if context.device.type == "cuda" else HostOrder())
         self.dispatcher = IrregularDispatcher(
-            Wires(context.groups.collection), takes_bounds=computes_later(context.device)
+            Wires(context.groups.collection, on_current_stream=True), takes_bounds=computes_later(context.device)
         )
         self._per_token = config.calculate_per_token_loss
         # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
@@ -176,33 +184,40 @@ class PlanExecutor:
         # Of one name and micro-batch only the last tells DDP that the gradient is there.
         announcing = {(i.name, i.micro_batch): i.id for i in instructions if i.kind == "weight-gradient"}
         early = {i.id for i in early_gradients(instructions)}
+        self._streams.begin(instructions)
         for i in instructions:
-            for number in i.after:
-                self._wait(number, started)
-            if i.kind != "weight-gradient":
-                self._queue.begin_operator()
-            if is_update(i):
-                # Their channel runs in order, and they work on the host: what it carries must have arrived.
-                self._wait_for_channel(i.channel, started)
-                self._update.run(i, state.update)
-            elif i.kind == "compute":
-                self._operators[i.chunk or 0].compute(i, state)
-            elif i.kind in ("collective", "point-to-point"):
-                started[i.id] = _Started(i.channel, self._start(i, state))
-                if self._waits and i.kind == "collective":
-                    self._wait(i.id, started)
-            elif i.kind == "weight-gradient":
-                self._recorder.place_at(i)
-                is_last = announcing[i.name, i.micro_batch] == i.id
-                self._queue.run(i.name, len(i.partition) or 1, announce=is_last, is_early=i.id in early)
-            else:
-                raise ValueError(f"no binding for {i}")
+            with self._streams.running(i):
+                for number in i.after:
+                    self._wait(number, started)
+                self._streams.uses(i, state.buffers.named)
+                if i.kind != "weight-gradient":
+                    self._queue.begin_operator()
+                if is_update(i):
+                    # Their channel runs in order, and they work on the host: what it carries must have arrived.
+                    self._wait_for_channel(i.channel, started)
+                    self._update.run(i, state.update)
+                elif i.kind == "compute":
+                    self._operators[i.chunk or 0].compute(i, state)
+                elif i.kind in COMMUNICATION:
+                    started[i.id] = _Started(i.channel, self._start(i, state))
+                    if self._waits and i.kind == "collective":
+                        self._wait(i.id, started)
+                elif i.kind == "weight-gradient":
+                    self._recorder.place_at(i)
+                    is_last = announcing[i.name, i.micro_batch] == i.id
+                    self._queue.run(i.name, len(i.partition) or 1, announce=is_last, is_early=i.id in early)
+                else:
+                    raise ValueError(f"no binding for {i}")
+                if self._recorder.clock.queues and i.kind not in COMMUNICATION:
+                    # On its own stream: the next instruction may make another one current.
+                    self._recorder.end()
             # What a communication under way reads, it holds itself.
             for buffer in ends[i.id]:
                 state.buffers.drop(buffer)
         # The forward part of a list, which an evaluation runs, ends with sends that nothing in it waits for.
         for number in list(started):
             self._wait(number, started)
+        self._streams.finish()
         self._recorder.end()
         assert not state.segments or not torch.is_grad_enabled(), f"left without backward: {list(state.segments)[:3]}"
 
@@ -233,18 +248,14 @@ class PlanExecutor:
             return
         channel = started[number].channel
         for earlier in [n for n, other in started.items() if n <= number and other.channel == channel]:
-            self._recorder.end()
+            if not self._recorder.clock.queues:
+                self._recorder.end()
             started.pop(earlier).finish()
 
     def _wait_for_channel(self, channel: str, started: dict[int, _Started]) -> None:
         """Wait for everything that is under way on a channel."""
         for number in [n for n, under_way in started.items() if under_way.channel == channel]:
             self._wait(number, started)
-
-
-def computes_later(device: torch.device) -> bool:
-    """Whether a device queues what the host gives it, so that reading a result makes the host wait."""
-    return device.type == "cuda"
 
 
 def is_update(i: Instruction) -> bool:

@@ -131,7 +131,9 @@ def _start(ddp_bucket: _DdpBucket, bucket: int, buckets: int, name: str) -> Call
     if sent_Dw.is_cuda:
         work = dist.reduce_scatter_tensor(own_share, sent_Dw, group=wire.group, async_op=True)
         assert work is not None
-        return work.wait
+        # The channel's stream waits for NCCL's, the host does not: whoever needs the sum waits for that stream.
+        work.wait()
+        return _nothing
     one_each = [1] * wire.size
     pending = wire.start(sent_Dw, one_each, one_each, tag=wire.take_tags(1), name=name)
 
@@ -139,3 +141,7 @@ def _start(ddp_bucket: _DdpBucket, bucket: int, buckets: int, name: str) -> Call
         torch.sum(pending.wait(), dim=0, out=own_share)
 
     return add
+
+
+def _nothing() -> None:
+    """The sum is on the device's streams already."""

@@ -136,9 +136,9 @@ def fused_seconds(table: OpTable, setting: Setting, cost: PartCost, split: Kerne
         cost: of the part in this setting, not fused.
         split: the communicating blocks of each kernel; None: the best ones.
     """
-    blocks, whole = blocks_of(setting), operator_seconds(table, setting, cost)
+    blocks, whole = blocks_of(setting), operator_seconds(table, setting, cost, hides_exchanges=True)
     exposed: dict[Key, float] = {}
-    computing = computing_seconds(table, setting, cost)
+    computing = computing_seconds(table, setting, cost, hides_exchanges=True)
     for suffix in ("", RECOMPUTE, BACKWARD):
         # Gradients arrive through the backward of combine, so the backward pass runs the kernels in reverse.
         kernels = FUSED_KERNELS[:: -1 if suffix == BACKWARD else 1]

@@ -346,7 +346,9 @@ class StagePrices:
     def _priced(self, row: int, pieces: int) -> dict[Key, float]:
         if (row, pieces) not in self._by_size:
             table, cost = self._sized(row, pieces)
-            self._by_size[row, pieces] = operator_seconds(table, self.priced.setting, cost)
+            self._by_size[row, pieces] = operator_seconds(
+                table, self.priced.setting, cost, self.stage.overlap.is_listed
+            )
         return self._by_size[row, pieces]
 
     def _sized(self, row: int, pieces: int) -> tuple[OpTable, PartCost]:

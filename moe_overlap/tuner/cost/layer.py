@@ -1,12 +1,13 @@
 """Seconds of one part of a model on one rank: of its forward and backward pass, and of its operators, alone.
 
-Seconds are those of one micro-batch. Computation takes at least as long as the host needs to launch it, unless CUDA graphs do. A
-collective is exposed, with these exceptions: in the backward pass a tensor-parallel collective runs beside the operators between
-it and its first reader; rings of keys and values run beside attention; flags put further ones beside computation (`Features`).
+Seconds are those of one micro-batch. A pass takes at least as long as the host needs to launch it, unless CUDA graphs do; the
+host launches on while the device waits for a collective. A collective is exposed, with these exceptions: in the backward pass a
+tensor-parallel collective runs beside the operators between it and its first reader; rings of keys and values run beside
+attention; flags put further ones beside computation (`Features`).
 
 `operator_seconds` gives the seconds of instructions, operator by operator of the plan's vocabulary. They add up to the part's
 cost: where the host sets the pace of a pass all its operators are stretched by one factor, and collectives of a kind that run
-beside computation count with the share that is exposed.
+beside computation count with the share that is exposed. Where a list hides all-to-alls, nothing of them is time for the host.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from moe_overlap.tuner.cost.interference import Concurrent
 from moe_overlap.tuner.cost.links import Group, LinkUse, all_to_all_seconds, collective_seconds, link_use
 from moe_overlap.tuner.cost.operators import (
     LOW_PRECISIONS,
+    UNFUSED_CALLS,
     CostClassCode,
     Lookup,
     OpTable,
@@ -84,7 +86,10 @@ class Setting:
 class PassCost:
     """One direction of one micro-batch through a part."""
 
-    compute_seconds: float
+    device_seconds: float
+    """All kernels but collectives, one after the other."""
+    host_seconds: float
+    """To launch the pass."""
     exposed: dict[str, float] = field(default_factory=dict)
     """By KINDS: seconds in which nothing computes."""
     hidden_seconds: float = 0.0
@@ -93,8 +98,18 @@ class PassCost:
     """All all-to-alls of tokens, exposed or not: another micro-batch may hide them."""
 
     @property
+    def compute_seconds(self) -> float:
+        """Computation, and what the host makes the device wait for beside collectives."""
+        return max(self.device_seconds, self.host_seconds - sum(self.exposed.values()))
+
+    @property
+    def paced_seconds(self) -> float:
+        """Computation at the pace of a host that gets no time from collectives, as they are hidden."""
+        return max(self.device_seconds, self.host_seconds)
+
+    @property
     def seconds(self) -> float:
-        """From start to end."""
+        """From start to end: the host launches ahead of the device, so the slower of the two sets the pace."""
         return self.compute_seconds + sum(self.exposed.values())
 
 
@@ -135,8 +150,6 @@ def part_cost(table: OpTable, setting: Setting) -> PartCost:
 
 def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: bool) -> PassCost:
     in_pass = table.backward == is_backward
-    # The host launches ahead of the device, so the slower of the two sets the pace of a pass.
-    compute = max(float(seconds[in_pass].sum()), _host_seconds(table, setting, in_pass))
     concurrent, features = setting.concurrent, setting.features
     totals = dict.fromkeys(KINDS, 0.0)
     exposed = dict.fromkeys(KINDS, 0.0)
@@ -166,7 +179,8 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
             exposed["expert"], float(seconds[in_pass & (table.operators == SHARED)].sum()), concurrent
         )
     return PassCost(
-        compute_seconds=compute,
+        device_seconds=float(seconds[in_pass].sum()),
+        host_seconds=_host_seconds(table, setting, in_pass),
         exposed=exposed,
         hidden_seconds=sum(totals.values()) - sum(exposed.values()),
         exchange_seconds=totals["expert"],
@@ -192,6 +206,9 @@ def _host_seconds(table: OpTable, setting: Setting, in_pass: NDArray[np.bool_]) 
     # A grouped product is one call that launches a kernel for every group.
     further = np.where(setting.features.fused_experts, 0.0, common.further * (table.launches - 1.0))
     work = by_call[table.called] * np.where(quantizes, common.low_precision, 1.0) + further
+    if not setting.features.flash:
+        calls = np.where(table.backward, UNFUSED_CALLS[1], UNFUSED_CALLS[0])
+        work = work + np.where(table.classes == CostClassCode.ATTENTION, calls, 0.0)
     work = work * np.minimum(1.0, fused_share(table, setting.features))
     return float(work[launched].sum()) * setting.constants.host_seconds
 
@@ -251,7 +268,7 @@ def hide_all_to_alls(cost: PartCost, concurrent: Concurrent) -> PartCost:
     """The part with its all-to-alls under another micro-batch's computation, as far as they are shorter."""
     forward, backward = cost.forward, cost.backward
     exchange = forward.exchange_seconds + backward.exchange_seconds
-    compute = forward.compute_seconds + backward.compute_seconds
+    compute = forward.paced_seconds + backward.paced_seconds
     if not exchange:
         return cost
     # One micro-batch's forward pass runs with another's backward pass, so the all-to-alls of both directions hide under
@@ -271,13 +288,16 @@ BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
 """Operator of an all-to-all -> the operator that the computation around it, such as permutation, belongs to."""
 
 
-def operator_seconds(table: OpTable, setting: Setting, cost: PartCost) -> dict[Key, float]:
+def operator_seconds(
+    table: OpTable, setting: Setting, cost: PartCost, hides_exchanges: bool = False
+) -> dict[Key, float]:
     """Seconds of every operator of a part.
 
     Args:
         cost: of the part in this setting.
+        hides_exchanges: whether a list puts its all-to-alls beside computation.
     """
-    seconds = computing_seconds(table, setting, cost)
+    seconds = computing_seconds(table, setting, cost, hides_exchanges)
     total: dict[Key, float] = defaultdict(float)
     for is_backward, of_pass in ((False, cost.forward), (True, cost.backward)):
         in_pass = table.backward == is_backward
@@ -295,14 +315,15 @@ def operator_seconds(table: OpTable, setting: Setting, cost: PartCost) -> dict[K
     return dict(total)
 
 
-def computing_seconds(table: OpTable, setting: Setting, cost: PartCost) -> Floats:
+def computing_seconds(table: OpTable, setting: Setting, cost: PartCost, hides_exchanges: bool = False) -> Floats:
     """[ops] seconds of a part's computation, stretched to the pace of the host; 0 for collectives."""
     seconds, _ = kernel_seconds(table, setting)
     for is_backward, of_pass in ((False, cost.forward), (True, cost.backward)):
         in_pass = table.backward == is_backward
         on_device = float(seconds[in_pass].sum())
+        taken = of_pass.paced_seconds if hides_exchanges else of_pass.compute_seconds
         # All operators alike, so that the instructions of a pass add up to its analytic cost.
-        seconds = np.where(in_pass, seconds * (of_pass.compute_seconds / on_device if on_device else 0.0), seconds)
+        seconds = np.where(in_pass, seconds * (taken / on_device if on_device else 0.0), seconds)
     return seconds
 
 

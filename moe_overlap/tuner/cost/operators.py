@@ -63,6 +63,9 @@ SOFTMAX_OPERATIONS, USUAL_WIDTH = 256.0, 128.0
 Efficiencies of attention are those of heads of the usual width."""
 WAVE_OUTPUTS = 132 * 128 * 256.0
 """Outputs of one wave: multiprocessors of an H100 times the largest tile of its products; other GPUs are within a fifth of it."""
+UNFUSED_CALLS = (5.0, 8.0)
+"""Calls of torch in attention without a fused kernel, forward and backward: the product with its mask, softmax, dropout, the
+second product and a copy; backward each again, each product twice."""
 LOSS_BYTES = 6.0
 """Per logit: Transformer Engine's cross entropy reads bf16 logits twice and writes their gradient over them."""
 ROUTER_KERNELS = 4.0

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_overlap.plan.instructions import Instruction
+from moe_overlap.runtime import step
 from moe_overlap.runtime.dispatch.irregular import CountAllToAll
 from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.runtime.executor import execute
@@ -42,12 +43,16 @@ WAITS_FOR_THE_DEVICE = frozenset(
 """Operators whose result, or whose shape, the host must read from the device."""
 
 
+STARTED, COMPUTED, READ = "started", "computed", "read"
+
+
 class DeviceMode(TorchDispatchMode):
     """Pretends that the tensors of a step lie on a device.
 
     Attributes:
         waits: operators that the host would wait for, by the instruction that was current.
         operators: operators that were launched, by the instruction that was current.
+        issued: what the host did, in order: COMPUTED an instruction, STARTED or READ counts.
     """
 
     def __init__(self) -> None:
@@ -55,6 +60,7 @@ class DeviceMode(TorchDispatchMode):
         self.instruction: Instruction | None = None
         self.waits: list[tuple[Instruction | None, str]] = []
         self.operators: Counter[Instruction | None] = Counter()
+        self.issued: list[str] = []
 
     def note(self, operator: str) -> None:
         """The host waits for the device now."""
@@ -67,6 +73,14 @@ class DeviceMode(TorchDispatchMode):
         if name in WAITS_FOR_THE_DEVICE or repeats or _finds_places(name, arguments):
             self.note(name)
         return function(*arguments, **named)
+
+    def bare_reads(self) -> list[int]:
+        """Which reads of counts, in their order, had no computation queued since their all-to-all was started."""
+        started = [place for place, event in enumerate(self.issued) if event == STARTED]
+        reads = [place for place, event in enumerate(self.issued) if event == READ]
+        # Counts have a channel of their own, which runs in order: the n-th that is started is the n-th that is read.
+        pairs = enumerate(zip(started, reads, strict=True))
+        return [number for number, (start, read) in pairs if COMPUTED not in self.issued[start:read]]
 
     def waits_of(self, i: Instruction) -> list[str]:
         """What the host waited for in one instruction."""
@@ -104,7 +118,8 @@ def two_ranks() -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execute, "computes_later", lambda device: True)
+        for module in (execute, step):
+            patch.setattr(module, "computes_later", lambda device: True)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         patch.setattr(AllToAll, "_start_on_host", _answered)
         yield
@@ -158,18 +173,26 @@ def run_step(flags: str) -> tuple[DeviceMode, tuple[Instruction, ...]]:
     runner, instructions, feed = executor_of(flags)
     device = DeviceMode()
     with pytest.MonkeyPatch.context() as patch:
-        place_at, to_host = runner.recorder.place_at, CountAllToAll.to_host
+        place_at, to_host, start = runner.recorder.place_at, CountAllToAll.to_host, CountAllToAll.start
 
         def placed(instruction: Instruction) -> None:
             device.instruction = instruction
+            if instruction.kind == "compute":
+                device.issued.append(COMPUTED)
             place_at(instruction)
+
+        def started(counts: CountAllToAll, *arguments: Any, **named: Any) -> Any:
+            device.issued.append(STARTED)
+            return start(counts, *arguments, **named)
 
         def copied(counts: CountAllToAll, *arguments: Any) -> Any:
             device.note("counts")
+            device.issued.append(READ)
             return to_host(counts, *arguments)
 
         patch.setattr(runner.recorder, "place_at", placed)
         patch.setattr(CountAllToAll, "to_host", copied)
+        patch.setattr(CountAllToAll, "start", started)
         with HostCopies(device), device:
             runner.run(instructions, feed, 0)
     return device, instructions

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from moe_overlap.plan.operators import BACKWARD, COUNT
+from moe_overlap.plan.lowering import lower
+from moe_overlap.plan.operators import BACKWARD, COUNT, FORWARD, MERGE
+from moe_overlap.runtime import step
+from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher
 from moe_overlap.runtime.executor import execute
-from tests.unit.runtime.fake_ranks import DeviceMode, HostCopies, executor_of, run_step, two_ranks
+from tests.unit.runtime.fake_ranks import READ, DeviceMode, HostCopies, executor_of, run_step, two_ranks
 
 __all__ = ["two_ranks"]
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -39,17 +42,44 @@ def test_the_host_waits_for_counts_alone(name: str) -> None:
     assert not any(device.waits_of(i) for i in in_layers if i.operator.phase is BACKWARD)
 
 
+def test_computation_is_queued_in_front_of_every_wait() -> None:
+    """Gate p+1 in front of the wait for the counts of partition p, the experts of a partition in front of the last wait."""
+    device, _ = run_step(RUNS["partitions around"])
+    assert device.issued.count(READ) >= 4 and device.bare_reads() == []
+
+
+def test_a_wait_that_is_moved_before_the_gate_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lower, "counts_read_late", lambda drafts: drafts)
+    device, _ = run_step(RUNS["partitions around"])
+    assert len(device.bare_reads()) == device.issued.count(READ)
+
+
+def test_one_number_that_is_read_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpermute = IrregularDispatcher.unpermute
+
+    def reading(dispatcher: IrregularDispatcher, returned: torch.Tensor, handle: Any) -> torch.Tensor:
+        returned.sum().item()
+        return unpermute(dispatcher, returned, handle)
+
+    monkeypatch.setattr(IrregularDispatcher, "unpermute", reading)
+    device, instructions = run_step(RUNS["partitions around"])
+    merges = [i for i in instructions if i.operator.kind is MERGE and i.operator.phase is FORWARD]
+    assert all(device.waits_of(i) == ["_local_scalar_dense"] for i in merges)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_bounded_rows_train_as_counted_rows_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
-    for takes_bounds in (False, True):
+    # Bounded or counted rows, and lists for devices that queue and for those that do not: both orders give the same bits.
+    for takes_bounds, runs_ahead in ((False, False), (False, True), (True, True)):
         monkeypatch.setattr(execute, "computes_later", lambda device, answer=takes_bounds: answer)
+        monkeypatch.setattr(step, "computes_later", lambda device, answer=runs_ahead: answer)
         runner, instructions, feed = executor_of(RUNS[name])
         assert runner.dispatcher.takes_bounds is takes_bounds
-        results = [runner.run(instructions, feed, step) for step in range(2)]
+        results = [runner.run(instructions, feed, number) for number in range(2)]
         steps.append([(result.loss, result.grad_norm) for result in results])
-    assert steps[0] == steps[1]  # bitwise: rows past the routed ones carry no gradient
+    assert steps[0] == steps[1] == steps[2]  # bitwise: rows past the routed ones carry no gradient
 
 
 @pytest.mark.parametrize(

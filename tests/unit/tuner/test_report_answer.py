@@ -43,7 +43,7 @@ def hand_made(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def predicted(*changed: str) -> Prediction:
     return dataclasses.replace(
-        predict([*WORDS, *changed], CLUSTER), expected_error=ExpectedError(0.1, 5, "H100 MoE"), not_modelled=()
+        predict([*WORDS, *changed], CLUSTER), expected_error=ExpectedError(0.1, 5, 5, "H100 MoE"), not_modelled=()
     )
 
 

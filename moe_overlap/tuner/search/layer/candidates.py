@@ -288,7 +288,9 @@ def weight_gradient_seconds(problem: Problem, plan: Plan) -> float:
         seconds_K = [
             sum(
                 seconds
-                for (_, _, suffix), seconds in operator_seconds(table, priced.setting, cost).items()
+                for (_, _, suffix), seconds in operator_seconds(
+                    table, priced.setting, cost, hides_exchanges=True
+                ).items()
                 if suffix == WEIGHT_GRADIENT
             )
             for table, cost in zip(family.tables, priced.parts, strict=True)

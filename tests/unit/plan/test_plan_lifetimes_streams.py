@@ -1,0 +1,137 @@
+"""Memory that another stream still uses: what the allocator must be told, against a twin that runs lists in random orders."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from moe_overlap.plan.instructions import COMPUTE, Instruction, ScheduleError, parse_buffer, parse_list
+from moe_overlap.plan.lowering.dependencies import INPUTS, last_uses
+from moe_overlap.plan.lowering.lifetimes import (
+    Uses,
+    awaited_elsewhere,
+    check_lifetimes,
+    stream_of,
+    uses_to_record,
+)
+from moe_overlap.plan.lowering.lower import lower
+from tests.unit.plan import plan_samples
+from tests.unit.plan.test_plan_host_ahead import ahead, case
+
+LISTS = ("pp2_ep2_ahead_rank0.txt", "pp2_ep2_partitioned_rank0.txt", "pp2_ep2_rank2.txt")
+
+
+def golden(name: str) -> tuple[Instruction, ...]:
+    return parse_list((plan_samples.GOLDEN / name).read_text())
+
+
+def reused_too_early(instructions: Sequence[Instruction], recorded: Uses, draws: random.Random) -> bool:
+    """The twin: an allocator whose pools hand memory out at once, and streams that run at random speeds.
+
+    Memory is a number. The host allocates and drops as it issues, from the first instruction to the last; then the streams run.
+    A fault is a use of memory after another buffer's owner has begun to write it.
+    """
+    ends = last_uses(instructions)
+    pools: dict[str, list[int]] = {}
+    memory: dict[str, tuple[int, str]] = {}
+    users: dict[str, set[int]] = {}
+    used: dict[int, list[tuple[int, int]]] = {}  # id -> (memory, owner)
+    allocated: dict[int, list[tuple[int, int]]] = {}  # id -> (memory, owner) that it begins to write
+    blocks, owners, withheld = 0, 0, set[int]()
+
+    def drop(name: str) -> None:
+        if name in memory:
+            block, stream = memory.pop(name)
+            # The allocator waits for the streams that it was told of: such memory does not come back within this list.
+            told = any(name in recorded.get(user, ()) for user in users.pop(name, ()))
+            (withheld.add if told else pools.setdefault(stream, []).append)(block)
+
+    owner_of: dict[str, int] = {}
+    for i in instructions:
+        used[i.id], allocated[i.id] = [], []
+        for name in dict.fromkeys((*i.reads, *i.writes)):
+            if parse_buffer(name).word in INPUTS:
+                continue
+            if name in memory:
+                used[i.id].append((memory[name][0], owner_of[name]))
+                users.setdefault(name, set()).add(i.id)
+            if name in i.writes:
+                pool = pools.setdefault(stream_of(i), [])
+                if pool:
+                    block = pool.pop()
+                else:
+                    block, blocks = blocks, blocks + 1
+                drop(name)
+                memory[name], owner_of[name], owners = (block, stream_of(i)), owners, owners + 1
+                allocated[i.id].append((block, owner_of[name]))
+        for name in ends[i.id]:
+            drop(name)
+    queues: dict[str, list[Instruction]] = {}
+    for i in instructions:
+        queues.setdefault(stream_of(i), []).append(i)
+    done: set[int] = set()
+    content: dict[int, int] = {}
+    while any(queues.values()):
+        ready = [queue for queue in queues.values() if queue and done.issuperset(queue[0].after)]
+        i = draws.choice(ready).pop(0)
+        if any(content.get(block, owner) != owner for block, owner in used[i.id]):
+            return True
+        content.update(allocated[i.id])
+        done.add(i.id)
+    return False
+
+
+def without(recorded: Uses, number: int, name: str) -> Uses:
+    return {other: names - {name} if other == number else names for other, names in recorded.items()}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_what_is_recorded_is_enough_and_needed(name: str) -> None:
+    made = golden(name)
+    recorded = uses_to_record(made)
+    check_lifetimes(made, recorded)
+    draws = random.Random(0)
+    assert not any(reused_too_early(made, recorded, draws) for _ in range(20))
+    for number, names in recorded.items():
+        for buffer in names:
+            with pytest.raises(ScheduleError, match="handed out again"):
+                check_lifetimes(made, without(recorded, number, buffer))
+
+
+def test_the_twin_finds_memory_that_nobody_recorded() -> None:
+    """Without a record the rows of a partition are written anew while they are still sent."""
+    made = golden("pp2_ep2_ahead_rank0.txt")
+    draws = random.Random(1)
+    sends = {i.id for i in made if i.kind == "collective" and stream_of(i) != COMPUTE}
+    kept = {number: names for number, names in uses_to_record(made).items() if number not in sends}
+    assert any(reused_too_early(made, kept, draws) for _ in range(50))
+
+
+def test_random_waits() -> None:
+    """Lists whose waits are thinned at random are judged as the twin judges them: what it finds, the check refuses."""
+    plan, model = case("around", 2, "mm", micro_batch_size=2)
+    made = lower(ahead(plan), model, 0)
+    draws = random.Random(2)
+    found = 0
+    for _ in range(30):
+        recorded = {n: frozenset(b for b in names if draws.random() < 0.9) for n, names in uses_to_record(made).items()}
+        faulty = reused_too_early(made, recorded, draws)
+        found += faulty
+        if faulty:
+            with pytest.raises(ScheduleError):
+                check_lifetimes(made, recorded)
+    assert found, "the twin found nothing: the comparison would show nothing"
+
+
+def test_streams_and_events() -> None:
+    made = golden("pp2_ep2_ahead_rank0.txt")
+    assert {stream_of(i) for i in made if i.kind in ("compute", "weight-gradient", "optimizer")} == {COMPUTE}
+    assert {"ep", "ep.counts", "pp.S0>S1", "pp.S0>S1.backward"} <= {stream_of(i) for i in made}
+    assert all(stream_of(i) == COMPUTE for i in made if i.operator.is_update)
+    needed = awaited_elsewhere(made)
+    assert made[3].id in needed and made[2].id in needed and made[1].id not in needed
+    lonely = [dataclasses.replace(i, after=()) for i in made]
+    assert awaited_elsewhere(lonely) == frozenset()

@@ -1,0 +1,232 @@
+"""Streams of the executor on stand-ins: who waits for whom, what the allocator is told, and where spans end."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from moe_overlap.commands.train import hardware_queues
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_list
+from moe_overlap.plan.lowering.lifetimes import stream_of, uses_to_record
+from moe_overlap.plan.operators import COUNT, DISPATCH, EXPERTS, GATE
+from moe_overlap.runtime import groups
+from moe_overlap.runtime.dispatch.wire import AllToAll
+from moe_overlap.runtime.executor.streams import PRIORITIES, ChannelStreams
+from moe_overlap.runtime.spans import CudaClock, SpanRecorder
+from tests.unit.plan import plan_samples
+from tests.unit.runtime.fake_ranks import executor_of, two_ranks
+
+__all__ = ["two_ranks"]
+RUN = "--moe-overlap-partitions 2 --defer-weight-gradients --moe-overlap-range around"
+
+
+class Event:
+    """A CUDA event: it knows what its stream had been given when it was recorded, and its time."""
+
+    def __init__(self, library: Library) -> None:
+        self.library, self.known, self.time = library, frozenset[int](), 0.0
+        library.events += 1
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.library.current
+        self.known = frozenset(stream.known)
+        self.time = stream.time
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.time - self.time) * 1e3
+
+
+class Stream:
+    """A CUDA stream: the instructions that have ended before what it is given next."""
+
+    def __init__(self, library: Library, priority: int = 0) -> None:
+        self.library, self.priority = library, priority
+        self.known: set[int] = set()
+        self.time = 0.0
+
+    def wait_event(self, event: Event) -> None:
+        self.known |= event.known
+        self.time = max(self.time, event.time)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.known |= other.known
+        self.time = max(self.time, other.time)
+        self.library.whole_waits.append((self, other))
+
+
+class Library:
+    """A stand-in for torch.cuda."""
+
+    def __init__(self) -> None:
+        self.events = self.synchronized = 0
+        self.whole_waits: list[tuple[Stream, Stream]] = []
+        self.current = Stream(self)
+
+    def Stream(self, priority: int = 0) -> Stream:  # noqa: N802
+        return Stream(self, priority)
+
+    def Event(self, enable_timing: bool = False) -> Event:  # noqa: N802
+        return Event(self)
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+def golden() -> tuple[Instruction, ...]:
+    return parse_list((plan_samples.GOLDEN / "pp2_ep2_ahead_rank0.txt").read_text())
+
+
+def issue(streams: ChannelStreams, library: Library, instructions: Sequence[Instruction]) -> dict[int, frozenset[int]]:
+    """Run a list of nothing; what has ended when each instruction starts."""
+    ended: dict[int, frozenset[int]] = {}
+    streams.begin(instructions)
+    for i in instructions:
+        with streams.running(i):
+            ended[i.id] = frozenset(library.current.known)
+            library.current.known.add(i.id)
+            library.current.time += 1
+    streams.finish()
+    return ended
+
+
+def test_streams_wait_for_what_the_list_names() -> None:
+    made, library = golden(), Library()
+    streams = ChannelStreams(library)
+    computing = library.current
+    ended = issue(streams, library, made)
+    assert all(set(i.after) <= ended[i.id] for i in made)
+    assert computing.known == {i.id for i in made}, "the next step comes behind everything"
+    # A send waits for its own gate alone, not for what computes beside it.
+    first_send = next(i for i in made if i.operator.kind is DISPATCH)
+    second_gate = next(i for i in made if i.operator.kind is GATE and i.partition == (1,))
+    assert second_gate.id < first_send.id and second_gate.id not in ended[first_send.id]
+    last_send = next(i for i in made if i.operator.kind is DISPATCH and i.partition == (1,))
+    experts = next(i for i in made if i.operator.kind is EXPERTS)
+    assert experts.id < last_send.id and experts.id not in ended[last_send.id]
+
+
+def test_no_wait_passes_through_the_computing_stream() -> None:
+    made, library = golden(), Library()
+    computing = library.current
+    streams = ChannelStreams(library)
+    streams.begin(made)
+    library.whole_waits.clear()  # a step begins behind the one before
+    for i in made:
+        with streams.running(i):
+            pass
+    # Only the update waits for a whole channel; nobody waits for all that computes.
+    assert all(waiting is computing for waiting, _ in library.whole_waits)
+    assert len(library.whole_waits) <= sum(i.operator.is_update for i in made)
+
+
+def test_events_are_used_again_and_priorities_are_those_of_the_table() -> None:
+    made, library = golden(), Library()
+    streams = ChannelStreams(library)
+    issue(streams, library, made)
+    events = library.events
+    assert 0 < events < len(made)
+    issue(streams, library, made)
+    assert library.events == events
+    given = {name: stream.priority for name, stream in streams._streams.items()}
+    assert given["ep"] == given["ep.counts"] == given["pp.S0>S1"] == PRIORITIES["ep"] < given[COMPUTE] == 0
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_the_executor_issues_every_all_to_all_on_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    runner, instructions, feed = executor_of(RUN)
+    streams = ChannelStreams(library)
+    runner._streams = streams
+    computing, told, sent = library.current, [], []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append(stream))
+    answered = AllToAll._start_on_host
+
+    def noted(wire: AllToAll, *arguments: Any) -> Any:
+        sent.append((arguments[-1], library.current))
+        return answered(wire, *arguments)
+
+    monkeypatch.setattr(AllToAll, "_start_on_host", noted)
+    runner.run(instructions, feed, 0)
+    listed = [i for i in instructions if i.kind == "collective" and i.operator.layer is not None]
+    by_channel = streams._streams
+    counts = [stream for name, stream in sent if name.endswith("count")]
+    rows = [stream for name, stream in sent if "dispatch" in name or "combine" in name]
+    assert set(counts) == {by_channel["ep.counts"]} and set(rows) == {by_channel["ep"]}
+    assert len(counts) == sum(i.operator.kind is COUNT for i in listed)
+    # Told of every use that the lifetimes name, each on the stream that uses it.
+    named = [by_channel[stream_of(i)] for i in instructions for _ in uses_to_record(instructions).get(i.id, ())]
+    assert len(told) >= len(listed) and len(told) <= len(named)
+    assert library.current is computing
+
+
+def test_a_span_on_a_device_ends_where_the_communication_ended() -> None:
+    """A transfer of a second that is waited for after four has a span of a second, and its events serve the next step."""
+    library = Library()
+    recorder = SpanRecorder(CudaClock(library))
+    made = golden()
+    send = next(i for i in made if i.operator.kind is DISPATCH)
+    wire = Stream(library)
+    for _ in range(2):
+        recorder.start_step()
+        with library.stream(wire):
+            span = recorder.started(send)
+            wire.time += 1
+            wait = recorder.ending(span, lambda: None)
+        recorder.computing(made[4])
+        library.current.time += 4
+        recorder.end()
+        wait()
+        (sent,) = [span for span in recorder.spans() if span.channel == "ep"]
+        assert sent.end - sent.start == pytest.approx(1)
+        events = library.events
+    assert library.events == events == 5  # the start of the step, and two of each span
+
+
+def test_groups_that_are_waited_for_have_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.high, self._timeout = is_high_priority_stream, None
+            self.config = types.SimpleNamespace(max_ctas=0)
+
+    class Nccl:
+        pass
+
+    Nccl.Options = Options  # type: ignore[attr-defined]
+    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(groups.dist, "get_backend", lambda: "nccl")
+    device = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(groups.torch.cuda, "get_device_properties", lambda: device)
+    assert groups._options("ep", None).high and groups._options("pp", None).high
+    gradients = groups._options("dp_cp", None)
+    assert not gradients.high and gradients.config.max_ctas == groups._options("ep", None).config.max_ctas == 132 // 9
+    assert not groups._options("tp", None).config.max_ctas
+    monkeypatch.setattr(groups.dist, "get_backend", lambda: "gloo")
+    assert groups._options("ep", None) is None
+
+
+@pytest.mark.parametrize(("said", "queues"), [("", 8), ("1", 1), ("32", 32)])
+def test_hardware_queues(monkeypatch: pytest.MonkeyPatch, said: str, queues: int) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
+    assert hardware_queues() == queues
+
+
+@pytest.mark.parametrize("said", ["0", "33", "-1", "many"])
+def test_a_wrong_number_of_hardware_queues(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS .*from 1 to 32"):
+        hardware_queues()
