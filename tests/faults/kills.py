@@ -1,0 +1,106 @@
+"""SIGKILL of a whole job at random moments, with a save after every step: it resumes, and its losses are bit by bit the same.
+
+`python -m tests.faults --kills 50` tries many; a few are tried in every slow run (`test_kills.py`). A kill falls at some point
+of a step or of a save, and every other start saves beside training.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.end_to_end.program import SMALL, Launch, line_count
+
+KEPT = 2
+"""Checkpoints that --keep-last-checkpoints keeps."""
+MOST_STEPS_BETWEEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a job that was killed again and again.
+
+    Attributes:
+        kills: kills that met a running job.
+        resumes: starts that went on from a checkpoint.
+        repeated: steps that had been executed, and were not saved yet, when a kill came.
+        steps: of the whole run.
+        problems: sentences; none where all is well.
+    """
+
+    kills: int
+    resumes: int
+    repeated: int
+    steps: int
+    problems: tuple[str, ...]
+
+
+def undisturbed_losses(steps: int, folder: Path) -> dict[int, str]:
+    """step -> loss, as a run writes it that nobody disturbs."""
+    log = folder / "undisturbed.jsonl"
+    ended = Launch([*SMALL, "--train-iters", str(steps), "--log-json", str(log)], folder / "undisturbed").wait()
+    assert [rank.status for rank in ended] == [0, 0], ended[0].err
+    return {step: loss for step, loss in _losses(log)}
+
+
+def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object] = lambda line: None) -> Outcome:
+    """Start a job, kill it a few steps later, start it again, …; let the last start finish, and compare its losses.
+
+    Args:
+        told: is given a line after each kill.
+    """
+    moments = random.Random(seed)
+    steps = kills * MOST_STEPS_BETWEEN + 8
+    log, saved = folder / "losses.jsonl", folder / "saved"
+    command = [*SMALL, "--train-iters", str(steps), "--save-interval", "1", "--keep-last-checkpoints", str(KEPT)]
+    command += ["--save", str(saved), "--load", str(saved), "--log-json", str(log)]
+    problems: list[str] = []
+    resumes = repeated = met = 0
+    for kill in range(kills + 1):
+        before = _losses(log)
+        launch = Launch([*command, "--async-save"] if kill % 2 else command, folder / "ranks")
+        if kill < kills:
+            launch.wait_until_lines(log, len(before) + moments.randint(1, MOST_STEPS_BETWEEN))
+            time.sleep(moments.uniform(0.0, 0.15))
+            if launch.kill():
+                met += 1
+            else:
+                problems.append(f"start {kill + 1} ended by itself: {launch.wait()[0].err[-300:]}")
+                break
+        else:
+            ended = launch.wait()
+            if [rank.status for rank in ended] != [0, 0]:
+                problems.append(f"the last start failed: {ended[0].err[-300:]}")
+        now = _losses(log)
+        if before and len(now) > len(before):
+            first, last = now[len(before)][0], before[-1][0]
+            resumes += first > 1
+            repeated += max(0, last - first + 1)
+            # A save is complete before the next but one begins, so a kill costs the steps of two saves at most.
+            if not last - 2 <= first - 1 <= last:
+                problems.append(f"start {kill + 1} began at step {first}, step {last} was the last one before")
+        told(f"kill {met} of {kills}: {len(now)} steps, the last is {now[-1][0] if now else 0} of {steps}")
+    calm = undisturbed_losses(steps, folder)
+    losses = _losses(log)
+    problems += [
+        f"step {step} has loss {loss}, undisturbed {calm.get(step)}" for step, loss in losses if calm.get(step) != loss
+    ]
+    if {step for step, _ in losses} != set(calm):
+        problems.append("steps are missing")
+    left = sorted(path.name for path in saved.iterdir())
+    if left != [f"step-{step:06d}" for step in range(steps - KEPT + 1, steps + 1)]:
+        problems.append(f"the folder holds {', '.join(left)}")
+    return Outcome(met, resumes, repeated, steps, tuple(problems))
+
+
+def _losses(log: Path) -> list[tuple[int, str]]:
+    """The steps of a file of --log-json in its order, each with its loss as text: equal texts are equal bits."""
+    if line_count(log) == 0:
+        return []
+    whole = log.read_text().rpartition("\n")[0].splitlines()
+    rows = [json.loads(line) for line in whole]
+    return [(row["step"], repr(row["loss"])) for row in rows]
