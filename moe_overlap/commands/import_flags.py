@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = bounded_text(words.script, MOST_SCRIPT_BYTES)
         flags = script_flags(text, dict(pair.split("=", 1) for pair in words.set if "=" in pair), str(words.script))
     except Unreadable as error:
-        print(f"error: {words.script}: {error}; correct the path", file=sys.stderr)
+        print(f"error: {ConfigError(str(words.script), '', str(error), 'correct the path')}", file=sys.stderr)
         return 2
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -16,6 +16,9 @@ TOKEN_COUNT = "token_count"
 """Entry of a micro-batch besides tokens, labels, loss_mask, position_ids and attention_mask, where several ranks share the
 sequences: tokens of the whole sequences that count in the loss, a scalar."""
 
+MOST_LAYERS = 10_000
+"""Layers of the largest model that is read: a hundred times what has been trained; tables of them have an entry a layer."""
+
 ParallelBlock = Literal["one-norm", "two-norms"]
 """Layers x + attention(norm(x)) + mlp(norm(x)), with a norm for both or one each."""
 

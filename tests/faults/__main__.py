@@ -1,4 +1,7 @@
-"""Kills by hand: `python -m tests.faults --kills 50 [--seed N] [--folder DIR]`. The status is 1 where a resume was not the same run."""
+"""Kills by hand: `python -m tests.faults --kills 50 [--seed N] [--folder DIR]`.
+
+The status is 1 where a run that resumed was not the same run.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def undisturbed_losses(steps: int, folder: Path) -> dict[int, str]:
     log = folder / "undisturbed.jsonl"
     ended = Launch([*SMALL, "--train-iters", str(steps), "--log-json", str(log)], folder / "undisturbed").wait()
     assert [rank.status for rank in ended] == [0, 0], ended[0].err
-    return {step: loss for step, loss in _losses(log)}
+    return dict(_losses(log))
 
 
 def killed_job(kills: int, seed: int, folder: Path, told: Callable[[str], object] = lambda line: None) -> Outcome:

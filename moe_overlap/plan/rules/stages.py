@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.model import MOST_LAYERS, ModelDescription
 from moe_overlap.plan.lowering.deferral import sends_of
 from moe_overlap.plan.lowering.pipeline_order import check_interleaving
 from moe_overlap.plan.plan import Plan, Recompute, StagePlan
@@ -214,6 +214,10 @@ def _check_chunks(plan: Plan, model: ModelDescription | None, source: str) -> No
                     f"{source} stages[{index}].chunks[{chunk}]", f"[{first}, {last}]", rule, f"start with {expected}"
                 )
             expected = last
+    if expected > MOST_LAYERS:
+        raise ConfigError(
+            f"{source} stages", "", f"hold {expected} layers, more than {MOST_LAYERS}", "correct the chunks"
+        )
     if model is not None and expected != model.num_layers:
         rule = f"the chunks hold {expected} layers, {model.name} has {model.num_layers}"
         raise ConfigError(f"{source} stages[{len(plan.stages) - 1}].chunks", "", rule, "cover the layers once")
