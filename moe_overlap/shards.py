@@ -225,20 +225,33 @@ def _read(path: Path, job: str) -> tuple[UniformSearch, Refused]:
 
         smallest, ranked = values["smallest"], plans("ranked")
         best = ranked[0] if ranked else None
+        objective = math.inf if best is None else best.seconds
+        bound = math.inf if values["bound"] is None else _from_zero(values["bound"])
+        if bound > objective:
+            raise ValueError(f"its bound, {bound:g} s, is above its best plan")
         search = UniformSearch(
             solution=Solution(
                 value=best,
-                objective=math.inf if best is None else best.seconds,
-                bound=math.inf if values["bound"] is None else values["bound"],
+                objective=objective,
+                bound=bound,
                 status=Status(values["status"]),
-                seconds=values["seconds"],
+                seconds=_from_zero(values["seconds"]),
             ),
             ranked=ranked,
             smallest=None if smallest is None else read_record(RankedLayout, smallest, path.name),
             frontier=plans("frontier"),
             counts=read_record(Counts, values["counts"], path.name),
-            is_interrupted=values["is_interrupted"],
+            is_interrupted=values["is_interrupted"] is True,
         )
+        plans_read = [*search.ranked, *search.frontier, *([search.smallest] if search.smallest else [])]
+        if any(min(plan.seconds, plan.needed_bytes) < 0 for plan in plans_read):
+            raise ValueError("a plan of less than nothing")
         return search, [(name, rule) for name, rule in values["refused"]]
     except (Unreadable, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("--shard", str(path), f"is no answer of a shard: {error}", fix) from error
+
+
+def _from_zero(value: Any) -> float:
+    if type(value) not in (int, float) or value < 0:
+        raise ValueError(f"{value!r} is no number from 0")
+    return float(value)

@@ -35,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         text = bounded_text(words.script, MOST_SCRIPT_BYTES)
         flags = script_flags(text, dict(pair.split("=", 1) for pair in words.set if "=" in pair), str(words.script))
+        for word in flags.arguments:
+            if not word.isprintable():
+                rule = "holds control characters, which an argument file may not bring to a terminal"
+                raise ConfigError(str(words.script), repr(word), rule, "correct the script")
     except Unreadable as error:
         print(f"error: {ConfigError(str(words.script), '', str(error), 'correct the path')}", file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ MOST_BYTES = 64 << 20
 MOST_JSON_BYTES = 8 << 20
 """Bytes of the largest JSON file that is read whole: as objects it takes about ten times as much memory."""
 MOST_DEPTH = 200
+MOST_DIGITS = 300
 
 
 class Unreadable(Exception):
@@ -95,16 +96,25 @@ def plain_json(text: str | bytes, *, finite: bool = True) -> Any:
         text = _text(text)
     try:
         numbers: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
-        value = json.loads(text, object_pairs_hook=_unique, **numbers)
+        value = json.loads(text, object_pairs_hook=_unique, parse_int=bounded_integer, **numbers)
     except json.JSONDecodeError as error:
         raise Unreadable(f"is no JSON: line {error.lineno}: {error.msg}") from None
     except RecursionError:
         raise Unreadable("is no JSON: it nests too deep") from None
-    except ValueError:  # Python converts no integer of more than some thousand digits.
-        raise Unreadable("holds a number of thousands of digits") from None
     if _is_deep(value):
         raise Unreadable(f"nests deeper than {MOST_DEPTH} levels")
     return value
+
+
+def bounded_integer(text: str) -> int:
+    """The integer of a JSON text: one that a floating-point number can hold, so that arithmetic with it does not overflow.
+
+    Raises:
+        Unreadable: it has hundreds of digits.
+    """
+    if len(text) > MOST_DIGITS:
+        raise Unreadable(f"holds a number of {'thousands' if len(text) >= 1000 else 'hundreds'} of digits")
+    return int(text)
 
 
 def printable(text: str, most: int = 80) -> str:

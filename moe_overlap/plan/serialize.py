@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import MOST_JSON_BYTES, Unreadable, bounded_text, new_file, printable
+from moe_overlap.describe.files import MOST_JSON_BYTES, Unreadable, bounded_integer, bounded_text, new_file, printable
 from moe_overlap.plan.plan import SCHEMA_VERSION, Plan
 
 LINE_WIDTH = 120
@@ -204,14 +204,14 @@ def _parse(text: str, source: str) -> Any:
         return values
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=unique, parse_int=bounded_integer)
     except json.JSONDecodeError as error:
         rule = f"not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
         raise ConfigError(source, "", rule, "write the file again") from error
     except RecursionError as error:
         raise ConfigError(source, "", "nested too deeply", "write the file again") from error
-    except ValueError as error:  # Python converts no integer of more than some thousand digits.
-        raise ConfigError(source, "", "holds a number of thousands of digits", "write the file again") from error
+    except Unreadable as error:
+        raise ConfigError(source, "", str(error), "write the file again") from error
 
 
 def _subject(source: str, path: str) -> str:

@@ -124,7 +124,11 @@ def _gpt_oss(fields: Fields, notes: list[str]) -> Flags:
     layers = fields.layers()
     usual = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     kinds = fields.get("layer_types", usual)
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(usual):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or any(kind not in ("sliding_attention", "full_attention") for kind in kinds)
+    ):
         rule = f"must name {layers} layers as sliding_attention or full_attention"
         raise fields.error("layer_types", kinds, rule, "correct the file")
     flags |= _windows([kind == "sliding_attention" for kind in kinds], fields.whole("sliding_window", 128))

@@ -133,7 +133,7 @@ def _check_memory(stage: StagePlan, subject: str) -> None:
 
 def _check_recompute(recompute: Recompute, chunks: tuple[tuple[int, int], ...], subject: str) -> None:
     # A stage of only embedding or loss has no layers to bound the number by: it may repeat that of the other stages.
-    longest = max(last - first for first, last in chunks) or recompute.layers
+    longest = max((last - first for first, last in chunks), default=0) or recompute.layers
     layers = recompute.layers
     if recompute.granularity == "none":
         if layers != 0:
