@@ -28,7 +28,7 @@ from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import Counts, RankedLayout, UniformSearch, least_of_both, ranked_first
 
 Answer = TypeVar("Answer")
-MOST_ANSWER_BYTES = 1 << 28
+MOST_ANSWER_BYTES = 1 << 26
 """Bytes of the largest answer of a shard that is read."""
 Refused = list[tuple[str, str]]
 """Names of plans that a rule refuses, with the rule."""

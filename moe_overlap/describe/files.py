@@ -22,6 +22,8 @@ MOST_JSON_BYTES = 8 << 20
 """Bytes of the largest JSON file that is read whole: as objects it takes about ten times as much memory."""
 MOST_DEPTH = 200
 MOST_DIGITS = 300
+MOST_VALUES = 4_000_000
+"""Commas and opening brackets of the largest JSON text: with as many values as these, Python's objects take some 400 MB."""
 
 
 class Unreadable(Exception):
@@ -94,6 +96,8 @@ def plain_json(text: str | bytes, *, finite: bool = True) -> Any:
     """
     if isinstance(text, bytes):
         text = _text(text)
+    if text.count(",") + text.count("[") + text.count("{") > MOST_VALUES:
+        raise Unreadable(f"is too large: it holds more than {MOST_VALUES} values")
     try:
         numbers: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
         value = json.loads(text, object_pairs_hook=_unique, parse_int=bounded_integer, **numbers)

@@ -31,8 +31,8 @@ Curve = Sequence[tuple[float, float]]
 MEMORY_TRACK = "kept bytes"
 MOST_MICROSECONDS = 1e18
 """Of a span: some ten thousand years, also where a clock counts from 1970."""
-MOST_TRACE_BYTES = 1 << 28
-"""Of a trace that is read: a step of a hundred ranks has some hundred megabytes."""
+MOST_TRACE_BYTES = 1 << 26
+"""Of a trace that is read: some three hundred thousand spans. Every rank of a run writes a file of its own."""
 
 
 @dataclass(frozen=True, slots=True)

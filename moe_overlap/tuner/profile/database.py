@@ -110,8 +110,8 @@ def can_be_measured(key: OperatorKey) -> bool:
 
 
 FORMAT = 1
-MOST_DATABASE_BYTES = 1 << 28
-"""Bytes of the largest database that is read: some million measurements."""
+MOST_DATABASE_BYTES = 1 << 26
+"""Bytes of the largest database that is read: half a million measurements."""
 
 
 @dataclass(frozen=True, slots=True)
