@@ -60,7 +60,7 @@ class Ranks:
         """
         rank, world = place_among_ranks(os.environ)
         local, per_node = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("LOCAL_WORLD_SIZE", "1")
-        if not (per_node.isascii() and per_node.isdigit() and 1 <= int(per_node[:9]) <= world):
+        if not (per_node.isascii() and per_node.isdigit() and len(per_node) < 10 and 1 <= int(per_node) <= world):
             rule = f"must be a whole number from 1 to WORLD_SIZE, {world}"
             raise ConfigError("LOCAL_WORLD_SIZE", per_node, rule, "start by torchrun, which sets it, or unset it")
         return Ranks(rank, world, local, int(per_node))

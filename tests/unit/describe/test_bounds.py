@@ -95,7 +95,9 @@ def test_a_billion_layers() -> None:
         require_bounded_layers("--mtp-num-layers", 10**9)
 
 
-def test_a_script_brings_no_control_characters_to_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_brings_no_control_characters_to_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "job.sh"
     script.write_text("python pretrain.py --save '\x1b[2J'\n")
     assert import_flags([str(script)]) == 2
