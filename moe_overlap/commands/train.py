@@ -30,8 +30,8 @@ from moe_overlap.commands.exits import (
     speak,
 )
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.model import require_bounded_layers
 from moe_overlap.describe.files import printable
+from moe_overlap.describe.model import require_bounded_layers
 
 if TYPE_CHECKING:
     from megatron.training.cli.arguments import ParsedArguments

@@ -234,7 +234,7 @@ _WHOLE_ENTRIES, _BLOCKS, _BLOCK_ENTRIES = 1 << 22, 64, 1 << 14
 def _wrong_inside(path: str, sequences: int, boundaries: int, token_bytes: int, is_complete: bool) -> str | None:
     """The first mistake inside an index: a length, a byte offset or a document boundary that no writer writes.
 
-    Every entry of an index of up to 4 million sequences is checked, of a larger one all or 64 evenly spread blocks. Sequences lie one
+    Of an index of more than 4 million sequences only 64 evenly spread blocks are checked, unless `is_complete`. Sequences lie one
     after the other, so that each offset follows from the one before; boundaries count sequences and never go back.
     """
     import numpy  # flags are checked without it
