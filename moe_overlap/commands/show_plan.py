@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import ends_with_its_reader, interruptible
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json
-from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.model import ModelDescription, model_parameters
 from moe_overlap.plan.instructions import format_list
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.plan import Plan
@@ -55,6 +56,10 @@ MOST_LISTED = 50_000
 """Most passes of a micro-batch through a layer whose instructions are listed: beyond, it takes minutes and gigabytes."""
 
 
+MOST_PIECES = 5_000
+"""Most pieces of gradients whose reductions are listed."""
+
+
 def _require_listable(plan: Plan, model: ModelDescription) -> None:
     micro_batches = max(stage.gradient_accumulation_steps for stage in plan.stages)
     if micro_batches * model.num_layers > MOST_LISTED:
@@ -62,6 +67,12 @@ def _require_listable(plan: Plan, model: ModelDescription) -> None:
         raise ConfigError(
             "--list", "", rule, "lower gradient_accumulation_steps and global_batch_size: the pattern repeats"
         )
+
+    smallest = min((stage.overlap.gradient_chunk_bytes or math.inf for stage in plan.stages), default=math.inf)
+    # Gradients are reduced in four bytes.
+    if 4 * model_parameters(model).total > smallest * MOST_PIECES:
+        rule = f"gradient_chunk_bytes of {smallest} cuts the gradients into more than {MOST_PIECES} pieces"
+        raise ConfigError("--list", "", rule, "raise it, or write 0")
 
 
 def load_model(path: str) -> ModelDescription:

@@ -60,14 +60,13 @@ def fuzz(names: Sequence[str], seed: str, minutes: float, inputs: int | None, sl
         share = None if inputs is None else inputs / sum(target.weight for target in chosen)
         wanted = {t.name: None if share is None else -(-share * t.weight // 1) for t in chosen}
         deadline, open_targets = time.monotonic() + 60 * minutes, list(chosen)
-        with bounded_memory():
-            while open_targets and time.monotonic() < deadline:
-                for target in list(open_targets):
-                    tally, most = tallies[target.name], wanted[target.name]
-                    left = ROUND * target.weight if most is None else min(ROUND * target.weight, most - tally.inputs)
-                    _turn(target, draws[target.name], tally, max(1, round(left)), deadline, slow_seconds)
-                    if most is not None and tally.inputs >= most:
-                        open_targets.remove(target)
+        while open_targets and time.monotonic() < deadline:
+            for target in list(open_targets):
+                tally, most = tallies[target.name], wanted[target.name]
+                left = ROUND * target.weight if most is None else min(ROUND * target.weight, most - tally.inputs)
+                _turn(target, draws[target.name], tally, max(1, round(left)), deadline, slow_seconds)
+                if most is not None and tally.inputs >= most:
+                    open_targets.remove(target)
     return tallies
 
 
@@ -77,7 +76,8 @@ def _turn(target: Target, draw: random.Random, tally: Tally, count: int, deadlin
             return
         content = target.change(draw.choice(target.seeds), draw)
         begin = time.process_time()
-        wrong = failure(target, content, slow_seconds)
+        with bounded_memory():  # Of what this process has by now: readers keep some answers.
+            wrong = failure(target, content, slow_seconds)
         tally.inputs, tally.seconds = tally.inputs + 1, tally.seconds + time.process_time() - begin
         if wrong is not None:
             tally.failures[wrong.kind] += 1

@@ -36,6 +36,11 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
         ConfigError: for the first invariant that does not hold.
     """
     _check_run(plan, source)
+    # Before anything makes a table of the layers.
+    layers = max((last for stage in plan.stages for _, last in stage.chunks), default=0)
+    if layers > MOST_LAYERS:
+        rule = f"hold {layers} layers, more than {MOST_LAYERS}"
+        raise ConfigError(f"{source} stages", "", rule, "correct the chunks")
     for index, stage in enumerate(plan.stages):
         subject = f"{source} stages[{index}]"
         # First, because the checks behind it divide by these sizes.
@@ -214,10 +219,6 @@ def _check_chunks(plan: Plan, model: ModelDescription | None, source: str) -> No
                     f"{source} stages[{index}].chunks[{chunk}]", f"[{first}, {last}]", rule, f"start with {expected}"
                 )
             expected = last
-    if expected > MOST_LAYERS:
-        raise ConfigError(
-            f"{source} stages", "", f"hold {expected} layers, more than {MOST_LAYERS}", "correct the chunks"
-        )
     if model is not None and expected != model.num_layers:
         rule = f"the chunks hold {expected} layers, {model.name} has {model.num_layers}"
         raise ConfigError(f"{source} stages[{len(plan.stages) - 1}].chunks", "", rule, "cover the layers once")
