@@ -21,7 +21,7 @@ from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
 from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.model import ModelDescription, require_bounded_layers
 from moe_overlap.describe.readers.predicted_flags import (
     assumed_vocabulary,
     is_sharded_by_fsdp,
@@ -72,6 +72,7 @@ def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = 
     if plan is None:
         parsed = with_plan(parsed, num_gpus)
     config = parsed.config
+    require_bounded_layers("--mtp-num-layers", config.model.mtp_num_layers)
     if precision is not None:
         optimizer = dataclasses.replace(config.optimizer, bf16=precision != "fp16")
         config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])

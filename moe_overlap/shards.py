@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
@@ -22,12 +21,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, bounded_json, new_file
 from moe_overlap.plan.serialize import as_values, read_record
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import UniformLayout
 from moe_overlap.tuner.search.uniform import Counts, RankedLayout, UniformSearch, least_of_both, ranked_first
 
 Answer = TypeVar("Answer")
+MOST_ANSWER_BYTES = 1 << 26
+"""Bytes of the largest answer of a shard that is read."""
 Refused = list[tuple[str, str]]
 """Names of plans that a rule refuses, with the rule."""
 
@@ -182,11 +184,10 @@ def save_shard(folder: Path, shard: Shard, job: str, search: UniformSearch, refu
         "is_interrupted": search.is_interrupted,
         "refused": refused,
     }
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
-        temporary.replace(path)
+        with new_file(path) as temporary:
+            temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             "--output", str(path), f"cannot be written: {error.strerror}", "give another folder"
@@ -215,7 +216,7 @@ def _path(folder: Path, shard: Shard) -> Path:
 def _read(path: Path, job: str) -> tuple[UniformSearch, Refused]:
     fix = "remove it, or give another --output"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = bounded_json(path, MOST_ANSWER_BYTES)
         if values["job"] != job:
             raise ConfigError("--shard", str(path), "is of other flags, GPUs, options or another release", fix)
 
@@ -224,22 +225,33 @@ def _read(path: Path, job: str) -> tuple[UniformSearch, Refused]:
 
         smallest, ranked = values["smallest"], plans("ranked")
         best = ranked[0] if ranked else None
+        objective = math.inf if best is None else best.seconds
+        bound = math.inf if values["bound"] is None else _from_zero(values["bound"])
+        if bound > objective:
+            raise ValueError(f"its bound, {bound:g} s, is above its best plan")
         search = UniformSearch(
             solution=Solution(
                 value=best,
-                objective=math.inf if best is None else best.seconds,
-                bound=math.inf if values["bound"] is None else values["bound"],
+                objective=objective,
+                bound=bound,
                 status=Status(values["status"]),
-                seconds=values["seconds"],
+                seconds=_from_zero(values["seconds"]),
             ),
             ranked=ranked,
             smallest=None if smallest is None else read_record(RankedLayout, smallest, path.name),
             frontier=plans("frontier"),
             counts=read_record(Counts, values["counts"], path.name),
-            is_interrupted=values["is_interrupted"],
+            is_interrupted=values["is_interrupted"] is True,
         )
+        plans_read = [*search.ranked, *search.frontier, *([search.smallest] if search.smallest else [])]
+        if any(min(plan.seconds, plan.needed_bytes) < 0 for plan in plans_read):
+            raise ValueError("a plan of less than nothing")
         return search, [(name, rule) for name, rule in values["refused"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except (Unreadable, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError("--shard", str(path), f"is no answer of a shard: {error}", fix) from error
+
+
+def _from_zero(value: Any) -> float:
+    if type(value) not in (int, float) or value < 0:
+        raise ValueError(f"{value!r} is no number from 0")
+    return float(value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,15 +51,25 @@ def read_losses(path: Path) -> dict[int, float]:
     for number, line in enumerate(lines, start=1):
         try:
             row = plain_json(line)
-            losses[int(row["step"])] = float(row["loss"])
-        except (Unreadable, ValueError, KeyError, TypeError):
+            step, loss = row["step"], row["loss"]
+        except (Unreadable, KeyError, TypeError):
             raise ConfigError(f"{path}:{number}", "", "is no line of --log-json", "give a file it wrote") from None
+        if type(step) is not int or step < 1 or type(loss) not in (int, float) or not 0 <= loss <= sys.float_info.max:
+            rule = "is no line of --log-json: a step counts from 1, and its loss is a number from 0"
+            raise ConfigError(f"{path}:{number}", "", rule, "give a file it wrote")
+        losses[step] = float(loss)
     return losses
 
 
 def relative_differences(first: dict[int, float], second: dict[int, float]) -> dict[int, float]:
-    """step -> |a - b| / |a| over the steps both runs have."""
-    return {step: abs(first[step] - second[step]) / abs(first[step]) for step in sorted(first.keys() & second.keys())}
+    """step -> |a - b| / a over the steps both runs have; the largest number where a is too small to divide by."""
+
+    def difference(a: float, b: float) -> float:
+        if a == b:
+            return 0.0
+        return min(abs(a - b) / a, sys.float_info.max) if a else sys.float_info.max
+
+    return {step: difference(first[step], second[step]) for step in sorted(first.keys() & second.keys())}
 
 
 @interruptible
@@ -74,6 +85,8 @@ def compare_losses(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON only")
     arguments = parser.parse_args(argv)
     try:
+        if not 0 <= arguments.relative < math.inf:
+            raise ConfigError("--relative", arguments.relative, "must be a number from 0", "use, say, 1e-5")
         first, second = read_losses(arguments.first), read_losses(arguments.second)
         differences = relative_differences(first, second)
         if not differences:

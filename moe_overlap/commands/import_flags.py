@@ -35,8 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         text = bounded_text(words.script, MOST_SCRIPT_BYTES)
         flags = script_flags(text, dict(pair.split("=", 1) for pair in words.set if "=" in pair), str(words.script))
+        for word in flags.arguments:
+            if not word.isprintable():
+                rule = "holds control characters, which an argument file may not bring to a terminal"
+                raise ConfigError(str(words.script), repr(word), rule, "correct the script")
     except Unreadable as error:
-        print(f"error: {words.script}: {error}; correct the path", file=sys.stderr)
+        print(f"error: {ConfigError(str(words.script), '', str(error), 'correct the path')}", file=sys.stderr)
         return 2
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

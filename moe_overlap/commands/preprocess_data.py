@@ -41,6 +41,8 @@ from moe_overlap.describe.errors import ConfigError
 
 TASK_BYTES, TASK_DOCUMENTS = 1 << 20, 1000
 """A worker gets documents until one of these is reached."""
+MOST_LINE_BYTES, MOST_FILE_BYTES = 1 << 26, 1 << 30
+"""Bytes of the longest line, and of the largest file that is one document; a packed file may unpack to any length."""
 PARQUET = ".parquet"
 UNSUPPORTED = {
     "--split-sentences": "sentences are for BERT and T5",
@@ -198,13 +200,26 @@ def read_documents(paths: Sequence[str], txt_documents: str, keys: Sequence[str]
         try:
             with open_text(path) as file:
                 if not is_json and txt_documents == "file":
-                    yield Document(path, file.read(), False)
+                    # What a packed file holds is seen only while it is unpacked.
+                    most = MOST_LINE_BYTES if path.endswith(".gz") else MOST_FILE_BYTES
+                    yield Document(path, _at_most(file.read(most + 1), most, path), False)
                     continue
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield Document(f"{path}:{number}", line.rstrip(b"\r\n"), is_json)
+                lines = iter(lambda: file.readline(MOST_LINE_BYTES + 1), b"")  # noqa: B023 (used before the next file)
+                for number, line in enumerate(lines, 1):
+                    place = f"{path}:{number}"
+                    if _at_most(line, MOST_LINE_BYTES, place).strip():
+                        yield Document(place, line.rstrip(b"\r\n"), is_json)
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigError("--input", path, f"cannot be read ({error})", "check or replace the file") from error
+
+
+def _at_most(content: bytes, most: int, place: str) -> bytes:
+    if len(content) > most:
+        rule = f"is one document of more than {most >> 20} MiB"
+        raise ConfigError(
+            "--input", place, rule, "cut it into documents, one per line: .jsonl, or --txt-documents line"
+        )
+    return content
 
 
 @functools.lru_cache(maxsize=1)
@@ -229,7 +244,7 @@ def texts_of(document: Document, keys: Sequence[str]) -> list[str]:
         return [text]
     try:
         record = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # Python converts no integer of thousands of digits.
         raise ConfigError("--input", document.place, f"is not JSON ({error})", "fix or remove the line") from error
     for key in keys:
         if not isinstance(record, dict) or not isinstance(record.get(key), str):

@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import json
 import os
-import secrets
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,8 +26,10 @@ from typing import TYPE_CHECKING, TypeVar
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import job_operators
 from moe_overlap.commands.exits import interruptible
+from moe_overlap.commands.train import place_among_ranks
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import new_file
 from moe_overlap.tuner.profile.cluster_file import KINDS, measured_cluster, this_device
 from moe_overlap.tuner.profile.database import Database, LinkKey, OperatorKey, can_be_measured, distinct
 from moe_overlap.tuner.profile.lookup import IN_STEP, link_grid, operator_grid
@@ -52,12 +53,17 @@ class Ranks:
 
     @staticmethod
     def of_environment() -> Ranks:
-        """The place that torchrun gave this process; a single process without it."""
-        rank, world, local, per_node = (
-            int(os.environ.get(name, default))
-            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-        )
-        return Ranks(rank, world, local, per_node)
+        """The place that torchrun gave this process; a single process without it.
+
+        Raises:
+            ConfigError: a variable of the launcher is no whole number, or the rank is none of the job's.
+        """
+        rank, world = place_among_ranks(os.environ)
+        local, per_node = int(os.environ.get("LOCAL_RANK", "0")), os.environ.get("LOCAL_WORLD_SIZE", "1")
+        if not (per_node.isascii() and per_node.isdigit() and len(per_node) < 10 and 1 <= int(per_node) <= world):
+            rule = f"must be a whole number from 1 to WORLD_SIZE, {world}"
+            raise ConfigError("LOCAL_WORLD_SIZE", per_node, rule, "start by torchrun, which sets it, or unset it")
+        return Ranks(rank, world, local, int(per_node))
 
     @property
     def nodes(self) -> int:
@@ -75,7 +81,12 @@ def main(
         measure_host_time: trains two small jobs and adds the host's seconds per step; None where a source checkout, which has
             the jobs, is not at hand (the installed `moe-profile`).
     """
-    arguments, ranks = _parser().parse_args(argv), Ranks.of_environment()
+    arguments = _parser().parse_args(argv)
+    try:
+        ranks = Ranks.of_environment()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     try:
         output = Path(arguments.output)
         if output.suffix != ".json" or output.is_dir():
@@ -94,9 +105,8 @@ def main(
     _measure(arguments, ranks, database, extra)
     if ranks.rank == 0:
         content = measured_cluster(Database.load(path), output.stem, ranks.nodes, ranks.per_node)
-        temporary = output.with_name(f".{output.name}.{secrets.token_hex(8)}")
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(output)
+        with new_file(output) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         if steps and IN_STEP not in (database := Database.load(path)).rates:
             if measure_host_time is None:
                 line = "host time per step was not measured: run tools/profile_cluster.py of a source checkout"

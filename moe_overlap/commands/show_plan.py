@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 
@@ -10,9 +12,10 @@ from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import ends_with_its_reader, interruptible
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json
-from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.model import ModelDescription, model_parameters
 from moe_overlap.plan.instructions import format_list
 from moe_overlap.plan.lowering.lower import lower
+from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan, read_record
 from moe_overlap.report.plan import format_plan
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif not 0 <= chosen.rank < plan.world_size:
             raise ConfigError("--rank", chosen.rank, f"the plan has {plan.world_size} ranks", "name one of them")
         else:
+            _require_listable(plan, model)
             text = format_list(lower(plan, model, chosen.rank))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -48,10 +52,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+MOST_LISTED = 50_000
+"""Most passes of a micro-batch through a layer whose instructions are listed: beyond, it takes minutes and gigabytes."""
+
+
+MOST_PIECES = 5_000
+"""Most pieces of gradients whose reductions are listed."""
+
+
+def _require_listable(plan: Plan, model: ModelDescription) -> None:
+    micro_batches = max(stage.gradient_accumulation_steps for stage in plan.stages)
+    if micro_batches * model.num_layers > MOST_LISTED:
+        rule = f"{micro_batches} micro-batches pass {model.num_layers} layers: more than {MOST_LISTED} passes are not listed"
+        raise ConfigError(
+            "--list", "", rule, "lower gradient_accumulation_steps and global_batch_size: the pattern repeats"
+        )
+
+    smallest = min((stage.overlap.gradient_chunk_bytes or math.inf for stage in plan.stages), default=math.inf)
+    # Gradients are reduced in four bytes.
+    if 4 * model_parameters(model).total > smallest * MOST_PIECES:
+        rule = f"gradient_chunk_bytes of {smallest} cuts the gradients into more than {MOST_PIECES} pieces"
+        raise ConfigError("--list", "", rule, "raise it, or write 0")
+
+
 def load_model(path: str) -> ModelDescription:
     """The description in a JSON file with the fields of ModelDescription."""
     try:
         values = bounded_json(path)
     except Unreadable as error:
         raise ConfigError(path, "", str(error), "name a model description") from error
-    return read_record(ModelDescription, values, path)
+    model = read_record(ModelDescription, values, path)
+    for name, value in dataclasses.asdict(model).items():
+        if type(value) in (int, float) and value < 0:
+            raise ConfigError(f"{path} {name}", value, "must not be negative", "correct the value")
+    for name, entries in (("moe_layers", model.moe_layers), ("windows", model.windows)):
+        count = model.num_layers + model.mtp_layers
+        if len(entries) not in (model.num_layers, count):
+            rule = f"names {len(entries)} layers, the model has {count}"
+            raise ConfigError(f"{path} {name}", "", rule, "give an entry for each layer")
+    return model

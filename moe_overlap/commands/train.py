@@ -32,6 +32,7 @@ from moe_overlap.commands.exits import (
 )
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable
+from moe_overlap.describe.model import require_bounded_layers
 
 if TYPE_CHECKING:
     from megatron.training.cli.arguments import ParsedArguments
@@ -69,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
         world_size = launch.world_size if launch else world_size
         with ends_with_its_reader():
             parsed = with_plan(with_checkpoint_arguments(parse(words)), world_size)
+            require_bounded_layers("--mtp-num-layers", parsed.config.model.mtp_num_layers)
             if parsed.dry_run:
                 require_one_size(parsed.world_size, launch)
                 dry_run(parsed, launch.world_size if launch else parsed.world_size, sys.stdout)

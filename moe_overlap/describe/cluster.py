@@ -261,3 +261,5 @@ def _require_fields(row: Any, fields: Mapping[str, Any], subject: str) -> None:
         if wrong or (numeric and value is not None and not 0 < value <= sys.float_info.max):
             rule = "must be a positive number" if numeric else "is of the wrong kind"
             raise ConfigError(f"{subject}.{name}", json.dumps(value)[:40], rule, "correct the value")
+        if isinstance(value, str) and not value.isprintable():
+            raise ConfigError(f"{subject}.{name}", json.dumps(value)[:40], "holds control characters", "remove them")

@@ -8,6 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from moe_overlap.describe.files import printable
+
+_MOST_SHOWN = 400
+"""Characters of a value that are printed."""
 _LISTED = 10**9
 """Divisors of larger numbers are not searched for."""
 
@@ -24,10 +28,11 @@ class ConfigError(Exception):
 
     def __init__(self, subject: str, value: object, rule: str, fix: str) -> None:
         self.subject, self.value, self.rule, self.fix = subject, value, rule, fix
-        head = f"{subject} {value}" if value != "" else subject
+        shown = printable(" ".join(str(value).split()), _MOST_SHOWN)
+        head = f"{subject} {shown}" if value != "" else subject
         line = " ".join(f"{head}: {rule}; {fix}".split())
-        # Names and values come from outside: a control character in one would move the reader's cursor.
-        super().__init__("".join(character if character.isprintable() else "?" for character in line))
+        # A file's content may stand anywhere in it, and must not reach the terminal as a command.
+        super().__init__(printable(line, len(line)))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         # Processes of a search hand it on: an exception is otherwise made again from its message alone.

@@ -1,4 +1,4 @@
-"""Reading files that somebody else may have written: bounded in bytes, plain JSON only, every mistake a phrase.
+"""Reading files that somebody else may have written: bounded in bytes, plain JSON only, every mistake a phrase; new files.
 
 A name given to a command may be a device that never ends, a pipe that nobody writes to, or a file larger than the memory; its
 JSON may nest without end, hold a number of a million digits, the same key twice, or `NaN`. Each of these is `Unreadable`.
@@ -6,10 +6,14 @@ JSON may nest without end, hold a number of a million digits, the same key twice
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import secrets
 import stat
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 64 << 20
@@ -17,6 +21,9 @@ MOST_BYTES = 64 << 20
 MOST_JSON_BYTES = 8 << 20
 """Bytes of the largest JSON file that is read whole: as objects it takes about ten times as much memory."""
 MOST_DEPTH = 200
+MOST_DIGITS = 300
+MOST_VALUES = 4_000_000
+"""Commas and opening brackets of the largest JSON text: with as many values as these, Python's objects take some 400 MB."""
 
 
 class Unreadable(Exception):
@@ -40,7 +47,7 @@ def bounded_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) ->
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise Unreadable(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         about = os.fstat(descriptor)
         if stat.S_ISDIR(about.st_mode):
             raise Unreadable("cannot be read: Is a directory")
@@ -48,10 +55,14 @@ def bounded_bytes(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) ->
             raise Unreadable("is no regular file")
         if about.st_size > most_bytes:
             raise Unreadable(f"is too large: {about.st_size} bytes, at most {most_bytes} are read")
-        try:
+        with open(descriptor, "rb", closefd=False) as file:
             content = file.read(most_bytes + 1)
-        except OSError as error:
-            raise Unreadable(f"cannot be read: {error.strerror}") from error
+    except OSError as error:
+        raise Unreadable(f"cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    if content is None:
+        raise Unreadable("is no regular file")  # Some files of /proc call themselves regular, and wait like a pipe.
     if len(content) > most_bytes:
         raise Unreadable(f"is too large: more than {most_bytes} bytes")
     return content
@@ -85,24 +96,56 @@ def plain_json(text: str | bytes, *, finite: bool = True) -> Any:
     """
     if isinstance(text, bytes):
         text = _text(text)
+    if text.count(",") + text.count("[") + text.count("{") > MOST_VALUES:
+        raise Unreadable(f"is too large: it holds more than {MOST_VALUES} values")
     try:
         numbers: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
-        value = json.loads(text, object_pairs_hook=_unique, **numbers)
+        value = json.loads(text, object_pairs_hook=_unique, parse_int=bounded_integer, **numbers)
     except json.JSONDecodeError as error:
         raise Unreadable(f"is no JSON: line {error.lineno}: {error.msg}") from None
     except RecursionError:
         raise Unreadable("is no JSON: it nests too deep") from None
-    except ValueError:  # Python converts no integer of more than some thousand digits.
-        raise Unreadable("holds a number of thousands of digits") from None
     if _is_deep(value):
         raise Unreadable(f"nests deeper than {MOST_DEPTH} levels")
     return value
+
+
+def bounded_integer(text: str) -> int:
+    """The integer of a JSON text: one that a floating-point number can hold, so that arithmetic with it does not overflow.
+
+    Raises:
+        Unreadable: it has hundreds of digits.
+    """
+    if len(text) > MOST_DIGITS:
+        raise Unreadable(f"holds a number of {'thousands' if len(text) >= 1000 else 'hundreds'} of digits")
+    return int(text)
 
 
 def printable(text: str, most: int = 80) -> str:
     """Text from a file, fit for one line of a terminal: without control characters, cut after `most` characters."""
     shown = "".join(character if character.isprintable() else "?" for character in text[: most + 1])
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+
+
+@contextlib.contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A file beside `path`, to be written in the block; at its end it takes the place of `path`, and after an error it is gone.
+
+    Nobody can guess its name: in a folder that others may write to, a link under a name that is known before would have the
+    content written to wherever the link points.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    try:
+        # Created here, and only if nothing is there.
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        yield temporary
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _text(content: bytes) -> str:

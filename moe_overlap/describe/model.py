@@ -12,9 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_overlap.describe.errors import ConfigError
+
 TOKEN_COUNT = "token_count"
 """Entry of a micro-batch besides tokens, labels, loss_mask, position_ids and attention_mask, where several ranks share the
 sequences: tokens of the whole sequences that count in the loss, a scalar."""
+
+MOST_LAYERS = 10_000
+"""Layers of the largest model that is read: a hundred times what has been trained; tables of them have an entry a layer."""
+
+
+def require_bounded_layers(flag: str, count: int | None) -> None:
+    """Raise ConfigError where a flag asks for more layers than are read; before anything makes a table of them."""
+    if count is not None and count > MOST_LAYERS:
+        raise ConfigError(flag, count, f"is more than {MOST_LAYERS}", "correct the value")
+
 
 ParallelBlock = Literal["one-norm", "two-norms"]
 """Layers x + attention(norm(x)) + mlp(norm(x)), with a norm for both or one each."""

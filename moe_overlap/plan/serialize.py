@@ -12,14 +12,12 @@ import hashlib
 import json
 import math
 import os
-import secrets
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import MOST_JSON_BYTES, Unreadable, bounded_text, printable
+from moe_overlap.describe.files import MOST_JSON_BYTES, Unreadable, bounded_integer, bounded_text, new_file, printable
 from moe_overlap.plan.plan import SCHEMA_VERSION, Plan
 
 LINE_WIDTH = 120
@@ -67,18 +65,13 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with new_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
             file.write(to_json(plan))
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(target)
     except OSError as error:
         raise ConfigError(os.fspath(path), "", f"cannot be written: {error.strerror}", "name another place") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def as_values(value: Any) -> Any:
@@ -163,6 +156,8 @@ def _read(hint: Any, value: Any, source: str, path: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise ConfigError(_subject(source, path), _short(value), "must be an object", "write {…}")
+        for key in value:
+            _read_scalar(str, key, source, path)
         return {key: _read(arguments[1], item, source, f'{path}["{key}"]') for key, item in value.items()}
     return _read_scalar(hint, value, source, path)
 
@@ -187,7 +182,7 @@ SCALARS: dict[type, tuple[str, Callable[[Any], bool]]] = {
         "a finite number",
         lambda value: isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
     ),
-    str: ("a string", lambda value: isinstance(value, str)),
+    str: ("a string without control characters", lambda value: isinstance(value, str) and value.isprintable()),
 }
 """Type -> its name in errors, and whether a JSON value is one."""
 
@@ -209,14 +204,14 @@ def _parse(text: str, source: str) -> Any:
         return values
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=unique, parse_int=bounded_integer)
     except json.JSONDecodeError as error:
         rule = f"not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
         raise ConfigError(source, "", rule, "write the file again") from error
     except RecursionError as error:
         raise ConfigError(source, "", "nested too deeply", "write the file again") from error
-    except ValueError as error:  # Python converts no integer of more than some thousand digits.
-        raise ConfigError(source, "", "holds a number of thousands of digits", "write the file again") from error
+    except Unreadable as error:
+        raise ConfigError(source, "", str(error), "write the file again") from error
 
 
 def _subject(source: str, path: str) -> str:

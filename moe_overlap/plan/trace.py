@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,10 @@ Event = dict[str, object]
 Curve = Sequence[tuple[float, float]]
 """Times in seconds at which a number of bytes changes, and the bytes from then on."""
 MEMORY_TRACK = "kept bytes"
-MOST_TRACE_BYTES = 1 << 28
-"""Of a trace that is read: a step of a hundred ranks has some hundred megabytes."""
+MOST_MICROSECONDS = 1e18
+"""Of a span: some ten thousand years, also where a clock counts from 1970."""
+MOST_TRACE_BYTES = 1 << 26
+"""Of a trace that is read: some three hundred thousand spans. Every rank of a run writes a file of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +111,18 @@ def _read(path: Path) -> TraceFile:
         }
         for event in events:
             if event["ph"] == "X":
-                start, placed = float(event["ts"]) / 1e6, event.get("args", {})
-                if not (math.isfinite(start) and 0 <= float(event["dur"]) < math.inf):
-                    raise ValueError("a span must begin and last for a number of microseconds")
-                channel = tracks.get((event["pid"], event["tid"]), "")
+                start, placed = _microseconds(event["ts"]) / 1e6, event.get("args", {})
+                seconds, rank = _microseconds(event["dur"]) / 1e6, event["pid"]
+                if seconds < 0:
+                    raise ValueError("a span must last for a number of microseconds from 0")
+                if type(rank) is not int or rank < 0:
+                    raise ValueError("the pid of a span is a rank, a whole number from 0")
+                channel, name = tracks.get((rank, event["tid"]), ""), str(event["name"])
+                if not (channel.isprintable() and name.isprintable()):
+                    raise ValueError("the name of a span or a track holds control characters")
                 place = (int(placed.get("chunk", 0)), int(placed.get("micro_batch", 0)))
                 partition = tuple(map(int, placed.get("partition", ())))
-                span = Span(str(event["name"]), channel, *place, start, start + float(event["dur"]) / 1e6, partition)
-                spans.setdefault(event["pid"], []).append(span)
+                spans.setdefault(rank, []).append(Span(name, channel, *place, start, start + seconds, partition))
         about = dict(written.get("otherData", {}))
     except Unreadable as error:
         rule = str(error) if str(error).startswith("cannot be read") else f"is no trace: it {error}"
@@ -127,6 +132,12 @@ def _read(path: Path) -> TraceFile:
     if not spans:
         raise ConfigError(str(path), "", "has no spans", "give a file of --trace")
     return TraceFile(path, spans, about)
+
+
+def _microseconds(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= MOST_MICROSECONDS:
+        raise ValueError(f"a span must begin and last for a number of microseconds of at most {MOST_MICROSECONDS:g}")
+    return float(value)
 
 
 def _span_events(spans: Sequence[Span], rank: int) -> list[Event]:

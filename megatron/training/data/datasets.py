@@ -46,7 +46,7 @@ from megatron.training.data.sources import (
     parse_split,
 )
 from megatron.training.data.tokenizers import Tokenizer
-from megatron.training.data.watch import WatchedFiles
+from megatron.training.data.watch import WatchedFiles, WatchedSamples
 from megatron.training.initialize import on_every_rank, on_first_rank
 from megatron.training.model.layers.attention import part_of_batch
 from moe_overlap.describe.errors import ConfigError
@@ -355,8 +355,9 @@ def batches(
         ConfigError: a token id outside the vocabulary, or a file that was cut since the run began.
     """
     on_gpu = device is not None and device.type == "cuda"
-    loader: DataLoader[dict[str, Tensor]] = DataLoader(
-        dataset,
+    watched: Any = WatchedSamples(dataset, files)
+    loader: DataLoader[dict[str, Tensor] | ConfigError] = DataLoader(
+        watched,
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=_stack,
@@ -365,15 +366,22 @@ def batches(
     )
     ahead = iter(loader)
     while True:
-        files.check()
-        batch = next(ahead, None)
+        try:
+            batch = next(ahead, None)
+        except RuntimeError:  # torch's, where a worker was killed: by SIGBUS if a file was cut while it read.
+            files.check_all()
+            raise
         if batch is None:
             return
+        if isinstance(batch, ConfigError):
+            raise batch
         _check_ids(batch, dataset, batch.pop(ORIGIN), vocab_size)
         yield {k: v.to(device, non_blocking=on_gpu) for k, v in batch.items()} if device is not None else batch
 
 
-def _stack(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+def _stack(samples: list[dict[str, Any]] | ConfigError) -> dict[str, Tensor] | ConfigError:
+    if isinstance(samples, ConfigError):
+        return samples
     # A blend adds the number of the dataset, which is no tensor.
     stacked = {key: torch.stack([s[key] for s in samples]) for key in samples[0] if key != ORIGIN}
     return stacked | {ORIGIN: torch.tensor([int(s.get(ORIGIN, 0)) for s in samples])}

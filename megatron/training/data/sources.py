@@ -113,8 +113,11 @@ def cache_folder(data_cache_path: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_overlap"
 
 
-def check_indexed_dataset(prefix: str, subject: str = "--data-path") -> IndexedFacts:
-    """Compare the sizes of the two files with what the index says; reads a few bytes, however large the dataset.
+def check_indexed_dataset(prefix: str, subject: str = "--data-path", *, is_complete: bool = False) -> IndexedFacts:
+    """Compare the sizes of the two files with what the index says, and check what stands in it.
+
+    Args:
+        is_complete: every entry of a large index, too, of which samples are checked otherwise.
 
     Raises:
         ConfigError: a file is missing, is not an index, is empty, or does not fit the other.
@@ -129,14 +132,14 @@ def check_indexed_dataset(prefix: str, subject: str = "--data-path") -> IndexedF
                 fix = "give the path of PREFIX.bin and PREFIX.idx without the ending"
             raise ConfigError(subject, prefix, f"{prefix}{suffix} does not exist", fix)
     try:
-        return _read_facts(prefix, subject)
+        return _read_facts(prefix, subject, is_complete)
     except OSError as error:
         raise ConfigError(
             subject, prefix, f"cannot be read ({error.strerror})", "check the file's permissions"
         ) from error
 
 
-def _read_facts(prefix: str, subject: str) -> IndexedFacts:
+def _read_facts(prefix: str, subject: str, is_complete: bool) -> IndexedFacts:
     def corrupt(rule: str) -> ConfigError:
         return ConfigError(subject, prefix, f"is corrupt: {rule}", REBUILD)
 
@@ -163,10 +166,40 @@ def _read_facts(prefix: str, subject: str) -> IndexedFacts:
     if last_offset + last_length * token_bytes != data_bytes:
         stated = last_offset + last_length * token_bytes
         raise corrupt(f"{prefix}.bin has {data_bytes} bytes, its index says {stated}")
-    wrong = _wrong_inside(prefix + ".idx", sequences, boundaries, token_bytes)
+    wrong = _wrong_inside(prefix + ".idx", sequences, boundaries, token_bytes, is_complete)
     if wrong is not None:
         raise corrupt(f"{prefix}.idx {wrong}")
     return IndexedFacts(sequences, data_bytes // token_bytes, token_bytes)
+
+
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_CHUNK_TOKENS = 1 << 22
+
+
+def token_range(prefix: str, subject: str = "--data-path") -> tuple[int, int]:
+    """The lowest and the highest token id of a dataset that `check_indexed_dataset` has accepted; reads all of it.
+
+    Raises:
+        ConfigError: the file cannot be read, or a token id is negative.
+    """
+    import numpy  # flags are checked without it
+
+    lowest = highest = 0
+    try:
+        with Path(prefix + ".idx").open("rb") as index:
+            _, _, type_code, _, _ = HEADER.unpack(index.read(HEADER.size))
+        # Read, not mapped: a file that is cut meanwhile ends early, and not in SIGBUS.
+        with Path(prefix + ".bin").open("rb") as data:
+            place = 0
+            while len(ids := numpy.fromfile(data, _DTYPES[type_code], _CHUNK_TOKENS)):
+                lowest, highest = min(lowest, int(ids.min())), max(highest, int(ids.max()))
+                if lowest < 0:
+                    token = place + int((ids < 0).argmax())
+                    raise ConfigError(subject, prefix, f"is corrupt: token {token} is {ids[token - place]}", REBUILD)
+                place += len(ids)
+    except OSError as error:
+        raise ConfigError(subject, prefix, f"cannot be read ({error.strerror})", "check the file") from error
+    return lowest, highest
 
 
 _WHOLE_BYTES, _SAMPLES, _SAMPLE_BYTES = 1 << 24, 64, 1 << 16
@@ -198,10 +231,10 @@ def dataset_digest(source: DataSource) -> str:
 _WHOLE_ENTRIES, _BLOCKS, _BLOCK_ENTRIES = 1 << 22, 64, 1 << 14
 
 
-def _wrong_inside(path: str, sequences: int, boundaries: int, token_bytes: int) -> str | None:
+def _wrong_inside(path: str, sequences: int, boundaries: int, token_bytes: int, is_complete: bool) -> str | None:
     """The first mistake inside an index: a length, a byte offset or a document boundary that no writer writes.
 
-    Every entry of an index of up to 4 million sequences is checked, of a larger one 64 evenly spread blocks. Sequences lie one
+    Of an index of more than 4 million sequences only 64 evenly spread blocks are checked, unless `is_complete`. Sequences lie one
     after the other, so that each offset follows from the one before; boundaries count sequences and never go back.
     """
     import numpy  # flags are checked without it
@@ -213,7 +246,7 @@ def _wrong_inside(path: str, sequences: int, boundaries: int, token_bytes: int) 
         return f"has document boundaries that do not span its {sequences} sequences"
     if offsets[0] != 0:
         return f"places sequence 0 at byte {offsets[0]}"
-    for first, last in _blocks(sequences):
+    for first, last in _blocks(sequences, is_complete):
         block = lengths[first:last].astype(numpy.int64)
         if (block < 0).any():
             return f"gives sequence {first + int((block < 0).argmax())} a negative length"
@@ -221,15 +254,17 @@ def _wrong_inside(path: str, sequences: int, boundaries: int, token_bytes: int) 
         jumps = places[1:] - places[:-1] != block[: len(places) - 1] * token_bytes
         if jumps.any():
             return f"places sequence {first + int(jumps.argmax()) + 1} elsewhere than behind the one before it"
-    for first, last in _blocks(boundaries):
+    for first, last in _blocks(boundaries, is_complete):
         steps = numpy.diff(documents[first : last + 1])
         if (steps < 0).any():
             return f"ends document {first + int((steps < 0).argmax())} before it begins"
     return None
 
 
-def _blocks(entries: int) -> list[tuple[int, int]]:
+def _blocks(entries: int, is_complete: bool) -> list[tuple[int, int]]:
     """First and last + 1 entry of what is checked."""
+    if is_complete:
+        return [(first, min(first + _WHOLE_ENTRIES, entries)) for first in range(0, entries, _WHOLE_ENTRIES)]
     if entries <= _WHOLE_ENTRIES:
         return [(0, entries)]
     firsts = [(entries - _BLOCK_ENTRIES) * index // (_BLOCKS - 1) for index in range(_BLOCKS)]

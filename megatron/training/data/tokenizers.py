@@ -21,6 +21,8 @@ NO_PAD = -1
 END_OF_TEXT = "<|endoftext|>"
 TIKTOKEN_VOCAB_SIZE = 1 << 17
 """Ids of a TikTokenizer without --vocab-size, special tokens included."""
+MOST_BYTES = 1 << 28
+"""Bytes of the largest file of a tokenizer: those of vocabularies of a quarter of a million tokens have some ten million."""
 T = TypeVar("T")
 
 
@@ -134,6 +136,8 @@ def _prepare(kind: str, *files: tuple[str, str]) -> None:
     for flag, path in files:
         if not Path(path).is_file():
             raise ConfigError(flag, path, "is not a file", "correct the path")
+        if (size := Path(path).stat().st_size) > MOST_BYTES:
+            raise ConfigError(flag, path, f"has {size} bytes, at most {MOST_BYTES} are read", "correct the path")
 
 
 def _read(flag: str, value: str, library: str, read: Callable[[], T]) -> T:

@@ -1,15 +1,16 @@
 """Watches indexed datasets that are mapped into memory: whoever cuts one while it is read must not end a rank without a word.
 
 A page behind the end of a mapped file is a SIGBUS, which no program catches. So the sizes of the files are compared with those of
-the start before samples are read from them: a file that became shorter, or is gone, is one line. What is cut between the
-comparison and the reading still ends in SIGBUS.
+the start before samples are read from them, in the process that reads: a file that became shorter, or is gone, is one line. What
+is cut between the comparison and the reading still ends in SIGBUS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any, Protocol
 
 from moe_overlap.describe.errors import ConfigError
 
@@ -31,7 +32,14 @@ class WatchedFiles:
         Raises:
             ConfigError: a file is shorter than it was, or cannot be looked at.
         """
-        for path in islice(self._turns, min(FILES_AT_ONCE, len(self._sizes))):
+        self._compare(islice(self._turns, min(FILES_AT_ONCE, len(self._sizes))))
+
+    def check_all(self) -> None:
+        """Compare every file; raises as `check`."""
+        self._compare(self._sizes)
+
+    def _compare(self, paths: Iterable[str]) -> None:
+        for path in paths:
             begun, again = self._sizes[path], "start again when the file is whole"
             try:
                 size = Path(path).stat().st_size
@@ -39,3 +47,28 @@ class WatchedFiles:
                 raise ConfigError(path, "", f"can no longer be read: {error.strerror}", again) from None
             if size < begun:
                 raise ConfigError(path, "", f"has {size:,} bytes, and had {begun:,} when the run began", again)
+
+
+class Samples(Protocol):
+    """A dataset of samples by number."""
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class WatchedSamples:
+    """The samples of a dataset; its files are compared before each batch is read.
+
+    A loader's worker cannot raise an error that its parent gets as it was: torch makes another one of it, whose message is a
+    traceback. So a batch is an error where one is due, and whoever takes the batch raises it.
+    """
+
+    def __init__(self, samples: Samples, files: WatchedFiles) -> None:
+        self._samples, self._files = samples, files
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any] | ConfigError:
+        """The samples of a batch, or why they are not read."""
+        try:
+            self._files.check()
+        except ConfigError as error:
+            return error
+        return [self._samples[index] for index in indices]

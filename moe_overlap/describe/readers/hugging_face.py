@@ -98,7 +98,7 @@ def _qwen3_moe(fields: Fields, notes: list[str]) -> Flags:
 
 
 def _qwen_experts(fields: Fields, notes: list[str]) -> Flags:
-    layers, step = fields.whole("num_hidden_layers"), fields.whole("decoder_sparse_step", 1)
+    layers, step = fields.layers(), fields.whole("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise fields.error("mlp_only_layers", dense, "must be a list of layers", "correct the file")
@@ -121,10 +121,14 @@ def _gpt_oss(fields: Fields, notes: list[str]) -> Flags:
     del flags["swiglu"]
     flags |= {"quick-geglu": True, "activation-func-clamp-value": fields.number("swiglu_limit", 7.0)}
     flags |= {"glu-linear-offset": 1.0, "softmax-type": "learnable"}
-    layers = fields.whole("num_hidden_layers")
+    layers = fields.layers()
     usual = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
     kinds = fields.get("layer_types", usual)
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(usual):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or any(kind not in ("sliding_attention", "full_attention") for kind in kinds)
+    ):
         rule = f"must name {layers} layers as sliding_attention or full_attention"
         raise fields.error("layer_types", kinds, rule, "correct the file")
     flags |= _windows([kind == "sliding_attention" for kind in kinds], fields.whole("sliding_window", 128))
@@ -223,7 +227,7 @@ def _dbrx(fields: Fields, notes: list[str]) -> Flags:
     mlp.built("moe_jitter_eps", None, (None, 0.0), "Hugging Face shakes what the experts read as well")
     normalized = mlp.only("moe_normalize_expert_weights", 1.0, (1.0, None), "another norm of an expert's weights")
     flags: Flags = {
-        "num-layers": fields.whole("n_layers"),
+        "num-layers": fields.layers("n_layers"),
         "hidden-size": fields.whole("d_model"),
         "ffn-hidden-size": mlp.whole("ffn_hidden_size", 3584),
         "num-attention-heads": heads,
@@ -273,7 +277,7 @@ def _llama4_text(fields: Fields, notes: list[str]) -> Flags:
     flags = _decoder(fields, norm_epsilon=1e-5, head_width=128) | rotary_flags(fields, 500000.0)
     fields.only("attention_bias", False, (False,), "megatron-core has biases in all linear layers or in none")
     flags |= _biases(everywhere=False) | {"rotary-interleaved": True}
-    layers = fields.whole("num_hidden_layers")
+    layers = fields.layers()
     rule = "megatron-core's norm of queries and keys by their length is not executed here"
     fields.built("use_qk_norm", True, (False,), rule)
     interval = fields.whole("no_rope_layer_interval", 4)
@@ -344,7 +348,7 @@ def _latent_attention(fields: Fields, notes: list[str]) -> Flags:
 def _deepseek_experts(fields: Fields, dense: int, notes: list[str]) -> Flags:
     """Routed and shared experts; `dense` is the default of first_k_dense_replace."""
     first, step = fields.whole("first_k_dense_replace", dense, least=0), fields.whole("moe_layer_freq", 1)
-    are_moe = [layer >= first and layer % step == 0 for layer in range(fields.whole("num_hidden_layers"))]
+    are_moe = [layer >= first and layer % step == 0 for layer in range(fields.layers())]
     flags = _experts(fields.whole("n_routed_experts"), fields.whole("num_experts_per_tok"), are_moe)
     width = fields.whole("moe_intermediate_size")
     flags |= {"moe-ffn-hidden-size": width, "moe-router-dtype": "fp32"}
@@ -398,7 +402,7 @@ def _decoder(
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     positions = fields.whole("max_position_embeddings")
     flags: Flags = {
-        "num-layers": fields.whole("num_hidden_layers"),
+        "num-layers": fields.layers(),
         "hidden-size": hidden,
         "ffn-hidden-size": fields.whole("intermediate_size"),
         "num-attention-heads": heads,

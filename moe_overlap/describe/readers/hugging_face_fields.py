@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import MOST_LAYERS
 
 REQUIRED: Any = object()
 """Stands in place of a default: the field must be there."""
@@ -78,6 +79,13 @@ class Fields:
         if value < least:
             raise self.error(name, value, f"must be at least {least}", "correct the file")
         return int(value)
+
+    def layers(self, name: str = "num_hidden_layers") -> int:
+        """The number of layers, for which lists are made."""
+        count: int = self.whole(name)
+        if count > MOST_LAYERS:
+            raise self.error(name, count, f"is more than {MOST_LAYERS}", "correct the file")
+        return count
 
     def number(self, name: str, default: Any = REQUIRED) -> Any:
         """A number; None only where that is the default."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import Unreadable, bounded_json
+from moe_overlap.describe.files import Unreadable, bounded_json, printable
 from moe_overlap.describe.readers.hugging_face import flags_of_config
 
 
@@ -83,10 +83,13 @@ def _own(values: Mapping[str, Any], path: str) -> ModelFile:
             raise ConfigError(f"{path} flags.{name}", value, "must be a word, a number or true", "correct the file")
         if any(part is False or (part is True and isinstance(value, list)) for part in parts):
             raise ConfigError(f"{path} flags.{name}", value, "a switch is true", "remove what is off")
-    return ModelFile(name=str(values.get("name", Path(path).stem)), flags=flags, notes=())
+    name = values.get("name", Path(path).stem)
+    if not isinstance(name, str) or not name.isprintable():
+        raise ConfigError(f"{path} name", name, "must be a string without control characters", "correct the file")
+    return ModelFile(name=name, flags=flags, notes=())
 
 
 def _name_of_config(values: Mapping[str, Any], file: Path) -> str:
     """The published name where the file has it, else that of its folder or its own."""
     published = str(values.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
-    return published or (file.resolve().parent.name if file.stem == "config" else file.stem)
+    return printable(published) or (file.resolve().parent.name if file.stem == "config" else file.stem)

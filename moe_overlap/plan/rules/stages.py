@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import lcm
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.model import MOST_LAYERS, ModelDescription
 from moe_overlap.plan.lowering.deferral import sends_of
 from moe_overlap.plan.lowering.pipeline_order import check_interleaving
 from moe_overlap.plan.plan import Plan, Recompute, StagePlan
@@ -36,6 +36,11 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
         ConfigError: for the first invariant that does not hold.
     """
     _check_run(plan, source)
+    # Before anything makes a table of the layers.
+    layers = max((last for stage in plan.stages for _, last in stage.chunks), default=0)
+    if layers > MOST_LAYERS:
+        rule = f"hold {layers} layers, more than {MOST_LAYERS}"
+        raise ConfigError(f"{source} stages", "", rule, "correct the chunks")
     for index, stage in enumerate(plan.stages):
         subject = f"{source} stages[{index}]"
         # First, because the checks behind it divide by these sizes.
@@ -133,7 +138,7 @@ def _check_memory(stage: StagePlan, subject: str) -> None:
 
 def _check_recompute(recompute: Recompute, chunks: tuple[tuple[int, int], ...], subject: str) -> None:
     # A stage of only embedding or loss has no layers to bound the number by: it may repeat that of the other stages.
-    longest = max(last - first for first, last in chunks) or recompute.layers
+    longest = max((last - first for first, last in chunks), default=0) or recompute.layers
     layers = recompute.layers
     if recompute.granularity == "none":
         if layers != 0:

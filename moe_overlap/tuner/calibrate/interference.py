@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import math
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import Unreadable, plain_json
 from moe_overlap.plan.serialize import as_values, format_json
 from moe_overlap.tuner.cost.interference import (
     NO_INTERFERENCE,
@@ -53,6 +54,8 @@ from moe_overlap.tuner.cost.interference import (
 
 SIZE_KEYS = ("N", "g2g_allgather_MB", "h2d_MB", "d2h_MB")
 """Keys of the sizes in the file, in the order of STREAMS."""
+MOST_SAMPLE_BYTES = 1 << 24
+"""Unpacked bytes of the largest file of samples that is read: a hundred thousand of them."""
 HIGHEST_SPREAD = 0.1
 """Samples whose repetitions differ more (standard deviation over mean) are not used (Mist does the same)."""
 
@@ -108,22 +111,21 @@ def read_samples(path: Path) -> dict[str, Samples]:
     """
     rows: dict[str, list[tuple[str, dict[str, float], float, bool]]] = {}
     gpus: dict[str, str] = {}
+    fix = "give the columns of tests/validation/data/concurrency.md"
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            for number, row in enumerate(csv.DictReader(file), start=2):
-                try:
-                    setting = {key: float(value) for key, value in json.loads(row["stage_config_json"]).items()}
-                    group = f"{int(setting['inter'])}x{int(setting['intra'])}"
-                    sample = (group, setting, float(row["value"]), row["split"] == "test")
-                    rows.setdefault(row["source_path"], []).append(sample)
-                    gpus[row["source_path"]] = row["gpu"]
-                except (KeyError, TypeError, ValueError) as error:
-                    rule = f"line {number} is no sample: {error!r}"
-                    raise ConfigError(
-                        str(path), "", rule, "give the columns of tests/validation/data/concurrency.md"
-                    ) from error
-    except (OSError, EOFError) as error:
-        raise ConfigError(str(path), "", "no file in gzip's format", "name one") from error
+        table = list(csv.DictReader(_unpacked(path).splitlines()))
+    except csv.Error as error:
+        raise ConfigError(str(path), "", f"is no table: {error}", fix) from error
+    for number, row in enumerate(table, start=2):
+        try:
+            written = plain_json(row["stage_config_json"])
+            setting = {key: _from_zero(written[key]) for key in (*SIZE_KEYS, "inter", "intra", "std_over_mean")}
+            group = f"{int(setting['inter'])}x{int(setting['intra'])}"
+            sample = (group, setting, _from_zero(row["value"]), row["split"] == "test")
+            rows.setdefault(row["source_path"], []).append(sample)
+            gpus[row["source_path"]] = row["gpu"]
+        except (Unreadable, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(str(path), "", f"line {number} is no sample: {error!r}", fix) from error
     return {
         host: Samples(
             gpus[host],
@@ -135,6 +137,29 @@ def read_samples(path: Path) -> dict[str, Samples]:
         )
         for host, found in rows.items()
     }
+
+
+def _unpacked(path: Path) -> str:
+    """The text of a packed file."""
+    try:
+        with gzip.open(path, "rb") as file:
+            content = file.read(MOST_SAMPLE_BYTES + 1)
+        if len(content) > MOST_SAMPLE_BYTES:
+            raise ConfigError(str(path), "", f"holds more than {MOST_SAMPLE_BYTES} bytes", "give fewer samples")
+        return content.decode()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(str(path), "", "no file in gzip's format", "name one") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), "", "is not UTF-8 text", "name a table of samples") from error
+
+
+def _from_zero(value: object) -> float:
+    if not isinstance(value, str | int | float):
+        raise TypeError(value)
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(value)
+    return number
 
 
 def alone_seconds(samples: Samples) -> Floats:

@@ -43,7 +43,10 @@ def this_device(kind: str | None = None) -> Device:
         raise ConfigError("--device", "cuda", "this machine has no GPU that nvidia-smi lists", "use --device cpu")
     if gpu is not None:
         return Device("cuda", gpu, 1, version)
-    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    given = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
+    if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) > 0):
+        raise ConfigError("OMP_NUM_THREADS", given, "must be a whole number from 1", "set it to the cores of one rank")
+    threads = int(given)
     return Device("cpu", _cpu_name(), threads, version)
 
 

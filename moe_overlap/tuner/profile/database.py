@@ -12,15 +12,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import Unreadable, bounded_bytes, plain_json
+from moe_overlap.describe.files import Unreadable, bounded_bytes, new_file, plain_json
 from moe_overlap.tuner.capture.graph import Op
 from moe_overlap.tuner.cost.hardware import Refined
 
@@ -111,8 +110,8 @@ def can_be_measured(key: OperatorKey) -> bool:
 
 
 FORMAT = 1
-MOST_DATABASE_BYTES = 1 << 28
-"""Bytes of the largest database that is read: some million measurements."""
+MOST_DATABASE_BYTES = 1 << 26
+"""Bytes of the largest database that is read: half a million measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +255,8 @@ class Database:
             rows.append({"link": [link.kind, link.tier, link.ranks, link.held_bytes], "seconds": seconds})
         rows += [{"rate": name, "value": value} for name, value in self.rates.items()]
         rows += [_job_row(key, refined) for key, refined in self.jobs.items()]
-        temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        temporary.replace(self.path)
+        with new_file(self.path) as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _read(path: Path) -> tuple[Database | None, int]:
@@ -272,9 +270,9 @@ def _read(path: Path) -> tuple[Database | None, int]:
         return None, 0
     try:
         first = plain_json(lines[0])
-        device = Device(**first["device"])
         if first["format"] != FORMAT:
             raise ValueError(first["format"])
+        device = _device(first["device"])
     except (Unreadable, ValueError, KeyError, TypeError, IndexError):
         print(f"warning: {path} is no database of measurements", file=sys.stderr)
         return None, len(lines)
@@ -282,7 +280,7 @@ def _read(path: Path) -> tuple[Database | None, int]:
     for line in lines[1:]:
         try:
             _take(database, plain_json(line))
-        except (Unreadable, ValueError, KeyError, TypeError):
+        except (Unreadable, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             damaged += 1
     if damaged:
         print(f"warning: {path}: {damaged} damaged lines are dropped", file=sys.stderr)
@@ -303,15 +301,41 @@ def _take(database: Database, row: dict[str, Any]) -> None:
         database.rates[str(row["rate"])] = _positive(row["value"])
     elif "link" in row:
         kind, tier, ranks, held = row["link"]
-        database.links[LinkKey(str(kind), str(tier), int(ranks), int(held))] = _positive(row["seconds"])
+        database.links[LinkKey(_text(kind), _text(tier), _size(ranks), _size(held))] = _positive(row["seconds"])
     else:
         kind, direction, dtype, shape = row["operator"]
-        key = OperatorKey(str(kind), direction, str(dtype), tuple(int(size) for size in shape))
+        if direction not in get_args(Pass) or len(shape) != _DIMENSIONS.get(kind, 2):
+            raise ValueError(row)
+        key = OperatorKey(_text(kind), direction, _text(dtype), tuple(map(_size, shape)))
         database.operators[key] = _positive(row["seconds"])
+
+
+_DIMENSIONS = {"gemm": 3, "grouped_gemm": 4, "attention": 8}
+"""Sizes of an operator that is no elementwise one (`OperatorKey.shape`)."""
+_LARGEST_SIZE = 1 << 62
+
+
+def _device(row: Any) -> Device:
+    device = Device(**{**row, "kind": _text(row["kind"]), "name": _text(row["name"]), "torch": _text(row["torch"])})
+    if _size(device.threads) < 1:
+        raise ValueError(row)
+    return device
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or not value.isprintable():
+        raise ValueError(value)
+    return value
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST_SIZE:
+        raise ValueError(value)
+    return value
 
 
 def _positive(value: Any) -> float:
     number = float(value)
-    if not 0 < number < math.inf:
+    if not 0 < number < math.inf or isinstance(value, str | bool):
         raise ValueError(value)
     return number

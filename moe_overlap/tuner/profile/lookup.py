@@ -241,7 +241,8 @@ def _start(database: Database, keys: Sequence[OperatorKey]) -> subprocess.Popen[
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "moe_overlap.tuner.profile.measure"],
+        # -P: a torch.py in the folder that the user works in is not torch.
+        [sys.executable, "-P", "-m", "moe_overlap.tuner.profile.measure"],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

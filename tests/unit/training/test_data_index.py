@@ -11,6 +11,7 @@ import pytest
 from megatron.training.data import sources
 from megatron.training.data.indexed import indexed_dataset
 from megatron.training.data.sources import HEADER, check_indexed_dataset
+from moe_overlap.commands.check_data import main as check_data
 from moe_overlap.describe.errors import ConfigError
 
 LENGTHS = [3, 1, 4, 1, 5, 9]
@@ -84,3 +85,31 @@ def test_flipped_bits_are_refused_or_change_nothing(prefix: str) -> None:
         else:
             # Equal documents may be cut elsewhere, and a type of the same width read otherwise.
             assert facts.sequences == S
+
+
+def test_the_tool_checks_what_samples_leave_out(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_data([prefix, "--vocab-size", "8"]) == 0
+    assert capsys.readouterr().out == f"{prefix}: 6 sequences, 23 tokens, the highest id is 7\n"
+    assert check_data([prefix, "--vocab-size", "7"]) == 2
+    assert "has the token id 7, the vocabulary has 7; give its tokenizer's --vocab-size" in capsys.readouterr().err
+    monkeypatch.setattr(sources, "_WHOLE_ENTRIES", 2)
+    monkeypatch.setattr(sources, "_BLOCKS", 2)
+    monkeypatch.setattr(sources, "_BLOCK_ENTRIES", 1)
+    with Path(prefix + ".idx").open("r+b") as file:
+        file.seek(HEADER.size + 4 * 2)
+        file.write(struct.pack("<i", 5))
+    check_indexed_dataset(prefix)
+    assert check_data([prefix]) == 2
+    assert "places sequence 3 elsewhere than behind the one before it; make it again" in capsys.readouterr().err
+
+
+def test_a_negative_token_has_a_place(tmp_path: Path) -> None:
+    with indexed_dataset(str(tmp_path / "wide"), 1 << 20) as writer:
+        writer.add_document([7, 8, 9])
+    with (tmp_path / "wide.bin").open("r+b") as file:
+        file.seek(4)
+        file.write(struct.pack("<i", -3))
+    with pytest.raises(ConfigError, match="is corrupt: token 1 is -3;"):
+        sources.token_range(str(tmp_path / "wide"))

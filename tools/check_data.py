@@ -1,0 +1,11 @@
+"""`python tools/check_data.py`: the program is moe_overlap/commands/check_data.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moe_overlap.commands.check_data import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())
