@@ -41,7 +41,7 @@ from moe_overlap.describe.errors import ConfigError
 
 TASK_BYTES, TASK_DOCUMENTS = 1 << 20, 1000
 """A worker gets documents until one of these is reached."""
-MOST_LINE_BYTES, MOST_FILE_BYTES = 1 << 26, 1 << 30
+MOST_LINE_BYTES, MOST_FILE_BYTES, MOST_BLANK_LINES = 1 << 26, 1 << 30, 1 << 20
 """Bytes of the longest line, and of the largest file that is one document; a packed file may unpack to any length."""
 PARQUET = ".parquet"
 UNSUPPORTED = {
@@ -205,10 +205,16 @@ def read_documents(paths: Sequence[str], txt_documents: str, keys: Sequence[str]
                     yield Document(path, _at_most(file.read(most + 1), most, path), False)
                     continue
                 lines = iter(lambda: file.readline(MOST_LINE_BYTES + 1), b"")  # noqa: B023 (used before the next file)
+                last = 0
                 for number, line in enumerate(lines, 1):
                     place = f"{path}:{number}"
                     if _at_most(line, MOST_LINE_BYTES, place).strip():
                         yield Document(place, line.rstrip(b"\r\n"), is_json)
+                        last = number
+                    elif number - last > MOST_BLANK_LINES:
+                        # A small packed file may hold them by the billion.
+                        rule = f"{MOST_BLANK_LINES} lines in a row are blank"
+                        raise ConfigError("--input", place, rule, "check or replace the file")
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigError("--input", path, f"cannot be read ({error})", "check or replace the file") from error
 
