@@ -4,8 +4,8 @@
 
 A job makes the file when it starts to train and deletes it when it ends. A job that is killed leaves it behind, and the next one
 takes it over: at once where it sees that the process is gone (same host, same namespace of processes), else after watching the
-file for BEATS heartbeats without seeing one. A lock changes hands by renames and hard links alone, so that of two jobs that
-take over the same stale lock one wins.
+file for BEATS heartbeats without seeing one. A lock is made by a hard link, and a stale one is removed by the job that was the
+first to make a file named after it, so that of many jobs that take over the same stale lock one wins.
 """
 
 from __future__ import annotations
@@ -142,17 +142,29 @@ class FolderLock:
             rule = f"belongs to another job ({owner or 'whose ' + LOCK + ' cannot be read'})"
             fix = f"choose another folder, or end that job; delete {self._path} if there is none"
             raise ConfigError(self._flag, self._path.parent, rule, fix)
-        stale = self._aside("stale")
+        # Whoever holds the claim on this lock, as it was seen, may remove it, and nobody else: one that was made since stays.
+        claim = self._path.with_name(f"{LOCK}-claim-{before.st_ino}-{before.st_mtime_ns}")
         try:
-            self._path.rename(stale)
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            self._wait_for_claim(claim)
+            return
+        try:
+            now = self._path.stat()
+            if (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns):
+                self._path.unlink()
         except FileNotFoundError:
             return
-        after = stale.stat()
-        if (after.st_ino, after.st_mtime_ns) != (before.st_ino, before.st_mtime_ns):
-            # Another job took the stale lock over first, and this rename moved the new one: put it back.
-            with contextlib.suppress(FileExistsError):
-                os.link(stale, self._path)
-        stale.unlink()
+        finally:
+            claim.unlink(missing_ok=True)
+
+    def _wait_for_claim(self, claim: Path) -> None:
+        """Wait until another job has removed the stale lock; a claim that stays is of a job that was killed."""
+        for _ in range(round(BEATS * HEARTBEAT_SECONDS / 0.05)):
+            time.sleep(0.05)
+            if not claim.exists():
+                return
+        claim.unlink(missing_ok=True)
 
     def _lives(self, owner: Owner | None, beat_before: int) -> bool:
         if owner is not None and owner.space == self._own.space:

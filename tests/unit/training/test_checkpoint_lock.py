@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,45 @@ def test_of_many_jobs_one_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(won) == 1
     won[0].require()
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def test_a_lock_that_was_made_since_is_never_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it were moved aside and put back, a third job could take the folder."""
+    held_by(tmp_path, process=2**22 + 1, started=1)
+    lock = FolderLock(tmp_path, "--save")
+
+    def another_is_faster(owner: object, beat_before: int) -> bool:
+        (tmp_path / LOCK).unlink()
+        held_by(tmp_path, process=os.getpid(), started=2)
+        return False
+
+    monkeypatch.setattr(lock, "_lives", another_is_faster)
+    with monkeypatch.context() as watched:
+        gone: list[Path] = []
+        for name in ("unlink", "rename"):
+            real = getattr(Path, name)
+
+            def noted(self: Path, *words: object, real: Callable[..., Any] = real, **more: object) -> Any:
+                gone.append(self)
+                return real(self, *words, **more)
+
+            watched.setattr(Path, name, noted)
+        lock._take_over()
+    assert gone.count(tmp_path / LOCK) == 1  # By the faster one.
+    owner = owner_of(tmp_path / LOCK)
+    assert owner is not None and owner.started == 2
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def test_the_claim_of_a_job_that_was_killed_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
+    held_by(tmp_path, process=2**22 + 1, started=1)
+    seen = (tmp_path / LOCK).stat()
+    (tmp_path / f"{LOCK}-claim-{seen.st_ino}-{seen.st_mtime_ns}").touch()
+    lock = FolderLock(tmp_path, "--save")
+    lock.acquire()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def owner_started(folder: Path) -> int:
