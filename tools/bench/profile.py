@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,21 +40,6 @@ def order_of(database: Database, keys: Sequence[OperatorKey], seconds_each: floa
 LATE_SECONDS = 1e-4
 """A sleep ends so much later than asked for (0.07 to 0.14 ms here)."""
 COMPUTING_KINDS = ("compute", "weight-gradient")
-
-
-class ProcessorClock:
-    """A clock for the span recorder: processor seconds of this thread, which other processes do not lengthen."""
-
-    def mark(self) -> float:
-        """A point in time."""
-        return time.thread_time()
-
-    def seconds(self, start: float, end: float) -> float:
-        """Seconds between two points."""
-        return end - start
-
-    def finish(self) -> None:
-        """Every mark is readable at once."""
 
 
 def median_seconds(steps: Iterable[Sequence[Any]]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from typing import Any
 from moe_overlap.commands.exits import end_process
 from moe_overlap.describe.errors import ConfigError
 from tools.bench.emulator import EgressClock
-from tools.bench.profile import ORDERS, GivenSeconds, ProcessorClock, given_seconds, median_seconds
+from tools.bench.profile import ORDERS, GivenSeconds, given_seconds, median_seconds
 from tools.bench.variants import Variant
 
 OVERLAP_CODE = (
@@ -244,6 +244,8 @@ class TimerRank(Rank):
 
     def _profile(self, steps: int) -> dict[str, float]:
         """Median processor seconds of every operator over real steps; the first one is left out."""
+        from tools.bench.timer_operators import ProcessorClock
+
         feed = self._job.batches("train", 0)
         recorder = self._real.context.recorder
         clock, recorder.clock = recorder.clock, ProcessorClock()

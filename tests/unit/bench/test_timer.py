@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moe_overlap.plan.instructions import Instruction, Span
+from moe_overlap.runtime.spans import SpanRecorder
 from tools.bench.profile import apply_profile, mean_of_ranks, median_seconds
+from tools.bench.timer_operators import ProcessorClock
 
 
 def compute(name: str, *partition: int) -> Instruction:
@@ -52,3 +54,12 @@ def test_medians_of_spans() -> None:
     assert mean_of_ranks([{"a": 1.0}, {"a": 2.0, "b": 4.0}]) == {"a": 1.5, "b": 4.0}, (
         "another stage has other operators"
     )
+
+
+def test_a_profiling_clock_records_steps_like_any_other() -> None:
+    recorder = SpanRecorder(ProcessorClock())
+    for _ in range(2):
+        recorder.start_step()
+        recorder.computing(compute("L0.attention"))
+        [span] = recorder.spans()
+        assert span.name == "L0.attention" and 0.0 <= span.start <= span.end
