@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_overlap.runtime.dispatch.ordered_sums import SelectInOrder, SumInOrder
 from moe_overlap.runtime.dispatch.wire import (
     AllToAll,
     Done,
@@ -269,10 +270,14 @@ class IrregularDispatcher:
             before the counts needs the host: `permute` makes T times as many rows, those past the routed ones are never sent.
             None: exactly the routed rows, counted on the host (free on a CPU).
         takes_bounds: whether passes take a bound of their own; without, they count their rows on the host.
+        in_order: whether the rows of a token are summed in a fixed order on a GPU as well (ordered_sums.py).
     """
 
-    def __init__(self, wires: Wires, rows_per_token: int | None = None, takes_bounds: bool = False) -> None:
+    def __init__(
+        self, wires: Wires, rows_per_token: int | None = None, takes_bounds: bool = False, in_order: bool = False
+    ) -> None:
         self.wires, self.rows_per_token, self.takes_bounds = wires, rows_per_token, takes_bounds
+        self.in_order = in_order
 
     @property
     def host_copies(self) -> int:
@@ -309,8 +314,14 @@ class IrregularDispatcher:
 
     def select(self, hidden_TH: Tensor, probs_TE: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
         """Tokens [N, H] and probabilities [N] in order of their expert, unpacked."""
-        experts = handle.map_TE.shape[1]
-        rows = hidden_TH.index_select(0, handle.row_sources_N // experts)
+        places_N = handle.row_sources_N // handle.map_TE.shape[1]
+        if self.in_order:
+            # Rows past the routed ones repeat a token that has rows of its own: they belong to none.
+            numbers_N = torch.arange(places_N.shape[0], device=places_N.device)
+            tokens_N = places_N.masked_fill(numbers_N >= handle.to_expert_E.sum(), handle.tokens)
+            rows = SelectInOrder.apply(hidden_TH, places_N, tokens_N)
+        else:
+            rows = hidden_TH.index_select(0, places_N)
         return rows, probs_TE.reshape(-1).index_select(0, handle.row_sources_N)
 
     def permute(
@@ -383,6 +394,8 @@ class IrregularDispatcher:
     def unpermute(self, returned_NH: Tensor, handle: Handle) -> Tensor:
         """Stage 7: [T, H] the sum of each token's results; zero where no expert took it."""
         tokens_N = handle.row_sources_N[: returned_NH.shape[0]] // handle.map_TE.shape[1]
+        if self.in_order:
+            return SumInOrder.apply(returned_NH, tokens_N, handle.tokens)
         return returned_NH.new_zeros((handle.tokens, returned_NH.shape[1])).index_add(0, tokens_N, returned_NH)
 
     def start_combine_backward(self, gradient_NH: Tensor, handle: Handle) -> Pending[Tensor]:

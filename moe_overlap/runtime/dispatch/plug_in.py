@@ -47,7 +47,9 @@ class IrregularTokenDispatcher:
         refuse_padding(config)
         self.config = config
         self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
-        self.stages = IrregularDispatcher(wires or Wires(pg_collection), takes_bounds=True)
+        self.stages = IrregularDispatcher(
+            wires or Wires(pg_collection), takes_bounds=True, in_order=config.deterministic_mode
+        )
         first = self.ep_group.rank() * num_local_experts
         assert local_expert_indices == list(range(first, first + num_local_experts)), "experts stand in order of rank"
         self.layer: Any = None

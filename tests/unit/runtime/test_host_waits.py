@@ -24,6 +24,7 @@ RUNS = {
     "partitions around": f"{PARTITIONED} --moe-overlap-range around --moe-grouped-gemm",
     "capacity, full recompute": f"{PARTITIONED} --moe-overlap-range around --moe-expert-capacity-factor 0.75 "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "sums in order": f"{PARTITIONED} --moe-overlap-range around --deterministic-mode",
     "experts choose more than k": f"{PARTITIONED} --moe-overlap-range after --moe-gate expert_choice "
     "--moe-expert-capacity-factor 1.5 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0",
 }

@@ -102,7 +102,16 @@ def interleaved_micro_batches_have_one_chunk(config: Config) -> None:
     require_one_chunk(listed_run(config), config.overlap.moe_overlap_micro_batches, "--moe-overlap-micro-batches")
 
 
+def device_limits_are_in_range(config: Config) -> None:
+    for flag, value in (
+        ("--moe-overlap-device-connections", config.overlap.moe_overlap_device_connections),
+        ("--moe-overlap-nccl-ctas", config.overlap.moe_overlap_nccl_ctas),
+    ):
+        require(value is None or 1 <= value <= 32, flag, value, "must be from 1 to 32", "correct the value or drop it")
+
+
 OVERLAP_RULES: tuple[Rule, ...] = (
+    device_limits_are_in_range,
     gate_agrees_with_router_flags,
     interleaved_micro_batches_have_one_chunk,
     executor_has_what_it_needs,

@@ -158,6 +158,7 @@ def test_counts_have_a_span_of_their_own(groups):
         moe_router_padding_for_quantization=False,
         moe_shared_expert_overlap=False,
         moe_router_topk=1,
+        deterministic_mode=False,
     )
     dispatcher = IrregularTokenDispatcher(2, [0, 1], config=config, pg_collection=groups)
     recorder = SpanRecorder()
