@@ -118,6 +118,7 @@ class PlanExecutor:
             Wires(context.groups.collection, on_current_stream=True),
             takes_bounds=computes_later(context.device),
             in_order=config.deterministic_mode,
+            static_capacity=context.plan.static_capacity_factor is not None,
         )
         self._per_token = config.calculate_per_token_loss
         # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
