@@ -13,6 +13,7 @@ from megatron.training.cli.validation import validate
 from megatron.training.plan_flags import arguments_of, flags_from_plan, plan_from_flags, plan_of_run
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.job import listed_run_of
 from moe_overlap.plan.instructions import Instruction, reads_counts
 from moe_overlap.plan.lowering.lower import lower
 from moe_overlap.plan.operators import COMBINE, COUNT, DISPATCH, EXPERTS, parse_operator
@@ -126,6 +127,17 @@ def test_padding_needs_a_capacity_and_a_gate_of_ours() -> None:
         ConfigError, match=f"{PAD}: the irregular dispatcher pads the rows of our gates; add --moe-gate"
     ):
         validate(parse(words.replace("--moe-gate topk", "").split()).config, 2)
+
+
+def test_a_search_offers_no_overlap_to_padding_by_megatron_core() -> None:
+    ours = parse(f"{BASE} {PAD}".split()).config
+    run = listed_run_of(ours, 2)
+    assert run.refusal is None and run.static_capacity
+    theirs = f"{BASE} {PAD}".replace(
+        "--moe-gate topk --moe-token-dispatcher-type irregular", "--moe-token-dispatcher-type alltoall"
+    )
+    refusal = listed_run_of(parse(theirs.split()).config, 2).refusal
+    assert refusal is not None and str(refusal).startswith(f"{PAD}: overlap pads by the irregular dispatcher")
 
 
 def test_flags_plans_and_files_say_the_same(tmp_path) -> None:
