@@ -40,6 +40,8 @@ def test_what_is_proven_leaves_nothing_but_folders(tmp_path: Path) -> None:
         (Config(logging=LoggingConfig(log_json="F/folder")), "--log-json F/folder: cannot be written: Is a directory"),
         (Config(logging=LoggingConfig(log_expert_load="F/file/x")), "--log-expert-load F/file/x: cannot be written: "),
         (Config(logging=LoggingConfig(tensorboard_dir="F/file")), "--tensorboard-dir F/file: cannot be written: File "),
+        (Config(logging=LoggingConfig(log_json="F/pipe")), "--log-json F/pipe: cannot be written: No such device or "),
+        (Config(overlap=OverlapConfig(trace="F/pipe")), "--trace F/pipe: cannot be written: No such device or "),
         (Config(overlap=OverlapConfig(trace="F/file/t")), "--trace F/file/t: cannot be written: "),
         (Config(overlap=OverlapConfig(trace="/proc/no/trace")), "--trace /proc/no/trace: cannot be written: No such "),
     ],
@@ -50,6 +52,7 @@ def test_a_place_that_cannot_be_written_stops_the_start(
     monkeypatch.chdir(tmp_path)
     Path("F/folder").mkdir(parents=True)
     Path("F/file").write_text("")
+    os.mkfifo("F/pipe")  # nobody reads it
     with pytest.raises(ConfigError) as caught:
         prove_outputs(config, 0)
     assert str(caught.value).startswith(line) and str(caught.value).endswith(f"; {FIX}")
