@@ -10,7 +10,7 @@ import pytest
 
 from megatron.training.cli.config import CheckpointConfig, Config, LoggingConfig, OverlapConfig
 from megatron.training.report.metrics import MetricsLog
-from megatron.training.report.outputs import Sink, places, prove_outputs
+from megatron.training.report.outputs import Sink, _probe, places, prove_outputs
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from tests.unit.training.test_metrics import metrics
@@ -56,6 +56,18 @@ def test_a_place_that_cannot_be_written_stops_the_start(
     with pytest.raises(ConfigError) as caught:
         prove_outputs(config, 0)
     assert str(caught.value).startswith(line) and str(caught.value).endswith(f"; {FIX}")
+
+
+def test_a_probe_follows_no_link_and_has_a_name_that_nobody_guesses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len({_probe(tmp_path).name for _ in range(3)}) == 3
+    (tmp_path / "other").write_text("kept")
+    monkeypatch.setattr("megatron.training.report.outputs.secrets.token_hex", lambda length: "guessed")
+    (tmp_path / ".probe-guessed").symlink_to(tmp_path / "other")
+    with pytest.raises(FileExistsError):
+        _probe(tmp_path)
+    assert (tmp_path / "other").read_text() == "kept"
 
 
 def test_a_full_disk_is_seen_by_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
