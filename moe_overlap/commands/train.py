@@ -36,6 +36,8 @@ from moe_overlap.describe.files import printable
 from moe_overlap.describe.model import require_bounded_layers
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron.training.cli.arguments import ParsedArguments
     from megatron.training.cli.config import Config
     from megatron.training.cli.launch import Launch
@@ -221,17 +223,13 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from moe_overlap.plan.lowering.lower import lower
     from moe_overlap.plan.lowering.residency import HARDWARE_QUEUES
     from moe_overlap.runtime.build import build_context
-    from moe_overlap.runtime.step import computes_later
 
     config = parsed.config
     prove_outputs(config, rank)  # 0
     tokenizer = tokenizer_of_run(config.data)  # 1
     vocabulary = known_vocab_size(config) or tokenizer.vocab_size
     model = describe_model(config, vocabulary, parsed.name)
-    plan = plan_of_run(config, model, dist.get_world_size())
-    if config.overlap.plan is None:
-        # Flags do not tell the device; a plan of a file does, and is executed as it stands.
-        plan = dataclasses.replace(plan, host_runs_ahead=computes_later(device_of_this_process()))
+    plan = on_device(plan_of_run(config, model, dist.get_world_size()), config, device_of_this_process())
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
     queues = hardware_queues() if plan.host_runs_ahead else HARDWARE_QUEUES
 
@@ -269,6 +267,13 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
 
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def on_device(plan: Plan, config: Config, device: torch.device) -> Plan:
+    """The plan that is executed: of flags, which do not tell the device, for this one; of a file as it stands."""
+    from moe_overlap.runtime.step import computes_later
+
+    return plan if config.overlap.plan else dataclasses.replace(plan, host_runs_ahead=computes_later(device))
 
 
 def hardware_queues() -> int:
