@@ -43,6 +43,7 @@ class Settings:
         clip_grad: bound of the gradient norm; 0 leaves the gradients alone.
         counts_zero_gradients: whether every step counts its zero gradients, for the log.
         timeout: of every collective of the run's groups.
+        nccl_ctas: most thread blocks of an NCCL kernel that runs beside others; None: as many as all find a place with.
     """
 
     seed: int
@@ -51,6 +52,7 @@ class Settings:
     clip_grad: float
     counts_zero_gradients: bool
     timeout: datetime.timedelta
+    nccl_ctas: int | None = None
 
 
 class WrapChunks(Protocol):
@@ -98,7 +100,7 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     4. DDP: buckets begin where the plan reduces parameter groups apart.
     5. Optimizer: shards the buffers of DDP, hence last.
     """
-    groups = build_groups(plan, settings.timeout)  # 1
+    groups = build_groups(plan, settings.timeout, settings.nccl_ctas)  # 1
     overlap = plan.stages[groups.stage].overlap
     builders.seed(groups.collection)  # 2
     recorder, clock = SpanRecorder(), DrawClock(settings.seed)

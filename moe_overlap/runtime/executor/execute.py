@@ -115,7 +115,10 @@ class PlanExecutor:
         # A bound of the rows spares the host a wait for the device; where the host computes, counting them is free.
         self._streams = streams or (ChannelStreams() if context.device.type == "cuda" else HostOrder())
         self.dispatcher = IrregularDispatcher(
-            Wires(context.groups.collection, on_current_stream=True), takes_bounds=computes_later(context.device)
+            Wires(context.groups.collection, on_current_stream=True),
+            takes_bounds=computes_later(context.device),
+            in_order=config.deterministic_mode,
+            static_capacity=context.plan.static_capacity_factor is not None,
         )
         self._per_token = config.calculate_per_token_loss
         # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
