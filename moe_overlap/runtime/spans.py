@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_overlap.plan.instructions import COMPUTE, EXPERT, PIPELINE, Instruction, Span
+from moe_overlap.plan.instructions import COMPUTE, DATA, EXPERT, PIPELINE, Instruction, Span, operator_spans
 from moe_overlap.plan.operators import EXCHANGE_PARTS, FORWARD, RECOMPUTE, OperatorKind, parse_operator
 
 
@@ -98,14 +98,14 @@ class CudaClock:
 class SpanRecorder:
     """Records the spans of one step on one rank.
 
+    Args:
+        inside: channels of collectives inside operators that are handed to `start_inside` (layer_collectives.py).
     Attributes:
-        covered: channels whose work is recorded; other communication counts as compute (tensor-parallel collectives
-            inside layers).
+        covered: channels whose work is recorded; other communication counts as compute.
     """
 
-    covered = ("ep", "pp", "dp")
-
-    def __init__(self, clock: HostClock | CudaClock | None = None) -> None:
+    def __init__(self, clock: HostClock | CudaClock | None = None, inside: Sequence[str] = ()) -> None:
+        self.covered = (EXPERT, PIPELINE, DATA, *inside)
         self.clock = clock or (CudaClock() if torch.cuda.is_available() else HostClock())
         self.chunk, self.micro_batch = 0, 0
         self._partition: tuple[int, ...] = ()
@@ -216,6 +216,43 @@ class SpanRecorder:
             self._background = [other for other in self._background if other is not opened]
             self._raw.append((opened, self.clock.mark()))
 
+    def start_inside(self, channel: str, blocks: bool) -> Any:
+        """Start a collective inside the operator that computes now; hand the answer to `wait_inside`.
+
+        Args:
+            blocks: whether its caller waits at once, so that the operator's span ends here and goes on behind the wait.
+        Returns:
+            None where no operator computes: what is recorded then is a communication of which this one is a part.
+        """
+        current = self._current
+        if current is None or current.channel != COMPUTE:
+            return None
+        now = self.clock.mark()
+        opened = replace(current, channel=channel, start=now)
+        if blocks:
+            self._raw.append((current, now))
+            self._current = opened
+        else:
+            self._background.append(opened)
+        return opened
+
+    def wait_inside(self, opened: Any, wait: Callable[[], Any]) -> Any:
+        """Wait for a collective of `start_inside` and end its span; the operator that waits computes on behind it."""
+        waiting, blocks = self._current, self._current is opened
+        if not blocks:
+            if not any(opened is other for other in self._background):
+                return wait()  # of an earlier step, or waited for before
+            if waiting is not None:
+                self._raw.append((waiting, self.clock.mark()))
+                self._current = None
+        answer = wait()
+        now = self.clock.mark()
+        self._raw.append((opened, now))
+        self._background = [other for other in self._background if other is not opened]
+        if waiting is not None:
+            self._current = replace(waiting, channel=COMPUTE if blocks else waiting.channel, start=now)
+        return answer
+
     def on_backward(self, name: str, *tensors: Tensor) -> Any:
         """Pass tensors through unchanged; when their gradients arrive, `name` begins, for the micro-batch that is current now.
 
@@ -294,7 +331,8 @@ def phase_seconds(spans: Iterable[Span], level: int) -> dict[str, float]:
     """
     seconds: dict[str, float] = {}
     first, last = float("inf"), 0.0
-    spans = list(spans) if level else []
+    # Megatron-LM's timers count the collectives of tensor and context ranks as computation.
+    spans = operator_spans(list(spans)) if level else []
     # Sends are waited for by the norm only: their spans reach into the update, and their phase does not.
     update = min((span.start for span in spans if span.operator.is_update), default=float("inf"))
     for span in spans:
