@@ -136,7 +136,7 @@ def search_plan(
     require_equal_groups(cluster)
     bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
     bare = with_precision(bare, options.get("precision"))
-    job = _described(words, bare, cluster.gpus, options)
+    job = _described(words, bare, cluster, options)
     libraries = libraries or Libraries(CaptureFiles(cache_folder()))
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
     given = options.get("graphs")
@@ -239,7 +239,7 @@ def with_precision(words: Sequence[str], precision: Precision | None) -> list[st
     return [*(word for name, each in others.items() for word in (name, *each)), *said]
 
 
-def _described(words: Sequence[str], bare: Sequence[str], num_gpus: int, options: Options) -> Job:
+def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, options: Options) -> Job:
     """The job of the flags, whose layout is not looked at.
 
     Raises:
@@ -251,7 +251,9 @@ def _described(words: Sequence[str], bare: Sequence[str], num_gpus: int, options
         job = read_job([*bare, "--micro-batch-size", "1"], 1)
     except ConfigError:
         # Flags that need several ranks are read with the user's own layout.
-        job = read_job(words, num_gpus, options.get("precision"))
+        job = read_job(words, cluster.gpus, options.get("precision"))
+    # All plans of the search are made from this one, whose own may be a file's for other devices.
+    job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, host_runs_ahead=cluster.queues))
     return job if name is None else dataclasses.replace(job, model=dataclasses.replace(job.model, name=name))
 
 
