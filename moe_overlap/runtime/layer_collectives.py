@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -73,7 +72,6 @@ class LayerCollectives:
     def _recording(self, method: Callable[..., Any]) -> Callable[..., Any]:
         channels, recorder = self._channels, self._recorder
 
-        @wraps(method)
         def start(group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
             channel = channels.get(group)
             opened = None
@@ -90,11 +88,13 @@ class LayerCollectives:
 class _RecordedWork:
     """A collective under way; waiting for it ends its span."""
 
+    __slots__ = ("_opened", "_recorder", "_work")
+
     def __init__(self, work: Any, recorder: SpanRecorder, opened: Any) -> None:
         self._work, self._recorder, self._opened = work, recorder, opened
 
     def wait(self, *timeout: Any) -> Any:
-        return self._recorder.wait_inside(self._opened, lambda: self._work.wait(*timeout))
+        return self._recorder.wait_inside(self._opened, self._work.wait, *timeout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
