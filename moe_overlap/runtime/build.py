@@ -23,6 +23,7 @@ from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.runtime.context import BucketReduction, RunContext, language_model
 from moe_overlap.runtime.groups import StageGroups, build_groups
+from moe_overlap.runtime.layer_collectives import channels_inside
 from moe_overlap.runtime.megatron_core.moe_layer import AdaptLayer, MakeDispatcher, MakeGate, adapt_layer
 from moe_overlap.runtime.megatron_core.runner import MegatronStepRunner
 from moe_overlap.runtime.routing.state import DrawClock
@@ -103,7 +104,8 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     groups = build_groups(plan, settings.timeout, settings.nccl_ctas)  # 1
     overlap = plan.stages[groups.stage].overlap
     builders.seed(groups.collection)  # 2
-    recorder, clock = SpanRecorder(), DrawClock(settings.seed)
+    inside = tuple(dict.fromkeys(channels_inside(groups.collection).values()))
+    recorder, clock = SpanRecorder(inside=inside), DrawClock(settings.seed)
     make_gate, make_dispatcher = gate_and_dispatcher(settings.gate, settings.dispatcher, clock)
     adapt = adapt_layer(recorder, groups.collection, make_gate, make_dispatcher)
     modules = builders.model(groups, adapt)

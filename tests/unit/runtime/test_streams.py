@@ -198,6 +198,29 @@ def test_a_span_on_a_device_ends_where_the_communication_ended() -> None:
     assert library.events == events == 5  # the start of the step, and two of each span
 
 
+def test_a_collective_inside_an_operator_splits_it_on_a_device() -> None:
+    """Two seconds of a collective between two of one second of its operator; two events, which serve the next step, too."""
+    library = Library()
+    recorder = SpanRecorder(CudaClock(library), inside=("tp",))
+    gate = next(i for i in golden() if i.kind == "compute")
+    for _ in range(2):
+        recorder.start_step()
+        recorder.computing(gate)
+        library.current.time += 1
+        opened = recorder.start_inside("tp", blocks=True)
+        library.current.time += 2
+        recorder.wait_inside(opened, lambda: None)
+        library.current.time += 1
+        spans = recorder.spans()
+        assert [(span.channel, span.end - span.start) for span in spans] == [
+            ("compute", pytest.approx(1)),
+            ("tp", pytest.approx(2)),
+            ("compute", pytest.approx(1)),
+        ]
+        events = library.events
+    assert library.events == events == 5  # the start of the step, two of the operator and two of the collective
+
+
 def test_groups_that_are_waited_for_have_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
