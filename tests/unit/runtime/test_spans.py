@@ -28,7 +28,7 @@ class Ticks(HostClock):
 
 
 def recorder() -> SpanRecorder:
-    made = SpanRecorder(Ticks())
+    made = SpanRecorder(Ticks(), inside=("tp", "cp"))
     made.start_step()  # tick 0
     return made
 
@@ -348,3 +348,13 @@ def test_collectives_of_watched_groups_have_spans() -> None:
     spans = made.spans()
     assert [s.name for s in spans if s.channel == "cp"] == ["L0.attention"] * 5
     assert [s.name for s in operator_spans(spans)] == ["L0.attention", "L0.mlp"]
+
+
+def test_a_recorder_that_covers_no_collectives_inside_operators_leaves_them_whole() -> None:
+    recorder = SpanRecorder(Ticks(), inside=("tp",))
+    recorder.covered = ("ep",)
+    recorder.start_step()
+    recorder.begin("L0.attention")
+    assert recorder.start_inside("tp", blocks=True) is None
+    recorder.end()
+    assert [span.name for span in recorder.spans()] == ["L0.attention"]
