@@ -6,12 +6,49 @@ A topic is an argument group of the parser: `topic(parser, name, about)` makes i
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_overlap.describe.errors import ConfigError
 
 ALL = "all"
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose mistakes are one line with a fix, and which takes no shortened flags: a run refuses those, too.
+
+    Args:
+        elsewhere: what to do with a flag of training, which this tool has not.
+    """
+
+    def __init__(self, *arguments: Any, elsewhere: str = "see --help", **named: Any) -> None:
+        super().__init__(*arguments, allow_abbrev=False, **named)
+        self._elsewhere = elsewhere
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line; status 2."""
+        self.exit(2, f"error: {self._mistake(message)}\n")
+
+    def _mistake(self, message: str) -> str:
+        """The flag, the rule and the fix, out of argparse's English; what is none of these three stands as it is."""
+        options = [option for action in self._actions for option in action.option_strings]
+        if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
+            word = unknown[1].split()[0]
+            if not word.startswith("-"):
+                return f"{word}: a word that belongs to no flag; quote values with spaces"
+            name = word.partition("=")[0]
+            near = difflib.get_close_matches(name, options, 1, 0.8)
+            return f"{name}: is no flag of this tool; {f'did you mean {near[0]}?' if near else self._elsewhere}"
+        if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+            name = missing[1].split(", ")[0]
+            action = next((action for action in self._actions if name in action.option_strings), None)
+            metavar = "" if action is None else f" {action.metavar or ''}".rstrip()
+            return f"{name}: is missing; add {name}{metavar}"
+        if wrong := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):
+            return f"{wrong[1]}: {wrong[2]}; see --help"
+        return message
 
 
 def topic(parser: argparse.ArgumentParser, name: str, about: str = "") -> argparse._ArgumentGroup:
@@ -22,14 +59,20 @@ def topic(parser: argparse.ArgumentParser, name: str, about: str = "") -> argpar
     return parser.add_argument_group(name, about)
 
 
-def parser_with_topics(description: str | None, needed: Sequence[str]) -> argparse.ArgumentParser:
+def parser_with_topics(
+    description: str | None, needed: Sequence[str], elsewhere: str = "see --help"
+) -> argparse.ArgumentParser:
     """A parser without flags but `--help [TOPIC]`.
 
     Args:
         needed: flags that `--help` alone shows.
+        elsewhere: what to do with a flag that the tool has not.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
+    parser = OneLineParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        elsewhere=elsewhere,
     )
     parser.add_argument(
         "-h",
