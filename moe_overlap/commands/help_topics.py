@@ -12,35 +12,40 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import printable
 
 ALL = "all"
 
 
-class OneLineParser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser whose mistakes are one line with a fix, and which takes no shortened flags: a run refuses those, too.
+
+    The line repeats words of the command line, which move no cursor.
 
     Args:
         elsewhere: what to do with a flag of training, which this tool has not.
     """
 
-    def __init__(self, *arguments: Any, elsewhere: str = "see --help", **named: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **named)
+    def __init__(self, elsewhere: str = "see --help", **named: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **named})
         self._elsewhere = elsewhere
 
     def error(self, message: str) -> NoReturn:
         """Print the line; status 2."""
-        self.exit(2, f"error: {self._mistake(message)}\n")
+        line = self._mistake(message)
+        self.exit(2, f"error: {printable(line, len(line))}\n")
 
     def _mistake(self, message: str) -> str:
         """The flag, the rule and the fix, out of argparse's English; what is none of these three stands as it is."""
         options = [option for action in self._actions for option in action.option_strings]
         if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
-            word = unknown[1].split()[0]
-            if not word.startswith("-"):
-                return f"{word}: a word that belongs to no flag; quote values with spaces"
-            name = word.partition("=")[0]
-            near = difflib.get_close_matches(name, options, 1, 0.8)
-            return f"{name}: is no flag of this tool; {f'did you mean {near[0]}?' if near else self._elsewhere}"
+            words = unknown[1].split()
+            names = [word.partition("=")[0] for word in words if word.startswith("-")]
+            if not names:
+                return f"{words[0]}: a word that belongs to no flag; quote values with spaces"
+            near = difflib.get_close_matches(names[0], options, 1, 0.8)
+            rule = "is no flag of this tool" if len(names) == 1 else "are no flags of this tool"
+            return f"{', '.join(names)}: {rule}; {f'did you mean {near[0]}?' if near else self._elsewhere}"
         if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
             name = missing[1].split(", ")[0]
             action = next((action for action in self._actions if name in action.option_strings), None)
@@ -68,7 +73,7 @@ def parser_with_topics(
         needed: flags that `--help` alone shows.
         elsewhere: what to do with a flag that the tool has not.
     """
-    parser = OneLineParser(
+    parser = Parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,

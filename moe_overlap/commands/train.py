@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from moe_overlap.commands.exits import (
     speak,
 )
 from moe_overlap.commands.missing import says_what_is_missing
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, system_refusal
 from moe_overlap.describe.files import printable
 from moe_overlap.describe.model import require_bounded_layers
 
@@ -76,7 +77,11 @@ def main(argv: Sequence[str]) -> int:
             require_bounded_layers("--mtp-num-layers", parsed.config.model.mtp_num_layers)
             if parsed.dry_run:
                 require_one_size(parsed.world_size, launch)
-                dry_run(parsed, launch.world_size if launch else parsed.world_size, sys.stdout)
+                page = io.StringIO()
+                dry_run(parsed, launch.world_size if launch else parsed.world_size, page)
+                # Values of flags may come from a file that somebody else wrote.
+                lines = page.getvalue().removesuffix("\n").split("\n")
+                print("\n".join(printable(line, len(line)) for line in lines))
                 return 0
         validate(parsed.config, world_size)
         require_startable(parsed, this_machine())
@@ -88,6 +93,8 @@ def main(argv: Sequence[str]) -> int:
         return start_ranks(launch, words, parsed.config)
     except ConfigError as error:
         return leave(rank, f"error: {error}", 2)
+    except OSError as error:
+        return leave(rank, f"error: {system_refusal(error)}", 2)
 
 
 def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -7,14 +7,15 @@ import pytest
 from moe_overlap.commands import autotune, predict
 
 TOOLS = {"predict": predict.main, "autotune": autotune.main}
-IN_A_FILE = "is no flag of this tool; see --help all; flags of the training go into a file that --megatron-args names"
+IN_A_FILE = "no flag of this tool; see --help all; flags of the training go into a file that --megatron-args names"
 
 
 @pytest.mark.parametrize(
     ("tool", "words", "message"),
     [
         ("autotune", ["--gpu", "H100"], "--output: is missing; add --output DIR"),
-        ("predict", ["--expert-model-parallel-size", "8", "--bf16"], f"--expert-model-parallel-size: {IN_A_FILE}"),
+        ("predict", ["--expert-model-parallel-size", "8"], f"--expert-model-parallel-size: is {IN_A_FILE}"),
+        ("predict", ["--lr", "1", "--bf16"], f"--lr, --bf16: are {IN_A_FILE.replace('flag of', 'flags of')}"),
         ("predict", ["--gpus=H100"], "--gpus: is no flag of this tool; did you mean --gpu?"),
         ("predict", ["--verbos"], "--verbos: is no flag of this tool; did you mean --verbose?"),
         ("predict", ["job.args"], "job.args: a word that belongs to no flag; quote values with spaces"),
