@@ -5,7 +5,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_overlap.commands.compare import compare_losses  # noqa: E402
+from moe_overlap.commands.missing import says_what_is_missing  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(compare_losses())
+    with says_what_is_missing():
+        from moe_overlap.commands.compare import compare_losses
+
+        sys.exit(compare_losses())

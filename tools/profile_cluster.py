@@ -8,8 +8,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_overlap.commands.profile_cluster import main  # noqa: E402
-from tools.bench.machine import measure_host_time_here  # noqa: E402
+from moe_overlap.commands.missing import says_what_is_missing  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(measure_host_time=measure_host_time_here))
+    with says_what_is_missing():
+        from moe_overlap.commands.profile_cluster import main
+        from tools.bench.machine import measure_host_time_here
+
+        sys.exit(main(measure_host_time=measure_host_time_here))

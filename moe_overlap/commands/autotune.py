@@ -34,6 +34,7 @@ from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options, tune
 from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
+    ELSEWHERE,
     PRICES,
     add_job_arguments,
     add_margin_argument,
@@ -249,12 +250,10 @@ NEEDED = ("--megatron-args", "--model", "--gpu", "--num-gpus", "--output", "--ta
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_with_topics(__doc__, NEEDED)
+    parser = parser_with_topics(__doc__, NEEDED, ELSEWHERE)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
     job = topic(parser, "job")
-    job.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
-    job.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
     job.add_argument("--precision", choices=tuple(PRECISIONS), help="in place of what the flags say")
     search = topic(parser, "search", "which plans are looked at, and for how long")
     search.add_argument(

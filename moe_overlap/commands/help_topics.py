@@ -6,6 +6,8 @@ A topic is an argument group of the parser: `topic(parser, name, about)` makes i
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +15,45 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import printable
 
 ALL = "all"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are one line with a fix, and which takes no shortened flags: a run refuses those, too.
+
+    The line repeats words of the command line, which move no cursor.
+
+    Args:
+        elsewhere: what to do with a flag of training, which this tool has not.
+    """
+
+    def __init__(self, elsewhere: str = "see --help", **named: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **named})
+        self._elsewhere = elsewhere
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line; status 2."""
+        line = self._mistake(message)
+        self.exit(2, f"error: {printable(line, len(line))}\n")
+
+    def _mistake(self, message: str) -> str:
+        """The flag, the rule and the fix, out of argparse's English; what is none of these three stands as it is."""
+        options = [option for action in self._actions for option in action.option_strings]
+        if unknown := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
+            words = unknown[1].split()
+            names = [word.partition("=")[0] for word in words if word.startswith("-")]
+            if not names:
+                return f"{words[0]}: a word that belongs to no flag; quote values with spaces"
+            near = difflib.get_close_matches(names[0], options, 1, 0.8)
+            rule = "is no flag of this tool" if len(names) == 1 else "are no flags of this tool"
+            return f"{', '.join(names)}: {rule}; {f'did you mean {near[0]}?' if near else self._elsewhere}"
+        if missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+            name = missing[1].split(", ")[0]
+            action = next((action for action in self._actions if name in action.option_strings), None)
+            metavar = "" if action is None else f" {action.metavar or ''}".rstrip()
+            return f"{name}: is missing; add {name}{metavar}"
+        if wrong := re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL):
+            return f"{wrong[1]}: {wrong[2]}; see --help"
+        return message
 
 
 def topic(parser: argparse.ArgumentParser, name: str, about: str = "") -> argparse._ArgumentGroup:
@@ -23,13 +64,21 @@ def topic(parser: argparse.ArgumentParser, name: str, about: str = "") -> argpar
     return parser.add_argument_group(name, about)
 
 
-def parser_with_topics(description: str | None, needed: Sequence[str]) -> argparse.ArgumentParser:
+def parser_with_topics(
+    description: str | None, needed: Sequence[str], elsewhere: str = "see --help"
+) -> argparse.ArgumentParser:
     """A parser without flags but `--help [TOPIC]`.
 
     Args:
         needed: flags that `--help` alone shows.
+        elsewhere: what to do with a flag that the tool has not.
     """
-    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False)
+    parser = Parser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        elsewhere=elsewhere,
+    )
     parser.add_argument(
         "-h",
         "--help",
@@ -38,14 +87,6 @@ def parser_with_topics(description: str | None, needed: Sequence[str]) -> argpar
         help="show the topics and what most calls need; the flags of a topic; or, with all, every flag",
     )
     return parser
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes, which repeat words of the command line, move no cursor."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the usage and the mistake, and end the program with status 2."""
-        super().error(printable(message, len(message)))
 
 
 class _Help(argparse.Action):

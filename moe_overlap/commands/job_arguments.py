@@ -25,6 +25,8 @@ PRECISIONS_OF_DTYPES = {"bfloat16": ("--bf16",), "float16": ("--fp16",), "float3
 """Flags of the precision that a config.json names by `torch_dtype`."""
 PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Flags that say a precision; prefixes."""
+ELSEWHERE = "see --help all; flags of the training go into a file that --megatron-args names"
+"""What to do with a flag that these tools have not."""
 PRICES = "what seconds and bytes are computed from"
 MOE = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
 
@@ -38,6 +40,8 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="model file (examples/models) or a Hugging Face config.json; its flags come first",
     )
+    job.add_argument("--global-batch-size", metavar="B", type=int, help="in place of what the flags say")
+    job.add_argument("--seq-length", metavar="S", type=int, help="in place of what the flags say")
     machines = topic(parser, "machines", "what it runs on")
     machines.add_argument("--cluster", metavar="FILE", help="the machines (examples/clusters)")
     machines.add_argument("--gpu", help="type of GPU, in place of --cluster; --list-gpus prints the known ones")

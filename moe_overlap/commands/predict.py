@@ -20,6 +20,7 @@ from moe_overlap.api import Options, predict, problem_of, simulated
 from moe_overlap.commands.exits import interruptible
 from moe_overlap.commands.help_topics import parser_with_topics, topic
 from moe_overlap.commands.job_arguments import (
+    ELSEWHERE,
     PRICES,
     add_job_arguments,
     add_margin_argument,
@@ -111,7 +112,7 @@ NEEDED = ("--megatron-args", "--model", "--cluster", "--gpu", "--num-gpus", "--v
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_with_topics(__doc__, NEEDED)
+    parser = parser_with_topics(__doc__, NEEDED, ELSEWHERE)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     add_job_arguments(parser)
     job = topic(parser, "job")

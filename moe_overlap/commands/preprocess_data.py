@@ -348,7 +348,10 @@ def write(options: argparse.Namespace, encoding: Encoding) -> None:
         counts = [(writer.documents, writer.tokens) for writer in writers]
     seconds = time.monotonic() - started
     for prefix, (documents, tokens) in zip(prefixes, counts, strict=True):
-        print(f"wrote {prefix}.bin and .idx: {documents:,} documents, {tokens:,} tokens, {seconds:.1f} s")
+        counted = f"{documents:,} document{'' if documents == 1 else 's'}"
+        print(f"wrote {prefix}.bin and .idx: {counted}, {tokens:,} tokens, {seconds:.1f} s")
+        if documents == 1:
+            print("a document is in one part of --split alone: --txt-documents line makes more of a .txt")
     if empty:
         print(f"left out {empty:,} empty documents")
 

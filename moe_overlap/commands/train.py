@@ -38,6 +38,7 @@ from moe_overlap.commands.exits import (
     leave_to_signals,
     speak,
 )
+from moe_overlap.commands.missing import says_what_is_missing
 from moe_overlap.describe.errors import ConfigError, system_refusal
 from moe_overlap.describe.files import printable
 from moe_overlap.describe.model import require_bounded_layers
@@ -397,7 +398,8 @@ def run() -> NoReturn:
     """Entry point of `moe-train` and `pretrain_moe.py`: ends the process with the status of `main`."""
     leave_to_signals()
     try:
-        status = main(sys.argv[1:])
+        with says_what_is_missing():
+            status = main(sys.argv[1:])
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr, flush=True)
         status = INTERRUPTED

@@ -57,6 +57,7 @@ class Answer:
         train_tokens: tokens of the whole training, where the user named or the flags imply them.
         runners_up: the best first; three are shown.
         try_next: sentences; where there are none, those of `suggestions`.
+        is_upstream: whether unmodified Megatron-LM runs the plan, for which this fork's overlap is no advice.
     """
 
     plan: Plan
@@ -66,6 +67,7 @@ class Answer:
     train_tokens: float | None = None
     runners_up: Sequence[RunnerUp] = ()
     try_next: Sequence[str] = ()
+    is_upstream: bool = False
 
 
 def answer_lines(answer: Answer) -> list[str]:
@@ -73,7 +75,9 @@ def answer_lines(answer: Answer) -> list[str]:
     prediction = answer.prediction
     lines = [*figure_lines(answer), _line("waiting", _waiting(prediction)), *beware_lines(prediction)]
     lines += [_line("runner-up", _runner_up(other, answer)) for other in answer.runners_up[:SHOWN_RUNNERS_UP]]
-    lines += [_line("try next", text) for text in answer.try_next or suggestions(answer.plan, prediction)]
+    lines += [
+        _line("try next", text) for text in answer.try_next or suggestions(answer.plan, prediction, answer.is_upstream)
+    ]
     return lines
 
 
@@ -268,7 +272,7 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
     return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}): {other.why}"
 
 
-def suggestions(plan: Plan, prediction: Prediction) -> list[str]:
+def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False) -> list[str]:
     """What may be worth a look, from what a plan waits for or lacks; the largest term decides, and none below a twentieth."""
     if prediction.remedy is not None:
         remedy = prediction.remedy
@@ -286,7 +290,8 @@ def suggestions(plan: Plan, prediction: Prediction) -> list[str]:
         "bubble": "more micro-batches or fewer stages"
         if len(stage.chunks) > 1
         else "model chunks on every stage (--num-virtual-stages-per-pipeline-rank 2), or more micro-batches",
-        "exposed expert": "an overlap of all-to-alls: tools/autotune.py --overlap-only",
+        "exposed expert": "an overlap of all-to-alls: "
+        + ("this fork's, --target both says what it gains" if is_upstream else "tools/autotune.py --overlap-only"),
         "exposed tensor": "fewer tensor ranks, if memory allows",
         "exposed context": "fewer context ranks, if memory allows",
         "exposed data": "--overlap-grad-reduce and --overlap-param-gather, or a larger global batch",

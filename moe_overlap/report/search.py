@@ -24,7 +24,7 @@ from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.uniform import UniformSearch
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, argument_file
-from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script
+from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script, words_to_add
 
 EXECUTED = "--target moe-overlap: the best plan that runs today"
 EARLY = "stopped early: better plans may be left"
@@ -268,6 +268,7 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
             train_tokens=train_tokens,
             runners_up=[runner_up(other.name, other.prediction, search.chosen.prediction) for other in search.others],
             try_next=[] if search.refusal is None else [EXECUTED],
+            is_upstream=search.target == "megatron-lm",
         )
     )
     return [*lines, *closing_lines(search, folder, files)]
@@ -324,7 +325,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
     ranks = start_flags(search.plan.world_size, search.cluster.group_of(0).gpus_per_node)
     direct = f"python pretrain_moe.py {ranks}@{folder / ARGUMENTS}"
     start = f"sbatch {folder / SCRIPT}" if SCRIPT in files else direct
-    lines.append(f"{'next':<12}{start}")
+    added = words_to_add(search.written.flags, "megatron-lm" if search.target == "megatron-lm" else "moe-overlap")
+    lines.append(f"{'next':<12}{f'{start} {added}'.rstrip()}")
     return lines
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -132,14 +133,14 @@ class RestrictedLoad(LoadShardedStrategy):
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         by_key, flat_mapping, rename_mapping = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
-        torch_checkpoint.load_state_dict(
-            state,
-            _Reader(checkpoint_dir, self._metadata),
-            planner=_Planner(
-                shapes_validation_sharded_tensors=[value for value in tensors if not value.allow_shape_mismatch],
-                allow_shape_mismatch_sharded_tensors={v.key: v for v in tensors if v.allow_shape_mismatch},
-            ),
+        planner = _Planner(
+            shapes_validation_sharded_tensors=[value for value in tensors if not value.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={v.key: v for v in tensors if v.allow_shape_mismatch},
         )
+        with warnings.catch_warnings():
+            # Its successor `load` first gathers the keys of all ranks, which each of them knows here: ranks hold unlike keys.
+            warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
+            torch_checkpoint.load_state_dict(state, _Reader(checkpoint_dir, self._metadata), planner=planner)
         unwrapped = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded = _replace_sharded_keys_with_state_dict_keys(unwrapped, flat_mapping, rename_mapping)
         _restore_dict_types(loaded, sharded_state_dict)

@@ -183,12 +183,19 @@ def _check_parts(source: DataSource, split: str, matrix: list[Any], tokenizer: T
                 raise ConfigError(
                     "--split",
                     split,
-                    f"leaves no text of {prefix} ({facts.sequences} documents) for {part}",
-                    "give it a larger part, or evaluate nothing: --eval-iters 0",
+                    f"leaves no text of {prefix} ({_counted(facts.sequences)}) for {part}",
+                    f"give it a larger part, {_MORE if facts.sequences == 1 else ''}or evaluate nothing: --eval-iters 0",
                 )
         width = {1: "u1", 2: "<u2", 4: "<i4", 8: "<i8"}[facts.bytes_per_token]
         head = numpy.memmap(prefix + ".bin", width, "r", shape=(min(facts.tokens, 1 << 20),))
         _check_vocabulary(int(head.min()), int(head.max()), tokenizer.vocab_size, prefix)
+
+
+_MORE = "more documents (tools/preprocess_data.py --txt-documents line makes one of every line of a .txt), "
+
+
+def _counted(documents: int) -> str:
+    return "1 document" if documents == 1 else f"{documents:,} documents"
 
 
 def _check_vocabulary(lowest: int, highest: int, vocab_size: int, prefix: object) -> None:

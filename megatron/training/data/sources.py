@@ -128,6 +128,10 @@ def check_indexed_dataset(prefix: str, subject: str = "--data-path", *, is_compl
                 fix = f"give the prefix without the ending: {prefix[:-4]}"
             elif Path(prefix + other).is_file():
                 fix = f"the dataset is incomplete: {REBUILD}"
+            elif Path(prefix).is_file():
+                fix = f"make a dataset of it: tools/preprocess_data.py --input {prefix} --output-prefix PREFIX"
+            elif Path(f"{prefix}_text_document.idx").is_file():
+                fix = f"did you mean {prefix}_text_document?"
             else:
                 fix = "give the path of PREFIX.bin and PREFIX.idx without the ending"
             raise ConfigError(subject, prefix, f"{prefix}{suffix} does not exist", fix)

@@ -286,4 +286,6 @@ def announce_end(log: MetricsLog, argv: Sequence[str], config: Config, world_siz
     command = start_command(os.environ, sys.argv[0], world_size, argv)
     longer = f" --train-iters {2 * (config.training.train_iters or 0)} --override-opt-param-scheduler"
     more = longer if reason is None and config.training.train_iters else ""
-    log.say("next", f"{command} --load {config.checkpoint.save}{more}")
+    # Said once, where the run was already told to go on from what it saves.
+    load = "" if config.checkpoint.load == config.checkpoint.save else f" --load {config.checkpoint.save}"
+    log.say("next", f"{command}{load}{more}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Literal
@@ -23,6 +23,8 @@ from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, flag_lin
 SCRIPT, ARGUMENTS = "launch.sbatch", "megatron_args.txt"
 """Names of the files, which lie in one folder."""
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+DATA = ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path", "--mock-data")
+"""Flags that say what is read."""
 AFTER_HOPPER = ("Blackwell",)
 """Architectures whose kernels start in the order of their streams without that setting."""
 
@@ -74,6 +76,21 @@ def run_environment(
     return {MAX_CONNECTIONS: "32" if "--overlap-moe-expert-parallel-comm" in flags else "1"}
 
 
+def words_to_add(flags: Collection[str], target: Target) -> str:
+    """What a job of these flags still has to be told, as it is appended to `sbatch`; capitals stand for the user's values.
+
+    Megatron-LM has no default tokenizer; this runtime has bytes.
+    """
+    wanted = {
+        "--lr LR": ("--lr",),
+        "--train-iters N": ("--train-iters", "--train-samples"),
+        "--data-path PREFIX": DATA,
+    }
+    if target == "megatron-lm":
+        wanted["--tokenizer-type TYPE --tokenizer-model FILE"] = ("--tokenizer-type",)
+    return " ".join(words for words, names in wanted.items() if not any(name in flags for name in names))
+
+
 def slurm_script(
     job: SlurmJob, target: Target, written: WrittenFlags, environment: Mapping[str, str] | None = None
 ) -> str:
@@ -83,7 +100,7 @@ def slurm_script(
         written: the flags; `moe-overlap` reads them from the file beside the script.
         environment: variables of every rank.
     """
-    lines = [*_options(job), "", *_settings(job, target), ""]
+    lines = [*_options(job, words_to_add(written.flags, target)), "", *_settings(job, target), ""]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     lines += ["# export NCCL_SOCKET_IFNAME=eth0   # the network of the first contact, where nodes have several", ""]
     lines += _inline(written) if target == "megatron-lm" else _beside()
@@ -93,7 +110,7 @@ def slurm_script(
     return "\n".join(lines) + "\n" + body
 
 
-def _options(job: SlurmJob) -> list[str]:
+def _options(job: SlurmJob, added: str) -> list[str]:
     count = job.gpus_per_node
     asked = [f"#SBATCH --gpus-per-node={count}", f"#SBATCH --gres=gpu:{count}"]
     if job.gpu_option == "gres":
@@ -101,7 +118,7 @@ def _options(job: SlurmJob) -> list[str]:
     return [
         "#!/usr/bin/env bash",
         "# Written by tools/autotune.py. Submit it from the folder where the program lies and the flags' relative paths hold:",
-        f"#   sbatch FOLDER/{SCRIPT} [further flags]",
+        f"#   sbatch FOLDER/{SCRIPT} {f'{added} ' if added else ''}[further flags]",
         f"#SBATCH --job-name={job.name}",
         f"#SBATCH --nodes={job.nodes}",
         "#SBATCH --ntasks-per-node=1",

@@ -247,6 +247,7 @@ def test_batches_resume_and_leave_the_global_generator_alone(tmp_path: Path) -> 
     ("documents", "split", "samples", "message"),
     [
         (3, "969,30,1", (5, 5, 0), r"--split 969,30,1: leaves no text of .*d \(3 documents\) for validation"),
+        (1, "969,30,1", (5, 5, 0), r"\(1 document\) for validation; .* --txt-documents line .* --eval-iters 0$"),
         (3, "0,1,1", (5, 0, 0), "leaves nothing for training"),
     ],
 )

@@ -98,6 +98,12 @@ def test_a_missing_file_is_named_with_the_likely_fix(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "d", [3])
     with pytest.raises(ConfigError, match=r"d\.bin\.idx does not exist; give the prefix without the ending: .*/d$"):
         check_indexed_dataset(prefix + ".bin")
+    write_dataset(tmp_path / "my_text_document", [3])
+    with pytest.raises(ConfigError, match=r"my\.idx does not exist; did you mean .*/my_text_document\?$"):
+        check_indexed_dataset(str(tmp_path / "my"))
+    (tmp_path / "books.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"make a dataset of it: tools/preprocess_data\.py --input .*/books\.txt "):
+        check_indexed_dataset(str(tmp_path / "books.txt"))
     Path(prefix + ".idx").unlink()
     with pytest.raises(ConfigError, match=r"d\.idx does not exist; the dataset is incomplete"):
         check_indexed_dataset(prefix)

@@ -108,6 +108,17 @@ def test_a_mistake_is_one_line_and_leaves_no_file(
     assert not list(out.iterdir())
 
 
+def test_a_single_document_is_said_with_what_makes_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("a\nb\n")
+    flags = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "d")]
+    assert preprocess_data.main(flags) == 0
+    said = capsys.readouterr().out
+    assert ": 1 document, 4 tokens" in said and "--txt-documents line makes more" in said
+    assert preprocess_data.main([*flags, "--txt-documents", "line"]) == 0
+    said = capsys.readouterr().out
+    assert ": 2 documents, 2 tokens" in said and "--txt-documents" not in said
+
+
 def test_a_mistake_found_by_a_worker_arrives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     documents = [preprocess_data.Document(f"f:{i}", b"{}" if i == 7 else b'{"text": "x"}', True) for i in range(9)]
     encoding = preprocess_data.Encoding(None, TokenizerFiles(), None, ("text",), False)

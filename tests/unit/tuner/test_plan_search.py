@@ -143,6 +143,8 @@ def test_answer_and_json(tmp_path: Path) -> None:
     files = write_search(tmp_path, found)
     lines = search_lines(found, tmp_path, files, 1e12)
     assert len(lines) <= 13 and lines[0].startswith("plan ") and lines[-1].startswith("next ")
+    # What the flags of this job lack stands behind the command, for the user to fill in.
+    assert lines[-1].endswith("launch.sbatch --data-path PREFIX --tokenizer-type TYPE --tokenizer-model FILE")
     assert any(line.startswith("your flags") for line in lines) and any("ruled out by bounds" in line for line in lines)
     values = json.loads(json.dumps(search_json(found)))
     assert values["step_seconds"] == found.prediction.predicted.step_seconds

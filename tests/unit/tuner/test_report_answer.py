@@ -152,6 +152,8 @@ def test_suggestions_follow_the_largest_term() -> None:
     ]
     interleaved = planned("--num-virtual-stages-per-pipeline-rank", "2")
     assert suggestions(interleaved, with_terms(bubble=0.2))[0].startswith("more micro-batches or fewer stages: ")
+    (for_upstream,) = suggestions(planned(), with_terms(exposed_expert=0.3, bubble=0.2), is_upstream=True)
+    assert "--overlap-only" not in for_upstream and "--target both" in for_upstream
     (overlap,) = suggestions(planned(), with_terms(exposed_expert=0.3, bubble=0.2))
     assert overlap.endswith("tools/autotune.py --overlap-only: exposed expert takes 30.0 % of the step")
 

@@ -13,7 +13,7 @@ import pytest
 from moe_overlap.describe.cluster import Cluster, load_cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.write.argument_file import Target, argument_file
-from moe_overlap.tuner.write.slurm import SlurmJob, job_on, run_environment, slurm_script
+from moe_overlap.tuner.write.slurm import SlurmJob, job_on, run_environment, slurm_script, words_to_add
 from tests.unit.tuner.test_write_argument_file import MIXTRAL, mixtral
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,6 +72,17 @@ def test_what_it_asks_slurm_for() -> None:
     assert any(line.startswith("##SBATCH --gres=gpu:8 ") for line in lines)
     by_gres = slurm_script(dataclasses.replace(JOB, gpu_option="gres"), "moe-overlap", written).splitlines()
     assert "#SBATCH --gres=gpu:8" in by_gres and any(line.startswith("##SBATCH --gpus-per-node=8 ") for line in by_gres)
+
+
+def test_the_script_names_what_the_flags_do_not_say() -> None:
+    plan, arguments = mixtral()
+    text = slurm_script(JOB, "moe-overlap", argument_file(MIXTRAL, plan, arguments))
+    said = words_to_add(argument_file(MIXTRAL, plan, arguments).flags, "moe-overlap")
+    assert "--data-path PREFIX" in said and f"#   sbatch FOLDER/launch.sbatch {said} [further flags]\n" in text
+    assert words_to_add((), "moe-overlap") == "--lr LR --train-iters N --data-path PREFIX"
+    assert words_to_add(("--lr", "--train-samples", "--mock-data"), "moe-overlap") == ""
+    assert words_to_add(("--lr", "--train-iters", "--data-path", "--tokenizer-type"), "megatron-lm") == ""
+    assert words_to_add(("--lr", "--train-iters", "--data-path"), "megatron-lm").startswith("--tokenizer-type TYPE")
 
 
 def test_torchrun_gets_the_file_beside_the_script(tmp_path: Path) -> None:

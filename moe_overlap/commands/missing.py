@@ -1,0 +1,42 @@
+"""One line where a command is started by a Python that lacks its packages: most often the one outside of `.venv`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from moe_overlap.describe.errors import ConfigError
+
+OURS = ("moe_overlap", "megatron.training", "tools")
+"""Roots of this project's own modules: one that is missing is a defect, and its traceback stands."""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def says_what_is_missing(root: Path = ROOT) -> Iterator[None]:
+    """End with one line and status 2 where the block imports a package that this Python lacks.
+
+    Args:
+        root: the checkout, in which `make train` makes `.venv`.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = error.name or ""
+        if not name or any(name == own or name.startswith(f"{own}.") for own in OURS):
+            raise
+        print(f"error: {_missing(name, root)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _missing(name: str, root: Path) -> ConfigError:
+    activate = root / ".venv" / "bin" / "activate"
+    if not activate.exists():
+        fix = "`make train` makes .venv and installs; then `. .venv/bin/activate`"
+    elif Path(sys.prefix).resolve() == (root / ".venv").resolve():
+        fix = "install again: `pip install --editable .`"
+    else:
+        fix = f"use the project's environment: `. {activate}`"
+    return ConfigError("python", sys.executable, f"lacks the package {name}", fix)

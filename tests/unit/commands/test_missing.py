@@ -1,0 +1,40 @@
+"""A command that a Python without the packages starts: one line, status 2, and where the right one is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_overlap.commands.missing import says_what_is_missing
+
+
+def ended(name: str, root: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as end, says_what_is_missing(root):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_fix_is_the_environment_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ended("ortools", tmp_path, capsys)
+    assert line.startswith("error: python ") and line.count("\n") == 1
+    assert "lacks the package ortools; `make train` makes .venv" in line
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    assert f"use the project's environment: `. {tmp_path}/.venv/bin/activate`" in ended("megatron", tmp_path, capsys)
+
+
+def test_in_the_environment_it_is_installed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
+    assert "install again: `pip install --editable .`" in ended("torch.nn", tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ["moe_overlap.lost", "megatron.training", "tools.bench"])
+def test_a_missing_module_of_ours_is_a_defect(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModuleNotFoundError), says_what_is_missing(tmp_path):
+        raise ModuleNotFoundError(name, name=name)

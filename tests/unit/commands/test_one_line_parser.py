@@ -1,0 +1,36 @@
+"""Mistakes in the own flags of the tools that predict and tune: one line with the fix, status 2."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_overlap.commands import autotune, predict
+
+TOOLS = {"predict": predict.main, "autotune": autotune.main}
+IN_A_FILE = "no flag of this tool; see --help all; flags of the training go into a file that --megatron-args names"
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "message"),
+    [
+        ("autotune", ["--gpu", "H100"], "--output: is missing; add --output DIR"),
+        ("predict", ["--expert-model-parallel-size", "8"], f"--expert-model-parallel-size: is {IN_A_FILE}"),
+        ("predict", ["--lr", "1", "--bf16"], f"--lr, --bf16: are {IN_A_FILE.replace('flag of', 'flags of')}"),
+        ("predict", ["--gpus=H100"], "--gpus: is no flag of this tool; did you mean --gpu?"),
+        ("predict", ["--verbos"], "--verbos: is no flag of this tool; did you mean --verbose?"),
+        ("predict", ["job.args"], "job.args: a word that belongs to no flag; quote values with spaces"),
+        ("autotune", ["--output", "x", "--target", "nemo"], "--target: invalid choice: 'nemo'"),
+        (
+            "autotune",
+            ["--output", "x", "--global-batch-size", "many"],
+            "--global-batch-size: invalid int value: 'many'",
+        ),
+        ("predict", ["--gpu"], "--gpu: expected one argument; see --help"),
+    ],
+)
+def test_a_mistake_is_one_line(tool: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        TOOLS[tool](words)
+    said = capsys.readouterr()
+    assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith(f"error: {message}")
