@@ -58,17 +58,26 @@ def block_of(op: Op) -> str:
     return CORE if op.operator == ATTENTION and op.module.rpartition(".")[2] == "core_attention" else op.operator
 
 
-def block_class(block: str, layout: Layout, model: ModelDescription) -> tuple[Any, ...]:
+def block_class(block: str, layout: Layout, model: ModelDescription, of_copies: bool = False) -> tuple[Any, ...]:
     """Layouts with equal classes run the same operators of a block.
 
     A collective is there where its group has several ranks. One key/value head on a rank needs no copies to stand side by side,
     fewer heads than ranks need more; one expert on a rank needs no sorting.
+
+    Args:
+        of_copies: a library dispatches tokens, and sends each once to every rank that needs it.
     """
+    if block == ROUTED and of_copies:
+        # Rows, tables of places and copies of tokens add up to sizes of more terms than a few captures tell apart.
+        return (layout.expert, layout.expert_tensor)
     if block == ROUTED:
         local = model.num_experts // layout.expert
         # Biases of experts are added, and their gradients, in an order of their own for every number of experts.
         return (layout.expert > 1, layout.expert_tensor > 1, local if model.linear_bias else local == 1)
     dense: tuple[Any, ...] = (layout.tensor > 1, layout.context > 1, layout.sequence_parallel)
+    if block == ROUTER and of_copies:
+        # Gradients of the probabilities come to the gate from the library's dispatch, or from the sum that stands in for it.
+        dense += (layout.expert > 1, layout.expert_tensor > 1)
     if block == CORE and model.attention_sinks:
         # Without a kernel of their own, sinks are masked by the places of tokens, which are cut for every rank.
         dense = (layout.context,)

@@ -181,7 +181,10 @@ class Composer:
         """The classes of a part's blocks under a layout."""
         if key not in self._blocks:
             raise NotComposableError(f"{key[0]}: its operators have no names")
-        return tuple((block, block_class(block, layout, self._model)) for block in self._blocks[key])
+        return tuple((block, self._class(block, layout)) for block in self._blocks[key])
+
+    def _class(self, block: str, layout: Layout) -> tuple[Any, ...]:
+        return block_class(block, layout, self._model, self._of_copies)
 
     def _experts(self, layout: Layout) -> int:
         return self._model.num_experts // layout.expert
@@ -191,7 +194,7 @@ class Composer:
         for sample in self._samples:
             if key in sample.parts:
                 for block, structure in sample.parts[key].blocks().items():
-                    place = (block, block_class(block, sample.layout, self._model))
+                    place = (block, self._class(block, sample.layout))
                     if structures.setdefault(place, structure) != structure:
                         return True
         return False
@@ -202,7 +205,7 @@ class Composer:
             of_class = [
                 sample.parts[key]
                 for sample in self._samples
-                if key in sample.parts and block_class(block, sample.layout, self._model) == wanted
+                if key in sample.parts and self._class(block, sample.layout) == wanted
             ]
             if not of_class:
                 raise NotComposableError(f"{key[0]}: nothing captured has {block} of class {wanted}")
@@ -241,11 +244,11 @@ class Composer:
             self._known[sizes] = self._scalings.scaling(values, products)
             return self._known[sizes]
         except UndeterminedError:
-            wanted = block_class(block, layout, self._model)
+            wanted = self._class(block, layout)
             values = {
                 index: value
                 for index, value in values.items()
-                if block_class(block, self._samples[index].layout, self._model) == wanted
+                if self._class(block, self._samples[index].layout) == wanted
             }
             try:
                 return self._scalings.scaling(values, products)

@@ -17,7 +17,7 @@ from megatron.training.cli.config import Config
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.operators import ATTENTION, MLP
 from moe_overlap.plan.plan import Plan
-from moe_overlap.tuner.capture.blocks import CORE, ROUTED, NotComposableError, block_class
+from moe_overlap.tuner.capture.blocks import CORE, ROUTED, ROUTER, NotComposableError, block_class
 from moe_overlap.tuner.capture.cache import CaptureFiles, Flags, joined, stage_requests
 from moe_overlap.tuner.capture.composition import Composer, Composite, Sample
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
@@ -144,8 +144,7 @@ class BlockLibrary:
                 self._unlike.add(kind)
         self._composed.clear()
         self._samples.append(Sample.of(captured, request.model))
-        sends_copies = request.config.moe.moe_token_dispatcher_type == "flex"
-        self._composer = Composer(request.model, self._samples, sends_copies)
+        self._composer = Composer(request.model, self._samples, _sends_copies(request))
         return captured
 
 
@@ -179,10 +178,21 @@ End = tuple[object, str, int]
 """A class, an axis, and a number of ranks."""
 
 
+def _sends_copies(request: Request) -> bool:
+    """Whether a library dispatches tokens, which sends a token once to each rank that needs it."""
+    return request.config.moe.moe_token_dispatcher_type == "flex"
+
+
 def _sights(request: Request) -> set[object]:
     """The classes that a capture of a request shows."""
-    blocks = (ATTENTION, CORE, ROUTED, MLP)
-    return {(block, block_class(block, request.layout, request.model)) for block in blocks}
+    of_copies = _sends_copies(request)
+    blocks = (ATTENTION, CORE, ROUTED, MLP, *((ROUTER,) if of_copies else ()))
+    sights: set[object] = {(block, block_class(block, request.layout, request.model, of_copies)) for block in blocks}
+    if of_copies:
+        # Sizes of experts are those of one class alone there: two captures tell how they fall with the ranks of a sample.
+        ranks = request.layout.tensor * request.layout.context
+        sights.add((ROUTED, block_class(ROUTED, request.layout, request.model, of_copies), ranks > 1))
+    return sights
 
 
 def _numbers(request: Request) -> set[End]:

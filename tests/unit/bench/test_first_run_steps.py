@@ -101,7 +101,8 @@ def test_emulation_is_taken_where_there_are_no_namespaces(monkeypatch: pytest.Mo
 
 def test_ranks_are_pretrain_moe_itself_unless_the_link_is_emulated() -> None:
     assert command_of_training(["--lr", "1"], None)[1:] == [str(ROOT / "pretrain_moe.py"), "--lr", "1"]
-    assert command_of_training(["--lr", "1"], 4e7)[1:5] == [
+    assert command_of_training(["--lr", "1"], 4e7)[1:6] == [
+        "-P",
         "-m",
         "tools.bench.training",
         "--bytes-per-second",
