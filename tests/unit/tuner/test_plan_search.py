@@ -21,11 +21,12 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.finalists import in_order
 from moe_overlap.job import read_job
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan, save_plan
-from moe_overlap.plan_search import SearchSettings, Target, in_order, search_plan, without_layout
+from moe_overlap.plan_search import SearchSettings, Target, search_plan, without_layout
 from moe_overlap.report.search import Finalist, PlanSearch, detail_lines, search_json, search_lines, write_search
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
