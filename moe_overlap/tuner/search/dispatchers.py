@@ -25,6 +25,8 @@ from moe_overlap.tuner.capture.blocks import ROUTED, block_of
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Op, Part
 from moe_overlap.tuner.cost.hardware import Dispatcher
+from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.layer import PartCost, Setting
 from moe_overlap.tuner.cost.operators import CostClassCode, OpTable
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.solution import Status
@@ -101,9 +103,13 @@ class Floors(UniformCosts):
 
     Args:
         task: under the first dispatcher.
+        is_hosted: whether a pass takes at least as long as the host needs to launch it. Tokens travel while the host launches,
+            so that what an exchange takes is added to prices without a host only.
     """
 
-    def __init__(self, task: UniformTask) -> None:
+    def __init__(self, task: UniformTask, is_hosted: bool = True) -> None:
+        self._is_hosted = is_hosted
+        self._unhosted: dict[int, tuple[PartCost, PartCost]] = {}
         self._tables_without: dict[int, tuple[OpTable, OpTable]] = {}
         self._parts_without: dict[int, tuple[Part, Part]] = {}
         graphs = task.graphs
@@ -119,7 +125,7 @@ class Floors(UniformCosts):
         Args:
             exchange: seconds of a micro-batch's all-to-alls over all stages that nothing runs beside.
         """
-        through = self.through_seconds(replace(layout, dispatcher="")) + exchange
+        through = self.through_seconds(replace(layout, dispatcher="")) + self._added(exchange)
         return pipelined(through, layout, self._micro_batches(layout))
 
     def fitting_floor(self, layout: UniformLayout, exchange: float, capacity: float) -> float:
@@ -138,13 +144,25 @@ class Floors(UniformCosts):
         fewest = min(sum(sum(model.moe_layers[first:last]) for first, last in of_stage) for of_stage in chunks)
         # Reductions and gathers of states may hide beside all-to-alls of the first and the last micro-batch.
         alone = max(0, self._micro_batches(layout) - 2)
-        return least + alone * exchange * fewest / max(1, sum(model.moe_layers))
+        return least + alone * self._added(exchange) * fewest / max(1, sum(model.moe_layers))
 
     def part_table(self, table: OpTable) -> OpTable:
         """The operators of a part that run under every dispatcher."""
         if id(table) not in self._tables_without:
             self._tables_without[id(table)] = table, without_exchange(table)
         return self._tables_without[id(table)][1]
+
+    def _added(self, exchange: float) -> float:
+        return 0.0 if self._is_hosted else exchange
+
+    def _cost(self, table: OpTable, layout: UniformLayout, setting: tuple[Setting, Interference]) -> PartCost:
+        cost = super()._cost(table, layout, setting)
+        if self._is_hosted:
+            return cost
+        if id(cost) not in self._unhosted:
+            forward, backward = (replace(each, host_seconds=0.0) for each in (cost.forward, cost.backward))
+            self._unhosted[id(cost)] = cost, replace(cost, forward=forward, backward=backward)
+        return self._unhosted[id(cost)][1]
 
     def _micro_batches(self, layout: UniformLayout) -> int:
         template, _ = self.task.templates(layout.tensor)
@@ -199,13 +217,13 @@ class FlooredCosts(UniformCosts):
 
     Args:
         task: under this dispatcher.
-        first: under the first one.
+        first: under the first one, with the host and without it.
         bounds: under this one.
         known: seconds of a plan; layouts whose bound is above it are bounded no further.
     """
 
     def __init__(
-        self, task: UniformTask, first: Floors, bounds: Callable[[UniformLayout], Bounds], known: float
+        self, task: UniformTask, first: Sequence[Floors], bounds: Callable[[UniformLayout], Bounds], known: float
     ) -> None:
         super().__init__(task)
         self._first, self._bounds, self._known = first, bounds, known
@@ -213,11 +231,11 @@ class FlooredCosts(UniformCosts):
     def step_bound(self, layout: UniformLayout) -> float:
         """Seconds that no plan of the layout stays below; asks for no graph of this dispatcher."""
         machine, exchange = self.task.machine, self._bounds(layout).exchange_seconds(layout)
-        floor = self._first.step_floor(layout, exchange)
+        floor = max(floors.step_floor(layout, exchange) for floors in self._first)
         if floor > self._known:
             return floor
         capacity = machine.cluster.group_of(0).gpu.memory_gib * GIB / machine.memory.high
-        return max(floor, self._first.fitting_floor(layout, exchange, capacity))
+        return max(floor, *(floors.fitting_floor(layout, exchange, capacity) for floors in self._first))
 
 
 def search_dispatchers(
@@ -240,7 +258,8 @@ def search_dispatchers(
         names: the further dispatchers.
         keep: plans that are ranked in all.
     """
-    floors, outcomes = Floors(first), []
+    floors = [Floors(first, is_hosted=is_hosted) for is_hosted in (True, False)]
+    outcomes: list[DispatcherOutcome] = []
     for name in names:
         if found.solution.status is Status.TIME_LIMIT:
             break

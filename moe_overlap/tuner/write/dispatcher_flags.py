@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import cast
 
 from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.search.dispatchers import FIRST, dispatchers_of
@@ -22,17 +23,28 @@ FLAGS: Mapping[Dispatcher, tuple[str, ...]] = MappingProxyType(
 """Dispatcher -> the flags that say it, to this fork and to unmodified Megatron-LM."""
 DECIDING = {words[0] for words in FLAGS.values()} | {"--moe-enable-deepep", "--moe-flex-dispatcher-backend"}
 """Flags that name a dispatcher."""
+OF_ONE = ("--moe-deepep-", "--moe-hybridep-")
+"""Flags that adjust one library; prefixes."""
 
 
 def with_dispatcher(bare: Sequence[str], cluster: Cluster, is_free: bool) -> tuple[list[str], tuple[Dispatcher, ...]]:
     """The flags with the dispatcher that is searched first, and those that are searched behind it.
 
     There are none where the flags name theirs, or layers have no experts. On a measured machine nothing bounds a layout.
+
+    Raises:
+        ConfigError: a flag adjusts one library, and several dispatchers are searched.
     """
     flags = grouped(bare)
     said = {name for name in flags if name in DECIDING}
     if "--num-experts" not in flags or cluster.measured is not None or (said and not is_free):
         return list(bare), ()
+    for name in flags:
+        if name.startswith(OF_ONE):
+            rule = "adjusts one dispatcher, and several are searched"
+            raise ConfigError(
+                name, " ".join(flags[name]), rule, "drop it, or name the dispatcher and leave --search-dispatcher out"
+            )
     others = [word for name, values in flags.items() if name not in said for word in (name, *values)]
     return [*others, *FLAGS[FIRST]], tuple(name for name in dispatchers_of(cluster.group_of(0)) if name != FIRST)
 

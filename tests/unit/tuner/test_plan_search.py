@@ -139,6 +139,22 @@ def test_ties_are_broken_towards_less_memory() -> None:
     assert [plan.name for plan in in_order(plans)] == ["near", "fast", "even", "slow"]
 
 
+def test_a_library_leads_only_where_it_is_faster_than_a_tie() -> None:
+    chosen = searched("megatron-lm").chosen
+    features = dataclasses.replace(chosen.problem.features, dispatcher="deepep")
+    by_library = dataclasses.replace(
+        chosen, name="deepep", problem=dataclasses.replace(chosen.problem, features=features)
+    )
+    slower = dataclasses.replace(
+        chosen.prediction.predicted, step_seconds=1.005 * chosen.prediction.predicted.step_seconds
+    )
+    tied = dataclasses.replace(chosen, prediction=dataclasses.replace(chosen.prediction, predicted=slower))
+    assert in_order([by_library, tied])[0] is tied
+    far = dataclasses.replace(slower, step_seconds=1.1 * slower.step_seconds)
+    behind = dataclasses.replace(chosen, prediction=dataclasses.replace(chosen.prediction, predicted=far))
+    assert in_order([behind, by_library])[0] is by_library
+
+
 def test_answer_and_json(tmp_path: Path) -> None:
     found = searched("megatron-lm")
     files = write_search(tmp_path, found)
