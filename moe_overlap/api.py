@@ -122,7 +122,7 @@ def tune(
     parse(
         list(expand_files(words))
     )  # What is tuned is executed here: the flags of other releases are refused, as in training.
-    job = executed_here(read_job(words, cluster.gpus, options.get("precision"), options.get("plan")))
+    job = executed_here(_read_on(words, cluster, options))
     problem = _problem(job, cluster, options)
     _require_open(problem.plan)
     refinement: Refinement | None = None
@@ -184,9 +184,13 @@ def problem_of(words: Sequence[str], cluster: Cluster, options: Options) -> Prob
 
 
 def _job_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
-    job = read_job(words, cluster.gpus, options.get("precision"), options.get("plan"))
+    job = _read_on(words, cluster, options)
     # A machine is measured for runs of this fork on it.
     return job if cluster.measured is None else executed_here(job)
+
+
+def _read_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
+    return read_job(words, cluster.gpus, options.get("precision"), options.get("plan"), cluster.queues)
 
 
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:

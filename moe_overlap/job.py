@@ -56,13 +56,21 @@ class Job:
     """Sentences on what was taken for what the flags do not say."""
 
 
-def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = None, plan: str | None = None) -> Job:
+def read_job(
+    words: Sequence[str],
+    num_gpus: int,
+    precision: Precision | None = None,
+    plan: str | None = None,
+    host_runs_ahead: bool = False,
+) -> Job:
     """Understand a command line for a number of GPUs.
 
     Args:
         words: Megatron flags; `@FILE` stands for the words in a file. A `--plan` among them completes them, as in training.
         precision: in place of what the flags say.
         plan: file of a plan that decides in place of the flags.
+        host_runs_ahead: whether the devices queue what the host gives them. A run of flags is lowered for its devices; a plan of
+            a file says itself which it is for.
     Raises:
         ConfigError: the flags are wrong, or do not describe the vocabulary.
     """
@@ -81,6 +89,8 @@ def read_job(words: Sequence[str], num_gpus: int, precision: Precision | None = 
     name = files[0][1:].rpartition("/")[2].partition(".")[0] if files else parsed.name
     model = describe_model(config, vocabulary, name)
     decided = _decided(config, model, num_gpus, reading.flags, plan)
+    if plan is None and config.overlap.plan is None:
+        decided = dataclasses.replace(decided, host_runs_ahead=host_runs_ahead)
     for stage in decided.stages:
         groups = model.num_attention_heads if model.latent_attention is not None else model.num_query_groups
         require_context_heads(reading.flags, stage.context, max(1, groups // stage.tensor))

@@ -138,7 +138,7 @@ def search_plan(
     bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
     bare = with_precision(bare, options.get("precision"))
     bare, further = with_dispatcher(bare, cluster, settings.frees_dispatcher)
-    job = _by(_described(words, bare, cluster.gpus, options), FIRST if further else "")
+    job = _by(_described(words, bare, cluster, options), FIRST if further else "")
     libraries = libraries or Libraries(CaptureFiles(cache_folder()))
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
     given = options.get("graphs")
@@ -280,7 +280,7 @@ def _of_one_dispatcher(
     return _by(job, name), under, dataclasses.replace(found, ranked=ranked)
 
 
-def _described(words: Sequence[str], bare: Sequence[str], num_gpus: int, options: Options) -> Job:
+def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, options: Options) -> Job:
     """The job of the flags, whose layout is not looked at.
 
     Raises:
@@ -292,7 +292,9 @@ def _described(words: Sequence[str], bare: Sequence[str], num_gpus: int, options
         job = read_job([*bare, "--micro-batch-size", "1"], 1)
     except ConfigError:
         # Flags that need several ranks are read with the user's own layout.
-        job = read_job(words, num_gpus, options.get("precision"))
+        job = read_job(words, cluster.gpus, options.get("precision"))
+    # All plans of the search are made from this one, whose own may be a file's for other devices.
+    job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, host_runs_ahead=cluster.queues))
     return job if name is None else dataclasses.replace(job, model=dataclasses.replace(job.model, name=name))
 
 

@@ -183,7 +183,7 @@ def predict(
     words, machines = _words(args), _cluster(cluster, gpu, num_gpus)
     prediction = api.predict(words, machines, **options)
     if machines.measured is None:
-        plan = read_job(words, machines.gpus, options.get("precision"), options.get("plan")).plan
+        plan = read_job(words, machines.gpus, options.get("precision"), options.get("plan"), machines.queues).plan
     else:
         plan = problem_of(words, machines, options).plan
     fields = {field.name: getattr(prediction, field.name) for field in dataclasses.fields(Prediction)}

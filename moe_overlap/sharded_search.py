@@ -12,6 +12,7 @@ from pathlib import Path
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import Options
 from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.expert_load import expert_load_text
 from moe_overlap.plan.serialize import as_values, content_sha256
 from moe_overlap.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
 from moe_overlap.tuner.cost.hardware import shipped_constants
@@ -69,6 +70,8 @@ def job_sha256(asked: tuple[object, ...], cluster: Cluster, options: Options) ->
 
     Args:
         asked: flags and settings, as JSON values.
+    Raises:
+        ConfigError: the file of expert loads cannot be read.
     """
     loads, constants = options.get("expert_load"), options.get("constants") or shipped_constants()
     return content_sha256(
@@ -77,7 +80,7 @@ def job_sha256(asked: tuple[object, ...], cluster: Cluster, options: Options) ->
             "asked": asked,
             "cluster": as_values(cluster),
             "options": [options.get("precision"), options.get("software"), options.get("memory_margin")],
-            "expert load": None if loads is None else Path(loads).read_text(encoding="utf-8"),
+            "expert load": None if loads is None else expert_load_text(loads),
             "constants": as_values(constants),
         }
     )

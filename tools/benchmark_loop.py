@@ -155,6 +155,7 @@ def main(argv: Sequence[str]) -> int:
         answer = Path(folder, "ratios.json")
         command = [
             sys.executable,
+            "-P",
             "-m",
             "torch.distributed.run",
             "--standalone",

@@ -118,7 +118,15 @@ def run_layouts(layouts: Sequence[Layout], steps: int, folder: Path) -> dict[str
     """
     for world_size in sorted({layout.world_size for layout in layouts}):
         names = [layout.name for layout in layouts if layout.world_size == world_size]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world_size),
+        ]
         command += [__file__, "--steps", str(steps), "--worker", str(folder), *names]
         # A rank that a signal ends says where it was; torchrun tells only which signal.
         subprocess.run(command, check=True, env=os.environ | {"PYTHONFAULTHANDLER": "1"})

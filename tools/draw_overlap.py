@@ -17,16 +17,17 @@ if __name__ == "__main__":
     # A script finds only what stands beside it: the package `tools` is one folder up.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from moe_overlap.commands.exits import interruptible
+from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.trace import read_traces
 from moe_overlap.report.picture import draw, step_of
 
 
+@interruptible
 def main(argv: Sequence[str]) -> int:
     """Read both traces and write the picture; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("without", type=Path, help="trace of a step without overlap")
     parser.add_argument("overlapped", metavar="with", type=Path, help="trace of the same step with overlap")
     parser.add_argument("--output", type=Path, default=Path("overlap.svg"), help="file to write")

@@ -45,7 +45,7 @@ from moe_overlap.commands.job_arguments import (
 )
 from moe_overlap.commands.predict import token_count
 from moe_overlap.commands.tune_many import tune_both, tune_numbers
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, system_refusal
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import BEYOND, SPACES, SearchSettings, search_plan
 from moe_overlap.report.prediction import prediction_text
@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return (_overlap if arguments.overlap_only else _plan)(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {system_refusal(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("error: interrupted before the answer was complete", file=sys.stderr)

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from megatron.training.data.sources import REBUILD, check_indexed_dataset, token_range
 from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import interruptible
+from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
 
 
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the datasets, a line each; 2 for the first that is damaged."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("prefix", nargs="+", help="PREFIX of PREFIX.bin and PREFIX.idx")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below it")

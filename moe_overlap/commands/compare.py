@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import interruptible
+from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_text, plain_json
 from moe_overlap.report.trace import comparison_json, comparison_text, read_trace, require_one_job
@@ -75,7 +76,7 @@ def relative_differences(first: dict[int, float], second: dict[int, float]) -> d
 @interruptible
 def compare_losses(argv: Sequence[str] | None = None) -> int:
     """Print the comparison; the exit status says whether the runs agree."""
-    parser = argparse.ArgumentParser(description=LOSSES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=LOSSES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
@@ -120,7 +121,7 @@ def compare_losses(argv: Sequence[str] | None = None) -> int:
 @interruptible
 def compare_traces(argv: Sequence[str] | None = None) -> int:
     """Print the comparison; 2 for a file that cannot be read, or traces of unlike jobs."""
-    parser = argparse.ArgumentParser(description=TRACES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=TRACES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("predicted", type=Path)
     parser.add_argument("measured", type=Path)

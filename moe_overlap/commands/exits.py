@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
+from moe_overlap.describe.errors import system_refusal
 from moe_overlap.describe.files import printable
 
 LAUNCH_FOLDER = "MOE_OVERLAP_LAUNCH_FOLDER"
@@ -138,7 +139,10 @@ _Main = TypeVar("_Main", bound=Callable[..., int])
 
 
 def interruptible(main: _Main) -> _Main:
-    """A command that Ctrl-C ends with one line; of many ranks the first one says it. Training has signals of its own."""
+    """A command that Ctrl-C, and a path at which the system refuses it, end with one line.
+
+    Of many ranks the first one says that it was interrupted. Training has signals of its own.
+    """
 
     @functools.wraps(main)
     def command(*arguments: Any, **named: Any) -> int:
@@ -148,6 +152,9 @@ def interruptible(main: _Main) -> _Main:
             if os.environ.get("RANK", "0") == "0":
                 print("error: interrupted", file=sys.stderr, flush=True)
             return INTERRUPTED
+        except OSError as error:
+            print(f"error: {system_refusal(error)}", file=sys.stderr, flush=True)
+            return 2
 
     return cast("_Main", command)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.files import printable
 
 ALL = "all"
 
@@ -28,9 +29,7 @@ def parser_with_topics(description: str | None, needed: Sequence[str]) -> argpar
     Args:
         needed: flags that `--help` alone shows.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
-    )
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False)
     parser.add_argument(
         "-h",
         "--help",
@@ -39,6 +38,14 @@ def parser_with_topics(description: str | None, needed: Sequence[str]) -> argpar
         help="show the topics and what most calls need; the flags of a topic; or, with all, every flag",
     )
     return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes, which repeat words of the command line, move no cursor."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the mistake, and end the program with status 2."""
+        super().error(printable(message, len(message)))
 
 
 class _Help(argparse.Action):

@@ -7,7 +7,6 @@ lines and comments. Nothing is executed. The flags are those of the command that
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import ends_with_its_reader, interruptible
+from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_text
 from moe_overlap.describe.readers.shell_script import MOST_SCRIPT_BYTES, script_flags
@@ -24,7 +24,7 @@ from moe_overlap.describe.readers.shell_script import MOST_SCRIPT_BYTES, script_
 @interruptible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; exit status 0, or 2 for a script that holds no flags."""
-    parser = argparse.ArgumentParser(description="Flags of a Megatron-LM shell script as an argument file.")
+    parser = Parser(description="Flags of a Megatron-LM shell script as an argument file.")
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("script", type=Path, help="the shell script")
     parser.add_argument("--output", type=Path, help="the argument file; default standard output")

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         played = {} if seconds is None else {"simulated_step_seconds": seconds}
         print(json.dumps(prediction_json(prediction) | played, indent=1))
         return 0
-    job = read_job(words, cluster.gpus, arguments.precision, arguments.plan)
+    job = read_job(words, cluster.gpus, arguments.precision, arguments.plan, cluster.queues)
     # What a measured machine runs is this fork, whose states are always sharded; the problem's plan says so.
     plan = job.plan if cluster.measured is None else problem_of(words, cluster, given).plan
     answer = Answer(

@@ -34,7 +34,7 @@ import numpy
 from megatron.training.cli.packages import is_installed
 from megatron.training.data.tokenizers import TYPES, Tokenizer, TokenizerFiles, build_tokenizer, refuse_unread_files
 from moe_overlap import VERSION_LINE
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, system_refusal
 
 #!/usr/bin/env python
 
@@ -374,6 +374,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("--output-prefix", options.output_prefix, rule, "choose another folder") from error
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {system_refusal(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 from moe_overlap import VERSION_LINE
 from moe_overlap.api import job_operators
 from moe_overlap.commands.exits import interruptible
+from moe_overlap.commands.help_topics import Parser
 from moe_overlap.commands.train import place_among_ranks
 from moe_overlap.describe.cluster import Cluster, load_cluster
 from moe_overlap.describe.errors import ConfigError
@@ -119,7 +120,7 @@ def main(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("--output", metavar="C.json", required=True, help="the cluster description")
     parser.add_argument("--device", choices=KINDS, help="default: the GPU if there is one")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 
 from moe_overlap import VERSION_LINE
 from moe_overlap.commands.exits import ends_with_its_reader, interruptible
+from moe_overlap.commands.help_topics import Parser
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.files import Unreadable, bounded_json
 from moe_overlap.describe.model import ModelDescription, model_parameters
@@ -25,7 +25,7 @@ from moe_overlap.report.plan import format_plan
 @interruptible
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--version", action="version", version=VERSION_LINE)
     parser.add_argument("file", metavar="FILE", help="a plan.json")
     parser.add_argument("--rank", type=int, default=0, help="rank whose list is printed (default 0)")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,11 +31,13 @@ from moe_overlap.commands.exits import (
     leave_to_signals,
     speak,
 )
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, system_refusal
 from moe_overlap.describe.files import printable
 from moe_overlap.describe.model import require_bounded_layers
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron.training.cli.arguments import ParsedArguments
     from megatron.training.cli.config import Config
     from megatron.training.cli.launch import Launch
@@ -73,7 +76,11 @@ def main(argv: Sequence[str]) -> int:
             require_bounded_layers("--mtp-num-layers", parsed.config.model.mtp_num_layers)
             if parsed.dry_run:
                 require_one_size(parsed.world_size, launch)
-                dry_run(parsed, launch.world_size if launch else parsed.world_size, sys.stdout)
+                page = io.StringIO()
+                dry_run(parsed, launch.world_size if launch else parsed.world_size, page)
+                # Values of flags may come from a file that somebody else wrote.
+                lines = page.getvalue().removesuffix("\n").split("\n")
+                print("\n".join(printable(line, len(line)) for line in lines))
                 return 0
         validate(parsed.config, world_size)
         require_startable(parsed, this_machine())
@@ -85,6 +92,8 @@ def main(argv: Sequence[str]) -> int:
         return start_ranks(launch, words, parsed.config)
     except ConfigError as error:
         return leave(rank, f"error: {error}", 2)
+    except OSError as error:
+        return leave(rank, f"error: {system_refusal(error)}", 2)
 
 
 def place_among_ranks(environment: Mapping[str, str]) -> tuple[int, int]:
@@ -214,17 +223,13 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     from moe_overlap.plan.lowering.lower import lower
     from moe_overlap.plan.lowering.residency import HARDWARE_QUEUES
     from moe_overlap.runtime.build import build_context
-    from moe_overlap.runtime.step import computes_later
 
     config = parsed.config
     prove_outputs(config, rank)  # 0
     tokenizer = tokenizer_of_run(config.data)  # 1
     vocabulary = known_vocab_size(config) or tokenizer.vocab_size
     model = describe_model(config, vocabulary, parsed.name)
-    plan = plan_of_run(config, model, dist.get_world_size())
-    if config.overlap.plan is None:
-        # Flags do not tell the device; a plan of a file does, and is executed as it stands.
-        plan = dataclasses.replace(plan, host_runs_ahead=computes_later(device_of_this_process()))
+    plan = on_device(plan_of_run(config, model, dist.get_world_size()), config, device_of_this_process())
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
     queues = hardware_queues() if plan.host_runs_ahead else HARDWARE_QUEUES
 
@@ -262,6 +267,13 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
 
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def on_device(plan: Plan, config: Config, device: torch.device) -> Plan:
+    """The plan that is executed: of flags, which do not tell the device, for this one; of a file as it stands."""
+    from moe_overlap.runtime.step import computes_later
+
+    return plan if config.overlap.plan else dataclasses.replace(plan, host_runs_ahead=computes_later(device))
 
 
 def hardware_queues() -> int:

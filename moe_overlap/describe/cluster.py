@@ -88,6 +88,11 @@ class Cluster:
         """All GPUs."""
         return sum(group.gpus for group in self.groups)
 
+    @property
+    def queues(self) -> bool:
+        """Whether its devices queue what the host gives them, as GPUs do; a CPU that was measured computes at once."""
+        return self.measured is None or self.measured.device != "cpu"
+
     def group_of(self, rank: int) -> NodeGroup:
         """The group of nodes that holds a rank."""
         first = 0

@@ -39,6 +39,21 @@ class ConfigError(Exception):
         return type(self), (self.subject, self.value, self.rule, self.fix)
 
 
+def system_refusal(error: OSError) -> ConfigError:
+    """The user's error for a path at which the system allows no look, no read or no write.
+
+    Commands end with it where no reader has said more: even the question whether a file exists fails below a folder that this
+    user may not enter, or for a name that is too long.
+
+    Raises:
+        OSError: the error itself, which names no path, and is therefore no mistake in one.
+    """
+    if error.filename is None:
+        raise error
+    reason = error.strerror or type(error).__name__
+    return ConfigError(str(error.filename), "", f"cannot be used: {reason}", "correct the path or its permissions")
+
+
 def require(holds: object, flag: str, value: object, rule: str, fix: str) -> None:
     """Raise the error a user reads, unless the rule holds."""
     if not holds:

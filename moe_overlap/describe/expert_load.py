@@ -60,16 +60,25 @@ class ExpertLoad:
         return json.dumps(asdict(self))
 
 
+def expert_load_text(path: str | Path) -> str:
+    """The text of a file of expert loads, whose lines nobody has checked.
+
+    Raises:
+        ConfigError: the file cannot be read, is none, or is too large.
+    """
+    try:
+        return bounded_text(path)
+    except Unreadable as error:
+        raise ConfigError(SUBJECT, path, str(error), error.fix) from error
+
+
 def read_expert_loads(path: str | Path) -> tuple[ExpertLoad, ...]:
     """The lines of a file that count, in its order: for steps that were executed twice, the later ones.
 
     Raises:
         ConfigError: the file cannot be read, or a line is none of this format; it names the line.
     """
-    try:
-        text = bounded_text(path)
-    except Unreadable as error:
-        raise ConfigError(SUBJECT, path, str(error), error.fix) from error
+    text = expert_load_text(path)
     kept: list[ExpertLoad] = []
     for number, line in enumerate(text.splitlines(), 1):
         try:

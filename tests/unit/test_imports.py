@@ -160,6 +160,31 @@ def test_nothing_reads_parallel_state() -> None:
     }
 
 
+AT_HOME = ("tools.bench.worker", "tools.bench.padded_ranks")
+"""Modules that are started in the project's own folder (tools/bench/launch.py)."""
+
+
+def started_modules(source: str) -> Iterator[tuple[str, bool]]:
+    """Modules that a command line starts by name, and whether it keeps the working directory off their path."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
+            words = [word.value if isinstance(word, ast.Constant) else None for word in node.elts]
+            if "-m" in words:
+                yield str(words[words.index("-m") + 1]), "-P" in words[: words.index("-m")]
+
+
+def test_no_process_imports_from_the_folder_that_the_user_works_in() -> None:
+    """Python looks for modules there first when it is started by `-m`: a torch.py in it would be executed."""
+    assert list(started_modules('run([sys.executable, "-m", "a.b", "-P"])')) == [("a.b", False)]
+    assert list(started_modules('run([sys.executable, "-P", "-m", "a.b"])')) == [("a.b", True)]
+    found = set()
+    for folder in ("moe_overlap", "megatron/training", "tools"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found |= {(module, safe) for module, safe in started_modules(path.read_text()) if module not in AT_HOME}
+    assert {"moe_overlap.tuner.capture", "moe_overlap.tuner.profile.measure"} <= {module for module, _ in found}
+    assert [module for module, safe in found if not safe] == []
+
+
 FOREIGN = {
     "a package without our mark": {"__init__.py": "", "arguments.py": "def parse(argv):\n    raise SystemExit(99)\n"},
     "a later wheel's package": {"__init__.py": "from .training import pretrain\n", "training.py": "pretrain = 1\n"},

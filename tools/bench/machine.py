@@ -174,7 +174,7 @@ def _calibration(variant: Variant, database: Database, cluster: Cluster, tell: T
 def _passes_seconds(flags: Sequence[str], cluster: Cluster, lookup: Lookup) -> float:
     """Seconds of computation in the passes of a step whose operators take the seconds that a lookup gives."""
     assert cluster.measured is not None
-    job = read_job(flags, cluster.gpus)
+    job = read_job(flags, cluster.gpus, host_runs_ahead=cluster.queues)
     graphs = cpu_graphs(job.config, job.model, job.plan, job.flags)
     constants = measured_constants(cluster.measured, cluster.group_of(0).gpu.name)
     machine, _ = machine_of(cluster, constants, lookup=lookup)

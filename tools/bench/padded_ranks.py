@@ -3,11 +3,7 @@
 A span that computes ends when its operator has had the seconds that a profile gives it: the executed operator takes a part of
 them, and the rank sleeps for the rest. Communication is what the run itself sends, so tensor, pipeline, expert and data
 parallelism wait as in training. Ranks need a fraction of a processor each, and there may be more of them than cores.
-
-Two ways of counting what an operator has had:
-
-    wall clock      operators that hold no communication: a rank that loses its core for a moment catches up in its sleep
-    processor time  operators of tensor-parallel ranks hold collectives, whose seconds come on top
+padded_clock.py has the sleeps.
 
 Orders come as JSON lines, each gets one answer:
 
@@ -23,73 +19,16 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_overlap.commands.exits import end_process
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.instructions import COMPUTE
-from moe_overlap.plan.operators import is_state_key
 from moe_overlap.tuner.profile.database import LinkKey
-from tools.bench.profile import LATE_SECONDS
 from tools.bench.variants import Variant
 from tools.bench.worker import Rank, Run
 
 ORDER_LINKS, ORDER_LAYOUT, ORDER_STEP = "links", "layout", "step"
-
-
-class PaddedClock:
-    """The recorder's clock: before it is read where a computing span ends, that span is given what it lacks.
-
-    Args:
-        recorder: the recorder whose clock this is.
-        seconds: operator -> seconds of one of its instructions.
-        holds_collectives: whether operators hold collectives; see above.
-    Attributes:
-        late: by how much operators took longer than their profile, by name, since the last `reset`.
-        unknown: operators of passes that computed and have no seconds.
-    """
-
-    def __init__(self, recorder: Any, seconds: Mapping[str, float], holds_collectives: bool) -> None:
-        self._recorder, self._seconds = recorder, seconds
-        self._now = time.thread_time if holds_collectives else time.perf_counter
-        self._padded: Any = None
-        self._begun = 0.0
-        self.late: dict[str, float] = {}
-        self.unknown: set[str] = set()
-
-    def reset(self) -> None:
-        """Begin to count anew."""
-        self.late, self._padded = {}, None
-
-    def mark(self) -> float:
-        """Read the clock, behind the sleep of the span that is open."""
-        current = self._recorder._current
-        if current is not None and current.channel == COMPUTE and current is not self._padded:
-            self._pad(current.name)
-            self._padded = current
-        self._begun = self._now()
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        """Seconds between two marks."""
-        return end - start
-
-    def finish(self) -> None:
-        """Do nothing: every mark is readable at once."""
-
-    def _pad(self, name: str) -> None:
-        if is_state_key(name):
-            return  # an update takes what it takes: no profile is asked for it
-        if name not in self._seconds:
-            self.unknown.add(name)
-            return
-        left = self._seconds[name] - (self._now() - self._begun)
-        if left < 0:
-            self.late[name] = self.late.get(name, 0.0) - left
-        elif left > LATE_SECONDS:
-            time.sleep(left - LATE_SECONDS)
 
 
 class PaddedRank(Rank):
@@ -99,7 +38,7 @@ class PaddedRank(Rank):
 
     def __init__(self, job: Sequence[str]) -> None:
         super().__init__(job, emulator=False)
-        self._clock: PaddedClock | None = None
+        self._clock: Any = None
 
     def answer(self, order: dict[str, Any]) -> Any:
         """Follow an order."""
@@ -111,6 +50,8 @@ class PaddedRank(Rank):
 
     def _change(self, flags: Sequence[str], seconds: Sequence[Mapping[str, float]]) -> None:
         """Leave the run there is, and assemble another one."""
+        from tools.bench.padded_clock import PaddedClock
+
         if self.runs:
             self.runs.pop(self.NAME).runner.context.groups.close()
             self._clock = None

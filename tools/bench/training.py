@@ -43,7 +43,7 @@ def command_of_training(words: Sequence[str], emulated_rate: float | None) -> li
     """
     if emulated_rate is None:
         return [sys.executable, str(ROOT / "pretrain_moe.py"), *words]
-    return [sys.executable, "-m", "tools.bench.training", RATE, repr(emulated_rate), *words]
+    return [sys.executable, "-P", "-m", "tools.bench.training", RATE, repr(emulated_rate), *words]
 
 
 def train(command: Sequence[str], ranks: int, bed: Bed | None, log: Path, show: Callable[[str], None]) -> None:

@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from dataclasses import dataclass
@@ -134,9 +135,13 @@ class FolderLock:
     def _take_over(self) -> None:
         """Remove a stale lock; return as well when it has gone by itself."""
         try:
-            before = self._path.stat()
+            before = self._path.lstat()
         except FileNotFoundError:
             return
+        if not stat.S_ISREG(before.st_mode):
+            # A link to nothing is never gone and never made; a pipe is opened when somebody writes to it.
+            rule = f"holds a {LOCK} that is no regular file, and no job makes such a one"
+            raise ConfigError(self._flag, self._path.parent, rule, f"delete {self._path}")
         owner = owner_of(self._path)
         if self._lives(owner, before.st_mtime_ns):
             rule = f"belongs to another job ({owner or 'whose ' + LOCK + ' cannot be read'})"
@@ -150,7 +155,7 @@ class FolderLock:
             self._wait_for_claim(claim)
             return
         try:
-            now = self._path.stat()
+            now = self._path.lstat()
             if (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns):
                 self._path.unlink()
         except FileNotFoundError:

@@ -114,7 +114,8 @@ def prove_places(config: Config, rank: int) -> None:
                 # A file that is not there yet stays so: a probe beside it shows as much.
                 _probe(folder).unlink()
             else:
-                path.open("ab").close()
+                # Without O_NONBLOCK a pipe that nobody reads is waited for, in silence.
+                os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC))
         except OSError as error:
             raise ConfigError(flag, path, f"cannot be written: {error.strerror or error}", _FIX) from None
 

@@ -141,6 +141,8 @@ def read_samples(path: Path) -> dict[str, Samples]:
 
 def _unpacked(path: Path) -> str:
     """The text of a packed file."""
+    if path.exists() and not path.is_file():  # Opening a pipe waits for its writer.
+        raise ConfigError(str(path), "", "is no regular file", "name a table of samples")
     try:
         with gzip.open(path, "rb") as file:
             content = file.read(MOST_SAMPLE_BYTES + 1)

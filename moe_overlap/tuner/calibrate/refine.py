@@ -38,7 +38,7 @@ from moe_overlap.tuner.search.layer.slots import shortened
 LEAST_MICRO_BATCHES = 4
 """Least micro-batches of a simulated step; in further ones operators take the same time."""
 AGAIN = "write it with pretrain_moe.py --trace"
-FREE_OF_PLAN = ("model", "cluster", "stages", "predicted")
+FREE_OF_PLAN = ("model", "cluster", "stages", "predicted", "host_runs_ahead")
 FREE_OF_STAGE = ("overlap", "zero_level")
 """Fields that may differ between a measured plan and the problem's; the sharding that the runtime does is in both the flags'."""
 

@@ -9,9 +9,9 @@ import pytest
 from moe_overlap.plan.instructions import COMPUTE, EXPERT
 from moe_overlap.tuner.search.space import Run, uniform_layouts
 from tests.unit.plan import plan_samples
-from tools.bench import padded_ranks
+from tools.bench import padded_clock
 from tools.bench.closed_loop import Cell, Row, as_json, grid, layout_flags_of, ranks_of, rows_table, spearman, table
-from tools.bench.padded_ranks import PaddedClock
+from tools.bench.padded_clock import PaddedClock
 from tools.bench.profile import LATE_SECONDS
 
 
@@ -104,13 +104,14 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
-    monkeypatch.setattr(padded_ranks, "time", clock)
+    monkeypatch.setattr(padded_clock, "time", clock)
     return clock
 
 
 def test_an_operator_sleeps_for_the_rest_of_its_seconds(time: Time) -> None:
     recorder = Recorder()
     clock = PaddedClock(recorder, {"L0.attention": 0.5}, holds_collectives=False)
+    clock.start_step()
     clock.mark()
     recorder._current = Open("L0.attention", COMPUTE)
     time.now += 0.2

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+from types import SimpleNamespace
+
 import pytest
 
-from moe_overlap.commands.train import main, place_among_ranks
+from megatron.training.cli.arguments import parse
+from moe_overlap.commands.exits import end_with_launcher
+from moe_overlap.commands.train import main, place_among_ranks, train
 from moe_overlap.describe.errors import ConfigError
 
 
@@ -36,6 +41,30 @@ def test_variables_that_no_launcher_sets(
         monkeypatch.setenv(name, value)
     assert main(["--dry-run"]) == 2
     assert capsys.readouterr().err == f"error: {caught.value}\n"
+
+
+def test_a_rank_asks_to_end_with_its_launcher_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AskedError(Exception):
+        pass
+
+    def ask() -> None:
+        raise AskedError
+
+    monkeypatch.setattr("moe_overlap.commands.train.end_with_launcher", ask)
+    with pytest.raises(AskedError):
+        train(parse(["--num-layers", "2"]), [])
+
+
+def test_only_ranks_of_torchrun_end_with_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    kernel = SimpleNamespace(prctl=lambda *words: asked.append(words))
+    monkeypatch.setattr("moe_overlap.commands.exits.ctypes.CDLL", lambda *_, **__: kernel)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    end_with_launcher()
+    assert asked == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    end_with_launcher()
+    assert asked == [(1, signal.SIGKILL)]  # PR_SET_PDEATHSIG
 
 
 def test_a_place() -> None:

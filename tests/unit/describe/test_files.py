@@ -12,7 +12,7 @@ from megatron.training.cli.arguments import expand_files
 from moe_overlap.describe.cluster import load_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import read_expert_loads
-from moe_overlap.describe.files import Unreadable, bounded_bytes, bounded_json, plain_json, printable
+from moe_overlap.describe.files import Unreadable, bounded_bytes, bounded_json, new_file, plain_json, printable
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.describe.readers.shell_script import MOST_SCRIPT_BYTES, script_flags
 from moe_overlap.plan.serialize import load_plan
@@ -65,6 +65,24 @@ def test_bounds(tmp_path: Path) -> None:
     with pytest.raises(Unreadable, match="^is too large: 3 bytes, at most 2 are read$"):
         bounded_bytes(path, 2)
     assert printable("a\x1b[2J\n" + "b" * 100, 10) == "a?[2J?bbb…"
+
+
+def test_a_new_file_follows_no_link_and_has_a_name_that_nobody_guesses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, other = tmp_path / "plan.json", tmp_path / "other"
+    other.write_text("kept")
+    with new_file(target) as first, new_file(target) as second:
+        assert first != second and min(len(path.name) for path in (first, second)) >= len(".plan.json.") + 16
+        first.write_text("first")
+        second.write_text("second")
+    monkeypatch.setattr("moe_overlap.describe.files.secrets.token_hex", lambda length: "guessed")
+    with new_file(target) as guessed:
+        guessed.write_text("third")
+    guessed.symlink_to(other)
+    with pytest.raises(FileExistsError), new_file(target) as written:
+        written.write_text("through the link")
+    assert (target.read_text(), other.read_text()) == ("third", "kept")
 
 
 COMMAND = "\npython pretrain.py $A --x 1\n"

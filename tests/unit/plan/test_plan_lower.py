@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription, Share, rank_parameters
-from moe_overlap.plan.instructions import Instruction, format_list
-from moe_overlap.plan.lowering.dependencies import check_races
+from moe_overlap.plan.instructions import Instruction, ScheduleError, format_list
+from moe_overlap.plan.lowering import lower as module
+from moe_overlap.plan.lowering.dependencies import check_races, in_issue_order
 from moe_overlap.plan.lowering.gradient_buckets import optimizer_parts
 from moe_overlap.plan.lowering.layers import recompute_groups
 from moe_overlap.plan.lowering.lower import lower, lower_rank
@@ -86,6 +88,41 @@ def test_every_list_is_sound() -> None:
                 assert operator.is_collective == (instruction.kind == "collective") or plan.world_size == 1
                 assert operator.is_point_to_point == (instruction.kind == "point-to-point")
                 assert (instruction.channel == "compute") == (instruction.kind in ("compute", "optimizer"))
+
+
+def test_lower_returns_no_list_that_has_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a part of the lowering forgets: here everything that orders the experts behind the rows they compute with."""
+
+    def forgetful(plan: Plan, instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+        ordered = in_issue_order(plan, instructions)
+        return tuple(dataclasses.replace(i, after=()) if i.name == "L1.moe.experts" else i for i in ordered)
+
+    plan, model = plan_samples.plan(stage=EP2), plan_samples.model()
+    assert lower(plan, model, 0)
+    monkeypatch.setattr(module, "in_issue_order", forgetful)
+    with pytest.raises(ScheduleError, match=r"L1\.moe\.dispatch and L1\.moe\.experts race for "):
+        lower(plan, model, 0)
+
+
+def test_lower_returns_no_list_that_waits_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree without a word because each lowers the lists of all it meets: here the second stage sends in another order."""
+
+    def swapping(plan: Plan, model: ModelDescription, rank: int) -> tuple[Instruction, ...]:
+        made = list(lower_rank(plan, model, rank))
+        if rank == plan.stages[1].devices.ranks[0]:
+            first, second = [n for n, i in enumerate(made) if i.name.startswith("send")][:2]
+            made[first], made[second] = (
+                dataclasses.replace(made[there], id=made[here].id, after=made[here].after)
+                for here, there in ((first, second), (second, first))
+            )
+        return tuple(made)
+
+    plan, model = plan_samples.plan(stages=2), plan_samples.model()
+    assert lower(plan, model, 0)
+    monkeypatch.setattr(module, "lower_rank", swapping)
+    for stage in plan.stages:
+        with pytest.raises(ScheduleError, match="two different operations meet"):
+            lower(plan, model, stage.devices.ranks[0])
 
 
 def test_every_pass_has_its_mirror() -> None:

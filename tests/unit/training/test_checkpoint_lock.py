@@ -71,6 +71,19 @@ def test_what_a_dead_job_left_is_taken_over(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: path.symlink_to("nowhere"), os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")],
+    ids=["a link to nothing", "a pipe", "a folder", "a link to a device"],
+)
+def test_a_lock_that_no_job_makes_is_refused_at_once(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / LOCK)
+    assert error_of(tmp_path) == (
+        f"--save {tmp_path}: holds a .lock that is no regular file, and no job makes such a one; delete {tmp_path}/.lock"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
 @pytest.mark.parametrize("content", [None, "", "[]", '{"host": 1}', "\xff"])
 def test_a_lock_of_another_host_lives_as_long_as_it_beats(tmp_path: Path, content: str | None) -> None:
     held_by(tmp_path, space="elsewhere", host="elsewhere")

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.training.cli.config import CheckpointConfig, Config, LoggingConfig, OverlapConfig
 from megatron.training.report.metrics import MetricsLog
-from megatron.training.report.outputs import Sink, places, prove_outputs
+from megatron.training.report.outputs import Sink, _probe, places, prove_outputs
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from tests.unit.training.test_metrics import metrics
@@ -40,6 +40,8 @@ def test_what_is_proven_leaves_nothing_but_folders(tmp_path: Path) -> None:
         (Config(logging=LoggingConfig(log_json="F/folder")), "--log-json F/folder: cannot be written: Is a directory"),
         (Config(logging=LoggingConfig(log_expert_load="F/file/x")), "--log-expert-load F/file/x: cannot be written: "),
         (Config(logging=LoggingConfig(tensorboard_dir="F/file")), "--tensorboard-dir F/file: cannot be written: File "),
+        (Config(logging=LoggingConfig(log_json="F/pipe")), "--log-json F/pipe: cannot be written: No such device or "),
+        (Config(overlap=OverlapConfig(trace="F/pipe")), "--trace F/pipe: cannot be written: No such device or "),
         (Config(overlap=OverlapConfig(trace="F/file/t")), "--trace F/file/t: cannot be written: "),
         (Config(overlap=OverlapConfig(trace="/proc/no/trace")), "--trace /proc/no/trace: cannot be written: No such "),
     ],
@@ -50,9 +52,22 @@ def test_a_place_that_cannot_be_written_stops_the_start(
     monkeypatch.chdir(tmp_path)
     Path("F/folder").mkdir(parents=True)
     Path("F/file").write_text("")
+    os.mkfifo("F/pipe")  # nobody reads it
     with pytest.raises(ConfigError) as caught:
         prove_outputs(config, 0)
     assert str(caught.value).startswith(line) and str(caught.value).endswith(f"; {FIX}")
+
+
+def test_a_probe_follows_no_link_and_has_a_name_that_nobody_guesses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len({_probe(tmp_path).name for _ in range(3)}) == 3
+    (tmp_path / "other").write_text("kept")
+    monkeypatch.setattr("megatron.training.report.outputs.secrets.token_hex", lambda length: "guessed")
+    (tmp_path / ".probe-guessed").symlink_to(tmp_path / "other")
+    with pytest.raises(FileExistsError):
+        _probe(tmp_path)
+    assert (tmp_path / "other").read_text() == "kept"
 
 
 def test_a_full_disk_is_seen_by_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ JOBS = {
     "deferral": (f"{STAGES} 1 {DEFERRED} {BATCH} 512", 1e-6),
     "chunks of capacity": (f"{STAGES} 1 --moe-overlap-capacity-chunks 2 --moe-expert-capacity-factor 1.0", 1e-6),
     "2 stages": (f"{STAGES} 2 {PARTS} {BATCH} 640", 2e-3),
-    "4 stages": (f"{STAGES} 4 {PARTS} {DEFERRED} {BATCH} 320", 2e-3),
+    # 0.25 % in the order of a GPU, whose transfers run beside computation; the order of a CPU has its own test below.
+    "4 stages": (f"{STAGES} 4 {PARTS} {DEFERRED} {BATCH} 320", 3e-3),
     "pairs": (f"{STAGES} 2 {PAIRED} {DEFERRED} {BATCH} 768", 2e-3),
     "pairs over 4 stages": (f"{STAGES} 4 {PARTS} {PAIRED} {BATCH} 320", 2e-3),
     "gradient pieces": (f"{STAGES} 2 {PARTS} {GAPS} {BATCH} 256", 2e-3),
@@ -60,6 +61,16 @@ def test_the_step_is_that_of_the_whole_lists(name: str) -> None:
     assert all(seconds >= -1e-9 for seconds in found.breakdown.values())
     tokens = found.predicted.tokens_per_second_per_gpu * found.predicted.step_seconds * CLUSTER.gpus
     assert tokens == pytest.approx(read_job([*BASE, *words.split()], 32).plan.global_batch_size * 4096)
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("2 stages", 1e-6), ("4 stages", 2e-3)])
+def test_the_step_in_the_order_of_a_cpu(name: str, tolerance: float, tmp_path: Path) -> None:
+    words = [*BASE, *JOBS[name][0].split()]
+    save_plan(read_job(words, 32).plan, tmp_path / "plan.json")
+    given = {"graphs": by_hand, "constants": CONSTANTS, "plan": str(tmp_path / "plan.json")}
+    whole = simulated(words, CLUSTER, **given).simulation  # type: ignore[arg-type]
+    found = predict(words, CLUSTER, **given).predicted  # type: ignore[arg-type]
+    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=tolerance)
 
 
 @pytest.mark.parametrize("name", ["2 stages", "pairs over 4 stages"])
@@ -186,7 +197,7 @@ def test_a_second_micro_batch_in_flight_is_held() -> None:
 
 def test_a_plan_file_says_the_same_as_flags(tmp_path: Path) -> None:
     words = f"{STAGES} 2 {PARTS} {BATCH} 256"
-    save_plan(read_job([*BASE, *words.split()], 32).plan, tmp_path / "plan.json")
+    save_plan(read_job([*BASE, *words.split()], 32, host_runs_ahead=True).plan, tmp_path / "plan.json")
     from_file, from_flags = predicted(f"{STAGES} 2 {BATCH} 256", tmp_path / "plan.json"), predicted(words)
     assert from_file.predicted == from_flags.predicted and from_file.breakdown == from_flags.breakdown
 

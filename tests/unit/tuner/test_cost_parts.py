@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
-from moe_overlap.api import simulated
+from moe_overlap.api import read_job, simulated
+from moe_overlap.plan.serialize import save_plan
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.copied_bytes import copied_bytes
 from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from tests.unit.tuner.test_cost_listed_step import BASE, BATCH, DEFERRED, PARTS, predicted
@@ -78,21 +81,35 @@ def test_a_weight_gradient_of_parts_is_so_many_products() -> None:
     assert halves > whole and quarters - halves == pytest.approx(2 * (halves - whole), rel=0.01)
 
 
-def test_without_room_the_backward_pass_takes_what_its_weight_gradients_took() -> None:
-    """Down to a byte nothing is hidden and nothing is lost: the step is that without deferral."""
+def test_without_room_the_backward_pass_takes_what_its_weight_gradients_took(tmp_path: Path) -> None:
+    """In a CPU's order, down to a byte nothing is hidden and nothing is lost: the step is that without deferral."""
     words = f"{STAGES} 1 --expert-model-parallel-size 16"
-    bare, deferred = predicted(words), predicted(f"{words} {DEFERRED}")
-    tight = predicted(f"{words} {DEFERRED} --max-deferred-bytes 1")
+
+    def on_cpu(added: str) -> Prediction:
+        save_plan(read_job([*BASE, *f"{words} {added}".split()], 32).plan, tmp_path / "plan.json")
+        return predicted(words, tmp_path / "plan.json")
+
+    bare, deferred, tight = map(on_cpu, ("", DEFERRED, f"{DEFERRED} --max-deferred-bytes 1"))
     assert deferred.computed_early == bare.computed_early == ()
     assert deferred.predicted.step_seconds < 0.99 * bare.predicted.step_seconds
     assert tight.predicted.step_seconds == pytest.approx(bare.predicted.step_seconds)
-    some = predicted(f"{words} {DEFERRED} --max-deferred-bytes 1000000000")
+    some = on_cpu(f"{DEFERRED} --max-deferred-bytes 1000000000")
     assert deferred.predicted.step_seconds < some.predicted.step_seconds < tight.predicted.step_seconds
     assert (
         some.computed_early[0].startswith("stage 0: --max-deferred-bytes 1000000000 does not let ")
         and some.not_modelled == ()
     )
     assert dataclasses.asdict(tight)["computed_early"]
+
+
+def test_without_room_a_gpu_still_sends_beside_its_weight_gradients() -> None:
+    """Its all-to-alls wait for what they read, not for a weight gradient that stands in front of them."""
+    words = f"{STAGES} 1 --expert-model-parallel-size 16"
+    bare, deferred = predicted(words), predicted(f"{words} {DEFERRED}")
+    tight = predicted(f"{words} {DEFERRED} --max-deferred-bytes 1")
+    assert tight.computed_early and deferred.computed_early == ()
+    seconds = [each.predicted.step_seconds for each in (deferred, tight, bare)]
+    assert seconds[0] <= seconds[1] < 0.99 * seconds[2], seconds
 
 
 def test_hidden_states_cross_a_stage_in_the_precision_of_the_run() -> None:
