@@ -7,16 +7,23 @@ import math
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.training.cli.arguments import expand_files
+from megatron.training.cli.config import Config
+from moe_overlap.api import predict
 from moe_overlap.commands.job_arguments import DISPATCHER, MOE
 from moe_overlap.describe.cluster import GIB, Measured, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription, expected_places
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.plan import Plan
+from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.report.search import search_json, write_search
+from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Op, Part
 from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.search.dispatchers import (
@@ -37,6 +44,7 @@ from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS, by_dispatcher, with_dispatcher
 from moe_overlap.tuner.write.upstream_values import parser_errors
+from tests.unit.tuner.test_plan_search import OPTIONS, SMALL, by_hand
 from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of
 
 FURTHER = NAMES[1:]
@@ -215,3 +223,39 @@ def test_upstream_knows_the_flags_of_every_dispatcher(name: Dispatcher) -> None:
     assert not parser_errors(flags)
     said = [flags["--moe-token-dispatcher-type"], *flags.get("--moe-flex-dispatcher-backend", ())]
     assert said == ([("flex",), name] if len(FLAGS[name]) == 4 else [(name,)])
+
+
+def by_config(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
+    """Graphs by hand of the dispatcher that a configuration names."""
+    kind = config.moe.moe_token_dispatcher_type
+    name = config.device.moe_flex_dispatcher_backend if kind == "flex" else kind
+    return {
+        index: dataclasses.replace(graph, parts=tuple(part_by(name, model.router_topk, part) for part in graph.parts))  # type: ignore[arg-type]
+        for index, graph in by_hand(config, model, plan, flags).items()
+    }
+
+
+@pytest.mark.slow
+def test_a_freed_dispatcher_is_written_and_predicted_as_the_search_has_it(tmp_path: Path) -> None:
+    """Links are so slow that fewer copies of a token are faster; the flags of a kept dispatcher change nothing."""
+    group = H100.groups[0]
+    slow = dataclasses.replace(H100, groups=(dataclasses.replace(group, domain_gb_per_s=20.0, node_gb_per_s=20.0),))
+    wide = [*SMALL, "--num-experts", "16", "--moe-router-topk", "8", "--moe-ffn-hidden-size", "32767"]
+    options: Any = {**OPTIONS, "graphs": by_config}
+    settings = SearchSettings(target="megatron-lm", space="megatron", has_baseline=False)
+    kept = search_plan(wide, slow, settings, **options)
+    freed = search_plan(wide, slow, dataclasses.replace(settings, frees_dispatcher=True), **options)
+    assert "dispatchers" not in search_json(kept) and kept.chosen.problem.features.dispatcher == "alltoall"
+    said = search_json(freed)["dispatchers"]
+    assert [other["name"] for other in said["further"]] == ["allgather", "deepep", "hybridep"]
+    assert freed.prediction.predicted.step_seconds < kept.prediction.predicted.step_seconds
+    write_search(tmp_path, freed)
+    words = list(expand_files([f"@{tmp_path / 'megatron_args.txt'}"]))
+    again = predict(words, slow, **options)
+    assert again.predicted == freed.prediction.predicted and not parser_errors(grouped(words))
+    assert again.extrapolating == freed.prediction.extrapolating
+    chosen = said["chosen"]
+    assert chosen != "alltoall" and any(
+        chosen in words[at + 1] for at, word in enumerate(words) if "dispatcher" in word
+    )
+    assert bool(again.extrapolating) == (chosen != "deepep")
