@@ -11,7 +11,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-slow check format clean
+.PHONY: train test test-slow test-gpu check format clean
 
 train: .venv/installed
 	$(BIN)/python tools/first_run.py --processes $(PROCESSES) --link $(LINK) $(ARGS)
@@ -24,6 +24,11 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# On a machine with GPUs; elsewhere each test is skipped by its name.
+test-gpu: .venv/installed
+	$(BIN)/python -m pytest tests/gpu -rs $(ARGS)
+	$(BIN)/python -m tests.gpu.benchmark
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

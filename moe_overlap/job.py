@@ -15,7 +15,7 @@ from typing import Literal
 
 from megatron.training.cli.arguments import expand_files, parse
 from megatron.training.cli.config import Config
-from megatron.training.cli.rules.moe import listed_run
+from megatron.training.cli.rules.moe import listed_run, static_capacity_factor
 from megatron.training.cli.sizes import describe_model, known_vocab_size, parallel_layout
 from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
@@ -178,6 +178,8 @@ def listed_run_of(config: Config, num_gpus: int) -> ListedRun:
     The rules across flags are asked once whether the others go with these; the answer is a setting itself, since each of the
     tuner's candidates needs it.
     """
+    # Padding by megatron-core is of its own router and dispatcher; the job's plan, whose candidates these are, knows none of it.
+    pads_elsewhere = config.moe.moe_pad_expert_input_to_capacity and static_capacity_factor(config) is None
     config = dataclasses.replace(
         config,
         parallel=dataclasses.replace(config.parallel, overlap_param_gather=False),
@@ -195,6 +197,10 @@ def listed_run_of(config: Config, num_gpus: int) -> ListedRun:
             # Predicted it could be, but a plan that the runtime refuses to start must not be the answer.
             rule = "layers that overlap are not executed in 8 or 4 bits"
             refusal = ConfigError(flag, value, rule, "train in bf16 to overlap")
+    if pads_elsewhere and refusal is None:
+        rule = "overlap pads by the irregular dispatcher, behind a gate of ours"
+        fix = "name them: --moe-gate topk --moe-token-dispatcher-type irregular"
+        refusal = ConfigError("--moe-pad-expert-input-to-capacity", "", rule, fix)
     bucket = gradient_chunk_bytes(config, parallel_layout(config, num_gpus))
     return dataclasses.replace(listed_run(config), gradient_bucket_bytes=bucket, refusal=refusal)
 

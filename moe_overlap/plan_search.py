@@ -81,6 +81,8 @@ KEPT = 20
 DECIDED = "the search decides it"
 BY_HAND = ("--moe-overlap-", "--defer-weight-gradients", "--max-deferred-bytes")
 """Flags that overlap by hand; prefixes."""
+OF_DEVICE = ("--moe-overlap-device-connections", "--moe-overlap-nccl-ctas")
+"""Flags of the same group that no search decides."""
 PRECISION_FIELDS = {"optimizer.bf16", *(f"precision.{name}" for name in ("fp16", "fp8", "fp8_recipe", "fp4"))}
 OF_PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Flags of the precision; prefixes."""
@@ -238,7 +240,9 @@ def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dic
     """The user's flags without those that a plan decides, and those that the target does otherwise with the reason."""
     flags = grouped(words)
     dropped = {name: reason for name, reason in REPLACED.items() if name in flags and target != "megatron-lm"}
-    dropped |= {name: DECIDED for name in flags if name == "--plan" or name.startswith(BY_HAND)}
+    dropped |= {
+        name: DECIDED for name in flags if name == "--plan" or (name.startswith(BY_HAND) and name not in OF_DEVICE)
+    }
     gone = layout_flags()
     kept = [(name, values) for name, values in flags.items() if name not in gone and name not in dropped]
     if "--global-batch-size" not in flags:

@@ -15,7 +15,13 @@ from typing import Any
 
 from megatron.training.cli.config import Config, ModelConfig, OverlapConfig
 from megatron.training.cli.flags.table import config_flags, flag_texts
-from megatron.training.cli.rules.moe import listed_run, overlap_flag, require_executable, unnamed_gate
+from megatron.training.cli.rules.moe import (
+    listed_run,
+    overlap_flag,
+    require_executable,
+    static_capacity_factor,
+    unnamed_gate,
+)
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.model import ModelDescription
@@ -57,6 +63,7 @@ def plan_from_flags(config: Config, model: ModelDescription, world_size: int) ->
         stages=stages,
         transfers=(),
         predicted=None,
+        static_capacity_factor=static_capacity_factor(config),
     )
 
 
@@ -193,13 +200,14 @@ def flags_from_plan(plan: Plan, model: ModelDescription, source: str = "plan.jso
     """
     refuse_unsupported(dataclasses.replace(plan, precision="fp32"), source)
     facts = ModelConfig(num_layers=model.num_layers, mtp_num_layers=model.mtp_layers or None)
-    layout = layout_values(plan, model.mtp_layers)
+    layout = layout_values(plan, model.mtp_layers) | _static_values(plan, model)
     differences = []
     # Inverted by trial: what the flags say is computed by `plan_from_flags` and compared, so that the two cannot drift
     # apart.
     for overlap in _overlap_values(plan):
         values = layout | overlap
-        said = plan_from_flags(with_values(Config(model=facts), values), model, plan.world_size)
+        flagged = with_values(Config(model=facts), values)
+        said = plan_from_flags(flagged, model, plan.world_size)
         difference = next(_differences(source, dataclasses.asdict(plan), dataclasses.asdict(said)), None)
         if difference is None:
             return values
@@ -292,6 +300,18 @@ def _recompute_values(recompute: Recompute) -> Values:
         "parallel.recompute_method": method,
         "parallel.recompute_num_layers": layers,
         "parallel.recompute_modules": modules,
+    }
+
+
+def _static_values(plan: Plan, model: ModelDescription) -> Values:
+    """The fields of a static capacity. A run's own flags state its factor, too: a plan does not change the mathematics."""
+    if plan.static_capacity_factor is None:
+        return {}
+    return {
+        "moe.num_experts": model.num_experts,
+        "moe.moe_token_dispatcher_type": "irregular",
+        "moe.moe_pad_expert_input_to_capacity": True,
+        "moe.moe_expert_capacity_factor": plan.static_capacity_factor,
     }
 
 

@@ -22,6 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import megatron.training
+from moe_overlap.commands.device_settings import (
+    CONNECTIONS,
+    CONNECTIONS_FLAG,
+    hardware_queues,
+    nccl_ctas,
+    settle_environment,
+)
 from moe_overlap.commands.exits import (
     LaunchFolder,
     end_process,
@@ -150,9 +157,11 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
 
     end_with_launcher()
     require_packages(parsed.config)
+    settle_environment(parsed.config, os.environ)
     quiet_libraries()
     if cpu_backend.is_needed():
         cpu_backend.install()
+    import torch
     import torch.distributed as dist
 
     from megatron.training.initialize import AnotherRankFailed, start_process
@@ -161,6 +170,8 @@ def train(parsed: ParsedArguments, argv: Sequence[str]) -> int:
     from moe_overlap.commands.failures import Place, failure_line, kind_of_failure
     from moe_overlap.runtime.weight_grad.queue import DeferredBytesExceeded
 
+    # torch's own operators then take their forms of a fixed order; one that has none is an error that names it.
+    torch.use_deterministic_algorithms(parsed.config.training.deterministic_mode)
     folder = LaunchFolder.of_this_process(os.environ)
     process, loop = start_process(parsed.config), None
     if folder is not None:
@@ -231,7 +242,7 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     model = describe_model(config, vocabulary, parsed.name)
     plan = on_device(plan_of_run(config, model, dist.get_world_size()), config, device_of_this_process())
     sizes = batch_sizes(config, plan.stages[plan.stage_of(rank)].data)
-    queues = hardware_queues() if plan.host_runs_ahead else HARDWARE_QUEUES
+    queues = hardware_queues(config, os.environ) if plan.host_runs_ahead else HARDWARE_QUEUES
 
     @functools.cache
     def lowered(size: int) -> Sequence[Instruction]:
@@ -242,7 +253,9 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
             if queues == HARDWARE_QUEUES:
                 raise
             rule = f"streams that share so few hardware queues would stop the run ({str(error).splitlines()[0]})"
-            raise ConfigError(CONNECTIONS, queues, rule, f"set {HARDWARE_QUEUES} or unset it") from error
+            flagged = config.overlap.moe_overlap_device_connections is not None
+            subject, fix = (CONNECTIONS_FLAG, "use") if flagged else (CONNECTIONS, "unset it or set")
+            raise ConfigError(subject, queues, rule, f"{fix} {HARDWARE_QUEUES}") from error
 
     lowered(plan.global_batch_size)  # A plan that cannot be lowered is refused before anything is built.
     total_steps = config.training.train_iters or sizes.steps(config.training.train_samples or 0)
@@ -266,24 +279,11 @@ def assemble(parsed: ParsedArguments, rank: int) -> TrainingLoop:
     return TrainingLoop(Job(config, machinery, schedule, batches, checkpoints, reporting), progress)
 
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
 def on_device(plan: Plan, config: Config, device: torch.device) -> Plan:
     """The plan that is executed: of flags, which do not tell the device, for this one; of a file as it stands."""
     from moe_overlap.runtime.step import computes_later
 
     return plan if config.overlap.plan else dataclasses.replace(plan, host_runs_ahead=computes_later(device))
-
-
-def hardware_queues() -> int:
-    """Hardware queues that the streams of a GPU share, as the environment says; ConfigError where that is no number."""
-    from moe_overlap.plan.lowering.residency import HARDWARE_QUEUES
-
-    said = os.environ.get(CONNECTIONS) or str(HARDWARE_QUEUES)
-    if not said.isdecimal() or not 1 <= int(said) <= 32:
-        raise ConfigError(CONNECTIONS, said, "must be a number from 1 to 32", f"set {HARDWARE_QUEUES} or unset it")
-    return int(said)
 
 
 def settings_of(config: Config, plan: Plan) -> Settings:
@@ -298,7 +298,18 @@ def settings_of(config: Config, plan: Plan) -> Settings:
         clip_grad=config.optimizer.clip_grad,
         counts_zero_gradients=config.logging.log_num_zeros_in_grad,
         timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
+        nccl_ctas=_nccl_ctas(config, plan),
     )
+
+
+def _nccl_ctas(config: Config, plan: Plan) -> int | None:
+    """The limit of NCCL's thread blocks on this GPU; None over gloo."""
+    import torch
+
+    if not torch.cuda.is_available() or config.parallel.distributed_backend != "nccl":
+        return None
+    multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+    return nccl_ctas(config, os.environ, multiprocessors, is_listed=any(s.overlap.is_listed for s in plan.stages))
 
 
 def builders_of(config: Config, model: ModelDescription, plan: Plan) -> Builders:

@@ -244,6 +244,7 @@ class ListedRun:
         parallel_block: how attention and MLP run side by side in a layer, if they do.
         virtual_stages: model chunks of a pipeline stage.
         recompute_granularity, recompute_modules: as Megatron's flags name them.
+        static_capacity: whether every expert's input is padded to its capacity, so that no counts travel.
         refusal: why the settings do not go with a gate and a dispatcher of ours, whatever is overlapped; None where they do.
     """
 
@@ -258,6 +259,7 @@ class ListedRun:
     recompute_modules: tuple[str, ...] = ()
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    static_capacity: bool = False
     refusal: ConfigError | None = None
 
 
@@ -295,6 +297,9 @@ def require_cuttable(run: ListedRun) -> None:
     require("layernorm" not in modules, "--recompute-modules", " ".join(modules), rule, "drop layernorm")
     for flag, value in (("--hidden-dropout", run.hidden_dropout), ("--attention-dropout", run.attention_dropout)):
         require(value == 0, flag, value, "its masks would depend on how the micro-batch is cut", "use 0")
+    rule = "any partition may fill an expert's whole capacity, so that each would send all of it"
+    fix = "drop it, or cut the capacity by --moe-overlap-capacity-chunks"
+    require(not run.static_capacity, "--moe-pad-expert-input-to-capacity", "", rule, fix)
 
 
 def require_one_chunk(run: ListedRun, micro_batches: int, flag: str) -> None:

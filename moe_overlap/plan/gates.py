@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -46,6 +47,16 @@ GATE_FACTS: Mapping[str, GateFacts] = {
     ),
 }
 
+
+def expert_capacity(tokens: int, topk: int, experts: int, factor: float) -> int:
+    """Number of tokens an expert takes of one micro-batch on one rank: ceil(T · k / E · factor), rounded as megatron-core does.
+
+    Args:
+        tokens: tokens of the whole micro-batch on this rank, never of a partition.
+    """
+    return math.ceil((tokens * topk / experts) * factor)
+
+
 RANGES_BEFORE = ("around",)
 """Words of --moe-overlap-range that partition operators before the MoE layer."""
 
@@ -74,8 +85,6 @@ class RouterFlags(Protocol):
     @property
     def moe_expert_capacity_factor(self) -> float | None: ...
     @property
-    def moe_pad_expert_input_to_capacity(self) -> bool: ...
-    @property
     def moe_token_drop_policy(self) -> str: ...
 
 
@@ -92,7 +101,7 @@ def check_gate(name: str, moe: RouterFlags, given: Collection[str] = ()) -> None
     """
     if name not in GATE_FACTS:
         raise ConfigError("--moe-gate", name, "no such gate", f"use {', '.join(GATE_FACTS)}")
-    for rule in (_no_gate_draws_or_pads, _switch_takes_one, _choice_is_learned, _capacity_is_there, _policy_agrees):
+    for rule in (_no_gate_draws_by_calls, _switch_takes_one, _choice_is_learned, _capacity_is_there, _policy_agrees):
         rule(name, moe, given)
 
 
@@ -124,16 +133,13 @@ def _balancing(moe: RouterFlags) -> tuple[tuple[str, ...], tuple[float, ...]]:
     return kinds, tuple(coefficients) if isinstance(coefficients, Sequence) else (coefficients,)
 
 
-def _no_gate_draws_or_pads(name: str, moe: RouterFlags, given: Collection[str]) -> None:
+def _no_gate_draws_by_calls(name: str, moe: RouterFlags, given: Collection[str]) -> None:
     gate = f"--moe-gate {name}"
     rule = f"its noise depends on the order of the calls, which {gate} does not allow"
     _require(not moe.moe_input_jitter_eps, "--moe-input-jitter-eps", moe.moe_input_jitter_eps, rule, "drop the flag")
     forced = moe.moe_router_force_load_balancing
     rule = f"replaces the gate, which {gate} names"
     _require(not forced, "--moe-router-force-load-balancing", forced, rule, "drop the flag or use --moe-gate random")
-    padded = moe.moe_pad_expert_input_to_capacity
-    rule = f"{gate} hands on exactly the tokens that were routed"
-    _require(not padded, "--moe-pad-expert-input-to-capacity", padded, rule, "drop one of them")
     kinds, _ = _balancing(moe)
     rule = f"sinkhorn is a gate of its own and disagrees with {gate}"
     _require("sinkhorn" not in kinds, "--moe-router-load-balancing-type", " ".join(kinds), rule, "drop one of them")

@@ -31,6 +31,9 @@ KINDS: tuple[str, ...] = get_args(Kind)
 COMPUTE, OPTIMIZER, TO_DEVICE, TO_HOST = "compute", "optimizer", "h2d", "d2h"
 EXPERT, DATA, PIPELINE = "ep", "dp", "pp"
 """Groups of channels: all-to-alls between experts, collectives over replicas, transfers between stages."""
+TENSOR, CONTEXT, EXPERT_TENSOR = "tp", "cp", "etp"
+INSIDE = (TENSOR, CONTEXT, EXPERT_TENSOR)
+"""Channels of the collectives inside operators, which have spans and no instructions: a list counts them as computation."""
 
 
 class ScheduleError(Exception):
@@ -378,7 +381,10 @@ COMPUTING = (COMPUTE, OPTIMIZER)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One executed instruction: measured by the runtime's recorder or simulated by the tuner; seconds since the step's start."""
+    """One executed instruction: measured by the runtime's recorder or simulated by the tuner; seconds since the step's start.
+
+    A collective inside an operator (channels INSIDE) has the name of that operator.
+    """
 
     name: str
     channel: str
@@ -393,6 +399,35 @@ class Span:
     def operator(self) -> OperatorId:
         """Its name, taken apart; ConfigError where it is no operator's."""
         return parse_operator(self.name, "span")
+
+    @property
+    def place(self) -> tuple[str, str, int, int, tuple[int, ...]]:
+        """Everything but the time."""
+        return self.name, self.channel, self.chunk, self.micro_batch, self.partition
+
+
+def operator_spans(spans: Sequence[Span]) -> list[Span]:
+    """The spans as the instruction list has them: without the collectives inside operators, whose operators are whole again.
+
+    A wait for such a collective splits a compute span in two: the second begins where the collective ends. Spans of an operator
+    that stand behind one another for another reason stay apart.
+    """
+    ends = {round(span.end * 1e9) for span in spans if span.channel in INSIDE}
+    if not ends:
+        return list(spans)
+    whole: list[Span] = []
+    computed = -1  # index of the latest compute span
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        if span.channel in INSIDE:
+            continue
+        if span.channel == COMPUTE:
+            # In nanoseconds, as traces keep times.
+            if computed >= 0 and whole[computed].place == span.place and round(span.start * 1e9) in ends:
+                whole[computed] = replace(whole[computed], end=span.end)
+                continue
+            computed = len(whole)
+        whole.append(span)
+    return whole
 
 
 def communication_seconds(spans: Sequence[Span]) -> tuple[float, float]:

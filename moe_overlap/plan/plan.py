@@ -196,6 +196,9 @@ class Plan:
     host_runs_ahead: bool = field(default=False, metadata=MAY_BE_MISSING)
     """Whether the lists are for devices that queue what the host gives them (GPUs): what needs numbers that the host must read
     then stands behind further computation. On a CPU, which computes where the list stands, that would cost overlap."""
+    static_capacity_factor: float | None = field(default=None, metadata=MAY_BE_MISSING)
+    """Capacity factor of the gates, where every rank sends every expert as many rows as it takes: empty places travel, too, and
+    all ranks know all sizes, so that no counts are sent and no host waits for them. Null: the routed rows travel, and counts."""
 
     @property
     def world_size(self) -> int:

@@ -19,6 +19,7 @@ from moe_overlap.describe.model import (
     norm_parameters,
     prediction_parameters,
 )
+from moe_overlap.plan.gates import expert_capacity
 from moe_overlap.plan.operators import (
     ATTENTION,
     EXPERTS,
@@ -60,14 +61,25 @@ def count_bytes(stage: StagePlan, model: ModelDescription) -> int:
     return model.num_experts * COUNT_BYTES * (stage.expert * stage.expert_tensor - 1)
 
 
+def static_rows(plan: Plan, stage: StagePlan, model: ModelDescription) -> int | None:
+    """Rows that one rank sends all experts of a layer, empty places included; None where the routed rows are counted and sent."""
+    if plan.static_capacity_factor is None:
+        return None
+    tokens, experts = tokens_of_rank(plan, stage), model.num_experts
+    return experts * expert_capacity(tokens, model.router_topk, experts, plan.static_capacity_factor)
+
+
 def exchange_bytes(plan: Plan, stage: StagePlan, model: ModelDescription, partitions: int = 1) -> int:
     """Bytes of one dispatch or combine of one of the micro-batch's partitions.
 
     B · S / (C · T) · k · H · b · ((P - 1) / P + (Q - 1)) over their number: all-to-all over the expert ranks, then
-    all-gather (combine: reduce-scatter) over the expert-tensor ranks. H is the experts' own width where they have one.
+    all-gather (combine: reduce-scatter) over the expert-tensor ranks. H is the experts' own width where they have one. With a
+    static capacity as many rows travel as all experts take, in place of B · S / (C · T) · k.
     """
     width = (model.moe_latent_size or model.hidden_size) * ACTIVATION_BYTES[plan.precision]
-    rows = tokens_of_rank(plan, stage) // partitions * model.router_topk * width
+    static = static_rows(plan, stage, model)
+    routed = tokens_of_rank(plan, stage) // partitions * model.router_topk if static is None else static // partitions
+    rows = routed * width
     return rows * (stage.expert - 1) // stage.expert + rows * (stage.expert_tensor - 1)
 
 
@@ -151,7 +163,9 @@ def deferred_bytes(gradient: OperatorId, plan: Plan, stage: StagePlan, model: Mo
     split = stage.tensor
     if gradient.kind == EXPERTS:
         split = stage.expert_tensor
-        rows[Rows.ROUTED] = math.ceil(part * model.router_topk * stage.expert_tensor * ROUTED_LOAD_BOUND)
+        static = static_rows(plan, stage, model)
+        most = part * model.router_topk * ROUTED_LOAD_BOUND if static is None else static
+        rows[Rows.ROUTED] = math.ceil(most * stage.expert_tensor)
     width = ACTIVATION_BYTES[plan.precision]
     read = rows[product.input_rows] * (product.input // (split if product.input_is_split else 1)) * width
     written = rows[product.output_rows] * (product.output // (split if product.output_is_split else 1))

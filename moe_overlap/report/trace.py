@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.instructions import INSIDE, Span, operator_spans
 from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.trace import about_run, read_traces, write_ranks
 from moe_overlap.tuner.calibrate.refine import FREE_OF_PLAN, FREE_OF_STAGE
@@ -38,6 +39,7 @@ class Trace:
 
     Attributes:
         seconds: by kind of span and channel, the mean of the ranks.
+        whole: the same with the collectives inside operators counted as computation; None where there are none.
         step_seconds: from the first start to the last end, of the slowest rank.
         about: what ran, as the file says; empty where it does not.
     """
@@ -45,6 +47,7 @@ class Trace:
     seconds: dict[tuple[str, str], float]
     step_seconds: float
     about: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    whole: dict[tuple[str, str], float] | None = None
 
 
 def read_trace(path: Path) -> Trace:
@@ -55,13 +58,19 @@ def read_trace(path: Path) -> Trace:
     """
     files = read_traces(path)
     ranks = [spans for file in files for spans in file.spans.values()]
+    splits = any(span.channel in INSIDE for spans in ranks for span in spans)
+    whole = _sums([operator_spans(spans) for spans in ranks]) if splits else None
+    steps = [max(span.end for span in spans) - min(span.start for span in spans) for spans in ranks]
+    return Trace(_sums(ranks), max(steps), files[0].about, whole)
+
+
+def _sums(ranks: Sequence[Sequence[Span]]) -> dict[tuple[str, str], float]:
     sums: dict[tuple[str, str], float] = {}
     for spans in ranks:
         for span in spans:
             kind = (kind_of(span.name), span.channel)
             sums[kind] = sums.get(kind, 0.0) + (span.end - span.start) / len(ranks)
-    steps = [max(span.end for span in spans) - min(span.start for span in spans) for spans in ranks]
-    return Trace(sums, max(steps), files[0].about)
+    return sums
 
 
 BATCH = frozenset({"schema_version", "global_batch_size", "gradient_accumulation_steps"})
@@ -112,10 +121,15 @@ def comparison_json(predicted: Trace, measured: Trace) -> dict[str, Any]:
 
 
 def rows_of(predicted: Trace, measured: Trace) -> list[dict[str, Any]]:
-    """A row for each kind that a trace has, the longest first; `error` is None where nothing was measured."""
-    rows = []
-    for name, channel in predicted.seconds.keys() | measured.seconds.keys():
-        seconds, real = predicted.seconds.get((name, channel), 0.0), measured.seconds.get((name, channel), 0.0)
+    """A row for each kind that a trace has, the longest first; `error` is None where nothing was measured.
+
+    Collectives inside operators have rows where both traces tell them apart; else they count as computation in both.
+    """
+    rows, sums = [], [predicted.seconds, measured.seconds]
+    if predicted.whole is None or measured.whole is None:
+        sums = [trace.seconds if trace.whole is None else trace.whole for trace in (predicted, measured)]
+    for name, channel in sums[0].keys() | sums[1].keys():
+        seconds, real = (by_kind.get((name, channel), 0.0) for by_kind in sums)
         rows.append(_row(name, channel, seconds, real))
     return sorted(rows, key=lambda row: (-max(row["measured_seconds"], row["predicted_seconds"]), row["kind"]))
 

@@ -23,6 +23,7 @@ from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.plan.plan import Plan
 from moe_overlap.runtime.context import BucketReduction, RunContext, language_model
 from moe_overlap.runtime.groups import StageGroups, build_groups
+from moe_overlap.runtime.layer_collectives import channels_inside
 from moe_overlap.runtime.megatron_core.moe_layer import AdaptLayer, MakeDispatcher, MakeGate, adapt_layer
 from moe_overlap.runtime.megatron_core.runner import MegatronStepRunner
 from moe_overlap.runtime.routing.state import DrawClock
@@ -43,6 +44,7 @@ class Settings:
         clip_grad: bound of the gradient norm; 0 leaves the gradients alone.
         counts_zero_gradients: whether every step counts its zero gradients, for the log.
         timeout: of every collective of the run's groups.
+        nccl_ctas: most thread blocks of an NCCL kernel that runs beside others; None: as many as all find a place with.
     """
 
     seed: int
@@ -51,6 +53,7 @@ class Settings:
     clip_grad: float
     counts_zero_gradients: bool
     timeout: datetime.timedelta
+    nccl_ctas: int | None = None
 
 
 class WrapChunks(Protocol):
@@ -98,10 +101,11 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     4. DDP: buckets begin where the plan reduces parameter groups apart.
     5. Optimizer: shards the buffers of DDP, hence last.
     """
-    groups = build_groups(plan, settings.timeout)  # 1
+    groups = build_groups(plan, settings.timeout, settings.nccl_ctas)  # 1
     overlap = plan.stages[groups.stage].overlap
     builders.seed(groups.collection)  # 2
-    recorder, clock = SpanRecorder(), DrawClock(settings.seed)
+    inside = tuple(dict.fromkeys(channels_inside(groups.collection).values()))
+    recorder, clock = SpanRecorder(inside=inside), DrawClock(settings.seed)
     make_gate, make_dispatcher = gate_and_dispatcher(settings.gate, settings.dispatcher, clock)
     adapt = adapt_layer(recorder, groups.collection, make_gate, make_dispatcher)
     modules = builders.model(groups, adapt)

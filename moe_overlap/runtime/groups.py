@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from moe_overlap.plan.instructions import boundary_channel
-from moe_overlap.plan.lowering.residency import most_blocks
+from moe_overlap.plan.lowering.residency import COMMUNICATORS_BESIDE, most_blocks
 from moe_overlap.plan.operators import OperatorKind, boundary_operator, parse_operator
 from moe_overlap.plan.plan import Plan, StagePlan
 
@@ -95,7 +95,7 @@ def _slices(ranks: tuple[int, ...], sizes: tuple[int, int, int], axes: tuple[int
     return [tuple(group) for group in groups.values()]
 
 
-def build_groups(plan: Plan, timeout: datetime.timedelta | None = None) -> StageGroups:
+def build_groups(plan: Plan, timeout: datetime.timedelta | None = None, ctas: int | None = None) -> StageGroups:
     """Create this rank's groups. Collective: every rank of the run creates all groups in the same order.
 
     1. Groups inside each stage, stage by stage.
@@ -105,6 +105,7 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None) -> Stage
 
     Args:
         timeout: of every operation of the groups; torch's own default (not that of the process group) unless given.
+        ctas: most thread blocks of an NCCL kernel that runs beside others; as many as all find a place with unless given.
     Raises:
         ValueError: stages hold unequal numbers of ranks.
     """
@@ -113,15 +114,15 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None) -> Stage
     fields: dict[str, dist.ProcessGroup | None] = {}
     for stage in plan.stages:  # 1
         for kind, rank_sets in stage_rank_sets(stage).items():
-            _create(kind, rank_sets, fields, timeout)
+            _create(kind, rank_sets, fields, timeout, ctas)
     columns = list(zip(*(stage.devices.ranks for stage in plan.stages), strict=True))  # 2
-    _create("pp", columns, fields, timeout)
-    _create("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields, timeout)
-    _create("pos_embd", [(column[0],) for column in columns], fields, timeout)
+    _create("pp", columns, fields, timeout, ctas)
+    _create("embd", [tuple(dict.fromkeys((column[0], column[-1]))) for column in columns], fields, timeout, ctas)
+    _create("pos_embd", [(column[0],) for column in columns], fields, timeout, ctas)
     rows = [stage_rank_sets(stage) for stage in plan.stages]  # 3
     for kind, source in (("mp", "tp_cp"), ("tp_ep_pp", "tp_ep")):
         joined = zip(*(row[source] for row in rows), strict=True)
-        _create(kind, [tuple(rank for ranks in stages for rank in ranks) for stages in joined], fields, timeout)
+        _create(kind, [tuple(rank for ranks in stages for rank in ranks) for stages in joined], fields, timeout, ctas)
     # Inner stages hold neither embedding: megatron-core asks for the fields all the same.
     fields.setdefault("embd", None)
     fields.setdefault("pos_embd", None)
@@ -131,7 +132,7 @@ def build_groups(plan: Plan, timeout: datetime.timedelta | None = None) -> Stage
     fields["intra_expt_dp"] = fields["expt_dp"]
     fields["inter_dist_opt"] = None
     collection = ProcessGroupCollection(**fields)
-    transfers = _transfer_groups(plan, timeout) if any(stage.overlap.is_listed for stage in plan.stages) else {}
+    transfers = _transfer_groups(plan, timeout, ctas) if any(stage.overlap.is_listed for stage in plan.stages) else {}
     return StageGroups(stage=stage_index, collection=collection, world=dist.group.WORLD, transfers=transfers)
 
 
@@ -149,11 +150,11 @@ def transfer_pairs(plan: Plan) -> list[tuple[str, tuple[int, int]]]:
     return pairs
 
 
-def _transfer_groups(plan: Plan, timeout: datetime.timedelta | None) -> dict[tuple[str, int], Any]:
+def _transfer_groups(plan: Plan, timeout: datetime.timedelta | None, ctas: int | None) -> dict[tuple[str, int], Any]:
     me = dist.get_rank()
     groups: dict[tuple[str, int], Any] = {}
     for channel, pair in transfer_pairs(plan):
-        options = _options("pp", timeout)
+        options = _options("pp", timeout, ctas)
         group = dist.new_group(list(pair), timeout=timeout, group_desc=f"{channel} {pair}", pg_options=options)
         if me in pair:
             groups[channel, pair[1 - pair.index(me)]] = group
@@ -165,11 +166,12 @@ def _create(
     rank_sets: list[tuple[int, ...]],
     fields: dict[str, dist.ProcessGroup | None],
     timeout: datetime.timedelta | None,
+    ctas: int | None,
 ) -> None:
     """Create a group for every rank set, and keep the one that holds this rank."""
     this_rank = dist.get_rank()
     for ranks in rank_sets:
-        options = _options(kind, timeout)
+        options = _options(kind, timeout, ctas)
         group = dist.new_group(list(ranks), timeout=timeout, group_desc=f"{kind} {ranks}", pg_options=options)
         if this_rank in ranks:
             fields[kind] = group
@@ -177,22 +179,23 @@ def _create(
 
 _URGENT = frozenset({"ep", "tp_ep", "pp"})
 """Kinds of groups for whose operations other ranks' computation waits."""
-_BESIDE = 9
-"""Most communicators of a rank under way together: rows, counts, gradients of dense layers and of experts, the norm, and both
-directions of two boundaries."""
 
 
-def _options(kind: str, timeout: datetime.timedelta | None) -> Any:
+def _options(kind: str, timeout: datetime.timedelta | None, ctas: int | None = None) -> Any:
     """Options of a group over NCCL; None elsewhere. Not yet run on hardware.
 
     Kernels that are waited for run on a stream of high priority. Those that run beside others use so few thread blocks that all
-    of them find a place on the device at a time (plan/lowering/residency.py); NCCL_MAX_CTAS in the environment overrides that.
+    of them find a place on the device at a time (plan/lowering/residency.py).
+
+    Args:
+        ctas: most thread blocks of such a kernel; None: the most with which all find a place.
     """
     if dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=kind in _URGENT)
     if kind in _URGENT or kind in ("dp_cp", "expt_dp"):
-        options.config.max_ctas = most_blocks(torch.cuda.get_device_properties().multi_processor_count, _BESIDE)
+        multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+        options.config.max_ctas = ctas or most_blocks(multiprocessors, COMMUNICATORS_BESIDE)
     if timeout is not None:
         options._timeout = timeout
     return options

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_overlap.plan.instructions import COMPUTE, EXPERT, PIPELINE, Instruction, Span
+from moe_overlap.plan.instructions import COMPUTE, DATA, EXPERT, PIPELINE, Instruction, Span, operator_spans
 from moe_overlap.plan.operators import EXCHANGE_PARTS, FORWARD, RECOMPUTE, OperatorKind, parse_operator
 
 
@@ -36,6 +36,10 @@ class _Open:
     def place(self) -> tuple[str, str, int, int, tuple[int, ...]]:
         """Everything but the time: work that begins at the same place goes on."""
         return self.name, self.channel, self.chunk, self.micro_batch, self.partition
+
+    def beginning(self, channel: str, start: Any) -> _Open:
+        """A span of the same operator that begins now; `dataclasses.replace` takes several times as long."""
+        return _Open(self.name, channel, self.chunk, self.micro_batch, self.partition, start)
 
 
 class HostClock:
@@ -98,14 +102,14 @@ class CudaClock:
 class SpanRecorder:
     """Records the spans of one step on one rank.
 
+    Args:
+        inside: channels of collectives inside operators that are handed to `start_inside` (layer_collectives.py).
     Attributes:
-        covered: channels whose work is recorded; other communication counts as compute (tensor-parallel collectives
-            inside layers).
+        covered: channels whose work is recorded; other communication counts as compute.
     """
 
-    covered = ("ep", "pp", "dp")
-
-    def __init__(self, clock: HostClock | CudaClock | None = None) -> None:
+    def __init__(self, clock: HostClock | CudaClock | None = None, inside: Sequence[str] = ()) -> None:
+        self.covered = (EXPERT, PIPELINE, DATA, *inside)
         self.clock = clock or (CudaClock() if torch.cuda.is_available() else HostClock())
         self.chunk, self.micro_batch = 0, 0
         self._partition: tuple[int, ...] = ()
@@ -216,6 +220,45 @@ class SpanRecorder:
             self._background = [other for other in self._background if other is not opened]
             self._raw.append((opened, self.clock.mark()))
 
+    def start_inside(self, channel: str, blocks: bool) -> Any:
+        """Start a collective inside the operator that computes now; hand the answer to `wait_inside`.
+
+        Args:
+            blocks: whether its caller waits at once, so that the operator's span ends here and goes on behind the wait.
+        Returns:
+            None where the channel is not covered, and where no operator computes: what is recorded then is a communication of
+            which this one is a part.
+        """
+        current = self._current
+        if current is None or current.channel != COMPUTE or channel not in self.covered:
+            return None
+        now = self.clock.mark()
+        opened = current.beginning(channel, now)
+        if blocks:
+            self._raw.append((current, now))
+            self._current = opened
+        else:
+            self._background.append(opened)
+        return opened
+
+    def wait_inside(self, opened: Any, wait: Callable[..., Any], *timeout: Any) -> Any:
+        """Wait for a collective of `start_inside` and end its span; the operator that waits computes on behind it."""
+        waiting, blocks = self._current, self._current is opened
+        if not blocks:
+            if not any(opened is other for other in self._background):
+                return wait(*timeout)  # of an earlier step, or waited for before
+            if waiting is not None:
+                self._raw.append((waiting, self.clock.mark()))
+                self._current = None
+        answer = wait(*timeout)
+        now = self.clock.mark()
+        self._raw.append((opened, now))
+        if not blocks:
+            self._background = [other for other in self._background if other is not opened]
+        if waiting is not None:
+            self._current = waiting.beginning(COMPUTE if blocks else waiting.channel, now)
+        return answer
+
     def on_backward(self, name: str, *tensors: Tensor) -> Any:
         """Pass tensors through unchanged; when their gradients arrive, `name` begins, for the micro-batch that is current now.
 
@@ -294,7 +337,8 @@ def phase_seconds(spans: Iterable[Span], level: int) -> dict[str, float]:
     """
     seconds: dict[str, float] = {}
     first, last = float("inf"), 0.0
-    spans = list(spans) if level else []
+    # Megatron-LM's timers count the collectives of tensor and context ranks as computation.
+    spans = operator_spans(list(spans)) if level else []
     # Sends are waited for by the norm only: their spans reach into the update, and their phase does not.
     update = min((span.start for span in spans if span.operator.is_update), default=float("inf"))
     for span in spans:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from moe_overlap.plan.instructions import Instruction, Span, channel_group
+from moe_overlap.plan.instructions import Instruction, Span, channel_group, operator_spans
 from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.operators import parse_operator
 from moe_overlap.plan.sizes import deferred_bytes
@@ -187,6 +187,7 @@ def _assembled(flags: str) -> Any:
 def different_order(spans: Sequence[Span], instructions: Sequence[Instruction]) -> dict[str, str]:
     """Channel -> the first place where the recorded order is not the list's, partition by partition."""
     recorded, listed = defaultdict(list), defaultdict(list)
+    spans = operator_spans(spans)
     for span in spans:
         recorded[span.channel].append((span.name, span.chunk, span.micro_batch, span.partition))
     for i in instructions:
@@ -216,7 +217,7 @@ def waited_too_early(spans: Sequence[Span], instructions: Sequence[Instruction])
         Their names, and how many communications have something in front of their first waiter.
     """
     waiting: dict[tuple[str, Done], list[Span]] = defaultdict(list)
-    for span in spans:
+    for span in operator_spans(spans):
         waiting[span.channel, (span.name, span.chunk, span.micro_batch, span.partition)].append(span)
     times: list[Span | None] = []
     for i in instructions:

@@ -8,6 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from moe_overlap.plan.instructions import INSIDE, communication_seconds, operator_spans
+from moe_overlap.plan.operators import kind_of
+
 MODEL = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length 16
     --max-position-embeddings 16 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
@@ -30,11 +33,40 @@ def check_order(rows: dict[str, str]) -> dict[str, dict[str, str]]:
     found = {}
     for name, flags in rows.items():
         spans, instructions = one_step(flags)
+        assert "--tensor" in flags or not any(span.channel in INSIDE for span in spans), (
+            "no collective is inside an operator"
+        )
         if "allgather" in flags:
             # A plan does not say which dispatcher its plain layers use: this one sends its counts with the rows.
             instructions = [i for i in instructions if not i.name.endswith(".moe.count")]
         found[name] = differences(spans, instructions)
     return found
+
+
+def inside_operators(flags: str) -> dict[str, Any]:
+    """The collectives inside operators of one step on this rank.
+
+    Returns:
+        `kinds`: channel -> kinds of the operators in which they stand; `exposed`: seconds by which they make the exposed
+        communication longer; `lanes`: names of the lanes of a trace of the step; `restored`: whether process groups have their
+        own methods again; `order`: the differences between what ran and the list.
+    """
+    from torch.distributed import ProcessGroup
+
+    before = dict(vars(ProcessGroup))
+    spans, instructions = one_step(flags)
+    inside = [span for span in spans if span.channel in INSIDE]
+    apart, together = communication_seconds(spans)[1], communication_seconds(operator_spans(spans))[1]
+    kinds: dict[str, list[str]] = {}
+    for span in inside:
+        kinds.setdefault(span.channel, []).append(kind_of(span.name))
+    return {
+        "kinds": {channel: sorted(set(names)) for channel, names in kinds.items()},
+        "exposed": apart - together,
+        "lanes": sorted({span.channel for span in spans}),
+        "restored": dict(vars(ProcessGroup)) == before,
+        "order": differences(spans, instructions),
+    }
 
 
 def one_step(flags: str, evaluate: bool = False) -> tuple[Any, Any]:
@@ -78,7 +110,7 @@ def differences(spans: Any, instructions: Any) -> dict[str, str]:
 def recorded_steps(spans: Any) -> dict[str, list[Step]]:
     """Channel -> what ran on it, in order; a gate that the exchange of counts has cut in two counts once."""
     steps: dict[str, list[Step]] = {}
-    for span in spans:
+    for span in operator_spans(spans):
         if span.channel == "pp":
             steps.setdefault(f"pp.{span.name}", []).append((span.name,))
             continue

@@ -36,6 +36,12 @@ WITH_CAPACITY = {
     "two parts around": f"{EP} {CAPACITY} --moe-overlap-partitions 2",
     "four parts around, deferred": f"{EP} {CAPACITY} --moe-overlap-partitions 4 --defer-weight-gradients",
 }
+PAD = "--moe-pad-expert-input-to-capacity"
+PADDED = {
+    "whole": f"{EP} {CAPACITY} {PAD}",
+    "two micro-batches, deferred": f"{EP} {CAPACITY} {PAD} {PAIRS} {DEFER}",
+    "two chunks of capacity, sums in order": f"{EP} {CAPACITY} {PAD} --moe-overlap-capacity-chunks 2 --deterministic-mode",
+}
 PRIORITIZED = f"{EP} --moe-gate batch_prioritized --moe-expert-capacity-factor"
 CHOICE = f"{EP} --moe-gate expert_choice --moe-expert-capacity-factor 1 --moe-aux-loss-coeff 0"
 BEHIND_WHOLE_GATES = {
@@ -89,6 +95,7 @@ def found(tmp_path_factory):
         "one sample, chunks": f"{one} --moe-overlap-capacity-chunks 2 --defer-weight-gradients",
     }
     variants |= OVERLAPPED | {f"capacity: {name}": flags for name, flags in WITH_CAPACITY.items()}
+    variants |= {f"padded: {name}": flags for name, flags in PADDED.items()}
     for gate, cut in BEHIND_WHOLE_GATES.items():
         variants |= {gate: gate, f"{gate} {cut}": f"{gate} {cut}"}
     for number, (name, (flags, layers)) in enumerate(PLANS.items()):
@@ -115,6 +122,12 @@ def test_capacity_passes_from_part_to_part(found, name):
     """The same tokens are dropped as in the whole micro-batch: another C/K split would move the loss."""
     assert found["plain"] != found["plain with capacity"], "the capacity drops nothing, so this shows nothing"
     assert_same(found[f"capacity: {name}"], found["plain with capacity"])
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_static_capacity_trains_as_counted_rows_do(found, name):
+    """Empty places travel and are computed, and change nothing but the order of sums inside products."""
+    assert_same(found[f"padded: {name}"], found["plain with capacity"])
 
 
 @pytest.mark.parametrize("gate", BEHIND_WHOLE_GATES)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.multiprocess.recorded_order import check_broken_lists, check_evaluation, check_order
+from typing import Any
+
+from tests.multiprocess.recorded_order import check_broken_lists, check_evaluation, check_order, inside_operators
 from tests.spawn import run
 
 SHARED = "--moe-shared-expert-intermediate-size 32"
@@ -41,6 +43,8 @@ TWO_RANKS = {
     "PP2, unequal virtual stages": f"{PP2} {LAYOUT} E|tt|t|tL",
     "PP2, recompute of dense layers": f"{PP2} {DENSE_FIRST} --recompute-granularity selective --recompute-modules mlp",
 }
+TP2_AGAIN = f"{TP2} {FULL} uniform"
+CP2 = "--context-parallel-size 2"
 FOUR_RANKS = {
     "EP2 × PP2, 2 virtual stages": f"{EP2} {VPP2}",
     "EP2 × PP2, 2 virtual stages, prediction": f"{EP2} {VPP2} {PREDICTION}",
@@ -48,18 +52,35 @@ FOUR_RANKS = {
 }
 
 
-def on_two_ranks() -> tuple[dict[str, dict[str, str]], list[list[int]], list[dict[str, str]]]:
+def on_two_ranks() -> tuple[dict[str, dict[str, str]], list[list[int]], list[dict[str, str]], list[dict[str, Any]]]:
     order = check_order(TWO_RANKS)
     broken = [check_broken_lists(f"{flags} {SHARED} --global-batch-size 4") for flags in (EP2, VPP2)]
-    return order, broken, [check_evaluation(f"{flags} {SHARED}") for flags in (EP2, f"{VPP2} {PREDICTION}")]
+    evaluation = [check_evaluation(f"{flags} {SHARED}") for flags in (EP2, f"{VPP2} {PREDICTION}")]
+    return order, broken, evaluation, [inside_operators(flags) for flags in (TP2_AGAIN, CP2)]
 
 
 def test_two_ranks() -> None:
-    for rank, (order, broken, evaluation) in enumerate(run(2, on_two_ranks)):
+    for rank, (order, broken, evaluation, inside) in enumerate(run(2, on_two_ranks)):
         assert order == dict.fromkeys(TWO_RANKS, {}), rank
         assert evaluation == [{}, {}], rank
         for missed, attempts in broken:
             assert missed == 0 and attempts > 50, rank
+        _check_inside(*inside)
+
+
+def _check_inside(tensor: dict[str, Any], context: dict[str, Any]) -> None:
+    """Collectives inside operators are communication, in both passes and where they are recomputed."""
+    passes = ("", ".backward", ".recompute")
+    ends = [f"{name}{phase}" for name in ("embedding", "head.loss") for phase in ("", ".backward")]
+    assert tensor["kinds"] == {
+        "tp": sorted([*(f"attention{phase}" for phase in passes), *ends]),
+        "etp": sorted(f"moe.experts{phase}" for phase in passes),
+    }
+    assert context["kinds"] == {"cp": ["attention", "attention.backward"]}
+    assert {"tp", "etp"} <= {*tensor["lanes"]} and "cp" in context["lanes"]
+    assert tensor["exposed"] > 0 and context["exposed"] > 0
+    for found in (tensor, context):
+        assert found["order"] == {} and found["restored"]
 
 
 def test_four_ranks() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from moe_overlap.commands.exits import end_process
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.instructions import DATA, EXPERT, PIPELINE
 from moe_overlap.tuner.profile.database import LinkKey
 from tools.bench.variants import Variant
 from tools.bench.worker import Rank, Run
@@ -65,6 +66,8 @@ class PaddedRank(Rank):
         holds = stage.tensor * stage.context * stage.expert_tensor > 1
         self._clock = PaddedClock(context.recorder, seconds[context.groups.stage], holds)
         context.recorder.clock = self._clock
+        # The seconds of an operator are those of one span: its collectives do not split it.
+        context.recorder.covered = (EXPERT, PIPELINE, DATA)
 
     def _executed(self) -> dict[str, Any]:
         """Seconds of one step, with its update; operators that had no seconds; and how far operators were late."""

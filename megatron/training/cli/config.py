@@ -322,6 +322,8 @@ class TrainingConfig:
     """Samples per step of an evaluation; default --global-batch-size, the largest of one that changes."""
     seed: int = 1234
     """Seed of weights, data order and dropout."""
+    deterministic_mode: bool = False
+    """The same bits in every run on a GPU: rows are summed in a fixed order, and operators that have none are refused."""
     calculate_per_token_loss: bool = False
     """Weigh every token of the global batch equally, also when micro-batches hold unequal numbers of them."""
     check_for_nan_in_loss_and_grad: bool = flag(True, off="--no-check-for-nan-in-loss-and-grad")
@@ -543,6 +545,11 @@ class OverlapConfig:
     """Compute weight gradients while a backward all-to-all is under way."""
     max_deferred_bytes: int = 1 << 30
     """Most bytes that deferred weight gradients may hold; the instruction list computes early what does not fit."""
+    moe_overlap_device_connections: int | None = None
+    """Hardware queues that the streams of a GPU share; default CUDA_DEVICE_MAX_CONNECTIONS where that is set, else CUDA's 8."""
+    moe_overlap_nccl_ctas: int | None = None
+    """Thread blocks of an NCCL kernel that runs beside others; default NCCL_MAX_CTAS where that is set, else a ninth of the GPU's
+    multiprocessors, at most 32."""
     trace: str | None = None
     """Write the measured spans of the last step as a Perfetto trace, all ranks in one file."""
 

@@ -114,6 +114,7 @@ def _precision_fields(config: Config, plan: Plan) -> dict[str, Any]:
     """fp8 and fp4 by Transformer Engine: the plan says whether, the flags choose the recipe. Not run on a GPU so far."""
     precision = config.precision
     fields: dict[str, Any] = {
+        "deterministic_mode": config.training.deterministic_mode,
         "moe_router_padding_for_quantization": precision.moe_router_padding_for_quantization
         or precision.moe_router_padding_for_fp8,
     }

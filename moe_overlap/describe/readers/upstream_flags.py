@@ -218,7 +218,7 @@ WITHOUT_EFFECT = (
     ),
     _group(
         "always so here",
-        "no-position-embedding use-mcore-models deterministic-mode local-rank lazy-mpu-init exit-signal-handler-for-training",
+        "no-position-embedding use-mcore-models local-rank lazy-mpu-init exit-signal-handler-for-training",
     ),
 )
 

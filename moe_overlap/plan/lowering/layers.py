@@ -9,9 +9,10 @@ Contract. `LayerLowering` writes the forward or the backward pass of a chunk of 
 
 Buffers (layer n, micro-batch m, partition p): `h.Ln.m.p` enters layer n (and crosses a boundary before it; in a
 prediction layer n: `h.mtpn`, behind it `h.mtpn.loss`), `a` follows attention, `rows` are permuted for sending, `counts`
-and `splits` say how many, `capacity` hands a gate's state to the next partition, `received` and `computed` stand at the
-experts, `returned` is back, `shared` is the shared expert's output. Gradients carry a `d` in front. `gradient.Ln` sums
-weight gradients over micro-batches; `saved.Ln.part.weight` is what a deferred one is computed from.
+and `splits` say how many (neither exists with a static capacity), `capacity` hands a gate's state to the next
+partition, `received` and `computed` stand at the experts, `returned` is back, `shared` is the shared expert's output.
+Gradients carry a `d` in front. `gradient.Ln` sums weight gradients over micro-batches; `saved.Ln.part.weight` is what a
+deferred one is computed from.
 
 Fused kernels (COMET, section 3.1) hand over nothing but `inner`, the activated output of the first product, and
 `dinner`, its gradient. The whole matrix between product and all-to-all, which COMET calls the shared tensor, is there
@@ -56,25 +57,27 @@ from moe_overlap.plan.overlap import partitions_of
 from moe_overlap.plan.plan import Plan, Recompute, StagePlan
 
 
-def forward_buffers(n: str, after: str, has_shared: bool, sent: bool) -> dict[str, str]:
+def forward_buffers(n: str, after: str, has_shared: bool, sent: bool, counted: bool) -> dict[str, str]:
     """Part -> `reads -> writes`, without micro-batch and partition.
 
     Args:
         n: layer, such as `L3`.
         after: what its output enters.
         sent: whether tokens leave the rank.
+        counted: whether counts of them leave it first; not with a static capacity.
     """
     shared = f"shared.{n}" if has_shared else ""
+    splits = f" splits.{n}" if counted else ""
     return {
         ATTENTION: f"h.{n} -> a.{n}",
         MLP: f"a.{n} -> h.{after}",
-        GATE: f"a.{n} -> rows.{n}" + (f" counts.{n}" if sent else ""),
+        GATE: f"a.{n} -> rows.{n}" + (f" counts.{n}" if sent and counted else ""),
         COUNT: f"counts.{n} -> splits.{n}",
-        DISPATCH: f"rows.{n} splits.{n} -> received.{n}",
+        DISPATCH: f"rows.{n}{splits} -> received.{n}",
         SHARED: f"a.{n} -> {shared}",
         EXPERTS: f"{'received' if sent else 'rows'}.{n} -> computed.{n}",
         COMBINE: f"computed.{n} -> returned.{n}",
-        DISPATCH_FC1: f"rows.{n} splits.{n} -> received.{n} inner.{n}",
+        DISPATCH_FC1: f"rows.{n}{splits} -> received.{n} inner.{n}",
         FC2_COMBINE: f"inner.{n} -> computed.{n} returned.{n}",
         MERGE: f"{'returned' if sent else 'computed'}.{n} a.{n} {shared} -> h.{after}",
     }
@@ -147,11 +150,13 @@ class LayerSequence:
 
     Args:
         is_cut: whether a layer's mixture of experts runs in partitions.
+        counts: whether counts of the rows travel before them; not with a static capacity.
     """
 
     stage: StagePlan
     model: ModelDescription
     is_cut: Callable[[int], bool]
+    counts: bool = True
 
     @property
     def has_shared(self) -> bool:
@@ -165,9 +170,10 @@ class LayerSequence:
 
     def parts(self, layer: int) -> tuple[OperatorKind, ...]:
         """Operators of a layer in forward order."""
-        return operators.layer_parts(
+        parts = operators.layer_parts(
             self.model.moe_layers[layer], self.has_shared, self.exchanges, self._is_fused(layer)
         )
+        return parts if self.counts else tuple(part for part in parts if part != COUNT)
 
     def forward(self, layers: Sequence[int], suffix: Phase = FORWARD) -> Iterator[LayerOperator]:
         """Layers forward; suffix `recompute` where the backward pass runs them a second time."""
@@ -262,7 +268,12 @@ class LayerLowering:
         self.buffers = CutBuffers()
         self._plan, self._model = plan, model
         self._partitions = partitions_of(stage.overlap, stage.layers)
-        self._sequence = LayerSequence(stage, model, is_cut=lambda layer: (layer, EXPERTS) in self._partitions)
+        self._sequence = LayerSequence(
+            stage,
+            model,
+            is_cut=lambda layer: (layer, EXPERTS) in self._partitions,
+            counts=plan.static_capacity_factor is None,
+        )
         slots = [slot for layer in stage.overlap.layers for slot in layer.weight_gradient_slots.items()]
         self._slots = dict(slots)
         self._deferred: dict[tuple[OperatorKind, int | None], list[OperatorId]] = {}
@@ -338,7 +349,7 @@ class LayerLowering:
             kept = keeps_gradients(operator.part, [gradient.weight for gradient in deferred], self._model)
             table = backward_buffers(*ends, has_shared, sent, f"gradient.{operator.place}" if kept else "")
         else:
-            table = forward_buffers(*ends, has_shared, sent)
+            table = forward_buffers(*ends, has_shared, sent, self._sequence.counts)
         sides = parse_access(table[operator.part])
         reads, writes = ([placed(buffer, micro_batch) for buffer in side] for side in sides)
         writes += [saved_for(gradient, micro_batch) for gradient in deferred]

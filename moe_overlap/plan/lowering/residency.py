@@ -32,6 +32,9 @@ NCCL_MOST_BLOCKS = 32
 
 HARDWARE_QUEUES = 8
 """CUDA's default of CUDA_DEVICE_MAX_CONNECTIONS."""
+COMMUNICATORS_BESIDE = 9
+"""Most communicators of a rank under way together: rows, counts, gradients of dense layers and of experts, the norm, and both
+directions of two boundaries."""
 
 
 @dataclass(frozen=True, slots=True)

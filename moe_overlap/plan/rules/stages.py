@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import lcm
+from math import isfinite, lcm
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import MOST_LAYERS, ModelDescription
@@ -36,6 +36,7 @@ def validate_plan(plan: Plan, model: ModelDescription | None = None, source: str
         ConfigError: for the first invariant that does not hold.
     """
     _check_run(plan, source)
+    _check_static_capacity(plan, model, source)
     # Before anything makes a table of the layers.
     layers = max((last for stage in plan.stages for _, last in stage.chunks), default=0)
     if layers > MOST_LAYERS:
@@ -84,6 +85,24 @@ def _check_run(plan: Plan, source: str) -> None:
     if plan.embedding_stage > plan.loss_stage:
         rule = f"the embedding runs before the loss (stage {plan.loss_stage})"
         raise ConfigError(f"{source} embedding_stage", plan.embedding_stage, rule, "write 0")
+
+
+def _check_static_capacity(plan: Plan, model: ModelDescription | None, source: str) -> None:
+    """A static capacity is that of the whole micro-batch, and layers take it whole or in chunks of capacity."""
+    factor = plan.static_capacity_factor
+    if factor is None:
+        return
+    subject = f"{source} static_capacity_factor"
+    if not (isfinite(factor) and factor > 0):
+        raise ConfigError(subject, factor, "must be positive", "write null for counted rows")
+    if model is not None and not model.num_experts:
+        raise ConfigError(subject, factor, f"{model.name} has no experts", "write null")
+    for s, stage in enumerate(plan.stages):
+        for n, layer in enumerate(stage.overlap.layers):
+            if layer.mechanism in ("partitioned", "fused"):
+                place = f"{source} stages[{s}].overlap.layers[{n}].mechanism"
+                rule = "rows of a static capacity travel whole or in chunks of it"
+                raise ConfigError(place, layer.mechanism, rule, "use tutel, or write static_capacity_factor null")
 
 
 def _check_sizes(plan: Plan, stage: StagePlan, subject: str) -> None:

@@ -22,20 +22,10 @@ from torch import Tensor
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.overlap import TUTEL_DEGREES
-from moe_overlap.runtime.dispatch.irregular import Counts, Handle, IrregularDispatcher
+from moe_overlap.runtime.dispatch.irregular import Counts, Handle, IrregularDispatcher, Known
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(rows [M, H], rows per expert [L] on the host, probabilities [M]) -> output [M, H]."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """Counts that follow from those of the whole pass: there is nothing to wait for."""
-
-    counts: Counts
-
-    def wait(self) -> Counts:
-        return self.counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +52,7 @@ def capacity_chunks(stages: IrregularDispatcher, handle: Handle, degree: int) ->
         counts = handle.counts.chunk(index, degree)
         rows_N = _rows_of_chunk(handle.counts, index, degree, handle.row_sources_N.device)
         sources = handle.row_sources_N.index_select(0, rows_N)
-        own = replace(handle, row_sources_N=sources, tag=stages.take_tags(), arriving=_Known(counts))
+        own = replace(handle, row_sources_N=sources, tag=stages.take_tags(), arriving=Known(counts))
         chunks.append(CapacityChunk(own, rows_N))
     return chunks
 

@@ -12,6 +12,9 @@ Compute stages run under autograd, one autograd segment each; all-to-alls stand 
 again with counts swapped. The dispatcher keeps nothing between stages: what belongs to one pass stands in its `Handle`, so
 partitions and micro-batches can be under way together.
 
+With a static capacity every rank sends every expert as many rows as the gate lets it take at most. Stage 2 is left out: all
+counts are known beforehand, on the host. Places that no token took carry some token's row; its results and gradients go nowhere.
+
 Counts (stage 2): every rank tells every rank of the expert group (expert-tensor ranks included) how many of its rows go to each
 expert that rank holds. The numbers come to the host once per layer, because shapes and splits are decided there; the backward
 pass reuses them.
@@ -28,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_overlap.runtime.dispatch.ordered_sums import SelectInOrder, SumInOrder
 from moe_overlap.runtime.dispatch.wire import (
     AllToAll,
     Done,
@@ -98,6 +102,16 @@ class Counts:
             tuple(tuple(tuple(map(part, experts)) for experts in sources) for sources in self.from_source),
             self.tensor_rank,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Counts that nobody has to send: there is nothing to wait for."""
+
+    counts: Counts
+
+    def wait(self) -> Counts:
+        return self.counts
 
 
 class CountAllToAll:
@@ -209,10 +223,12 @@ class Handle:
         name: the layer's operator (`L3.moe`), for errors and spans.
         map_TE: which tokens go to which experts.
         to_expert_E: rows per expert, on the device of the tokens.
-        row_sources_N: index token · E + expert of every permuted row; rows past the routed ones repeat index 0.
+        row_sources_N: index token · E + expert of every permuted row; rows past the routed ones, and places of a static capacity
+            that no token took, repeat index 0.
         probs_dtype: type of the probabilities.
         tag: first of this handle's tags.
         arriving: the counts under way; None until `start_counts`.
+        row_tokens_N: with a static capacity the token of every permuted row, T for places that no token took.
     """
 
     name: str
@@ -222,6 +238,7 @@ class Handle:
     probs_dtype: torch.dtype
     tag: int
     arriving: Pending[Counts] | None = None
+    row_tokens_N: Tensor | None = None
 
     @property
     def counts(self) -> Counts:
@@ -269,28 +286,50 @@ class IrregularDispatcher:
             before the counts needs the host: `permute` makes T times as many rows, those past the routed ones are never sent.
             None: exactly the routed rows, counted on the host (free on a CPU).
         takes_bounds: whether passes take a bound of their own; without, they count their rows on the host.
+        in_order: whether the rows of a token are summed in a fixed order on a GPU as well (ordered_sums.py).
+        static_capacity: whether passes are opened with a capacity, to which they are padded.
     """
 
-    def __init__(self, wires: Wires, rows_per_token: int | None = None, takes_bounds: bool = False) -> None:
+    def __init__(
+        self,
+        wires: Wires,
+        rows_per_token: int | None = None,
+        takes_bounds: bool = False,
+        in_order: bool = False,
+        static_capacity: bool = False,
+    ) -> None:
         self.wires, self.rows_per_token, self.takes_bounds = wires, rows_per_token, takes_bounds
+        self.in_order, self.static_capacity = in_order, static_capacity
 
     @property
     def host_copies(self) -> int:
         """Copies of counts from the device to the host so far, over all that share the wires."""
         return self.wires.counts.host_copies
 
-    def open(self, map_TE: Tensor, probs_dtype: torch.dtype, name: str, most_rows: int | None = None) -> Handle:
+    def open(
+        self,
+        map_TE: Tensor,
+        probs_dtype: torch.dtype,
+        name: str,
+        most_rows: int | None = None,
+        capacity: int | None = None,
+    ) -> Handle:
         """Open the handle of a pass, from the gate's decision.
 
         Args:
             map_TE: [T, E] bool; what the gate dropped is not set.
             name: the layer's operator.
             most_rows: most rows that the gate routes; `rows_per_token` times T unless given.
+            capacity: with a static capacity, most tokens that the gate lets each expert take, and the rows it is sent; the same
+                on all ranks.
         """
         tokens, experts = map_TE.shape
         assert experts % self.wires.rows.size == 0, f"{name}: {experts} experts on {self.wires.rows.size} ranks"
+        assert (capacity is not None) == self.static_capacity, f"{name}: a static capacity is that of every pass"
         chosen = map_TE.bool().t().reshape(-1)  # expert by expert, tokens in order
         to_expert_E = chosen.view(experts, tokens).sum(dim=1)
+        if capacity is not None:
+            return self._open_static(chosen.view(experts, tokens), map_TE, to_expert_E, probs_dtype, name, capacity)
         if most_rows is None or not self.takes_bounds:
             most_rows = None if self.rows_per_token is None else tokens * self.rows_per_token
         rows = int(to_expert_E.sum()) if most_rows is None else most_rows
@@ -303,21 +342,53 @@ class IrregularDispatcher:
         flat = sources % max(tokens, 1) * experts + sources // max(tokens, 1)
         return Handle(name, map_TE, to_expert_E, flat, probs_dtype, self.take_tags())
 
+    def _open_static(
+        self, chosen_ET: Tensor, map_TE: Tensor, to_expert_E: Tensor, probs_dtype: torch.dtype, name: str, capacity: int
+    ) -> Handle:
+        experts, tokens = chosen_ET.shape
+        rows = experts * capacity
+        firsts_E1 = torch.arange(0, rows, capacity, device=chosen_ET.device).unsqueeze(1)
+        # As in `open`: the n-th token of an expert goes to its n-th place, and pairs that were not chosen behind the last row.
+        places = torch.where(chosen_ET, firsts_E1 + chosen_ET.cumsum(1) - 1, rows).view(-1)
+        pairs = torch.arange(chosen_ET.numel(), device=chosen_ET.device)
+        sources = pairs.new_full((rows + 1,), -1).scatter_(0, places, pairs)[:rows]
+        is_empty, sources = sources < 0, sources.clamp(min=0)
+        tokens_N = (sources % max(tokens, 1)).masked_fill(is_empty, tokens)
+        flat = sources % max(tokens, 1) * experts + sources // max(tokens, 1)
+        ranks, local = self.wires.rows.size, experts // self.wires.rows.size
+        sources_QPL = (((capacity,) * local,) * ranks,) * self.wires.tensor.size
+        counts = Counts((capacity,) * experts, sources_QPL, self.wires.tensor.rank)
+        return Handle(name, map_TE, to_expert_E, flat, probs_dtype, self.take_tags(), Known(counts), tokens_N)
+
     def take_tags(self) -> int:
         """Reserve the tags of a new handle and return the first; all ranks open their handles in the same order."""
         return self.wires.rows.take_tags(_TAGS_PER_HANDLE)
 
     def select(self, hidden_TH: Tensor, probs_TE: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
         """Tokens [N, H] and probabilities [N] in order of their expert, unpacked."""
-        experts = handle.map_TE.shape[1]
-        rows = hidden_TH.index_select(0, handle.row_sources_N // experts)
+        places_N = handle.row_sources_N // handle.map_TE.shape[1]
+        if self.in_order:
+            tokens_N = handle.row_tokens_N
+            if tokens_N is None:
+                # Rows past the routed ones repeat a token that has rows of its own: they belong to none.
+                numbers_N = torch.arange(places_N.shape[0], device=places_N.device)
+                tokens_N = places_N.masked_fill(numbers_N >= handle.to_expert_E.sum(), handle.tokens)
+            rows = SelectInOrder.apply(hidden_TH, places_N, tokens_N)
+        else:
+            rows = hidden_TH.index_select(0, places_N)
         return rows, probs_TE.reshape(-1).index_select(0, handle.row_sources_N)
 
     def permute(
-        self, hidden_TH: Tensor, probs_TE: Tensor, map_TE: Tensor, name: str = "moe", most_rows: int | None = None
+        self,
+        hidden_TH: Tensor,
+        probs_TE: Tensor,
+        map_TE: Tensor,
+        name: str = "moe",
+        most_rows: int | None = None,
+        capacity: int | None = None,
     ) -> tuple[Tensor, Handle]:
         """Stage 1: packed rows [N, X] in order of their expert, and the handle of this pass."""
-        handle = self.open(map_TE, probs_TE.dtype, name, most_rows)
+        handle = self.open(map_TE, probs_TE.dtype, name, most_rows, capacity)
         return Pack.apply(*self.select(hidden_TH, probs_TE, handle)), handle
 
     def start_counts(self, handle: Handle) -> Pending[Counts]:
@@ -382,7 +453,16 @@ class IrregularDispatcher:
 
     def unpermute(self, returned_NH: Tensor, handle: Handle) -> Tensor:
         """Stage 7: [T, H] the sum of each token's results; zero where no expert took it."""
-        tokens_N = handle.row_sources_N[: returned_NH.shape[0]] // handle.map_TE.shape[1]
+        tokens_N = handle.row_tokens_N
+        if tokens_N is None:
+            tokens_N = handle.row_sources_N[: returned_NH.shape[0]] // handle.map_TE.shape[1]
+        if self.in_order:
+            return SumInOrder.apply(returned_NH, tokens_N, handle.tokens)
+        if handle.row_tokens_N is not None:
+            # One token more, which takes what came back from places that no token took, and is cut off.
+            return returned_NH.new_zeros((handle.tokens + 1, returned_NH.shape[1])).index_add(0, tokens_N, returned_NH)[
+                :-1
+            ]
         return returned_NH.new_zeros((handle.tokens, returned_NH.shape[1])).index_add(0, tokens_N, returned_NH)
 
     def start_combine_backward(self, gradient_NH: Tensor, handle: Handle) -> Pending[Tensor]:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.gates import expert_capacity
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher, Wires
 from moe_overlap.runtime.dispatch.wire import Pack, Pending
-from moe_overlap.runtime.routing.state import expert_capacity
 
 _REFUSED = {
-    "moe_pad_expert_input_to_capacity": "the irregular dispatcher pads nothing",
-    "moe_router_padding_for_quantization": "the irregular dispatcher pads nothing",
+    "moe_router_padding_for_quantization": "the irregular dispatcher pads to a capacity only",
     "moe_shared_expert_overlap": "the irregular dispatcher does not run the shared expert",
 }
 
@@ -47,7 +46,12 @@ class IrregularTokenDispatcher:
         refuse_padding(config)
         self.config = config
         self.ep_group, self.tp_group, self.tp_ep_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.tp_ep
-        self.stages = IrregularDispatcher(wires or Wires(pg_collection), takes_bounds=True)
+        self.stages = IrregularDispatcher(
+            wires or Wires(pg_collection),
+            takes_bounds=True,
+            in_order=config.deterministic_mode,
+            static_capacity=config.moe_pad_expert_input_to_capacity,
+        )
         first = self.ep_group.rank() * num_local_experts
         assert local_expert_indices == list(range(first, first + num_local_experts)), "experts stand in order of rank"
         self.layer: Any = None
@@ -60,12 +64,20 @@ class IrregularTokenDispatcher:
         raise ConfigError("--moe-shared-expert-overlap", "", _REFUSED["moe_shared_expert_overlap"], "remove the flag")
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Start the all-to-all of counts, permute meanwhile, then wait for the counts: the splits of the dispatch need them."""
+        """Start the all-to-all of counts, permute meanwhile, then wait for the counts: the splits of the dispatch need them.
+
+        With a static capacity there are none to send.
+        """
         spans = self.layer is not None and self.layer.sends_tokens
         name = "moe" if self.layer is None else self.layer.operator
         hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-        handle = self.stages.open(routing_map, probs.dtype, name, self._most_rows(hidden_TH.shape[0]))
+        most_rows, capacity = self._most_rows(hidden_TH.shape[0]), None
+        if self.stages.static_capacity:
+            capacity = self._capacity(hidden_TH.shape[0])
+        handle = self.stages.open(routing_map, probs.dtype, name, most_rows, capacity)
         self._handle, self._hidden_shape = handle, hidden_states.shape
+        if capacity is not None:
+            return self.stages.select(hidden_TH, probs, handle)
         pending = self.stages.start_counts(handle)
         rows = self.stages.select(hidden_TH, probs, handle)
         if spans:
@@ -113,13 +125,15 @@ class IrregularTokenDispatcher:
         """Most rows that any gate leaves some tokens with; None on a CPU, where counting the routed rows costs no wait."""
         if not torch.cuda.is_available():
             return None
-        topk, factor, experts = (
-            self.config.moe_router_topk,
-            self.config.moe_expert_capacity_factor,
-            self.config.num_moe_experts,
-        )
+        topk, factor = self.config.moe_router_topk, self.config.moe_expert_capacity_factor
         # With a capacity the experts may choose (expert_choice): only its sum over the experts bounds the rows then.
-        return tokens * topk if factor is None else expert_capacity(tokens, topk, experts, factor) * experts
+        return tokens * topk if factor is None else self._capacity(tokens) * self.config.num_moe_experts
+
+    def _capacity(self, tokens: int) -> int:
+        config = self.config
+        return expert_capacity(
+            tokens, config.moe_router_topk, config.num_moe_experts, config.moe_expert_capacity_factor
+        )
 
     def _current(self) -> Handle:
         assert self._handle is not None, "no pass is under way: dispatch_preprocess comes first"

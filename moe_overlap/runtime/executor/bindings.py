@@ -225,15 +225,19 @@ class ChunkOperators:
             parts = zip(*(_cut(x, samples, len(keys)) for x in (sent, *routed_TE)), strict=True)
             for key, (x_TH, probs_TE, map_TE) in zip(keys, parts, strict=True):
                 # The gate bounds its rows, so that the host does not ask the device how many there are.
-                most_rows = self._most_rows(layer.mlp, map_TE.shape[0], state.routing.get((n, micro_batch_of(i))))
-                packed, state.handles[key] = self._dispatcher.permute(x_TH, probs_TE, map_TE, f"L{n}.moe", most_rows)
+                routing = state.routing.get((n, micro_batch_of(i)))
+                most_rows = self._most_rows(layer.mlp, map_TE.shape[0], routing)
+                capacity = self._static_capacity(layer.mlp, routing)
+                packed, state.handles[key] = self._dispatcher.permute(
+                    x_TH, probs_TE, map_TE, f"L{n}.moe", most_rows, capacity
+                )
                 rows.append(packed)
             # An output, too: the shared expert's gradient returns through it, and the norm runs backward once for both.
             return (*rows, normed_SBH)
 
         segment = Segment(route, [state.buffers.read(i, read_stem(i, R.ATTENDED))])
         *rows, normed_SBH = segment.outputs
-        if not writes(i, R.COUNTS):
+        if not (writes(i, R.COUNTS) or self._dispatcher.static_capacity):
             # Nothing leaves the rank: there is no count instruction, and the counts are known at once.
             self._dispatcher.start_counts(state.handles[keys[0]]).wait()
         state.segments[place_of(i, operator)] = segment
@@ -265,6 +269,14 @@ class ChunkOperators:
             return most
         gate: Gate = moe.router
         return gate.most_rows(tokens, routing)
+
+    def _static_capacity(self, moe: Any, routing: RoutingState | None) -> int | None:
+        """Rows that every expert is sent of a micro-batch; None where the routed rows are counted."""
+        if not self._dispatcher.static_capacity:
+            return None
+        assert routing is not None, "only our gates keep within a static capacity"
+        gate: Gate = moe.router
+        return gate.capacity(routing)
 
     def _gate_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         n, m = layer_of(operator), micro_batch_of(i)

@@ -31,6 +31,7 @@ from moe_overlap.runtime.executor.buffers import Buffers
 from moe_overlap.runtime.executor.state import StepState
 from moe_overlap.runtime.executor.streams import ChannelStreams, HostOrder, Streams
 from moe_overlap.runtime.groups import StageGroups
+from moe_overlap.runtime.layer_collectives import LayerCollectives, channels_inside
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.update import StepUpdate, micro_batch_loss, micro_batches_of
@@ -115,7 +116,10 @@ class PlanExecutor:
         # A bound of the rows spares the host a wait for the device; where the host computes, counting them is free.
         self._streams = streams or (ChannelStreams() if context.device.type == "cuda" else HostOrder())
         self.dispatcher = IrregularDispatcher(
-            Wires(context.groups.collection, on_current_stream=True), takes_bounds=computes_later(context.device)
+            Wires(context.groups.collection, on_current_stream=True),
+            takes_bounds=computes_later(context.device),
+            in_order=config.deterministic_mode,
+            static_capacity=context.plan.static_capacity_factor is not None,
         )
         self._per_token = config.calculate_per_token_loss
         # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
@@ -124,6 +128,7 @@ class PlanExecutor:
         self._operators = [
             ChunkOperators(model, sequence_length, loss, self.dispatcher, self._recorder) for model in context.models
         ]
+        self._collectives = LayerCollectives(self._recorder, channels_inside(context.groups.collection))
         self._transfers = StageTransfers(
             context.groups, context.recorder, config, sequence_length, context.stage.micro_batch_size
         )
@@ -142,7 +147,8 @@ class PlanExecutor:
         state = self._state(instructions, batches, step)
         device = next(self._chunks[0].parameters()).device
         set_aux_loss_scale(state.loss_scale, device)
-        self._follow(instructions, state)
+        with self._collectives.recorded():
+            self._follow(instructions, state)
         get_moe_layer_wise_logging_tracker().clear()
         return self._update.result(state.update)
 
@@ -154,7 +160,8 @@ class PlanExecutor:
             chunk.eval()
         state = self._state(instructions, batches, step)
         forward = [i for i in instructions if not is_update(i) and not _is_backward(i)]
-        self._follow(forward, state)
+        with self._collectives.recorded():
+            self._follow(forward, state)
         loss, tokens, _ = self._update.mean_losses(state.update.reports)
         get_moe_layer_wise_logging_tracker().clear()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))

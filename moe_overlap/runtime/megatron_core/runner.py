@@ -27,6 +27,7 @@ from torch import Tensor
 from moe_overlap.describe.model import TOKEN_COUNT
 from moe_overlap.plan.instructions import Instruction
 from moe_overlap.runtime.context import RunContext
+from moe_overlap.runtime.layer_collectives import LayerCollectives, channels_inside
 from moe_overlap.runtime.routing.state import first_micro_batch
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.state.update import StepUpdate, UpdateState, micro_batch_loss, micro_batches_of
@@ -137,6 +138,7 @@ class MegatronStepRunner:
             pp_size=pipeline.size(), vp_size=len(chunks) if len(chunks) > 1 else None
         )
         self._transfers = RecordedTransfers(pipeline, config, self._recorder) if pipeline.size() > 1 else None
+        self._collectives = LayerCollectives(self._recorder, channels_inside(context.groups.collection))
         for model in context.models:
             _record_ends(model, self._recorder)
 
@@ -194,17 +196,18 @@ class MegatronStepRunner:
         # Every chunk of an interleaved pipeline reads the same micro-batches, each at its own pace.
         feeds = [enumerate(arrived) for _ in self._scheduled]
         several = len(self._scheduled) > 1
-        reports: list[Tensor] = self._schedule(
-            forward_step_func=partial(self._forward_step, step),
-            data_iterator=feeds if several else feeds[0],
-            model=self._scheduled if several else self._scheduled[0],
-            num_microbatches=micro_batches,
-            seq_length=self.context.plan.sequence_length,
-            micro_batch_size=self.context.stage.micro_batch_size,
-            forward_only=forward_only,
-            p2p_communicator=self._transfers,
-            pg_collection=self.context.groups.collection,
-        )
+        with self._collectives.recorded():
+            reports: list[Tensor] = self._schedule(
+                forward_step_func=partial(self._forward_step, step),
+                data_iterator=feeds if several else feeds[0],
+                model=self._scheduled if several else self._scheduled[0],
+                num_microbatches=micro_batches,
+                seq_length=self.context.plan.sequence_length,
+                micro_batch_size=self.context.stage.micro_batch_size,
+                forward_only=forward_only,
+                p2p_communicator=self._transfers,
+                pg_collection=self.context.groups.collection,
+            )
         return reports
 
     def _forward_step(

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import HAVE_TE, compute_routing_sco
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from moe_overlap.plan.gates import GATE_FACTS, check_gate, require_partitionable
+from moe_overlap.plan.gates import GATE_FACTS, check_gate, expert_capacity, require_partitionable
 from moe_overlap.runtime.routing.balance import (
     LateBalanceGradient,
     add_counts,
@@ -30,7 +30,6 @@ from moe_overlap.runtime.routing.state import (
     DrawClock,
     RoutingState,
     drop_beyond_capacity,
-    expert_capacity,
     position_major,
     sample_major,
 )

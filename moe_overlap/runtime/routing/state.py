@@ -17,22 +17,12 @@ T tokens, S positions of a sequence on this rank, B samples of the micro-batch, 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moe_overlap.runtime.routing.balance import BalanceTotals
-
-
-def expert_capacity(tokens: int, topk: int, experts: int, factor: float) -> int:
-    """Number of tokens an expert takes of one micro-batch on one rank: ceil(T · k / E · factor), rounded as megatron-core does.
-
-    Args:
-        tokens: tokens of the whole micro-batch on this rank, never of a partition.
-    """
-    return math.ceil((tokens * topk / experts) * factor)
 
 
 def expert_slots(map_TE: Tensor, used_E: Tensor) -> Tensor:

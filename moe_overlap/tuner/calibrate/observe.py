@@ -5,7 +5,7 @@ span of a collective goes from where its rank starts it to where the rank has wa
 computes nothing at the end of it. Clocks of ranks are laid on each other at the end of the norm, where all meet.
 Steps.
 1. Observe (`observe`): the seconds of every kind as one rank has them, collectives alone.
-   a. Computation: the mean of a stage's ranks.
+   a. Computation: the mean of a stage's ranks; with the collectives inside operators, as prices of operators have them.
    b. A collective begins when the last rank of its group has started it. Where it is exposed on a rank it ends there with its
       span, and from the one to the other is what it took alone. Where it is exposed on none it may have ended before: that is a
       bound.
@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_overlap.plan.instructions import COMPUTING, Span
+from moe_overlap.plan.instructions import COMPUTING, Span, operator_spans
 from moe_overlap.plan.operators import NORM, is_state_key, kind_of
 from moe_overlap.plan.plan import Plan, StagePlan
 from moe_overlap.tuner.cost.hardware import NOT_REFINED, Kind, Refined
@@ -63,6 +63,7 @@ def observe(plan: Plan, spans: Spans, cut: Iterable[str]) -> Observed:
         cut: names of the operators that the plan has in partitions.
     """
     partitioned = frozenset(cut)
+    spans = {rank: operator_spans(of_rank) for rank, of_rank in spans.items()}
     computed: dict[Kind, float] = defaultdict(float)
     known: dict[Kind, list[float]] = defaultdict(list)
     bounds: dict[Kind, list[float]] = defaultdict(list)

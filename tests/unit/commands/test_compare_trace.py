@@ -167,3 +167,18 @@ def test_traces_of_unlike_jobs_are_not_compared(
     else:
         rule = "the traces are of unlike jobs; compare traces of the same flags"
         assert (status, error) == (2, f"error: {second} {refused}: {rule}\n")
+
+
+def test_collectives_inside_operators_count_as_computation_where_one_trace_does_not_tell_them_apart(
+    tmp_path: Path,
+) -> None:
+    parts = [("compute", 1.0, 1.3), ("tp", 1.3, 1.4), ("compute", 1.4, 1.75)]
+    split = [Span("L0.attention", channel, 0, 0, start, end) for channel, start, end in parts]
+    for name, made in (("split", split), ("whole", [Span("L0.attention", "compute", 0, 0, 1.0, 1.6)])):
+        write_trace(tmp_path / f"{name}.json", made, 0)
+    predicted, measured = read_trace(tmp_path / "whole.json"), read_trace(tmp_path / "split.json")
+    (row,) = rows_of(predicted, measured)
+    assert (row["kind"], row["channel"]) == ("attention", "compute")
+    assert row["error"] == pytest.approx(0.6 / 0.75 - 1)
+    apart = {row["channel"]: row["measured_seconds"] for row in rows_of(measured, measured)}
+    assert apart == {"compute": pytest.approx(0.65), "tp": pytest.approx(0.1)}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_overlap.plan.lowering import lower
-from moe_overlap.plan.operators import BACKWARD, COUNT, FORWARD, MERGE
+from moe_overlap.plan.operators import BACKWARD, COMBINE, COUNT, DISPATCH, FORWARD, MERGE
 from moe_overlap.runtime import step
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher
 from moe_overlap.runtime.executor import execute
@@ -24,9 +24,32 @@ RUNS = {
     "partitions around": f"{PARTITIONED} --moe-overlap-range around --moe-grouped-gemm",
     "capacity, full recompute": f"{PARTITIONED} --moe-overlap-range around --moe-expert-capacity-factor 0.75 "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "sums in order": f"{PARTITIONED} --moe-overlap-range around --deterministic-mode",
     "experts choose more than k": f"{PARTITIONED} --moe-overlap-range after --moe-gate expert_choice "
     "--moe-expert-capacity-factor 1.5 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0",
 }
+STATIC = "--moe-expert-capacity-factor 0.75 --moe-pad-expert-input-to-capacity"
+WITHOUT_COUNTS = {
+    "two micro-batches, deferred": f"{STATIC} --moe-overlap-micro-batches 2 --defer-weight-gradients",
+    "chunks of capacity": f"{STATIC} --moe-overlap-capacity-chunks 2",
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_COUNTS)
+def test_with_a_static_capacity_the_host_waits_for_nothing(name: str) -> None:
+    device, instructions = run_step(WITHOUT_COUNTS[name])
+    in_layers = [i for i in instructions if i.operator.layer is not None and not i.operator.is_update]
+    assert any(i.operator.kind is DISPATCH for i in in_layers) and not any(i.operator.kind is COUNT for i in in_layers)
+    assert [operator for i in in_layers for operator in device.waits_of(i)] == []
+
+
+def test_the_bytes_of_a_list_with_a_static_capacity_are_those_that_travel() -> None:
+    runner, instructions, feed = executor_of(WITHOUT_COUNTS["two micro-batches, deferred"])
+    runner.run(instructions, feed, 0)
+    rows = [i for i in instructions if i.operator.kind in (DISPATCH, COMBINE)]
+    # A row of 32 elements takes its probability along where it is dispatched, and the gradient of that on its way back.
+    packed = {DISPATCH: 33, COMBINE: 32}
+    assert runner.dispatcher.wires.sent_bytes == sum(i.bytes * packed[i.operator.kind] // 32 for i in rows)
 
 
 @pytest.mark.parametrize("name", RUNS)

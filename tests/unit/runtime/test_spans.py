@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
+from torch.distributed import ProcessGroup
 
-from moe_overlap.plan.instructions import Span, communication_seconds
-from moe_overlap.runtime.spans import HostClock, SpanRecorder
+from moe_overlap.plan.instructions import Span, communication_seconds, operator_spans
+from moe_overlap.runtime.layer_collectives import LayerCollectives, channels_inside
+from moe_overlap.runtime.spans import HostClock, SpanRecorder, phase_seconds
 
 
 class Ticks(HostClock):
@@ -232,3 +237,114 @@ def test_the_graph_of_a_mark_is_freed() -> None:
     made, x = recorder(), torch.ones(3, requires_grad=True)
     marked: Any = made.on_backward("L0.mlp.backward", x * 2)
     assert marked.grad_fn.saved_tensors == ()
+
+
+def test_a_collective_inside_an_operator_splits_it() -> None:
+    made = recorder()
+    made.place(1, 2, (0,))
+    made.begin("L0.attention")  # 1
+    opened = made.start_inside("tp", blocks=True)  # 2
+    assert made.operation == "L0.attention"
+    assert made.wait_inside(opened, lambda: "done") == "done"  # 3
+    made.begin("L0.attention")  # goes on
+    made.begin("L0.mlp")  # 4
+    place = (1, 2)
+    spans = made.spans()
+    assert spans == [
+        Span("L0.attention", "compute", *place, 1, 2, (0,)),
+        Span("L0.attention", "tp", *place, 2, 3, (0,)),
+        Span("L0.attention", "compute", *place, 3, 4, (0,)),
+        Span("L0.mlp", "compute", *place, 4, 5, (0,)),
+    ]
+    assert communication_seconds(spans) == (1, 1)
+    assert operator_spans(spans) == [
+        Span("L0.attention", "compute", *place, 1, 4, (0,)),
+        Span("L0.mlp", "compute", *place, 4, 5, (0,)),
+    ]
+
+
+def test_a_collective_beside_computation_is_exposed_from_its_wait_on() -> None:
+    made = recorder()
+    made.begin("L0.attention.backward")  # 1
+    opened = made.start_inside("tp", blocks=False)  # 2
+    made.begin("L0.attention.qkv.dW")  # 3
+    made.wait_inside(opened, lambda: None)  # 4, 5
+    made.wait_inside(opened, lambda: None)  # a second wait changes nothing
+    made.end()  # 6
+    spans = made.spans()
+    assert [(s.name, s.channel, s.start, s.end) for s in spans] == [
+        ("L0.attention.backward", "compute", 1, 3),
+        ("L0.attention.backward", "tp", 2, 5),
+        ("L0.attention.qkv.dW", "compute", 3, 4),
+        ("L0.attention.qkv.dW", "compute", 5, 6),
+    ]
+    assert communication_seconds(spans) == (3, 1)
+    assert [(s.start, s.end) for s in operator_spans(spans)] == [(1, 3), (3, 6)]
+
+
+def test_a_collective_inside_a_communication_belongs_to_it() -> None:
+    made = recorder()
+    assert made.start_inside("tp", blocks=True) is None  # nothing runs
+    made.begin("gradients", "dp")
+    assert made.start_inside("tp", blocks=True) is None
+    assert [s.channel for s in made.spans()] == ["dp"]
+
+
+def test_timers_count_collectives_inside_operators_as_computation() -> None:
+    parts = [("compute", 0, 2), ("tp", 1, 5), ("compute", 5, 9)]
+    split = [Span("L0.attention", channel, 0, 0, start, end) for channel, start, end in parts]
+    assert phase_seconds(split, 2) == phase_seconds([Span("L0.attention", "compute", 0, 0, 0, 9)], 2)
+
+
+def test_spans_without_collectives_inside_stay_as_they_are() -> None:
+    apart = [Span("L0.attention", "compute", 0, 0, 0, 2), Span("L0.attention", "compute", 0, 0, 2, 5)]
+    assert operator_spans(apart) == apart
+
+
+class Group:
+    """A process group with so many ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks = size
+
+    def size(self) -> int:
+        return self.ranks
+
+
+def test_groups_of_one_rank_are_not_watched() -> None:
+    tensor, context, both = Group(2), Group(1), Group(2)
+    groups: Any = SimpleNamespace(tp=tensor, cp=context, tp_cp=both, expt_tp=Group(1))
+    assert channels_inside(groups) == {tensor: "tp", both: "tp"}
+    before = dict(vars(ProcessGroup))
+    with LayerCollectives(recorder(), {}).recorded():
+        assert dict(vars(ProcessGroup)) == before
+
+
+def test_methods_of_process_groups_are_put_back_behind_an_error() -> None:
+    before = dict(vars(ProcessGroup))
+    with pytest.raises(ValueError), LayerCollectives(recorder(), {Group(2): "tp"}).recorded():  # type: ignore[dict-item]
+        assert vars(ProcessGroup)["allreduce"] is not before["allreduce"]
+        raise ValueError
+    assert dict(vars(ProcessGroup)) == before
+
+
+def test_collectives_of_watched_groups_have_spans() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    watched, other = dist.new_group([0]), dist.new_group([0])
+    made, x, y = recorder(), torch.ones(2), torch.empty(2)
+    with LayerCollectives(made, {watched: "cp"}).recorded():
+        made.begin("L0.attention")
+        dist.all_reduce(x, group=watched)
+        mappings.dist_all_gather_func(y, x, group=watched)  # the name under which megatron-core keeps it
+        mappings.dist_reduce_scatter_func(y, x, group=watched)
+        dist.all_to_all_single(y, x, group=watched)
+        dist.all_reduce(x, group=other)
+        pending = dist.all_reduce(x, group=watched, async_op=True)
+        made.begin("L0.mlp")
+        pending.wait()
+        assert pending.is_completed()
+    dist.all_reduce(x, group=watched)
+    spans = made.spans()
+    assert [s.name for s in spans if s.channel == "cp"] == ["L0.attention"] * 5
+    assert [s.name for s in operator_spans(spans)] == ["L0.attention", "L0.mlp"]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_overlap.commands.train import hardware_queues
+from megatron.training.cli.config import Config
+from moe_overlap.commands.device_settings import CONNECTIONS, hardware_queues
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import COMPUTE, Instruction, parse_list
 from moe_overlap.plan.lowering.lifetimes import stream_of, uses_to_record
@@ -197,6 +198,29 @@ def test_a_span_on_a_device_ends_where_the_communication_ended() -> None:
     assert library.events == events == 5  # the start of the step, and two of each span
 
 
+def test_a_collective_inside_an_operator_splits_it_on_a_device() -> None:
+    """Two seconds of a collective between two of one second of its operator; two events, which serve the next step, too."""
+    library = Library()
+    recorder = SpanRecorder(CudaClock(library), inside=("tp",))
+    gate = next(i for i in golden() if i.kind == "compute")
+    for _ in range(2):
+        recorder.start_step()
+        recorder.computing(gate)
+        library.current.time += 1
+        opened = recorder.start_inside("tp", blocks=True)
+        library.current.time += 2
+        recorder.wait_inside(opened, lambda: None)
+        library.current.time += 1
+        spans = recorder.spans()
+        assert [(span.channel, span.end - span.start) for span in spans] == [
+            ("compute", pytest.approx(1)),
+            ("tp", pytest.approx(2)),
+            ("compute", pytest.approx(1)),
+        ]
+        events = library.events
+    assert library.events == events == 5  # the start of the step, two of the operator and two of the collective
+
+
 def test_groups_that_are_waited_for_have_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
@@ -215,18 +239,17 @@ def test_groups_that_are_waited_for_have_priority(monkeypatch: pytest.MonkeyPatc
     gradients = groups._options("dp_cp", None)
     assert not gradients.high and gradients.config.max_ctas == groups._options("ep", None).config.max_ctas == 132 // 9
     assert not groups._options("tp", None).config.max_ctas
+    assert groups._options("ep", None, 6).config.max_ctas == 6 and not groups._options("tp", None, 6).config.max_ctas
     monkeypatch.setattr(groups.dist, "get_backend", lambda: "gloo")
     assert groups._options("ep", None) is None
 
 
 @pytest.mark.parametrize(("said", "queues"), [("", 8), ("1", 1), ("32", 32)])
-def test_hardware_queues(monkeypatch: pytest.MonkeyPatch, said: str, queues: int) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
-    assert hardware_queues() == queues
+def test_hardware_queues(said: str, queues: int) -> None:
+    assert hardware_queues(Config(), {CONNECTIONS: said}) == queues
 
 
 @pytest.mark.parametrize("said", ["0", "33", "-1", "many"])
-def test_a_wrong_number_of_hardware_queues(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
+def test_a_wrong_number_of_hardware_queues(said: str) -> None:
     with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS .*from 1 to 32"):
-        hardware_queues()
+        hardware_queues(Config(), {CONNECTIONS: said})

@@ -290,3 +290,11 @@ def test_files_of_other_ranks_and_batches(tmp_path: Path) -> None:
     write_ranks(tmp_path / "run.json.rank8", {8: spans}, about=about)
     with pytest.raises(ConfigError, match=r"run.json: has 1 micro-batches, its plan 4"):
         refine(world, [path])
+
+
+def test_collectives_inside_operators_count_as_their_computation() -> None:
+    """A price of attention has its tensor ranks' collectives; one that is hidden under other work counts once."""
+    plan = read_job([*ONE_STAGE, "--expert-model-parallel-size", "2"], 2).plan
+    parts = [("compute", 0.0, 2e-3), ("tp", 1e-3, 5e-3), ("compute", 5e-3, 9e-3)]
+    split = [Span("L0.attention", channel, 0, 0, start, end) for channel, start, end in parts]
+    assert observe(plan, {0: split}, ()).seconds["attention", False] == pytest.approx(9e-3)

@@ -63,7 +63,15 @@ def listed_run(config: Config) -> ListedRun:
         recompute_modules=parallel.recompute_modules or (),
         hidden_dropout=config.model.hidden_dropout,
         attention_dropout=config.model.attention_dropout,
+        static_capacity=static_capacity_factor(config) is not None,
     )
+
+
+def static_capacity_factor(config: Config) -> float | None:
+    """The capacity factor to which our dispatcher pads; None where it sends the routed rows, or where megatron-core's pads."""
+    moe = config.moe
+    pads = moe.moe_pad_expert_input_to_capacity and moe.moe_token_dispatcher_type == "irregular"
+    return moe.moe_expert_capacity_factor if pads and moe.num_experts is not None else None
 
 
 def require_executable(config: Config, why: str) -> None:
@@ -102,7 +110,16 @@ def interleaved_micro_batches_have_one_chunk(config: Config) -> None:
     require_one_chunk(listed_run(config), config.overlap.moe_overlap_micro_batches, "--moe-overlap-micro-batches")
 
 
+def device_limits_are_in_range(config: Config) -> None:
+    for flag, value in (
+        ("--moe-overlap-device-connections", config.overlap.moe_overlap_device_connections),
+        ("--moe-overlap-nccl-ctas", config.overlap.moe_overlap_nccl_ctas),
+    ):
+        require(value is None or 1 <= value <= 32, flag, value, "must be from 1 to 32", "correct the value or drop it")
+
+
 OVERLAP_RULES: tuple[Rule, ...] = (
+    device_limits_are_in_range,
     gate_agrees_with_router_flags,
     interleaved_micro_batches_have_one_chunk,
     executor_has_what_it_needs,
@@ -290,9 +307,21 @@ def capacity_fits(config: Config) -> None:
     rule = "sinkhorn routing has no capacity"
     sinkhorn = "sinkhorn" in moe.moe_router_load_balancing_type
     require(not sinkhorn, "--moe-expert-capacity-factor", factor, rule, "use another --moe-router-load-balancing-type")
-    padded = moe.moe_pad_expert_input_to_capacity and moe.moe_token_dispatcher_type != "alltoall"
+    flag, dispatcher, gate = (
+        "--moe-pad-expert-input-to-capacity",
+        moe.moe_token_dispatcher_type,
+        config.overlap.moe_gate,
+    )
+    if not moe.moe_pad_expert_input_to_capacity:
+        return
+    if gate is not None:
+        rule, fix = "the rows of our gates are padded by our dispatcher", "add --moe-token-dispatcher-type irregular"
+        require(dispatcher == "irregular", flag, "", rule, f"{fix} or drop --moe-gate")
+        return
+    rule, fix = "the irregular dispatcher pads the rows of our gates", "add --moe-gate topk or use alltoall"
+    require(dispatcher != "irregular", flag, "", rule, fix)
     rule = "only the alltoall dispatcher pads"
-    require(not padded, "--moe-pad-expert-input-to-capacity", "", rule, "add --moe-token-dispatcher-type alltoall")
+    require(dispatcher == "alltoall", flag, "", rule, "add --moe-token-dispatcher-type alltoall")
 
 
 def dispatcher_is_flex_for_its_flags(config: Config) -> None:

@@ -143,9 +143,7 @@ def test_error_names_operation_and_peers():
 def test_refusals(groups):
     with pytest.raises(ConfigError, match="tutel_degree 3: must be 1, 2, 4 or 8"):
         CapacityChunks(IrregularDispatcher(Wires(groups)), lambda rows, counts, probs: rows, 3)
-    accepted = dict.fromkeys(
-        ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization", "moe_shared_expert_overlap"), False
-    )
+    accepted = dict.fromkeys(("moe_router_padding_for_quantization", "moe_shared_expert_overlap"), False)
     refuse_padding(SimpleNamespace(**accepted))
     for field in accepted:
         with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
@@ -158,6 +156,7 @@ def test_counts_have_a_span_of_their_own(groups):
         moe_router_padding_for_quantization=False,
         moe_shared_expert_overlap=False,
         moe_router_topk=1,
+        deterministic_mode=False,
     )
     dispatcher = IrregularTokenDispatcher(2, [0, 1], config=config, pg_collection=groups)
     recorder = SpanRecorder()

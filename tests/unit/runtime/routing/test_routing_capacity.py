@@ -8,11 +8,11 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
+from moe_overlap.plan.gates import expert_capacity
 from moe_overlap.runtime.routing import reference
 from moe_overlap.runtime.routing.state import (
     drop_beyond_capacity,
     drop_by_priority,
-    expert_capacity,
     expert_slots,
     position_major,
     sample_major,

@@ -235,11 +235,6 @@ CONFLICTS = [
         {"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "position"},
         "--moe-token-drop-policy position: --moe-gate batch_prioritized drops by the score of the token",
     ),
-    (
-        "topk",
-        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-        "--moe-pad-expert-input-to-capacity: --moe-gate topk hands on exactly",
-    ),
     ("top2", {}, "--moe-gate top2: no such gate; use topk, switch"),
 ]
 

@@ -1,0 +1,91 @@
+"""Settings of a GPU that CUDA, cuBLAS and NCCL read from the environment when they start: from flags, with stated defaults.
+
+    setting                         flag                               default
+    hardware queues of streams      --moe-overlap-device-connections   CUDA_DEVICE_MAX_CONNECTIONS, else 8
+    thread blocks beside others     --moe-overlap-nccl-ctas            NCCL_MAX_CTAS, else a ninth of the multiprocessors
+    sums in a fixed order           --deterministic-mode               off
+
+A variable that is set and says something else than its flag is one line, never overwritten: the libraries would follow it, and
+the instruction lists were checked for the flag. Not run on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING
+
+from moe_overlap.describe.errors import ConfigError, one_of
+from moe_overlap.plan.lowering.residency import COMMUNICATORS_BESIDE, HARDWARE_QUEUES, most_blocks
+
+if TYPE_CHECKING:
+    from megatron.training.cli.config import Config
+
+CONNECTIONS, CONNECTIONS_FLAG = "CUDA_DEVICE_MAX_CONNECTIONS", "--moe-overlap-device-connections"
+CTAS, CTAS_FLAG = "NCCL_MAX_CTAS", "--moe-overlap-nccl-ctas"
+IN_ORDER: Mapping[str, tuple[str, ...]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+}
+"""Variables of --deterministic-mode -> values with which cuBLAS, NCCL and Transformer Engine sum in a fixed order; the first one
+is set where the variable is not. Sources: torch's notes on reproducibility, `validate_args` of Megatron-LM."""
+
+
+def settle_environment(config: Config, environment: MutableMapping[str, str]) -> None:
+    """Set what the flags decide, before CUDA starts.
+
+    Raises:
+        ConfigError: a variable is set to another value than its flag says, or to one that --deterministic-mode does not go with.
+    """
+    connections = config.overlap.moe_overlap_device_connections
+    if connections is not None:
+        hardware_queues(config, environment)
+        environment[CONNECTIONS] = str(connections)
+    if not config.training.deterministic_mode:
+        return
+    for name, values in IN_ORDER.items():
+        said = environment.setdefault(name, values[0])
+        if said not in values:
+            raise ConfigError(
+                name, said, "--deterministic-mode does not go with it", f"set {one_of(values)} or unset it"
+            )
+
+
+def hardware_queues(config: Config, environment: Mapping[str, str]) -> int:
+    """Hardware queues that the streams of a GPU share; ConfigError where flag and environment disagree."""
+    flag = config.overlap.moe_overlap_device_connections
+    said = _number(environment, CONNECTIONS, 32, f"set {HARDWARE_QUEUES} or unset it")
+    _require_agreement(CONNECTIONS, said, CONNECTIONS_FLAG, flag)
+    return flag or said or HARDWARE_QUEUES
+
+
+def nccl_ctas(config: Config, environment: Mapping[str, str], multiprocessors: int, *, is_listed: bool) -> int:
+    """Most thread blocks of an NCCL kernel that runs beside others.
+
+    Args:
+        is_listed: whether instruction lists order the run: they were checked for devices on which every kernel finds a place.
+    Raises:
+        ConfigError: flag and environment disagree, or the kernels of a rank do not fit its multiprocessors together.
+    """
+    flag, most = config.overlap.moe_overlap_nccl_ctas, most_blocks(multiprocessors, COMMUNICATORS_BESIDE)
+    said = _number(environment, CTAS, 64, f"set {most} or unset it")
+    _require_agreement(CTAS, said, CTAS_FLAG, flag)
+    chosen = flag or said or most
+    if is_listed and chosen * COMMUNICATORS_BESIDE > multiprocessors:
+        rule = f"{COMMUNICATORS_BESIDE} kernels of so many thread blocks do not fit {multiprocessors} multiprocessors"
+        raise ConfigError(CTAS if flag is None else CTAS_FLAG, chosen, rule, f"use 1 to {most}")
+    return chosen
+
+
+def _number(environment: Mapping[str, str], name: str, most: int, fix: str) -> int | None:
+    said = environment.get(name)
+    if not said:
+        return None
+    if not (said.isascii() and said.isdigit() and len(said) < 10 and 1 <= int(said) <= most):
+        raise ConfigError(name, said, f"must be a number from 1 to {most}", fix)
+    return int(said)
+
+
+def _require_agreement(name: str, said: int | None, flag: str, value: int | None) -> None:
+    if None not in (said, value) and said != value:
+        raise ConfigError(name, said, f"{flag} says {value}", "unset the variable or drop the flag")

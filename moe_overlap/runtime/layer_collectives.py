@@ -1,0 +1,100 @@
+"""Spans of the collectives inside operators, of tensor, context and expert-tensor ranks: the instruction list does not name them.
+
+megatron-core's layers start them where they compute, through functions of torch.distributed that its modules have taken under
+names of their own. All of these functions end in the methods of `ProcessGroup`; so those are wrapped, for the groups of this rank
+and while a step runs. Nothing is wrapped where no such group has a second rank.
+
+1. A collective that its caller waits for at once splits the span of the operator in which it stands (`asyncOp` of its options).
+2. One that is waited for later runs beside the operator; the operator is split by the wait.
+3. What starts while a communication is recorded belongs to that: the gradients of norms, which tensor ranks share, are summed as
+   a part of the step's end, and the irregular dispatcher completes the rows of expert-tensor ranks as a part of its all-to-all.
+
+Not yet run on hardware: on CUDA the end of 2. stands behind the wait on the stream of the computation, so that the exposed time
+is exact and the span includes what was computed until the wait. Ring attention of Transformer Engine, which sends from rank to
+rank, is not recorded apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import ProcessGroup
+
+from moe_overlap.plan.instructions import CONTEXT, EXPERT_TENSOR, TENSOR
+from moe_overlap.runtime.spans import SpanRecorder
+
+METHODS = (
+    *("allreduce", "broadcast", "allgather", "reduce_scatter", "alltoall"),
+    *("_allgather_base", "_reduce_scatter_base", "alltoall_base"),
+    *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
+)
+"""Collectives of a process group; the last three are torch's names from 2.13 on of those before."""
+
+
+def channels_inside(groups: ProcessGroupCollection) -> dict[ProcessGroup, str]:
+    """The groups of this rank whose collectives stand inside operators, with their channels; those of one rank are left out.
+
+    The group of all ranks that share a sample (`tp_cp`) counts with the tensor ranks where there are any.
+    """
+    channels = {groups.tp: TENSOR, groups.cp: CONTEXT, groups.expt_tp: EXPERT_TENSOR}
+    channels[groups.tp_cp] = TENSOR if groups.tp.size() > 1 else CONTEXT
+    return {group: channel for group, channel in channels.items() if group.size() > 1}
+
+
+class LayerCollectives:
+    """Records the collectives inside operators while a step runs.
+
+    Args:
+        recorder: takes the spans.
+        channels: process groups of this rank and their channels, from `channels_inside`.
+    """
+
+    def __init__(self, recorder: SpanRecorder, channels: dict[ProcessGroup, str]) -> None:
+        self._recorder, self._channels = recorder, channels
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record them inside the block."""
+        # The dictionary's own entries: those that attribute access gives are no methods, and could not be put back.
+        methods = {name: vars(ProcessGroup)[name] for name in METHODS if name in vars(ProcessGroup)}
+        methods = methods if self._channels else {}
+        try:
+            for name in methods:
+                setattr(ProcessGroup, name, self._recording(getattr(ProcessGroup, name)))
+            yield
+        finally:
+            for name, method in methods.items():
+                setattr(ProcessGroup, name, method)
+
+    def _recording(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        channels, recorder = self._channels, self._recorder
+
+        def start(group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
+            channel = channels.get(group)
+            opened = None
+            if channel is not None:
+                # Options that do not say whether the caller waits at once: then the wait itself splits the operator.
+                asynchronous = getattr(arguments[-1], "asyncOp", True) if arguments else True
+                opened = recorder.start_inside(channel, blocks=not asynchronous)
+            work = method(group, *arguments, **options)
+            return work if opened is None else _RecordedWork(work, recorder, opened)
+
+        return start
+
+
+class _RecordedWork:
+    """A collective under way; waiting for it ends its span."""
+
+    __slots__ = ("_opened", "_recorder", "_work")
+
+    def __init__(self, work: Any, recorder: SpanRecorder, opened: Any) -> None:
+        self._work, self._recorder, self._opened = work, recorder, opened
+
+    def wait(self, *timeout: Any) -> Any:
+        return self._recorder.wait_inside(self._opened, self._work.wait, *timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

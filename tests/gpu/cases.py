@@ -1,0 +1,72 @@
+"""The paths that a GPU takes, each as flags beside one small model; every case starts from the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MODEL = """
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --seq-length 64
+    --max-position-embeddings 64 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --num-experts 8 --moe-router-topk 2
+    --moe-ffn-hidden-size 64 --moe-layer-freq [0,1,0,1] --moe-aux-loss-coeff 0 --vocab-size 500
+    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2
+    --weight-decay 0.1 --eval-iters 0 --num-workers 0 --log-interval 1000000 --mock-data
+""".split()
+IRREGULAR = "--moe-token-dispatcher-type irregular --moe-gate topk"
+EP, PP, TWO = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--moe-overlap-partitions 2"
+DEFER, PAIRS = "--defer-weight-gradients", "--moe-overlap-micro-batches 2"
+CAPACITY = "--moe-expert-capacity-factor 1.0"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+EXACT, HALF = 1e-4, 2e-2
+"""Largest relative difference of a loss between GPU and CPU: fp32 in another order of sums, and half precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One path.
+
+    Attributes:
+        ranks: as many GPUs, or gloo processes.
+        tensor: tensor-parallel ranks, which decide how the vocabulary is padded.
+    """
+
+    name: str
+    ranks: int
+    flags: str
+    tolerance: float = EXACT
+    tensor: int = 1
+
+    def words(self) -> list[str]:
+        """Its command line; the padded vocabulary is that of all cases."""
+        return [*MODEL, "--make-vocab-size-divisible-by", str(512 // self.tensor), *self.flags.split()]
+
+
+CASES = (
+    Case("megatron-core alone", 1, "--moe-token-dispatcher-type alltoall"),
+    Case("bf16", 1, "--moe-token-dispatcher-type alltoall --bf16", HALF),
+    Case("fp16", 1, "--moe-token-dispatcher-type alltoall --fp16", HALF),
+    Case("experts as grouped products", 1, "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --bf16", HALF),
+    Case("all layers recomputed", 1, f"--moe-token-dispatcher-type alltoall {FULL}"),
+    Case("data ranks", 2, "--moe-token-dispatcher-type alltoall --overlap-grad-reduce --overlap-param-gather"),
+    Case("expert ranks under megatron-core", 2, f"{EP} --moe-token-dispatcher-type alltoall"),
+    Case("irregular all-to-all under megatron-core", 2, f"{EP} {IRREGULAR}"),
+    Case("partitions", 2, f"{EP} {IRREGULAR} {TWO}"),
+    Case("partitions behind the gate", 2, f"{EP} {IRREGULAR} {TWO} --moe-overlap-range after"),
+    Case("deferred weight gradients", 2, f"{EP} {IRREGULAR} {DEFER}"),
+    Case("partitions, deferred", 2, f"{EP} {IRREGULAR} {TWO} {DEFER}"),
+    Case("partitions, deferred, bf16", 2, f"{EP} {IRREGULAR} {TWO} {DEFER} --bf16", HALF),
+    Case("partitions, deferred, recomputed", 2, f"{EP} {IRREGULAR} {TWO} {DEFER} {FULL}"),
+    Case("two micro-batches", 2, f"{EP} {IRREGULAR} {PAIRS} {DEFER}"),
+    Case("chunks of capacity", 2, f"{EP} {IRREGULAR} {CAPACITY} --moe-overlap-capacity-chunks 2"),
+    Case("capacity passed between partitions", 2, f"{EP} {IRREGULAR} {CAPACITY} {TWO}"),
+    Case("static capacity", 2, f"{EP} {IRREGULAR} {CAPACITY} --moe-pad-expert-input-to-capacity {TWO} {DEFER}"),
+    Case("rows summed in a fixed order", 2, f"{EP} {IRREGULAR} {TWO} {DEFER} --deterministic-mode"),
+    Case("gradient pieces", 2, f"{EP} {IRREGULAR} {TWO} {DEFER} --overlap-grad-reduce --ddp-bucket-size 20000"),
+    Case("pipeline", 2, f"{PP} --moe-token-dispatcher-type alltoall"),
+    Case("tensor ranks", 2, f"{TENSOR} --moe-token-dispatcher-type alltoall", tensor=2),
+    Case("context ranks", 2, "--context-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+    Case("pipeline of partitions", 4, f"{PP} {EP} {IRREGULAR} {TWO} {DEFER}"),
+    Case("tensor and expert ranks", 4, f"{TENSOR} {EP} --expert-tensor-parallel-size 1 {IRREGULAR}", tensor=2),
+)
+BY_NAME = {case.name: case for case in CASES}

@@ -1,0 +1,31 @@
+"""The runs of tests/gpu are runs that this program accepts: every command line is read and checked, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.cli.arguments import parse
+from megatron.training.cli.validation import validate
+from tests.gpu.benchmark import MODEL, RUNS, SIZES
+from tests.gpu.cases import CASES, Case
+from tests.gpu.test_gpu_losses import STEPS
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_case_is_a_run(case: Case) -> None:
+    validate(parse([*case.words(), "--train-iters", str(STEPS)]).config, case.ranks)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_benchmark_is_a_run(name: str) -> None:
+    words = [*SIZES.split(), *MODEL.split(), *RUNS[name].split(), "--max-position-embeddings", "4096"]
+    words += ["--global-batch-size", "16", "--train-iters", "30", "--expert-model-parallel-size", "2"]
+    validate(parse(words).config, 2)
+
+
+def test_names_and_weights_are_shared() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+    paddings = {"--make-vocab-size-divisible-by", *(str(512 // case.tensor) for case in CASES)}
+    assert paddings == {"--make-vocab-size-divisible-by", "512", "256"}, (
+        "the vocabulary is padded to 512 in every layout"
+    )
