@@ -43,6 +43,7 @@ from moe_overlap.tuner.cost.simulate.step import SimulatedStep, predict_plan, si
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.profile.database import OperatorKey
 from moe_overlap.tuner.profile.lookup import lookup_of, operator_keys, refined_of
+from moe_overlap.tuner.search.dispatchers import uncalibrated
 from moe_overlap.tuner.search.fitting import cheapest_change
 from moe_overlap.tuner.search.layer.overlap import decide_overlap
 from moe_overlap.tuner.search.layer.partition_ranges import check_limits
@@ -201,6 +202,8 @@ def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:
     )
     keys = operator_keys(job.plan, job.model, captured, features, load) if measured is not None else []
     machine, extrapolating = machine_for(job, cluster, options, load, keys)
+    if any(stage.expert * stage.expert_tensor > 1 for stage in job.plan.stages):
+        extrapolating = (*extrapolating, *uncalibrated(features.dispatcher, cluster.group_of(0).gpu.name))
     refined = refined_of(cluster, job_key(job.model, job.plan))
     return Problem(
         model=job.model,

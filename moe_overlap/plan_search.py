@@ -17,17 +17,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack, cast
 
 from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.sizes import describe_model
 from megatron.training.plan_flags import arguments_of, layout_values, with_values
 from moe_overlap.api import Options, busiest_load, machine_for, problem_of, tune
 from moe_overlap.changes import changes_of
-from moe_overlap.describe.cluster import GIB, Cluster
+from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.finalists import does_not_fit, in_order, simulated_finalists
 from moe_overlap.free_search import free_finalists, narrow_space, search_beyond
 from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
 from moe_overlap.plan.capabilities import refuse_unsupported
@@ -43,8 +44,10 @@ from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.capture.request import Request
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan
+from moe_overlap.tuner.cost.hardware import Dispatcher
+from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES, Side, runs, search_dispatchers
 from moe_overlap.tuner.search.fitting import module_sets
 from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.search.part_tables import PartTables
@@ -64,6 +67,7 @@ from moe_overlap.tuner.search.space import (
 from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, variant_plans
 from moe_overlap.tuner.write.argument_file import argument_file, layout_flags
+from moe_overlap.tuner.write.dispatcher_flags import FLAGS, by_dispatcher, with_dispatcher
 from moe_overlap.tuner.write.upstream_rules import upstream_plan_errors
 from moe_overlap.tuner.write.upstream_values import values_of
 
@@ -82,11 +86,6 @@ OF_DEVICE = ("--moe-overlap-device-connections", "--moe-overlap-nccl-ctas")
 PRECISION_FIELDS = {"optimizer.bf16", *(f"precision.{name}" for name in ("fp16", "fp8", "fp8_recipe", "fp4"))}
 OF_PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 """Flags of the precision; prefixes."""
-TIE = 0.01
-"""Share of a step below which predictions tell no plan from another."""
-SIMULATED = 0.1
-"""Plans that are predicted to be slower than the fastest by more than this share of a step are not simulated: no simulated step
-of a plan without overlap was found to differ from its prediction by a tenth (tests/unit/tuner/test_search_simulated.py)."""
 MODULE_SETS = 1
 """The first so many sets of modules may be recomputed: each is captured on its own."""
 OVERLAPPED = 3
@@ -103,6 +102,7 @@ class SearchSettings:
         overlap_limits, solver_seconds: of the overlap search for the first few.
         has_baseline: whether the user's own layout is predicted as well.
         averages: whether the objective takes all micro-batches of a stage for their mean.
+        frees_dispatcher: whether the dispatcher is searched although the flags name one; where they name none it is.
         processes: that search uniform plans.
         progress: called with layouts done, layouts in all, and the best so far.
     """
@@ -114,6 +114,7 @@ class SearchSettings:
     solver_seconds: float = 2.0
     has_baseline: bool = True
     averages: bool = False
+    frees_dispatcher: bool = False
     processes: Processes = Processes()
     progress: Callable[[int, int, RankedLayout | StagedPlan | MeshPlan | None], None] = lambda done, total, best: None
 
@@ -138,29 +139,30 @@ def search_plan(
     require_equal_groups(cluster)
     bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
     bare = with_precision(bare, options.get("precision"))
-    job = _described(words, bare, cluster, options)
+    bare, further = with_dispatcher(bare, cluster, settings.frees_dispatcher)
+    job = _by(_described(words, bare, cluster, options), FIRST if further else "")
     libraries = libraries or Libraries(CaptureFiles(cache_folder()))
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
     given = options.get("graphs")
     graphs = given or (cpu_graphs if on_cpu else libraries.graphs)
-    options = Options(**{**options, "graphs": graphs})
-    given_options = options
+    options = given_options = Options(**{**options, "graphs": graphs})
     flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
     job = dataclasses.replace(job, flags=flags)
     space = _space(settings)
     task, bounds = _task(job, cluster, narrow_space(space), graphs, options, settings.averages)
-    run = Run(
-        gpus=cluster.gpus,
-        domain_gpus=max(cluster.group_of(0).domain_gpus, cluster.group_of(0).gpus_per_node),
-        sequence_length=job.plan.sequence_length,
-        global_batch_size=job.plan.global_batch_size,
-    )
+    run = _run_of(job, cluster)
     layouts = _layouts(job, run, space)
     deadline = begun + settings.seconds
     if graphs == libraries.graphs:
         task = _captured_ahead(task, job, layouts, libraries)
     accepts = _accepted(task, settings.target, bare)
     said = _Said(task, bare, settings.target, cluster.gpus)
+
+    def side(dispatcher: Dispatcher) -> Side:
+        under = _by(job, dispatcher)
+        other, other_bounds = _task(under, cluster, narrow_space(space), graphs, options, settings.averages)
+        return Side(task=dataclasses.replace(other, modules=task.modules), bounds=other_bounds)
+
     admits = said.is_read if settings.target != "any" else lambda plan: True
 
     def search(shard: Shard) -> tuple[UniformSearch, Refused]:
@@ -172,23 +174,28 @@ def search_plan(
     asked = (bare, settings.target, settings.space, settings.averages, str(settings.seconds))
     sha256 = partial(job_sha256, asked, cluster, given_options)
     found, said.refused = search_shards(search, settings.processes, sha256, KEPT)
+    found, outcomes = search_dispatchers(
+        found, layouts, task, further, side, KEPT, accepts, admits, deadline, settings.progress
+    )
     staged: StageSearch | None = None
     if settings.target == "any":
+        job, layouts, found = _of_one_dispatcher(job, layouts, found)
         wide, wide_bounds = _task(job, cluster, space, graphs, options, settings.averages)
         # Beyond what runs whole layers are recomputed.
-        wide = dataclasses.replace(wide, modules=(), operators=task.operators)
+        known = task.operators if not layouts[0].dispatcher else wide.operators
+        wide = dataclasses.replace(wide, modules=(), operators=known)
         beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, settings.progress, run)
         found, staged = beyond.uniform, beyond.staged
     is_interrupted = found.is_interrupted or (staged is not None and staged.is_interrupted)
     if found.solution.value is None and (staged is None or staged.solution.value is None):
         if is_interrupted:
             raise KeyboardInterrupt
-        raise _does_not_fit(found, cluster, said.refused, task.machine.memory.certainty)
+        raise does_not_fit(found, cluster, said.refused, task.machine.memory.certainty)
     # The flags say the precision, and a plan file is of the user's own layout.
     options = Options(**{**options, "precision": None, "plan": None})
     if settings.target == "any":
         extrapolating = machine_for(job, cluster, options)[1]
-        finalists = free_finalists(beyond, wide, KEPT, said.read, extrapolating)
+        finalists = free_finalists(beyond, wide, KEPT, partial(said.read, layouts[0].dispatcher), extrapolating)
     else:
         finalists = _finalists(found, said, cluster, options)
     if found.solution.status is Status.TIME_LIMIT or is_interrupted:
@@ -209,11 +216,23 @@ def search_plan(
         seconds=time.monotonic() - begun,
         staged=staged,
         is_interrupted=is_interrupted or is_late,
+        dispatchers=outcomes,
     )
+    return _with_changes(answer, words, given_options, options)
+
+
+def _with_changes(answer: PlanSearch, words: Sequence[str], given: Options, options: Options) -> PlanSearch:
+    """The answer with what it changes in the user's own layout.
+
+    Args:
+        words, given: of the user.
+        options: of the answer's plan.
+    """
     if answer.baseline is None or answer.refusal is not None:
         return answer
-    precise = Options(**{**options, "precision": given_options.get("precision")})
-    changes = changes_of(grouped(tuple(expand_files(words))), answer.written.flags, answer.baseline, cluster, **precise)
+    precise = Options(**{**options, "precision": given.get("precision")})
+    own = grouped(tuple(expand_files(words)))
+    changes = changes_of(own, answer.written.flags, answer.baseline, answer.cluster, **precise)
     return dataclasses.replace(answer, changes=changes)
 
 
@@ -241,6 +260,28 @@ def with_precision(words: Sequence[str], precision: Precision | None) -> list[st
     said = arguments_of({**fields, "optimizer.bf16": precision != "fp16"})
     others = {name: each for name, each in grouped(words).items() if not name.startswith(OF_PRECISION)}
     return [*(word for name, each in others.items() for word in (name, *each)), *said]
+
+
+def _by(job: Job, dispatcher: str) -> Job:
+    """The job with the dispatcher of a layout."""
+    if not dispatcher:
+        return job
+    values: dict[str, Any] = {"moe.moe_token_dispatcher_type": "flex" if dispatcher in LIBRARIES else dispatcher}
+    if dispatcher in LIBRARIES:
+        values["device.moe_flex_dispatcher_backend"] = dispatcher
+    return dataclasses.replace(job, config=with_values(job.config, values))
+
+
+def _of_one_dispatcher(
+    job: Job, layouts: list[UniformLayout], found: UniformSearch
+) -> tuple[Job, list[UniformLayout], UniformSearch]:
+    """The search with the dispatcher of its best plan alone: wider spaces keep it."""
+    if found.solution.value is None:
+        return job, layouts, found
+    name = found.solution.value.layout.dispatcher
+    under = [dataclasses.replace(layout, dispatcher=name) for layout in layouts if runs(name, layout)]
+    ranked = tuple(plan for plan in found.ranked if plan.layout.dispatcher == name)
+    return _by(job, name), under, dataclasses.replace(found, ranked=ranked)
 
 
 def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, options: Options) -> Job:
@@ -286,6 +327,17 @@ def _space(settings: SearchSettings) -> SearchSpace:
             "--search-space", settings.space, "is no search space", f"use {', '.join((*SPACES, *BEYOND))}"
         )
     return SEARCH_SPACES[settings.space]
+
+
+def _run_of(job: Job, cluster: Cluster) -> Run:
+    """The run that layouts are enumerated for."""
+    links = cluster.group_of(0)
+    return Run(
+        gpus=cluster.gpus,
+        domain_gpus=max(links.domain_gpus, links.gpus_per_node),
+        sequence_length=job.plan.sequence_length,
+        global_batch_size=job.plan.global_batch_size,
+    )
 
 
 def _layouts(job: Job, run: Run, space: SearchSpace) -> list[UniformLayout]:
@@ -388,7 +440,10 @@ def _captured_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout
 
 def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:
     """Whether the target runs a plan."""
-    settings = values_of(grouped(bare))
+
+    @cache
+    def settings_by(dispatcher: str) -> Mapping[str, Any]:
+        return values_of(grouped(by_dispatcher(bare, dispatcher)))
 
     def accepts(layout: UniformLayout, memory: MemoryChoice) -> bool:
         template, model = task.templates(layout.tensor)
@@ -396,7 +451,7 @@ def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts
         if target == "any":
             return True
         if target == "megatron-lm":
-            return not upstream_plan_errors(plan, settings)
+            return not upstream_plan_errors(plan, settings_by(layout.dispatcher))
         try:
             refuse_unsupported(dataclasses.replace(plan, precision="fp32"))
         except ConfigError:
@@ -428,9 +483,10 @@ class _Said:
             ConfigError: Megatron-LM refuses them.
         """
         template, model = self._task.templates(ranked.layout.tensor)
-        return self.of_plan(uniform_plan(template, model.num_layers, ranked.layout, ranked.memory), model)
+        plan = uniform_plan(template, model.num_layers, ranked.layout, ranked.memory)
+        return self.of_plan(ranked.layout.dispatcher, plan, model)
 
-    def of_plan(self, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
+    def of_plan(self, dispatcher: str, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
         """The same of any plan whose stages have one shape.
 
         Raises:
@@ -441,15 +497,16 @@ class _Said:
         # The precision is said as the user says it: a plan knows no recipe.
         precise = [(name, each) for name, each in grouped(self._bare).items() if name.startswith(OF_PRECISION)]
         said = [*arguments_of(values), *(word for name, each in precise for word in (name, *each))]
+        said += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher else ()
         return argument_file(self._bare, plan, said, self._target).arguments, tuple(said)
 
-    def read(self, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
+    def read(self, dispatcher: str, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
         """The same, read as any command line is.
 
         Raises:
             ConfigError: Megatron-LM or rules across flags refuse them.
         """
-        arguments, said = self.of_plan(plan, model)
+        arguments, said = self.of_plan(dispatcher, plan, model)
         read_job(arguments, self._gpus)
         return arguments, said
 
@@ -485,33 +542,6 @@ def _finalists(found: UniformSearch, said: _Said, cluster: Cluster, options: Opt
     if not finalists:
         raise ConfigError("the search", "", f"no plan is left: {said.refused[-1][1]}", "use more GPUs")
     return finalists
-
-
-def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.inf) -> list[Finalist]:
-    """The finalists with the simulated steps of those that are near the fastest.
-
-    Args:
-        deadline: of `time.monotonic`, behind which nothing more is simulated.
-    """
-    near = min(finalist.seconds for finalist in finalists) * (1.0 + SIMULATED)
-    known = []
-    for finalist in finalists:
-        # The prediction of a plan that overlaps, or whose stages are unlike, is of its simulated lists already.
-        is_closed = not finalist.plan.transfers and not any(s.overlap.is_listed for s in finalist.plan.stages)
-        if is_closed and finalist.seconds <= near and time.monotonic() < deadline:
-            ratio = listed_seconds(finalist.plan, finalist.problem) / finalist.seconds
-            finalist = dataclasses.replace(finalist, simulated=ratio)
-        known.append(finalist)
-    return known
-
-
-def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
-    """The fastest first, as simulated; but of those within TIE of it the one that needs the least memory leads."""
-    ordered = sorted(finalists, key=lambda finalist: finalist.simulated_seconds)
-    fastest = ordered[0].simulated_seconds
-    tied = [finalist for finalist in ordered if finalist.simulated_seconds <= fastest * (1.0 + TIE)]
-    leader = min(tied, key=lambda finalist: finalist.prediction.fullest.needed_bytes)
-    return [leader, *(finalist for finalist in ordered if finalist is not leader)]
 
 
 def _decided(
@@ -558,28 +588,3 @@ def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Predi
     except ConfigError:
         return None
     return predict_plan(problem.plan, problem)
-
-
-def _does_not_fit(
-    found: UniformSearch, cluster: Cluster, refused: Sequence[tuple[str, str]], certainty: str
-) -> ConfigError:
-    """The error where no plan fits: the plan that needs the least, and what it lacks."""
-    gpu = cluster.group_of(0).gpu
-    if found.solution.status is Status.TIME_LIMIT:
-        rule = f"ended before a plan that fits was found, after {found.counts.evaluated} layouts"
-        return ConfigError("--time-limit", "", rule, "give more time")
-    subject = f"{cluster.gpus} × {gpu.name}"
-    if refused:
-        return ConfigError(
-            "the search", "", f"every plan that fits is refused, {refused[0][0]} for: {refused[0][1]}", "change it"
-        )
-    if found.smallest is None and found.counts.evaluated:
-        rule = f"the target refuses each of the {found.counts.evaluated} layouts that may fit"
-        return ConfigError("--target", "", rule, "use another target")
-    if found.smallest is None:
-        rule = f"none of {found.counts.layouts:,} layouts fits {gpu.memory_gib:g} GiB, by a lower bound of their bytes"
-        return ConfigError("--num-gpus", subject, rule, "use more GPUs, or GPUs with more memory")
-    least = found.smallest.needed_bytes / GIB
-    rule = f"no plan fits {gpu.memory_gib:g} GiB with {certainty} certainty; "
-    rule += f"the smallest needs {least:.1f} ({found.smallest.name})"
-    return ConfigError("--num-gpus", subject, rule, "use more GPUs, or a shorter sequence")

@@ -92,6 +92,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
         ("search_space", "recompute"),
         ("train_tokens", None),
         ("no_imbalance", False),
+        ("search_dispatcher", False),
         ("jobs", 1),
         ("shard", None),
     ):
@@ -128,6 +129,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
     shard = None if arguments.shard is None else Shard.parse(arguments.shard)
     _require_one_search(arguments, shard)
+    if (arguments.jobs > 1 or shard is not None) and arguments.search_space in BEYOND:
+        print(f"note: one process searches what --search-space {arguments.search_space} adds", file=sys.stderr)
     limits = _limits(arguments)
     # Whatever is refused from here on ends the line of progress first.
     progress = Progress(sys.stderr)
@@ -138,6 +141,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         overlap_limits=limits,
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
+        frees_dispatcher=arguments.search_dispatcher,
         processes=Processes(jobs=arguments.jobs, shard=shard, folder=Path(arguments.output) / SHARDS),
         progress=progress,
     )
@@ -156,7 +160,8 @@ def _searched(
         ended: called between the search and what is printed of it.
     """
     given = _options(arguments)
-    clusters, words = clusters_of(arguments), words_of(arguments)
+    clusters = clusters_of(arguments)
+    words = words_of(arguments, chooses_dispatcher=clusters[0].measured is None)
     if len(clusters) > 1:
         return tune_numbers(arguments, words, clusters, settings, given, train_tokens, ended)
     if arguments.target == "both":
@@ -271,6 +276,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     search.add_argument(
         "--no-imbalance", action="store_true", help="search as if all micro-batches of a stage took their mean"
+    )
+    search.add_argument(
+        "--search-dispatcher",
+        action="store_true",
+        help="search the dispatcher of tokens although the flags name one; where they name none it is searched",
     )
     search.add_argument("--jobs", metavar="J", type=int, default=1, help="processes of this host that search")
     search.add_argument(

@@ -28,7 +28,7 @@ PRECISE = ("--bf16", "--fp16", "--fp8-", "--fp4-")
 ELSEWHERE = "see --help all; flags of the training go into a file that --megatron-args names"
 """What to do with a flag that these tools have not."""
 PRICES = "what seconds and bytes are computed from"
-MOE = ("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm")
+DISPATCHER, MOE = ("--moe-token-dispatcher-type", "alltoall"), ("--moe-grouped-gemm",)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,18 +109,22 @@ def _count(part: str, text: str) -> int:
     return int(part)
 
 
-def words_of(arguments: argparse.Namespace, is_predicted: bool = False) -> list[str]:
+def words_of(arguments: argparse.Namespace, is_predicted: bool = False, chooses_dispatcher: bool = False) -> list[str]:
     """Flags of the model file, then those of the argument file, then those of the tool's own options: later ones win.
 
     Args:
         is_predicted: whether nothing is run, so that layers which nothing here computes may stand as lines in `notes_of`.
+        chooses_dispatcher: whether a dispatcher that no file names stays open.
     Raises:
         ConfigError: neither file is given, or the model file is none.
     """
     if arguments.model is None and arguments.megatron_args is None:
         raise ConfigError("--megatron-args", "", "nothing says what is trained", "add --megatron-args or --model")
     given = [f"@{arguments.megatron_args}"] if arguments.megatron_args is not None else []
-    words = [] if arguments.model is None else _model_words(arguments.model, given, arguments.precision, is_predicted)
+    words = []
+    if arguments.model is not None:
+        of_experts = MOE if chooses_dispatcher else (*DISPATCHER, *MOE)
+        words = _model_words(arguments.model, given, of_experts, arguments.precision, is_predicted)
     words += given
     for option in ("global_batch_size", "seq_length"):
         value = getattr(arguments, option, None)
@@ -133,10 +137,13 @@ def notes_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple
     return () if arguments.model is None else read_model(arguments.model, is_predicted=is_predicted).notes
 
 
-def _model_words(path: str, given: Sequence[str], precision: str | None, is_predicted: bool) -> list[str]:
+def _model_words(
+    path: str, given: Sequence[str], of_experts: Sequence[str], precision: str | None, is_predicted: bool
+) -> list[str]:
     """The flags of a model file.
 
     Args:
+        of_experts: what nearly every run of a model with experts sets.
         given: flags of a run that stand beside it. Where there are none, the file gets what nearly every run sets, as a
             config.json says nothing of training.
         precision: of the tool's own option.
@@ -144,7 +151,7 @@ def _model_words(path: str, given: Sequence[str], precision: str | None, is_pred
         ConfigError: the file is none, or its `torch_dtype` is no precision of a run and nothing else says one.
     """
     described = read_model(path, is_predicted=is_predicted)
-    usual = [] if given else [*USUAL, *(MOE if "num-experts" in described.flags else ())]
+    usual = [] if given else [*USUAL, *(of_experts if "num-experts" in described.flags else ())]
     is_said = precision is not None or any(
         word.startswith(PRECISE) for word in (*described.arguments, *expand_files(given))
     )

@@ -19,11 +19,13 @@ from moe_overlap.report.prediction import prediction_json
 from moe_overlap.report.tuning import LEFT_OUT, Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES, DispatcherOutcome
 from moe_overlap.tuner.search.layer.candidates import PLAIN
 from moe_overlap.tuner.search.pipeline.per_stage import StageSearch
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.uniform import UniformSearch
 from moe_overlap.tuner.write.argument_file import Target, WrittenFlags, argument_file
+from moe_overlap.tuner.write.dispatcher_flags import FLAGS
 from moe_overlap.tuner.write.slurm import ARGUMENTS, SCRIPT, job_on, run_environment, slurm_script, words_to_add
 
 EXECUTED = "--target moe-overlap: the best plan that runs today"
@@ -89,6 +91,7 @@ class PlanSearch:
         dropped: flags of the user that the run goes without, with the reason.
         staged: the search over plans of unlike stages; None where there was none.
         is_interrupted: whether Ctrl-C ended it early.
+        dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
         changes: what the plan changes in the user's own layout, the largest gain first.
     """
 
@@ -107,6 +110,7 @@ class PlanSearch:
     staged: StageSearch | None = None
     changes: tuple[Change, ...] = ()
     is_interrupted: bool = False
+    dispatchers: tuple[DispatcherOutcome, ...] = ()
 
     @property
     def ended_early(self) -> bool:
@@ -141,6 +145,9 @@ class PlanSearch:
         if self.tuned is not None:
             dropped |= {name: LEFT_OUT[name] for name in self.tuned.dropped}
         effects = {MEASURE: f"predicted step {self.prediction.predicted.step_seconds:.3f} s"}
+        if self.dispatchers and self.tuned is None:
+            looked_at = ", ".join((FIRST, *(outcome.name for outcome in self.dispatchers)))
+            effects["--moe-token-dispatcher-type"] = f"predicted to be the fastest of {looked_at}"
         if self.baseline is not None:
             for change in self.changes:
                 for flag in list(change.after)[:1]:
@@ -166,6 +173,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
         "target": search.target,
         "search_space": search.space,
         "chosen": search.chosen.name,
+        **({} if not search.dispatchers else {"dispatchers": _dispatchers_json(search)}),
         "simulated_step_seconds": simulated_json(search.chosen),
         "plan": as_values(search.plan),
         "arguments": search.written.arguments if executed else [],
@@ -205,6 +213,23 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
             "status": solution.status.value,
             **({} if search.staged is None else {"per_stage": _staged_json(search.staged)}),
         },
+    }
+
+
+def _dispatchers_json(search: PlanSearch) -> dict[str, Any]:
+    """The dispatcher of the plan, and what became of the others."""
+    return {
+        "chosen": search.chosen.problem.features.dispatcher,
+        "first": FIRST,
+        "further": [
+            {
+                "name": outcome.name,
+                "step_seconds": None if outcome.best is None else outcome.best.seconds,
+                "layouts": outcome.layouts,
+                "evaluations": outcome.priced,
+            }
+            for outcome in search.dispatchers
+        ],
     }
 
 
@@ -299,6 +324,7 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
             f"{'simulated':<12}{len(apart)} of {1 + len(search.others)} plans differ by more than {APART:.0%} from their "
             f"prediction, {widest.name} most: {widest.simulated_seconds:.3f} s instead of {widest.seconds:.3f}"
         )
+    lines += _dispatcher_lines(search)
     if search.refusal is None:
         lines += [f"{'without':<12}{name}: {reason}" for name, reason in search.written.left_out]
     else:
@@ -328,6 +354,20 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
     added = words_to_add(search.written.flags, "megatron-lm" if search.target == "megatron-lm" else "moe-overlap")
     lines.append(f"{'next':<12}{f'{start} {added}'.rstrip()}")
     return lines
+
+
+def _dispatcher_lines(search: PlanSearch) -> list[str]:
+    """The dispatcher of the plan where it was searched, and the others; none where layers overlap, which bring their own."""
+    if not search.dispatchers or search.tuned is not None:
+        return []
+    name = search.chosen.problem.features.dispatcher
+    needed = f", a library that must be installed ({' '.join(FLAGS[name])})" if name in LIBRARIES else ""
+    others = [other for other in (FIRST, *(outcome.name for outcome in search.dispatchers)) if other != name]
+    best: dict[str, float] = {}
+    for finalist in (search.chosen, *search.others):
+        best.setdefault(finalist.problem.features.dispatcher, finalist.seconds)
+    said = [f"{other} {best[other]:.3f} s" if other in best else f"{other} not faster" for other in others]
+    return [f"{'dispatcher':<12}{name}{needed}; {', '.join(said)}"]
 
 
 # Files

@@ -97,26 +97,38 @@ class Bounds:
         features, model = self.features, self.model
         links, world = self.machine.cluster.group_of(0), self.template.world_size
         rates, hidden = self.machine.constants.link_rates, self._hidden_bytes(layout)
-        seconds = 0.0
+        seconds = self.exchange_seconds(layout)
         if not features.overlap_tensor:
             group = axis_group(layout.tensor, 1, world, links)
             # Latent attention gathers its latents, which are narrower.
             kinds = ("reduce_scatter",) if model.latent_attention is not None else ("all_gather", "reduce_scatter")
             for kind in kinds:
                 seconds += model.num_layers * float(collective_seconds(kind, hidden, group, rates))
-        if not (features.overlap_experts or features.overlap_shared_expert) and features.dispatcher != "allgather":
-            group = axis_group(layout.expert, layout.expert_tensor, world, links)
-            width = (model.moe_latent_size or model.hidden_size) / model.hidden_size
-            rows, share = hidden / layout.tensor * width * model.router_topk, 1.0
-            if features.dispatcher in ("deepep", "hybridep"):
-                choices, groups = max(1, model.router_topk), features.router_groups
-                ranks, blocks = (
-                    reached_places(model.num_experts, choices, groups, places) for places in (group.size, group.blocks)
-                )
-                rows, share = rows * ranks / choices, blocks / ranks
-            # Dispatch and combine, in both passes.
-            seconds += 4.0 * sum(model.moe_layers) * float(all_to_all_seconds(rows, group, rates, share))
         return seconds
+
+    def exchange_seconds(self, layout: UniformLayout) -> float:
+        """Seconds in which a micro-batch's tokens travel to their experts and back while nothing runs beside, over all stages."""
+        features, model = self.features, self.model
+        if features.overlap_experts or features.overlap_shared_expert:
+            return 0.0
+        links, world = self.machine.cluster.group_of(0), self.template.world_size
+        rates, hidden = self.machine.constants.link_rates, self._hidden_bytes(layout)
+        # Dispatch and combine, in both passes.
+        passes, width = 2.0 * sum(model.moe_layers), (model.moe_latent_size or model.hidden_size) / model.hidden_size
+        if features.dispatcher == "allgather":
+            every = axis_group(layout.expert * layout.expert_tensor, 1, world, links)
+            gathered = hidden / layout.tensor * width * every.size
+            kinds = ("all_gather", "reduce_scatter")
+            return passes * sum(float(collective_seconds(kind, gathered, every, rates)) for kind in kinds)
+        group = axis_group(layout.expert, layout.expert_tensor, world, links)
+        rows, share = hidden / layout.tensor * width * model.router_topk, 1.0
+        if features.dispatcher in ("deepep", "hybridep"):
+            choices, groups = max(1, model.router_topk), features.router_groups
+            ranks, blocks = (
+                reached_places(model.num_experts, choices, groups, places) for places in (group.size, group.blocks)
+            )
+            rows, share = rows * ranks / choices, blocks / ranks
+        return 2.0 * passes * float(all_to_all_seconds(rows, group, rates, share))
 
 
 _flops = lru_cache(training_flops_per_token)

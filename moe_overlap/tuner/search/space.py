@@ -105,7 +105,11 @@ SEARCH_SPACES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class UniformLayout:
-    """Degrees that all stages share; numbers of ranks, chunks and samples."""
+    """Degrees that all stages share; numbers of ranks, chunks and samples.
+
+    Attributes:
+        dispatcher: of the tokens, where it is another than that of the flags.
+    """
 
     tensor: int
     context: int
@@ -114,6 +118,7 @@ class UniformLayout:
     pipeline: int
     virtual: int
     micro_batch: int
+    dispatcher: str = ""
 
     @property
     def ranks(self) -> tuple[int, int, int, int]:
@@ -128,6 +133,7 @@ class UniformLayout:
         shown = [f"{axis}{size}" for axis, size in degrees if size > 1] or ["DP only"]
         if self.expert_tensor != self.tensor:
             shown.append(f"ETP{self.expert_tensor}")
+        shown += [f"by {self.dispatcher}"] if self.dispatcher else []
         return f"{' '.join(shown)}, micro-batch {self.micro_batch}"
 
 

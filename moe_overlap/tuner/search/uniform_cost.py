@@ -118,10 +118,15 @@ class UniformCosts:
 
         Tighter than `Bounds.step_seconds`, and dearer: the parts are priced, but no stage is.
         """
+        template, _ = self.task.templates(layout.tensor)
+        data = template.world_size // (layout.tensor * layout.context * layout.pipeline)
+        through = self.through_seconds(layout)
+        return pipelined(through, layout, template.global_batch_size // (data * layout.micro_batch))
+
+    def through_seconds(self, layout: UniformLayout) -> float:
+        """Seconds of a micro-batch through all parts, of which nothing is recomputed."""
         template, model = self.task.templates(layout.tensor)
-        ranks = template.world_size // layout.pipeline
-        data = ranks // (layout.tensor * layout.context)
-        links = self.task.machine.cluster.group_of(0)
+        ranks, links = template.world_size // layout.pipeline, self.task.machine.cluster.group_of(0)
         key = (
             layout.ranks,
             layout.micro_batch,
@@ -129,10 +134,13 @@ class UniformCosts:
         )
         if key not in self._through:
             self._through[key] = self._through_seconds(layout, template, model)
-        return pipelined(self._through[key], layout, template.global_batch_size // (data * layout.micro_batch))
+        return self._through[key]
+
+    def part_table(self, table: OpTable) -> OpTable:
+        """What of a part counts in `through_seconds`: all of it."""
+        return table
 
     def _through_seconds(self, layout: UniformLayout, template: Plan, model: ModelDescription) -> float:
-        """Seconds of a micro-batch through all parts, of which nothing is recomputed."""
         plan = uniform_plan(template, model.num_layers, layout)
         setting, tables = self._setting(layout, plan, model), self.task.operators(layout)
         if tables is None:
@@ -140,7 +148,8 @@ class UniformCosts:
             kinds = Counter(("embedding", "head", *graph.layer_kinds, *graph.mtp_kinds))
             parts = [(graph.part(kind, samples=layout.micro_batch), count) for kind, count in kinds.items()]
             tables = [(self._table(part, layout, plan), count) for part, count in parts]
-        return ROUNDED * sum(count * self._cost(table, layout, setting).seconds for table, count in tables)
+        seconds = (count * self._cost(self.part_table(table), layout, setting).seconds for table, count in tables)
+        return ROUNDED * sum(seconds)
 
     def evaluate(self, layout: UniformLayout, of_modules: bool = False) -> Evaluated:
         """Steps and bytes of a layout under every decision about memory.

@@ -21,11 +21,12 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.finalists import in_order
 from moe_overlap.job import read_job
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import load_plan, save_plan
-from moe_overlap.plan_search import SearchSettings, Target, in_order, search_plan, without_layout
+from moe_overlap.plan_search import SearchSettings, Target, search_plan, without_layout
 from moe_overlap.report.search import Finalist, PlanSearch, detail_lines, search_json, search_lines, write_search
 from moe_overlap.tuner.capture.cache import Flags
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
@@ -136,6 +137,22 @@ def test_ties_are_broken_towards_less_memory() -> None:
         finalist("even", 0.005, 4),
     ]
     assert [plan.name for plan in in_order(plans)] == ["near", "fast", "even", "slow"]
+
+
+def test_a_library_leads_only_where_it_is_faster_than_a_tie() -> None:
+    chosen = searched("megatron-lm").chosen
+    features = dataclasses.replace(chosen.problem.features, dispatcher="deepep")
+    by_library = dataclasses.replace(
+        chosen, name="deepep", problem=dataclasses.replace(chosen.problem, features=features)
+    )
+    slower = dataclasses.replace(
+        chosen.prediction.predicted, step_seconds=1.005 * chosen.prediction.predicted.step_seconds
+    )
+    tied = dataclasses.replace(chosen, prediction=dataclasses.replace(chosen.prediction, predicted=slower))
+    assert in_order([by_library, tied])[0] is tied
+    far = dataclasses.replace(slower, step_seconds=1.1 * slower.step_seconds)
+    behind = dataclasses.replace(chosen, prediction=dataclasses.replace(chosen.prediction, predicted=far))
+    assert in_order([behind, by_library])[0] is by_library
 
 
 def test_answer_and_json(tmp_path: Path) -> None:

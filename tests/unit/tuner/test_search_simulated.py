@@ -9,7 +9,8 @@ import time
 import pytest
 
 from moe_overlap.api import problem_of
-from moe_overlap.plan_search import SIMULATED, SearchSettings, in_order, search_plan, simulated_finalists
+from moe_overlap.finalists import SIMULATED, in_order, simulated_finalists
+from moe_overlap.plan_search import SearchSettings, search_plan
 from moe_overlap.report.search import APART, Finalist, search_json
 from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
