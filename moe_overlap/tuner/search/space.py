@@ -204,8 +204,8 @@ def _expert_degrees(model: ModelDescription, run: Run, ranks: int, tensor: int) 
         yield 1, tensor
         return
     for expert_tensor in _divisors(ranks, run.domain_gpus):
-        if model.moe_ffn_hidden_size % expert_tensor:
-            continue
+        if model.moe_ffn_hidden_size % expert_tensor or (model.linear_bias and expert_tensor > 1):
+            continue  # megatron-core splits no expert that has biases
         for expert in _divisors(ranks // expert_tensor, model.num_experts):
             if model.num_experts % expert == 0:
                 yield expert, expert_tensor

@@ -83,6 +83,25 @@ def test_a_size_that_is_no_short_sum_is_captured_under_every_layout() -> None:
     assert wrong == [] and len(library.captured_layouts) > len(AXES) / 2
 
 
+def test_sizes_of_a_dispatch_library_are_told_by_two_captures_of_each_way_to_split_experts() -> None:
+    """HybridEP's tables have sizes of more terms than captures tell apart; its gate reads what ranks of experts decide."""
+
+    def extra(tape: Tape, layout: Layout) -> None:
+        e, x, own = layout.expert, layout.expert_tensor, B * S / (layout.tensor * layout.context)
+        tape.operator = "moe.dispatch"
+        table = tape.op("mul", [0], own * (128 * e * x * x + 128 * x + 4 * e * x + 7), module="mlp")
+        tape.operator = "moe.gate"
+        tape.op("mul", [table] if e > 1 else [0], own, module="mlp.router")
+
+    flex = replace(BASE, config=replace(BASE.config, moe=replace(BASE.config.moe, moe_token_dispatcher_type="flex")))
+    asked = [replace(flex, layout=each.layout) for each in requests()]
+    library = BlockLibrary(lambda request: captured(request, extra))
+    library.prepare(asked)
+    assert all(library.model(each).parts == captured(each, extra).parts for each in asked) and library.unlike == ()
+    ways = {(each.layout.expert, each.layout.expert_tensor) for each in asked}
+    assert len(library.captured_layouts) <= 2 * len(ways) + 6 < len(AXES) / 2
+
+
 def test_tables_of_many_layouts_are_those_of_each() -> None:
     library = BlockLibrary(captured)
     library.prepare(requests())

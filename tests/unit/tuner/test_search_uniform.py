@@ -37,6 +37,7 @@ from moe_overlap.tuner.search.space import (
 )
 from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
+from tests.unit.plan import plan_samples
 from tests.unit.tuner.hand_made import captured_by_hand
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB
 
@@ -187,6 +188,15 @@ def test_attention_and_experts_have_degrees_of_their_own() -> None:
 
 
 # Prices
+
+
+def test_experts_with_biases_are_not_split() -> None:
+    """megatron-core refuses them: a layout with ETP ended the search of such a model in its first capture."""
+    run = Run(gpus=8, domain_gpus=8, sequence_length=128, global_batch_size=16)
+    plain = plan_samples.model("mmmm")
+    biased = list(uniform_layouts(dataclasses.replace(plain, linear_bias=True), run))
+    assert {layout.expert_tensor for layout in biased} == {1} and {layout.expert for layout in biased} >= {1, 2, 4}
+    assert {layout.expert_tensor for layout in uniform_layouts(plain, run)} > {1}
 
 
 @pytest.mark.parametrize("space", ["recompute", "offload"])
