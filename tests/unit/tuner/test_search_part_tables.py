@@ -28,9 +28,7 @@ def model_of(asked: Request, extra: Extra | None = None) -> CapturedModel:
 
 def layouts() -> list[UniformLayout]:
     return [
-        UniformLayout(
-            tensor=t, context=c, expert=e, expert_tensor=x, pipeline=1, virtual=1, micro_batch=1 + number % 2
-        )
+        UniformLayout(tensor=t, context=c, expert=e, expert_tensor=x, pipeline=1, virtual=1, micro_batch=1 + number % 2)
         for number, (t, c, e, x) in enumerate(AXES)
     ]
 
@@ -63,4 +61,6 @@ def test_a_layout_that_must_be_captured_has_no_tables() -> None:
             tape.op("mul", [0], 1024)
 
     found, _ = tables(extra)
-    assert all(found.of(layout) is None for layout in layouts()), "one kind of part that is never put together spoils all"
+    assert all(found.of(layout) is None for layout in layouts()), (
+        "one kind of part that is never put together spoils all"
+    )
