@@ -60,7 +60,7 @@ def on_two_ranks() -> tuple[dict[str, dict[str, str]], list[list[int]], list[dic
 
 
 def test_two_ranks() -> None:
-    for rank, (order, broken, evaluation, inside) in enumerate(run(2, on_two_ranks)):
+    for rank, (order, broken, evaluation, inside) in enumerate(run(2, on_two_ranks, timeout_seconds=300.0)):
         assert order == dict.fromkeys(TWO_RANKS, {}), rank
         assert evaluation == [{}, {}], rank
         for missed, attempts in broken:
