@@ -6,6 +6,7 @@ stand in FOLDER/DEVICE-NUMBER.jsonl, as --log-json writes them.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,11 +30,13 @@ def main(argv: Sequence[str]) -> int:
     quiet_libraries()
     if cpu_backend.is_needed():
         cpu_backend.install()
+    import torch
     import torch.distributed as dist
 
     from megatron.training.cli.arguments import parse
     from megatron.training.cli.validation import validate
     from megatron.training.initialize import device_of_this_process, start_process
+    from moe_overlap.commands.device_settings import settle_environment
     from moe_overlap.commands.train import assemble
 
     folder, steps = Path(argv[0]), int(argv[1])
@@ -46,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
         log = ["--log-json", str(folder / "log.jsonl")]
         parsed = parse([*words, *log])
         validate(parsed.config, case.ranks)
+        settle_environment(parsed.config, os.environ)
+        torch.use_deterministic_algorithms(parsed.config.training.deterministic_mode)
         process = process or start_process(parsed.config)
         log[1] = str(log_of(folder, device_of_this_process().type, case))
         loop = assemble(parse([*words, *log]), process.rank)
