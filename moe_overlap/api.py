@@ -33,7 +33,7 @@ from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.report.tuning import LEFT_OUT, Tuned
 from moe_overlap.tuner.calibrate.refine import Refinement, job_key, refine
-from moe_overlap.tuner.capture.cache import Graphs, cached_graphs, cpu_graphs
+from moe_overlap.tuner.capture.cache import Graphs, Tell, cached_graphs, cpu_graphs
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Constants, measured_constants, shipped_constants
@@ -64,6 +64,8 @@ class Options(TypedDict, total=False):
     """A plan fits where this quantile of its peak is within the capacity; default 0.95."""
     graphs: Graphs | None
     """Captured models of the stages; default the cached capture."""
+    tell: Tell | None
+    """Is told before operators are recorded, which takes seconds to minutes."""
     constants: Constants | None
     """Default those of constants.json."""
 
@@ -243,8 +245,10 @@ def machine_for(
 def _captured(job: Job, plan: Plan, cluster: Cluster, options: Options) -> Mapping[int, CapturedModel]:
     """The graphs of the stages of a plan on these machines."""
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
-    graphs = options.get("graphs") or (cpu_graphs if on_cpu else cached_graphs)
-    return graphs(capturable(job.config), job.model, plan, job.flags)
+    asked = (capturable(job.config), job.model, plan, job.flags)
+    if (given := options.get("graphs")) is not None:
+        return given(*asked)
+    return (cpu_graphs if on_cpu else cached_graphs)(*asked, tell=options.get("tell"))
 
 
 def busiest_load(path: str, experts: int, groups: int) -> float:

@@ -141,10 +141,10 @@ def search_plan(
     bare = with_precision(bare, options.get("precision"))
     bare, further = with_dispatcher(bare, cluster, settings.frees_dispatcher)
     job = _by(_described(words, bare, cluster, options), FIRST if further else "")
-    libraries = libraries or Libraries(CaptureFiles(cache_folder()))
+    libraries = libraries or Libraries(CaptureFiles(cache_folder(), options.get("tell")))
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
     given = options.get("graphs")
-    graphs = given or (cpu_graphs if on_cpu else libraries.graphs)
+    graphs = given or (partial(cpu_graphs, tell=options.get("tell")) if on_cpu else libraries.graphs)
     options = given_options = Options(**{**options, "graphs": graphs})
     flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
     job = dataclasses.replace(job, flags=flags)

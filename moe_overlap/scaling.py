@@ -27,7 +27,7 @@ def search_both(
     Raises:
         ConfigError: as `search_plan`, for either target.
     """
-    libraries = Libraries(CaptureFiles(cache_folder()))
+    libraries = Libraries(CaptureFiles(cache_folder(), options.get("tell")))
     of_upstream = dataclasses.replace(settings, target="megatron-lm", has_baseline=False)
     upstream = search_plan(words, cluster, of_upstream, libraries, **options)
     of_this_runtime = dataclasses.replace(settings, target="moe-overlap")
@@ -47,7 +47,7 @@ def search_numbers(
     Raises:
         ConfigError: none has a plan; the reason of the largest one is said.
     """
-    libraries = Libraries(CaptureFiles(cache_folder()))
+    libraries = Libraries(CaptureFiles(cache_folder(), options.get("tell")))
     rows: list[ScalingRow] = []
     is_interrupted = False
     refusal: ConfigError | None = None

@@ -25,7 +25,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -42,6 +42,7 @@ from moe_overlap.commands.job_arguments import (
     clusters_of,
     margin_of,
     notes_of,
+    on_standard_error,
     words_of,
 )
 from moe_overlap.commands.predict import token_count
@@ -56,7 +57,7 @@ from moe_overlap.report.trace import write_trace
 from moe_overlap.report.tuning import tuned_json, tuned_text, write_run
 from moe_overlap.sharded_search import Processes
 from moe_overlap.shards import Shard, ShardsMissingError
-from moe_overlap.tuner.capture.cache import PRECISIONS
+from moe_overlap.tuner.capture.cache import PRECISIONS, Tell
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
 from moe_overlap.tuner.search.uniform import RankedLayout
@@ -102,7 +103,8 @@ def _overlap(arguments: argparse.Namespace) -> int:
                 flag, value, "is of the search of plans, and the layout is kept", "drop it or --overlap-only"
             )
     cluster = cluster_of(arguments)
-    given = _options(arguments)
+    _require_writable(Path(arguments.output))
+    given = _options(arguments, on_standard_error)
     seconds = SOLVER_SECONDS if arguments.time_limit is None else arguments.time_limit
     tuned = tune(words_of(arguments), cluster, _limits(arguments), seconds, arguments.refine, **given)
     folder = Path(arguments.output)
@@ -146,20 +148,16 @@ def _plan(arguments: argparse.Namespace) -> int:
         progress=progress,
     )
     try:
-        return _searched(arguments, settings, train_tokens, progress.end)
+        return _searched(arguments, settings, train_tokens, progress)
     finally:
         progress.end()
 
 
 def _searched(
-    arguments: argparse.Namespace, settings: SearchSettings, train_tokens: float | None, ended: Callable[[], None]
+    arguments: argparse.Namespace, settings: SearchSettings, train_tokens: float | None, progress: Progress
 ) -> int:
-    """Search, write and print the answer, for one number of GPUs and one target or several.
-
-    Args:
-        ended: called between the search and what is printed of it.
-    """
-    given = _options(arguments)
+    """Search, write and print the answer, for one number of GPUs and one target or several."""
+    given, ended = _options(arguments, progress.tell), progress.end
     clusters = clusters_of(arguments)
     words = words_of(arguments, chooses_dispatcher=clusters[0].measured is None)
     if len(clusters) > 1:
@@ -198,8 +196,9 @@ def _require_one_search(arguments: argparse.Namespace, shard: Shard | None) -> N
         raise ConfigError("--shard", shard.name, rule, "give one --target and one --num-gpus")
 
 
-def _options(arguments: argparse.Namespace) -> Options:
+def _options(arguments: argparse.Namespace, tell: Tell) -> Options:
     return Options(
+        tell=tell,
         software=arguments.software,
         expert_load=arguments.expert_load,
         precision=arguments.precision,
@@ -230,7 +229,7 @@ class Progress:
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._said = stream, time.monotonic()
         self._line = LiveLine(stream)
-        self._line.show("recording the operators of the model, once for each layout")
+        self._has_told = False
 
     def __call__(self, done: int, total: int, best: RankedLayout | StagedPlan | MeshPlan | None) -> None:
         """Say it, if it is time."""
@@ -245,6 +244,14 @@ class Progress:
         else:
             self._stream.write(f"{text}\n")
             self._stream.flush()
+
+    def tell(self, text: str) -> None:
+        """Say what is about to take long; once where lines stay, since a search records for many layouts."""
+        if self._line.is_shown:
+            self._line.show(text)
+        elif not self._has_told:
+            on_standard_error(text)
+        self._has_told = True
 
     def end(self) -> None:
         """Leave an empty line for the answer."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.describe.files import printable
+from moe_overlap.describe.files import names_file, printable
 
 ALL = "all"
 
@@ -42,7 +42,9 @@ class Parser(argparse.ArgumentParser):
             words = unknown[1].split()
             names = [word.partition("=")[0] for word in words if word.startswith("-")]
             if not names:
-                return f"{words[0]}: a word that belongs to no flag; quote values with spaces"
+                is_file = "--megatron-args" in options and names_file(words[0])
+                fix = f"write --megatron-args {words[0]} for the flags in it" if is_file else "quote values with spaces"
+                return f"{words[0]}: a word that belongs to no flag; {fix}"
             near = difflib.get_close_matches(names[0], options, 1, 0.8)
             rule = "is no flag of this tool" if len(names) == 1 else "are no flags of this tool"
             return f"{', '.join(names)}: {rule}; {f'did you mean {near[0]}?' if near else self._elsewhere}"

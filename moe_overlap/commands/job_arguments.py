@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from collections.abc import Sequence
 
 from megatron.training.cli.arguments import expand_files, script_gpus
@@ -29,6 +30,11 @@ ELSEWHERE = "see --help all; flags of the training go into a file that --megatro
 """What to do with a flag that these tools have not."""
 PRICES = "what seconds and bytes are computed from"
 DISPATCHER, MOE = ("--moe-token-dispatcher-type", "alltoall"), ("--moe-grouped-gemm",)
+
+
+def on_standard_error(text: str) -> None:
+    """Say a line at once, beside the answer."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:

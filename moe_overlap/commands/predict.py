@@ -27,6 +27,7 @@ from moe_overlap.commands.job_arguments import (
     cluster_of,
     margin_of,
     notes_of,
+    on_standard_error,
     words_of,
 )
 from moe_overlap.describe.errors import ConfigError
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             expert_load=arguments.expert_load,
             plan=arguments.plan,
             memory_margin=margin_of(arguments),
+            tell=on_standard_error,
         )
         train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
         prediction = predict(words, cluster, **given)

@@ -121,6 +121,14 @@ def bounded_integer(text: str) -> int:
     return int(text)
 
 
+def names_file(word: str) -> bool:
+    """Whether a word of a command line is the path of a file; False for what no path can be, and where it may not be asked."""
+    try:
+        return Path(word).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def printable(text: str, most: int = 80) -> str:
     """Text from a file, fit for one line of a terminal: without control characters, cut after `most` characters."""
     shown = "".join(character if character.isprintable() else "?" for character in text[: most + 1])

@@ -24,7 +24,7 @@ from megatron.training.cli.flags.launch import LAUNCH_FLAGS
 from megatron.training.cli.flags.table import Flag, config_flags, flag_texts
 from moe_overlap import VERSION_LINE
 from moe_overlap.describe.errors import ConfigError, one_of
-from moe_overlap.describe.files import Unreadable, bounded_text
+from moe_overlap.describe.files import Unreadable, bounded_text, names_file
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.describe.readers.shell_script import script_flags
 from moe_overlap.describe.readers.upstream_flags import (
@@ -246,8 +246,10 @@ def _values_by_flag(
         position += 1
         if not name.startswith("-"):
             after = f" (after {next(reversed(written))})" if written else ""
-            rule = f"a word that belongs to no flag{after}"
-            raise ConfigError(arguments[position - 1], "", rule, "quote values with spaces")
+            rule, word = f"a word that belongs to no flag{after}", arguments[position - 1]
+            # Whoever means a file of flags forgets its @.
+            fix = f"write @{word} for the flags in it" if names_file(word) else "quote values with spaces"
+            raise ConfigError(word, "", rule, fix)
         texts: list[str] = [attached] if equals else []
         fewest, most = _arity(name, own, upstream)
         while not equals and len(texts) < most and position < len(arguments):

@@ -34,6 +34,8 @@ Flags = Mapping[str, tuple[str, ...]]
 """Flag -> its values, as the command line has them."""
 Graphs = Callable[[Config, ModelDescription, Plan, Flags], Mapping[int, CapturedModel]]
 """Captured models by stage."""
+Tell = Callable[[str], None]
+"""Says a line to the user."""
 PRECISIONS: dict[str, PrecisionConfig] = {
     "bf16": PrecisionConfig(),
     "fp16": PrecisionConfig(fp16=True),
@@ -190,10 +192,11 @@ class CaptureFiles:
 
     Args:
         folder: made if needed.
+        tell: is told before a process captures what is missing: minutes of a busy machine.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, tell: Tell | None = None) -> None:
+        self._folder, self._tell = folder, tell
         self._read: dict[Path, CapturedModel] = {}
 
     def captures(self, requests: Sequence[Request]) -> list[CapturedModel]:
@@ -216,6 +219,8 @@ class CaptureFiles:
                 print(f"warning: {error}; captured again", file=sys.stderr)
                 missing[path] = request
         if missing:
+            if self._tell is not None:
+                self._tell("recording the operators of a layout, which are kept for the next time")
             _capture(missing)
         return [self._load(path) for path in paths]
 
@@ -252,18 +257,24 @@ def _capture(missing: dict[Path, Request]) -> None:
         raise CaptureError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "the capture was killed")
 
 
-def cached_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
+def cached_graphs(
+    config: Config, model: ModelDescription, plan: Plan, flags: Flags, tell: Tell | None = None
+) -> Mapping[int, CapturedModel]:
     """Captured models of the stages from the user's cache; what is not there is captured, which takes seconds and torch.
 
+    Args:
+        tell: as `CaptureFiles` takes it.
     Raises:
         ConfigError: a part of the model cannot be captured.
     """
-    return CaptureFiles(cache_folder()).graphs(config, model, plan, flags)
+    return CaptureFiles(cache_folder(), tell).graphs(config, model, plan, flags)
 
 
-def cpu_graphs(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
-    """The models that a CPU runs: megatron-core's own modules, whatever the flags choose. Raises as `cached_graphs`."""
-    return _cached(stage_requests(config, model, plan, "torch"), model, CaptureFiles(cache_folder()))
+def cpu_graphs(
+    config: Config, model: ModelDescription, plan: Plan, flags: Flags, tell: Tell | None = None
+) -> Mapping[int, CapturedModel]:
+    """The models that a CPU runs: megatron-core's own modules, whatever the flags choose. As `cached_graphs`."""
+    return _cached(stage_requests(config, model, plan, "torch"), model, CaptureFiles(cache_folder(), tell))
 
 
 def _cached(

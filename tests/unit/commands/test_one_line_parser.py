@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from moe_overlap.commands import autotune, predict
@@ -34,3 +36,10 @@ def test_a_mistake_is_one_line(tool: str, words: list[str], message: str, capsys
     said = capsys.readouterr()
     assert end.value.code == 2 and said.out == "" and said.err.count("\n") == 1
     assert said.err.startswith(f"error: {message}")
+
+
+def test_a_file_of_flags_is_named_by_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.args").write_text("--bf16")
+    with pytest.raises(SystemExit):
+        predict.main([str(tmp_path / "job.args")])
+    assert capsys.readouterr().err.endswith(f"write --megatron-args {tmp_path / 'job.args'} for the flags in it\n")

@@ -12,7 +12,15 @@ from megatron.training.cli.arguments import expand_files
 from moe_overlap.describe.cluster import load_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import read_expert_loads
-from moe_overlap.describe.files import Unreadable, bounded_bytes, bounded_json, new_file, plain_json, printable
+from moe_overlap.describe.files import (
+    Unreadable,
+    bounded_bytes,
+    bounded_json,
+    names_file,
+    new_file,
+    plain_json,
+    printable,
+)
 from moe_overlap.describe.readers.model_file import read_model
 from moe_overlap.describe.readers.shell_script import MOST_SCRIPT_BYTES, script_flags
 from moe_overlap.plan.serialize import load_plan
@@ -131,3 +139,9 @@ def test_argument_files_that_name_each_other(tmp_path: Path) -> None:
         list(expand_files(["@pipe.args"], tmp_path))
     with pytest.raises(ConfigError, match=r"^@/dev/zero: cannot read /dev/zero: is no regular file;"):
         list(expand_files(["@/dev/zero"], tmp_path))
+
+
+def test_what_no_path_can_be_names_no_file(tmp_path: Path) -> None:
+    (tmp_path / "job.args").write_text("--bf16")
+    assert names_file(str(tmp_path / "job.args"))
+    assert not any(names_file(word) for word in (str(tmp_path), "x" * 5000, "a\0b", ""))

@@ -47,6 +47,10 @@ WORDS = [
     ("--num-layers four", "--num-layers four: must be a whole number; correct the value"),
     ("--num-layers", "--num-layers: needs a value; write --num-layers VALUE"),
     ("--bf16 yes", "yes: a word that belongs to no flag (after --bf16); quote values with spaces"),
+    (
+        f"--bf16 {__file__}",
+        f"{__file__}: a word that belongs to no flag (after --bf16); write @{__file__} for the flags in it",
+    ),
     ("@missing.args", "@missing.args: cannot read missing.args: No such file or directory; correct the path"),
     (
         "--moe-layer-freq print(1)",

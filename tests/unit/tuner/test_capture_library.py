@@ -135,8 +135,12 @@ def test_libraries_answer_the_cost_model_as_captures_do(tmp_path: Path, monkeypa
     monkeypatch.setattr(cache, "_capture", capture)
     flags = f"{MOE} --bf16 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
     job = read_job([*flags.split(), "--expert-tensor-parallel-size", "1", "--vocab-size", "512"], 4)
-    files = CaptureFiles(tmp_path)
+    said: list[str] = []
+    files = CaptureFiles(tmp_path, said.append)
     expected = files.graphs(job.config, job.model, job.plan, job.flags)
+    assert len(said) == 1, "nobody waits in silence while operators are recorded"
+    assert CaptureFiles(tmp_path, said.append).graphs(job.config, job.model, job.plan, job.flags) == expected
+    assert len(said) == 1, "what is kept is not recorded again"
     graphs = Libraries(CaptureFiles(tmp_path)).graphs(job.config, job.model, job.plan, job.flags)
     assert graphs.keys() == expected.keys() and all(graphs[i].parts == expected[i].parts for i in graphs)
 

@@ -17,7 +17,7 @@ from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
-from moe_overlap.tuner.capture.cache import Flags
+from moe_overlap.tuner.capture.cache import Flags, Tell
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants
@@ -61,7 +61,9 @@ JOB = """--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attenti
     --expert-model-parallel-size 8 --moe-token-dispatcher-type alltoall""".split()
 
 
-def by_hand(config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> dict[int, CapturedModel]:
+def by_hand(
+    config: Config, model: ModelDescription, plan: Plan, flags: Flags, tell: Tell | None = None
+) -> dict[int, CapturedModel]:
     graphs = {}
     for index, stage in enumerate(plan.stages):
         layout = Layout(
