@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
-from moe_overlap.report.prediction import change_flags, change_name
+from moe_overlap.report.prediction import change_advice, change_name
 from moe_overlap.tuner.cost.analytic import Prediction
 
 SHOWN_RUNNERS_UP = 3
@@ -277,7 +277,7 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False) -
     if prediction.remedy is not None:
         remedy = prediction.remedy
         cost = f"{remedy.step_seconds:.3f} s a step ({100 * remedy.slower_by:+.1f} %), up to {remedy.high_bytes / GIB:.1f} GiB"
-        return [f"{change_name(remedy.change)}: then it fits, {cost}; {change_flags(remedy.change)}"]
+        return [f"{change_name(remedy.change)}: then it fits, {cost}; {change_advice(remedy.change)}"]
     if prediction.tried:
         return [f"another layout: no single change makes it fit ({len(prediction.tried)} tried: --verbose)"]
     seconds, stage = prediction.predicted.step_seconds, plan.stages[0]

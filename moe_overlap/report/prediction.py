@@ -93,7 +93,7 @@ def _remedy_lines(prediction: Prediction) -> list[str]:
     remedy = prediction.remedy
     if remedy is not None:
         cost = f"{remedy.step_seconds:.3f} s a step ({remedy.slower_by:+.1%}), up to {remedy.high_bytes / GIB:.1f} GiB"
-        return [f"would fit: {change_name(remedy.change)}: {cost}; {change_flags(remedy.change)}"]
+        return [f"would fit: {change_name(remedy.change)}: {cost}; {change_advice(remedy.change)}"]
     tried = "; ".join(change_name(change) for change in prediction.tried)
     return [f"no single change makes it fit: {tried}"] if tried else []
 
@@ -118,6 +118,12 @@ def change_name(change: Change) -> str:
         ChangeKind.SHARD_ALL: "shard parameters and gradients, too (ZeRO-3)",
         ChangeKind.HOST_OPTIMIZER: "keep the optimizer's states in host memory",
     }[change.kind]
+
+
+def change_advice(change: Change) -> str:
+    """The flags of a change, and that training refuses them where it does."""
+    refused = " (Megatron-LM runs it, this fork does not)" if change.kind is ChangeKind.SHARD_ALL else ""
+    return f"{change_flags(change)}{refused}"
 
 
 def change_flags(change: Change) -> str:

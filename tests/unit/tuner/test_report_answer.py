@@ -27,7 +27,7 @@ from moe_overlap.report.answer import (
 )
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.expected_error import ExpectedError
-from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
+from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, MemoryQuantiles, Remedy
 from tests.unit.tuner.test_cost_predict import by_hand
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,6 +134,14 @@ def test_what_does_not_fit_names_the_change() -> None:
     assert any(line.startswith("memory      does not fit: ") for line in lines)
     advice = next(line for line in lines if line.startswith("try next"))
     assert "then it fits" in advice or "no single change makes it fit" in advice
+
+
+def test_a_change_that_this_fork_refuses_says_who_runs_it() -> None:
+    sharded = Remedy(change=Change(kind=ChangeKind.SHARD_ALL), step_seconds=1.0, slower_by=0.1, high_bytes=2**30)
+    on_host = dataclasses.replace(sharded, change=Change(kind=ChangeKind.HOST_OPTIMIZER))
+    said = [suggestions(planned(), dataclasses.replace(predicted(), remedy=it))[0] for it in (sharded, on_host)]
+    assert said[0].endswith(" optim_grads_params (Megatron-LM runs it, this fork does not)")
+    assert said[1].endswith("; --optimizer-cpu-offload")
 
 
 def test_suggestions_follow_the_largest_term() -> None:
