@@ -25,7 +25,7 @@ def write_trace(path: str | Path, step: SimulatedStep) -> None:
     try:
         write_ranks(
             Path(path),
-            {rank: step.simulation.spans(rank) for rank in ranks},
+            {rank: step.spans(rank) for rank in ranks},
             {rank: step.kept_bytes(rank) for rank in ranks},
             about_run(first.plan, first.model),
         )

@@ -112,13 +112,14 @@ class Rank:
         }
 
     def parse(self, variant: Variant) -> Any:
-        """Parse and validate the command line of a variant."""
+        """Parse and validate the command line of a variant, which may name a plan."""
         import torch.distributed as dist
 
         from megatron.training.cli.arguments import parse
         from megatron.training.cli.validation import validate
+        from megatron.training.plan_argument import with_plan
 
-        parsed = parse([*self.job, *variant.flags])
+        parsed = with_plan(parse([*self.job, *variant.flags]), dist.get_world_size())
         validate(parsed.config, dist.get_world_size())
         return parsed
 

@@ -17,7 +17,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.instructions import BufferRole, Home, Instruction, parse_buffer
+from moe_overlap.plan.instructions import (
+    CONTEXT,
+    EXPERT_TENSOR,
+    TENSOR,
+    BufferRole,
+    Home,
+    Instruction,
+    parse_buffer,
+)
 from moe_overlap.plan.lowering.deferral import backward_of
 from moe_overlap.plan.lowering.optimizer_state import NORM as NORM_STATE
 from moe_overlap.plan.operators import (
@@ -52,7 +60,7 @@ from moe_overlap.tuner.cost.analytic import (
 from moe_overlap.tuner.cost.copied_bytes import Place, copied_bytes, place_in_list
 from moe_overlap.tuner.cost.fused_kernels import FusedSeconds, fused_seconds, kernel_of
 from moe_overlap.tuner.cost.interference import Interference, start_seconds
-from moe_overlap.tuner.cost.layer import Key, PartCost, held_bytes, operator_seconds
+from moe_overlap.tuner.cost.layer import Key, PartCost, collective_seconds_inside, held_bytes, operator_seconds
 from moe_overlap.tuner.cost.links import (
     LinkUse,
     axis_group,
@@ -72,6 +80,8 @@ KEPT = (
     *(BufferRole.STATE, BufferRole.ACTIVATIONS),
 )
 """The buffers that a list keeps of a parameter group; tensors that operators hand to each other are among the activations."""
+CHANNELS_INSIDE = {"tp": TENSOR, "tp_cp": TENSOR, "tp_dp_cp": TENSOR, "cp": CONTEXT, "etp": EXPERT_TENSOR}
+"""Axis of a collective inside an operator -> the channel of its spans, as the runtime records them."""
 
 
 @dataclass(slots=True)
@@ -186,6 +196,25 @@ class StagePrices:
         """Seconds of one of so many partitions of an operator whose name stands in the list."""
         operator = parse_operator(name)
         return self._operators(place_of(operator), pieces)[_key(operator)]
+
+    def inside_shares(self, i: Instruction) -> dict[str, float]:
+        """The shares of an instruction's seconds that are collectives of tensor, context and expert-tensor ranks, by channel.
+
+        Those that nothing hides. A fused layer's kernels are priced as one.
+        """
+        place = place_of(i.operator) if i.kind == "compute" else ""
+        if not place or place in self._splits():
+            return {}
+        row, pieces = self.row(place), self._pieces[i.name, i.micro_batch]
+        table, cost = self._sized(row, pieces)
+        named, key = self._named[place], _key(i.operator)
+        whole = sum(s for own, s in self._priced(row, pieces).items() if _listed_key(own, named) == key)
+        shares: dict[str, float] = defaultdict(float)
+        for own, by_axis in collective_seconds_inside(table, self.priced.setting, cost).items():
+            if _listed_key(own, named) == key:
+                for axis, seconds in by_axis.items():
+                    shares[CHANNELS_INSIDE[axis]] += seconds / whole
+        return dict(shares)
 
     def exposed_inside(self) -> float:
         """Seconds of a micro-batch by which all-to-alls make its fused kernels longer than their products."""

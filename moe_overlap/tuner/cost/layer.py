@@ -13,7 +13,7 @@ beside computation count with the share that is exposed. Where a list hides all-
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -299,20 +299,39 @@ def operator_seconds(
     """
     seconds = computing_seconds(table, setting, cost, hides_exchanges)
     total: dict[Key, float] = defaultdict(float)
+    for op in table.ops:
+        total[_key(table.part, op)] += float(seconds[op.id])
+    for op, _, exposed in _exposed_collectives(table, setting, cost):
+        key = (op.operator, "", suffix_of(op)) if op.operator in EXCHANGE_PARTS else _key(table.part, op)
+        total[key] += exposed
+    return dict(total)
+
+
+def collective_seconds_inside(table: OpTable, setting: Setting, cost: PartCost) -> dict[Key, dict[str, float]]:
+    """Seconds of the collectives inside operators that nothing hides, by operator and axis (tp, cp, etp).
+
+    Those of an all-to-all between experts are left out: it is an instruction of its own.
+    """
+    inside: dict[Key, dict[str, float]] = {}
+    for op, collective, exposed in _exposed_collectives(table, setting, cost):
+        if exposed and op.operator not in EXCHANGE_PARTS:
+            by_axis = inside.setdefault(_key(table.part, op), {})
+            by_axis[collective.axis] = by_axis.get(collective.axis, 0.0) + exposed
+    return inside
+
+
+def _exposed_collectives(table: OpTable, setting: Setting, cost: PartCost) -> Iterator[tuple[Op, Collective, float]]:
+    """Every collective of a part, with the seconds of it that nothing hides."""
     for is_backward, of_pass in ((False, cost.forward), (True, cost.backward)):
         in_pass = table.backward == is_backward
-        for op in table.ops:
-            if in_pass[op.id]:
-                total[_key(table.part, op)] += float(seconds[op.id])
         sent = [
-            (table.ops[index], kind_of(collective), alone_seconds(table, setting, index, collective, payload))
+            (table.ops[index], collective, alone_seconds(table, setting, index, collective, payload))
             for index, collective, payload in table.collectives
             if in_pass[index]
         ]
-        for op, kind, alone in sent:
-            key = (op.operator, "", suffix_of(op)) if op.operator in EXCHANGE_PARTS else _key(table.part, op)
-            total[key] += alone * _exposed_share(of_pass, kind, (a for _, k, a in sent if k == kind))
-    return dict(total)
+        for op, collective, alone in sent:
+            kind = kind_of(collective)
+            yield op, collective, alone * _exposed_share(of_pass, kind, (a for _, c, a in sent if kind_of(c) == kind))
 
 
 def computing_seconds(table: OpTable, setting: Setting, cost: PartCost, hides_exchanges: bool = False) -> Floats:

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from moe_overlap.job import read_job
 from moe_overlap.plan.instructions import COMPUTE, EXPERT
+from moe_overlap.plan.serialize import save_plan
 from moe_overlap.tuner.search.space import Run, uniform_layouts
 from tests.unit.plan import plan_samples
 from tools.bench import padded_clock
-from tools.bench.closed_loop import Cell, Row, as_json, grid, layout_flags_of, ranks_of, rows_table, spearman, table
+from tools.bench.closed_loop import (
+    Cell,
+    Row,
+    as_json,
+    grid,
+    job_of,
+    layout_flags_of,
+    ranks_of,
+    rows_table,
+    spearman,
+    table,
+)
 from tools.bench.padded_clock import PaddedClock
+from tools.bench.padded_ranks import PaddedRank
 from tools.bench.profile import LATE_SECONDS
+from tools.bench.variants import Variant
 
 
 def row(name: str, predicted: float, *steps: float) -> Row:
@@ -146,3 +162,13 @@ def test_late_and_unknown_operators_are_told(time: Time) -> None:
     clock.mark()
     assert clock.late == {"L0.attention": pytest.approx(0.2)}
     assert clock.unknown == {"L0.mlp"}
+
+
+def test_a_rank_reads_the_plan_that_a_layout_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the search writes for an overlap has its layout and its micro-batch in a plan, not in flags."""
+    job = job_of("moe")
+    layout = ["--expert-model-parallel-size", "2", "--micro-batch-size", "2", "--vocab-size", "1000"]
+    save_plan(read_job([*job, *layout], 4).plan, tmp_path / "plan.json")
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    config = PaddedRank(job).parse(Variant("layout", ("--plan", str(tmp_path / "plan.json")))).config
+    assert (config.training.micro_batch_size, config.parallel.expert_model_parallel_size) == (2, 2)

@@ -14,7 +14,7 @@ import moe_overlap.tuner.cost.analytic as cost_predict
 from moe_overlap.api import predict, simulated
 from moe_overlap.commands import predict as predict_tool
 from moe_overlap.describe.cluster import shipped_cluster
-from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.instructions import INSIDE, Instruction, communication_seconds, operator_spans
 from moe_overlap.plan.operators import kind_of
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.report.trace import read_trace
@@ -22,6 +22,7 @@ from moe_overlap.tuner.cost.interference import partly_concurrent, slowed_down
 from moe_overlap.tuner.cost.layer import weight_of
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
+from tests.validation.golden_graphs import golden_graphs
 
 CLUSTER = shipped_cluster("H100", 32)
 STAGES = "--pipeline-model-parallel-size"
@@ -210,6 +211,24 @@ def test_the_trace_has_a_process_per_stage_and_the_names_of_instructions(
     made: list[Instruction] = [i for prices in simulation.prices.values() for i in prices.made]
     assert {name for name, _ in read.seconds} == {kind_of(i.name) for i in made}
     assert {channel for _, channel in read.seconds} == {"compute", "ep", "dp", "pp"}
+
+
+def test_collectives_inside_operators_are_communication_in_a_trace() -> None:
+    """What tensor and context ranks wait for stands on lanes of their own, as in a run's trace, and the operators stay whole."""
+    layout = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --pipeline-model-parallel-size 1"
+    )
+    step = simulated([*JOB, *layout.split()], CLUSTER, graphs=golden_graphs, constants=CONSTANTS)
+    spans, whole = step.spans(0), step.simulation.spans(0)
+    inside = [span for span in spans if span.channel in INSIDE]
+    assert {span.channel for span in inside} == {"tp", "cp"}
+    assert [(s.place, s.start, s.end) for s in operator_spans(spans)] == [(s.place, s.start, s.end) for s in whole]
+    breakdown = predict([*JOB, *layout.split()], CLUSTER, graphs=golden_graphs, constants=CONSTANTS).breakdown
+    for channel, term in (("tp", "exposed_tensor_seconds"), ("cp", "exposed_context_seconds")):
+        taken = sum(span.end - span.start for span in inside if span.channel == channel)
+        assert taken == pytest.approx(breakdown[term], rel=1e-6)
+    exposed = communication_seconds(spans)[1] - communication_seconds(whole)[1]
+    assert exposed == pytest.approx(sum(span.end - span.start for span in inside))
 
 
 def test_what_cannot_be_written_or_lowered_is_one_line(

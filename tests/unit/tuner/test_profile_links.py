@@ -46,6 +46,16 @@ def test_disturbed_measurements_do_not_bend_it() -> None:
     assert fitted.bytes_per_second == pytest.approx(RATE, rel=0.02)
 
 
+def test_burst_credits_do_not_make_a_link_fast() -> None:
+    """A token bucket let three of seven sizes pass at once: the line is that of the link, within a quarter for what it paces."""
+    held = [1 << power for power in (12, 14, 16, 18, 20, 21, 22)]
+    seconds = [9.0e-4, 4.5e-4, 5.2e-4, 1.55e-2, 6.32e-2, 0.147, 0.314]  # all-to-alls of four ranks, 100 Mbit/s, tbf
+    fitted = fit_line([0.75 * size for size in held], seconds)
+    assert fitted.bytes_per_second == pytest.approx(12.5e6, rel=0.2)
+    for size, taken in list(zip(held, seconds, strict=True))[3:]:
+        assert fitted.latency_seconds + 0.75 * size / fitted.bytes_per_second == pytest.approx(taken, rel=0.25)
+
+
 def test_a_line_never_goes_below_nothing() -> None:
     """Seconds that fall with the size: a latency or a pace below zero would be fitted."""
     for seconds in ([5e-4, 4e-4, 1e-4], [1e-6, 1e-4, 9e-3], [1e-4] * 3):

@@ -60,6 +60,12 @@ class Ran:
     start: float
     end: float
 
+    @property
+    def span(self) -> Span:
+        """As the runtime records it."""
+        i = self.instruction
+        return Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, self.start, self.end, i.partition)
+
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
@@ -73,13 +79,9 @@ class Simulation:
         return max((event.end for event in self.ran), default=0.0)
 
     def spans(self, rank: int) -> list[Span]:
-        """Spans of one rank, as the runtime records them, in order of the starts."""
+        """Spans of one rank in order of the starts."""
         events = sorted((event for event in self.ran if event.rank == rank), key=lambda event: (event.start, event.end))
-        return [
-            Span(i.name, i.channel_group, i.chunk or 0, i.micro_batch or 0, event.start, event.end, i.partition)
-            for event in events
-            for i in (event.instruction,)
-        ]
+        return [event.span for event in events]
 
     def exposed_seconds(self, rank: int) -> float:
         """Seconds of a rank in which it communicates or copies and computes nothing."""

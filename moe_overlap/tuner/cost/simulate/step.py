@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.instructions import Instruction, Span
 from moe_overlap.plan.lowering.deferral import early_gradients
 from moe_overlap.plan.lowering.lower import lower_rank
 from moe_overlap.plan.lowering.pipeline_order import pipeline_blocks
@@ -63,6 +63,25 @@ class SimulatedStep:
     def kept_bytes(self, rank: int) -> list[tuple[float, float]]:
         """When what a rank keeps changes, and the bytes from then on: states, and activations for backward passes."""
         return live_bytes(self.ran(rank), self.prices[rank].buffer_bytes)
+
+    def spans(self, rank: int) -> list[Span]:
+        """Spans of one rank as the runtime records them: an operator is split where it waits for its own collectives.
+
+        All of those stand in its middle: the simulator places operators, not what they consist of.
+        """
+        prices, spans = self.prices[rank], []
+        for event in sorted(self.ran(rank), key=lambda event: (event.start, event.end)):
+            whole = event.span
+            shares = prices.inside_shares(event.instruction)
+            begun = whole.start + (whole.end - whole.start) * (1.0 - sum(shares.values())) / 2.0
+            spans.append(replace(whole, end=begun) if shares else whole)
+            for channel, share in shares.items():
+                ended = begun + (whole.end - whole.start) * share
+                spans.append(replace(whole, channel=channel, start=begun, end=ended))
+                begun = ended
+            if shares:
+                spans.append(replace(whole, start=begun))
+        return spans
 
     def ran(self, rank: int) -> list[Ran]:
         """The instructions of a rank, in time."""
