@@ -114,6 +114,9 @@ def build_model(
         repair_imports()
     layout = StageLayout(plan, stage, model.mtp_layers) if len(plan.stages) > 1 else None
     tc = transformer_config(config, model, plan, stage, layout)
+    if uses_transformer_engine() and any(layer.weight_gradient_slots for layer in plan.stages[stage].overlap.layers):
+        # Set behind the constructor, which accepts it for megatron-core's own schedule of all-to-alls only.
+        tc.delay_wgrad_compute = True
     chunks = plan.stages[stage].chunks
     last_stage, last_chunk = len(plan.stages) - 1, len(chunks) - 1
     adapt = adapt_layer or (lambda spec: spec)

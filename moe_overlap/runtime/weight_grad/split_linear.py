@@ -45,6 +45,12 @@ from moe_overlap.plan.operators import (
 )
 from moe_overlap.plan.overlap import StageOverlap
 from moe_overlap.runtime.routing.gate import Gate
+from moe_overlap.runtime.weight_grad.delayed_linear import (
+    can_delay,
+    compute_at_once,
+    delayed_parameters,
+    drive_by_queue,
+)
 from moe_overlap.runtime.weight_grad.queue import DeferralError, WeightGradQueue
 
 
@@ -296,7 +302,7 @@ def defer_weight_gradients(
         The names that will come into the queue, in forward order, each once. A gate that computes its logits in its own way and
         the head on the stage that also holds the tied embedding are not among them: their gradients stay where they were.
     Raises:
-        ConfigError: a module computes both gradients at once and cannot be split (Transformer Engine).
+        ConfigError: a module computes both gradients at once and cannot be split.
     """
     names: dict[str, None] = {}
     owners: dict[int, SplitModule] = {}
@@ -305,18 +311,20 @@ def defer_weight_gradients(
             owner = _split_linear(name, module, queue)
         elif isinstance(module, Router):
             owner = _split_gate(name, module, queue)
+        elif can_delay(module):
+            owner = SplitModule(name, module, delayed_parameters(module))
+            drive_by_queue(name, module, queue, owner.add, owner.announce)
         else:
             kind = f"{type(module).__module__}.{type(module).__name__}"
             rule = f"{name} is a {kind}, whose backward pass cannot be split"
-            raise ConfigError(
-                "--defer-weight-gradients", "", rule, "leave the flag out or run without Transformer Engine"
-            )
+            raise ConfigError("--defer-weight-gradients", "", rule, "leave the flag out")
         if owner is not None:
             owners[id(module)] = owner
             names[name] = None
     for module in chunk.modules():
         if hasattr(module, "grouped_product"):
             _split_grouped(module, owners, queue)
+    compute_at_once(chunk, set(owners))
     return tuple(names)
 
 
