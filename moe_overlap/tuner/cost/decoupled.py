@@ -8,7 +8,8 @@ from earlier slots does so as long as both run.
 2. What a use needs is loaded while the use before it computes, and waits for the end of the last use that has ended.
 3. Saved activations leave behind a forward use, gradients behind a backward use.
 4. A use waits for what left two uses before.
-5. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last.
+5. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Once by a stage that
+   waits for no other, and once by one that waits in front of forward passes and its last backward pass.
 
 Legend: K kinds of parts, N strategies. `simulate/engine.py` is the slow twin.
 Source: Mist, section 5.1 and figure 10.
@@ -83,9 +84,12 @@ def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: 
     ]
     slots = Slots(parts, uses, table)
     busy = _Run(_Played(parts, table.seconds, table.kind, slots, sizes), parts, sizes, ahead)
-    idle = _Run(_Played(parts, table.seconds, table.kind, slots, sizes), parts, sizes, ahead)
     busy.play(forward_waits=False, drains=False)
-    idle.play(forward_waits=waits, drains=bool(ahead))
+    idle = busy
+    # The only stage of a pipeline never waits for another.
+    if waits or ahead:
+        idle = _Run(_Played(parts, table.seconds, table.kind, slots, sizes), parts, sizes, ahead)
+        idle.play(forward_waits=waits, drains=bool(ahead))
     group = 1 if len(chunks) == 1 else GROUP
     stable = range(STABLE, STABLE + group)
     # Forward passes ahead stand before the first backward pass: a cycle has the forward pass of a later micro-batch.

@@ -18,6 +18,7 @@ from moe_overlap.tuner.search.pipeline.stage_options import (
     AdditiveBound,
     PipelineProblem,
     StageOptions,
+    improved,
     is_feasible,
     options_of,
     step_of_choice,
@@ -112,7 +113,8 @@ def test_choice_is_the_best_of_all(closed_by_bound: bool, monkeypatch: pytest.Mo
     assert 5 < infeasible < INSTANCES / 2
 
 
-def test_bound_is_below_every_choice_and_meets_those_without_edges() -> None:
+@pytest.mark.parametrize("halves", [False, True])
+def test_bound_is_below_every_choice_and_meets_those_without_edges(halves: bool) -> None:
     draw = np.random.default_rng(54)
     met = 0
     for _ in range(INSTANCES // 2):
@@ -120,7 +122,7 @@ def test_bound_is_below_every_choice_and_meets_those_without_edges() -> None:
         best, choice = of_all(problem)
         if math.isinf(best):
             continue
-        relaxed = AdditiveBound(problem)
+        relaxed = AdditiveBound(problem, halves)
         bounds = [
             found.total + found.slowest + relaxed.fixed
             for found in (relaxed.shortest(float(level)) for level in relaxed.levels)
@@ -135,6 +137,25 @@ def test_bound_is_below_every_choice_and_meets_those_without_edges() -> None:
         for sums, chains, row in zip(relaxed.through(math.inf), relaxed.chains, choice, strict=True):
             assert sums[row] + chains[row] + relaxed.fixed <= best * (1 + 1e-12)
     assert met >= 2
+
+
+def test_no_single_stage_does_better_in_an_improved_choice() -> None:
+    draw = np.random.default_rng(60)
+    better = 0
+    for _ in range(30):
+        problem = random_problem(draw)
+        solution = choose_stages(problem, gap=0.5)
+        if solution.value is None:
+            continue
+        choice = improved(problem, solution.value)
+        assert is_feasible(problem, choice)
+        seconds = float(step_of_choice(problem, choice))
+        better += seconds < solution.objective
+        for place, stage in enumerate(problem.stages):
+            for row in range(len(stage)):
+                other = (*choice[:place], row, *choice[place + 1 :])
+                assert not is_feasible(problem, other) or float(step_of_choice(problem, other)) >= seconds
+    assert better > 0
 
 
 def test_a_start_is_never_lost_and_seconds_of_no_interest_are_not_searched() -> None:

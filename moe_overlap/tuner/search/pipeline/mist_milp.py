@@ -8,7 +8,8 @@ Steps of `choose_stages`.
 1. The additive bound, by branch and bound over the longest chain at a stage. Each choice on the way is priced by the objective;
    the best of them and of the caller's `start` is the one to beat.
 2. The bound meets it: this choice is the best, without a solver.
-3. Only candidates stay through which the bound is below the best objective. Of them the integer program, by HiGHS.
+3. The best choice so far is improved stage by stage. Only candidates stay through which the bound is below it. Of them the
+   integer program, by HiGHS.
 
 The program has a variable for every term of the objective, and each of its maxima as rows, one per stage; all terms are linear
 in the choice z, so nothing is approximated. It is Mist's but for three things: first and last micro-batches are told apart,
@@ -36,6 +37,7 @@ from moe_overlap.tuner.search.pipeline.stage_options import (
     Choice,
     Floats,
     PipelineProblem,
+    improved,
     is_feasible,
     step_of_choice,
 )
@@ -78,7 +80,7 @@ def choose_stages(
 
     # Step 1.
     best = _Best(problem, start)
-    relaxed = AdditiveBound(problem)
+    relaxed = max((AdditiveBound(problem, halves) for halves in (False, True)), key=AdditiveBound.at_once)
     lowest = relaxed.lowest()
     least = relaxed.shortest(math.inf)
     if least is None:
@@ -94,6 +96,8 @@ def choose_stages(
     if not in_time:
         return answer(best, bound, Status.TIME_LIMIT)
     # Step 3.
+    if best.choice is not None:
+        best.offer(improved(problem, best.choice))
     limit = min(best.seconds, beat)
     rows = _left(relaxed, best, lowest, least.total, limit)
     program = _Program(problem, rows, lowest)

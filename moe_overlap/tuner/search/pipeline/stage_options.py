@@ -13,7 +13,8 @@ is never more than the formula, and a sum over stages but for the longest chain,
 
 so `AdditiveBound` finds its smallest value by a dynamic program over (stage, layers, devices of each type) below a threshold for
 the chain. Where the last stage is the slowest, and the first and last micro-batches of later stages are hidden in their bubbles,
-the bound is the formula itself. Passes have no negative seconds, whatever they take less than stable ones.
+the bound is the formula itself. With `halves` it is the mean of that chain and of one in which stage s passes q_s micro-batches
+ahead and at the end: another q_s / 2 · t_s of the chain, for half of the edges behind it. Passes have no negative seconds.
 
 Source: Mist, section 5.3, equations (1) to (3); Alpa, section 5.2 for the program.
 """
@@ -150,6 +151,27 @@ def step_of_choice(problem: PipelineProblem, rows: Sequence[int] | Integers) -> 
     return np.asarray(whole.total)
 
 
+def improved(problem: PipelineProblem, choice: Choice) -> Choice:
+    """A choice in which no single stage would do better with another candidate for its layers and devices."""
+    rows = list(choice)
+    seconds, changed = float(step_of_choice(problem, rows)), True
+    while changed:
+        changed = False
+        for place, stage in enumerate(problem.stages):
+            alike = stage.fits & (stage.layers == stage.layers[rows[place]])
+            alike &= (stage.devices == stage.devices[rows[place]]).all(axis=1)
+            if stage.first_layer is not None:
+                alike &= stage.first_layer == stage.first_layer[rows[place]]
+            others = np.flatnonzero(alike)
+            tried = np.repeat(np.asarray(rows, dtype=np.intp)[:, None], len(others), axis=1)
+            tried[place] = others
+            steps = step_of_choice(problem, tried)
+            if steps.min() < seconds:
+                seconds, changed = float(steps.min()), True
+                rows[place] = int(others[steps.argmin()])
+    return tuple(rows)
+
+
 def is_feasible(problem: PipelineProblem, choice: Choice) -> bool:
     """Whether a choice fits, and divides layers and devices without a rest."""
     layer, devices = 0, np.zeros(len(problem.devices), dtype=np.intp)
@@ -176,9 +198,12 @@ class AdditiveBound:
         chains: [S] of [n] what a candidate's own chain adds; the longest of them counts.
         sums: [S] of [n] what a candidate adds to the rest of the bound.
         fixed: what is there whatever is chosen.
+
+    Args:
+        halves: which of the two bounds.
     """
 
-    def __init__(self, problem: PipelineProblem) -> None:
+    def __init__(self, problem: PipelineProblem, halves: bool = False) -> None:
         self._problem = problem
         self._end = (problem.layers, *problem.devices)
         virtual, count = problem.rules.virtual, len(problem.stages)
@@ -187,33 +212,34 @@ class AdditiveBound:
         self.chains, self.sums = [], []
         for place, (stage, wait) in enumerate(zip(problem.stages, waits, strict=True)):
             stable = stage.column("forward") + stage.column("backward") + wait * stage.sent
-            added = (stable + stage.column("drain")) / virtual
-            if place:
-                added = added + stage.column("waited") / virtual
-            else:
+            edges = stage.column("drain") + (stage.column("waited") if place else 0.0)
+            turn = stage.column("turn") if place == count - 1 or halves else np.zeros_like(stable)
+            if halves:
+                # Where the stage is behind that of the chain, half of them counts.
+                edges, turn = np.minimum(edges, edges / 2), np.minimum(turn, turn / 2)
+            added = (stable + edges) / virtual + turn
+            if not place:
                 added = added + stage.column("first") + stage.column("tail") + filling * stage.sent
-            if place == count - 1:
-                added = added + stage.column("turn")
             # Behind the stage passes come once more, which may be shorter than stable ones, but take some time.
             added = added + np.minimum(0.0, stable + stage.column("turn")) / virtual
-            self.chains.append(np.where(stage.fits, self._chain(place, stable), math.inf))
+            self.chains.append(np.where(stage.fits, self._chain(place, stable, halves), math.inf))
             self.sums.append(added)
         updates = [stage.optimizer[stage.fits].min(initial=math.inf) for stage in problem.stages]
         self.fixed = problem.rules.fixed + max(updates)
 
-    def _chain(self, place: int, stable: Floats) -> Floats:
+    def _chain(self, place: int, stable: Floats, halves: bool) -> Floats:
         """[n] what passes of a stage add that stand between its first and its last micro-batch."""
         stage, virtual = self._problem.stages[place], self._problem.rules.virtual
-        rounds, _, steady = warm_up(len(self._problem.stages), place, self._problem.micro_batches, virtual)
-        if not steady:  # Then the last stage's chain holds for all.
+        rounds, warm, steady = warm_up(len(self._problem.stages), place, self._problem.micro_batches, virtual)
+        if not steady and not halves:  # Then the last stage's chain holds for all.
             return np.zeros_like(stable)
-        chain = (rounds + steady) * stable / virtual
-        if place < len(self._problem.stages) - 1:
-            chain = chain + stage.column("turn")
+        chain = (rounds + steady) * stable
         if rounds:
             again = max(0, rounds - 2 * (virtual - 1)) * stage.column("again") + rounds * stage.column("rush")
-            chain = chain + stage.column("enter") + again / virtual
-        return chain
+            chain = chain + virtual * stage.column("enter") + again
+        if halves:
+            return (chain + warm / 2 * (stable + stage.column("again") + stage.column("rush"))) / virtual
+        return chain / virtual + (stage.column("turn") if place < len(self._problem.stages) - 1 else 0.0)
 
     @cached_property
     def levels(self) -> Floats:
