@@ -89,6 +89,17 @@ CASES: Mapping[str, Case] = {
     "dense, all-to-all of context ranks": Case(f"{DENSE} {SHARDED} --context-parallel-size 4 --cp-comm-type a2a"),
     "dense, gather of context ranks": Case(f"{DENSE} {SHARDED} --context-parallel-size 16 --cp-comm-type all_gather"),
     "dense, pipeline": Case(f"{DENSE} {SHARDED} --pipeline-model-parallel-size 4"),
+    "dense, pipeline whose first stage is the slowest": Case(
+        f"{DENSE} {SHARDED} --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 5"
+    ),
+    "dense, that pipeline with half of everything offloaded": Case(
+        f"{DENSE} {SHARDED} --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 5",
+        offload=Offload(weights=0.5, gradients=0.5, optimizer=0.5, activations=0.5),
+    ),
+    "dense, interleaved pipeline, optimizer and activations offloaded": Case(
+        f"{DENSE} {SHARDED} --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2",
+        offload=Offload(optimizer=1.0, activations=1.0),
+    ),
     "dense, interleaved pipeline": Case(
         f"{DENSE} {SHARDED} --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
     ),

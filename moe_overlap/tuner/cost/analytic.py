@@ -53,7 +53,7 @@ from moe_overlap.tuner.cost.links import (
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.memory import PartBytes, part_bytes, stage_sizes
 from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, OpTable, tabulate
-from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds
+from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds, spent_on
 from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import KindTerms, LayerTerms, StateRates, Strategy
 
@@ -477,19 +477,20 @@ def _whole(
     ]
     beside = constants.overlap_slowdown if features.overlap_transfers else None
     rules = PipelineRules(virtual=virtual, beside=beside, fixed=constants.step_seconds)
+    counts = [stage.gradient_accumulation_steps for stage in plan.stages]
     whole = pipeline_seconds(
         [_times(family.costs, m) for family, m in order],
         [float(family.costs.optimizer_seconds[0, m]) for family, m in order],
         one_way,
-        [stage.gradient_accumulation_steps for stage in plan.stages],
+        counts,
         rules,
     )
-    times, step = whole.stages, whole.step
+    times, step = whole.stages, spent_on(whole.stages, counts, virtual)
     transfers, filling = [float(transfer) for transfer in whole.transfers], float(whole.filling)
     steady, update, seconds = float(step.steady), float(whole.update), float(whole.total)
     slowest_stage = int(step.slowest)
     slowest, column = order[slowest_stage]
-    transfer, count = transfers[slowest_stage], plan.stages[slowest_stage].gradient_accumulation_steps
+    transfer, count = transfers[slowest_stage], counts[slowest_stage]
     inside = {kind: count * float(slowest.exposed(kind)[column]) for kind in KINDS}
     compute = count * float(slowest.compute[column])
     # Sharded or offloaded states add communication of the data ranks, or copies, to a stable micro-batch.
@@ -555,15 +556,7 @@ def pair_seconds(plan: Plan, source: int, target: int, sent_bytes: float, machin
 
 def _times(costs: StageCosts, column: int) -> StageTimes:
     """Times of a stage without transfers."""
-    return StageTimes(
-        forward=float(costs.forward_seconds[0, column]),
-        backward=float(costs.backward_seconds[0, column]),
-        first=float(costs.first_extra_seconds[0, column]),
-        waited=float(costs.waited_extra_seconds[0, column]),
-        turn=float(costs.turn_extra_seconds[0, column]),
-        drain=float(costs.drain_extra_seconds[0, column]),
-        tail=float(costs.tail_seconds[0, column]),
-    )
+    return StageTimes(**{name: float(seconds[0, column]) for name, seconds in costs.times.items()})
 
 
 def _stage(priced: Priced, column: int, times: StageTimes, transfer: float, provenance: Provenance) -> PredictedStage:

@@ -8,7 +8,8 @@ from earlier slots does so as long as both run.
 2. What a use needs is loaded while the use before it computes, and waits for the end of the last use that has ended.
 3. Saved activations leave behind a forward use, gradients behind a backward use.
 4. A use waits for what left two uses before.
-5. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last.
+5. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Once by a stage that
+   waits for no other, and once by one that waits in front of forward passes and its last backward pass.
 
 Legend: K kinds of parts, N strategies. `simulate/engine.py` is the slow twin.
 Source: Mist, section 5.1 and figure 10.
@@ -23,41 +24,47 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.cost.slots import LAST, STABLE, ListKind, Part, Slots, SlotTable, Use, loads_weights
+from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, one_f_one_b
+from moe_overlap.tuner.cost.slots import ListKind, Part, Slots, SlotTable, Use, loads_weights
 from moe_overlap.tuner.cost.stage import UseBytes, UseSeconds
 
 Floats = NDArray[np.float64]
+STABLE = 2
+"""The first micro-batch that stands for all further ones."""
+GROUP = 2
+"""Micro-batches that pass a chunk before the next chunk is entered; in pipelines of more stages there are more of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedStage:
-    """Seconds of the passes of a stage whose input is always there; [N] each.
+    """Seconds of the passes of a stage; [N] each. What is not said to wait has its input in time.
 
     Attributes:
-        first_forward: until the first forward pass has ended, the updates in front of it included.
-        waited_forward: of the first forward pass of a stage that has waited for its input long enough for every update.
-        first_backward: of the first backward pass of the last stage of a pipeline, which follows at once.
         forward, backward: of a micro-batch that all further ones repeat.
-        last_backward: of the last backward pass; all stages but the last have waited for it.
+        first: of the first forward pass of a chunk beyond a part of `forward`, with the updates in front of it.
+        enter: of all passes from there to the first one of the last chunk beyond such parts.
+        waited: of the first forward pass beyond `forward`, where the stage has waited for its input long enough for every update.
+        again: of a forward pass right behind another one, beyond `forward`.
+        turn: of the first backward pass beyond `backward`: no sum of gradients is there yet.
+        drain: of the last backward pass beyond `backward`; all stages but the last have waited for it.
+        rush: the same where it is right behind another one, and has not waited.
         tail: from its end until everything has been reduced and copied.
         buffer_bytes: peak of what is on the device for a while, less what of the activations in flight is not held at that time.
         update_bytes: peak beside the updates, which run before activations are held.
     """
 
-    first_forward: Floats
-    waited_forward: Floats
-    first_backward: Floats
     forward: Floats
     backward: Floats
-    last_backward: Floats
+    first: Floats
+    enter: Floats
+    waited: Floats
+    again: Floats
+    turn: Floats
+    drain: Floats
+    rush: Floats
     tail: Floats
     buffer_bytes: Floats
     update_bytes: Floats
-
-    @property
-    def stable(self) -> Floats:
-        """Seconds of a stable micro-batch."""
-        return self.forward + self.backward
 
 
 def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: int, waits: bool) -> PlayedStage:
@@ -65,66 +72,129 @@ def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: 
 
     Args:
         parts: the stage's, in order of their forward pass.
-        ahead: forward passes before the first backward pass; 0 on the last stage of a pipeline, 1 stands for more.
+        ahead: 0 on the last stage of a pipeline; 1 stands for forward passes before the first backward pass.
         waits: whether another stage stands before it.
     """
     chunks = [*dict.fromkeys(part.chunk for part in parts)]
-    order = _passes(chunks, ahead)
-    uses = [Use(index, backward, m) for backward, m, chunk in order for index in _indices(parts, chunk, backward)]
-    seconds, kind, slots = table.seconds, table.kind, Slots(parts, uses, table)
-    waiting = _Played(parts, seconds, kind, slots, sizes)
-    waiting.begin(uses[0])
-    arrived, turns = waiting.advance(0, waits=True), {False: waiting.computed}
-    for place, use in enumerate(uses[1:], start=1):
-        if use.micro_batch > 0:
-            break
-        waiting.advance(place)
-        turns[use.backward] = waiting.computed
-    waited = turns[False] - arrived
-    played = _Played(parts, seconds, kind, slots, sizes)
-    played.begin(uses[0])
-    ends: dict[tuple[bool, int], Floats] = {}
-    taken: dict[tuple[bool, int], Floats] = defaultdict(lambda: np.zeros_like(waited))
-    drained = False
-    window: list[tuple[Use, Floats, Floats]] = []
-    early, later = [np.zeros_like(waited)], []
-    for place, use in enumerate(uses):
-        of_pass, before = (use.backward, use.micro_batch), played.computed
-        drains = bool(ahead) and of_pass == (True, LAST) and not drained
-        drained |= drains
-        begin = played.advance(place, waits=drains)
-        ends[of_pass] = played.computed
-        taken[of_pass] = taken[of_pass] + played.computed - (begin if drains else before)
+    order = _order(chunks, ahead)
+    uses = [
+        Use(index, step.direction == "backward", step.micro_batch)
+        for step in order
+        for index in _indices(parts, step.chunk, step.direction == "backward")
+    ]
+    slots = Slots(parts, uses, table)
+    busy = _Run(_Played(parts, table.seconds, table.kind, slots, sizes), parts, sizes, ahead)
+    busy.play(forward_waits=False, drains=False)
+    idle = busy
+    # The only stage of a pipeline never waits for another.
+    if waits or ahead:
+        idle = _Run(_Played(parts, table.seconds, table.kind, slots, sizes), parts, sizes, ahead)
+        idle.play(forward_waits=waits, drains=bool(ahead))
+    group = 1 if len(chunks) == 1 else GROUP
+    stable = range(STABLE, STABLE + group)
+    # Forward passes ahead stand before the first backward pass: a cycle has the forward pass of a later micro-batch.
+    cycle = range(STABLE + ahead * group, STABLE + (ahead + 1) * group)
+    forward, backward = busy.mean("forward", cycle), busy.mean("backward", stable)
+    usual = {
+        step: busy.mean(step.direction, stable if step.direction == "backward" else cycle, step.chunk) for step in order
+    }
+    directions = [step.direction for step in order]
+    filling = order[: directions.index("backward")]
+    emptying = order[len(order) - directions[::-1].index("forward") + 1 :]
+    nothing = np.zeros_like(forward)
+
+    def beyond(steps: Sequence[Step]) -> Floats:
+        """Seconds of some passes of a chunk beyond the usual ones."""
+        return sum((busy.taken[step] - usual[step] for step in steps), start=nothing)
+
+    entered = max(number for number, step in enumerate(filling) if step.micro_batch == 0) + 1
+    # Where no pass follows, those between the chunks' first ones stand for more of them in longer pipelines.
+    followed = filling[entered:] or [step for step in filling if step.micro_batch > 0]
+    again, rush = (beyond(steps) * len(chunks) / max(1, len(steps)) for steps in (followed, emptying))
+    ends = idle if ahead else busy
+    return PlayedStage(
+        forward=forward,
+        backward=backward,
+        first=beyond(order[:1]),
+        enter=beyond(filling[1:entered]),
+        waited=idle.mean("forward", range(1)) - forward if waits else nothing,
+        again=again,
+        turn=(busy if ahead else idle).mean("backward", range(1)) - backward,
+        drain=ends.mean("backward", range(slots.last, slots.last + 1)) - backward,
+        rush=rush,
+        tail=ends.played.ended - ends.ends[order[-1]],
+        buffer_bytes=np.max(busy.later, axis=0),
+        update_bytes=np.max(busy.early, axis=0),
+    )
+
+
+class _Run:
+    """A stage that plays its passes once.
+
+    Attributes:
+        taken: seconds of the passes, with what they wait for of their own stage.
+        ends: when they have ended.
+        early, later: peaks beside the updates, and beside the first and a stable micro-batch.
+    """
+
+    def __init__(self, played: _Played, parts: Sequence[Part], sizes: UseBytes, ahead: int) -> None:
+        self.played, self._parts, self._sizes, self._ahead = played, parts, sizes, ahead
+        self._virtual = len({part.chunk for part in parts})
+        nothing = np.zeros_like(played.computed)
+        self.taken: dict[Step, Floats] = defaultdict(lambda: nothing)
+        self.ends: dict[Step, Floats] = {}
+        self.early, self.later = [nothing], [nothing]
+        self._window: list[tuple[Use, Floats, Floats]] = []
+
+    def mean(self, direction: str, micro_batches: range, chunk: int | None = None) -> Floats:
+        """Seconds of some micro-batches in one direction, through one chunk or all of them, on average."""
+        taken = (
+            seconds
+            for step, seconds in self.taken.items()
+            if step.direction == direction and step.micro_batch in micro_batches and chunk in (None, step.chunk)
+        )
+        return sum(taken, start=np.zeros_like(self.played.computed)) / len(micro_batches)
+
+    def play(self, forward_waits: bool, drains: bool) -> None:
+        """Play all uses.
+
+        Args:
+            forward_waits: whether the stage has waited for the input of every forward pass.
+            drains: the same of the last micro-batch's backward passes.
+        """
+        played, slots = self.played, self.played.slots
+        played.begin(slots.uses[0])
+        for place, use in enumerate(slots.uses):
+            step, before = self._step(use), played.computed
+            opens = place == 0 or step != self._step(slots.uses[place - 1])
+            waits = opens and (forward_waits if not use.backward else drains and use.micro_batch == slots.last)
+            begin = played.advance(place, waits=waits)
+            self.ends[step] = played.computed
+            self.taken[step] = self.taken[step] + played.computed - (begin if waits else before)
+            self._note_peaks(place, use, begin)
+        played.leave()
+
+    def _step(self, use: Use) -> Step:
+        return Step("backward" if use.backward else "forward", self._parts[use.index].chunk, use.micro_batch)
+
+    def _note_peaks(self, place: int, use: Use, begin: Floats) -> None:
+        played, uses, ahead = self.played, self.played.slots.uses, self._ahead
         # One use late: what the next one has loaded by then is known.
-        if window:
-            last, start, end = window.pop()
+        if self._window:
+            last, start, end = self._window.pop()
             peak = played.peak_bytes(start, end)
             if ahead and not last.backward and last.micro_batch == 0:
-                early.append(peak + _saved(parts, sizes, range(last.index + 1)))
+                self.early.append(peak + _saved(self._parts, self._sizes, range(last.index + 1)))
             else:
-                later.append(peak - _saved(parts, sizes, range(last.index + 1, len(parts)), parts[last.index].chunk))
+                rest = range(last.index + 1, len(self._parts))
+                self.later.append(peak - _saved(self._parts, self._sizes, rest, self._parts[last.index].chunk))
         # Of a forward pass the last use counts: no more is held before it.
         turns_back = use.backward or place + 1 < len(uses) and uses[place + 1].backward
-        at = (0, STABLE) if use.backward else (ahead, STABLE + ahead)
-        if (turns_back and use.micro_batch in at) or (use.micro_batch == 0 and not use.backward):
-            window.append((use, begin, played.computed))
-    played.leave()
-    backward = taken[True, STABLE]
-    first_backward = backward
-    if ahead == 0 and len(chunks) == 1:
-        first_backward = turns[True] - turns[False] if waits else taken[True, 0]
-    return PlayedStage(
-        first_forward=ends[False, 0],
-        waited_forward=waited,
-        first_backward=first_backward,
-        # Forward passes ahead stand before the first backward pass: a cycle has the forward pass of a later micro-batch.
-        forward=taken[False, STABLE + ahead],
-        backward=backward,
-        last_backward=taken[True, LAST],
-        tail=played.ended - ends[True, LAST],
-        buffer_bytes=np.max(later, axis=0),
-        update_bytes=np.max(early, axis=0),
-    )
+        group = 1 if self._virtual == 1 else GROUP
+        first = 0 if use.backward else ahead * group
+        is_looked_at = use.micro_batch == first or use.micro_batch - first in range(STABLE, STABLE + group)
+        if (turns_back and is_looked_at) or (use.micro_batch == 0 and not use.backward):
+            self._window.append((use, begin, played.computed))
 
 
 def _saved(parts: Sequence[Part], sizes: UseBytes, indices: Iterable[int], chunk: int | None = None) -> Floats:
@@ -133,18 +203,13 @@ def _saved(parts: Sequence[Part], sizes: UseBytes, indices: Iterable[int], chunk
     return sum((sizes.saved[row] for row in rows), start=np.zeros_like(sizes.saved[0]))
 
 
-def _passes(chunks: Sequence[int], ahead: int) -> list[tuple[bool, int, int]]:
-    """Passes (backward, micro-batch, chunk) of LAST + 1 micro-batches."""
-    forward = [(False, m, chunk) for m in range(LAST + 1) for chunk in chunks]
-    backward = [(True, m, chunk) for m in range(LAST + 1) for chunk in reversed(chunks)]
-    warm = ahead * len(chunks)
-    order = forward[:warm]
-    if ahead == 0 and len(chunks) > 1:
-        warm = len(chunks) - 1
-        order = forward[:warm]
-    for number in range(warm, len(forward)):
-        order += [forward[number], backward[number - warm]]
-    return order + backward[len(forward) - warm :]
+def _order(chunks: Sequence[int], ahead: int) -> list[Step]:
+    """The passes that are played: those of a pipeline of two stages, as a chunk's micro-batches come in groups."""
+    if len(chunks) == 1:
+        order = one_f_one_b(2, 1 - ahead, STABLE + 2)
+    else:
+        order = interleaved(GROUP, 1 - ahead, len(chunks), STABLE + 2 * GROUP)
+    return [Step(step.direction, chunks[step.chunk], step.micro_batch) for step in order]
 
 
 def _indices(parts: Sequence[Part], chunk: int, is_backward: bool) -> list[int]:
@@ -158,7 +223,7 @@ class _Played:
     def __init__(
         self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind, slots: Slots, sizes: UseBytes
     ) -> None:
-        self._parts, self._kind, self._slots, self._sizes = parts, kind, slots, sizes
+        self._parts, self._kind, self.slots, self._sizes = parts, kind, slots, sizes
         self._held: list[tuple[int, Floats, Floats, Floats]] = []
         # Updates in front of all uses may last as long as a forward pass.
         self._place = len(parts)
@@ -212,7 +277,7 @@ class _Played:
 
     def _update_all(self) -> None:
         """Step 1."""
-        first, sweeps, slots = None, self._nothing, self._slots
+        first, sweeps, slots = None, self._nothing, self.slots
         for index in range(len(self._parts)):
             here, after = self._of(index), max(index - 1, 0)
             slow = slots.of_update(after, "rest") if index else 1.0
@@ -249,7 +314,7 @@ class _Played:
     def _step_beside(self, begin: Floats, end: Floats) -> Floats:
         """Optimizer steps of parts that are loaded while a use runs from `begin` to `end`; when both have ended."""
         for use, start, place in self._pending:
-            index, gather = use.index, self._slots.of(place, "gather")
+            index, gather = use.index, self.slots.of(place, "gather")
             # Two kernels at a time halve each other until the first of them ends.
             sweep = self._of(index)["sweep"]
             both = np.maximum(begin, start)
@@ -257,7 +322,7 @@ class _Played:
             end = end + common
             self._free["optimizer"] = start + sweep + common
             # Updated states leave while the next use runs.
-            out = self._slots.of(place + 1, "out")
+            out = self.slots.of(place + 1, "out")
             self._stepped[index] = self._store(index, self._free["optimizer"], out, gather)
             self._ready[use] = self._join_ranks(index, self._stepped[index], self._of(index)["gather"] * gather)
         self._pending = []
@@ -266,9 +331,9 @@ class _Played:
     def load(self, use: Use, place: int | None) -> None:
         """Step 2: what a use needs, written when the use before it, at this place, begins; None: in front of all uses."""
         index, here, limit = use.index, self._of(use.index), self._last_use
-        before = self._slots.uses[place] if place is not None else None
+        before = self.slots.uses[place] if place is not None else None
         at = -1 if place is None else place
-        gather, rest = self._slots.of(at, "gather"), self._slots.of(at, "rest")
+        gather, rest = self.slots.of(at, "gather"), self.slots.of(at, "rest")
         ready = self._stepped.get(index, self._nothing)
         loaded: list[tuple[str, Floats]] = []
         if loads_weights(self._parts, use, before):
@@ -283,7 +348,7 @@ class _Played:
                     ready = self._ready[use]
             else:
                 if self._kind.offloads_weights and index in self._used:
-                    moved = here["weights"] * self._slots.of(at, "weights")
+                    moved = here["weights"] * self.slots.of(at, "weights")
                     ready = self._run("in", np.maximum(limit, self._on_host["weights", index, 0]), moved)
                     loaded.append(("weights", ready - moved))
                 taken = here["gather"] * gather
@@ -311,7 +376,7 @@ class _Played:
         Args:
             waits: whether the stage has waited for the use until all that it could do was done.
         """
-        uses = self._slots.uses
+        uses = self.slots.uses
         self._place = max(self._place, place)
         use, behind = uses[place], uses[place + 1] if place + 1 < len(uses) else None
         if waits:
@@ -326,7 +391,7 @@ class _Played:
         gone = leaving[-1 if self._leaves is not None and self._leaves[0].backward == use.backward else -2]
         ready, here = self._ready.pop(use), self._of(use.index)
         begin = np.max([self._free["compute"], ready, gone], axis=0)
-        end = begin + here["backward" if use.backward else "forward"] * self._slots.of(place, "compute")
+        end = begin + here["backward" if use.backward else "forward"] * self.slots.of(place, "compute")
         end = self._beside_older(begin, end, here["sent_backward" if use.backward else "sent_forward"])
         self.leave()
         if behind is not None and not waits:
@@ -349,7 +414,7 @@ class _Played:
 
     def _beside_older(self, begin: Floats, end: Floats, sent: Floats) -> Floats:
         """The end of a use beside copies and collectives of earlier slots that go on; they end later, too."""
-        table, stop = self._slots.table, end
+        table, stop = self.slots.table, end
         for channel, stream in (("ranks", 1), ("in", 2), ("out", 3)):
             common = np.minimum(self._free[channel], stop) - begin
             if common.max() <= 0:
@@ -372,7 +437,7 @@ class _Played:
         use, end, place = self._leaves
         self._leaves = None
         here, index = self._of(use.index), use.index
-        out, scatter = self._slots.of(place, "out"), self._slots.of(place, "scatter")
+        out, scatter = self.slots.of(place, "out"), self.slots.of(place, "scatter")
         if not use.backward:
             if self._parts[index].is_layer:
                 left = self._run("out", end, here["activations"] * out)
@@ -381,9 +446,9 @@ class _Played:
                 self._hold("activations", index, self._begun_forward, left)
             return
         reduced = end
-        if use.micro_batch == LAST or self._kind.scatters:
+        if use.micro_batch == self.slots.last or self._kind.scatters:
             sum_there = self._fetched.get(index, self._nothing)
-            both = here["scatter"] + (here["reduce"] if use.micro_batch == LAST else 0.0)
+            both = here["scatter"] + (here["reduce"] if use.micro_batch == self.slots.last else 0.0)
             reduced = self._join_ranks(index, np.maximum(end, sum_there), both * scatter)
             self._hold("own_gradients", index, self._begun[index], reduced)
         left = self._run("out", reduced, here["gradients"] * out)

@@ -37,6 +37,10 @@ from moe_overlap.tuner.cost.stage import (
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
+EDGES = ("enter", "waited", "again", "turn", "drain", "rush")
+"""What only stages have whose parameter groups step by themselves."""
+PLAYED = ("forward", "backward", "first_extra", "tail", *(f"{name}_extra" for name in EDGES))
+"""Seconds that are no sums over layers where parameter groups step by themselves."""
 SHORT = 4
 """Layers of a run that are played."""
 FEW = 1 << 12
@@ -76,9 +80,12 @@ class StageCosts:
     forward_seconds: Floats
     backward_seconds: Floats
     first_extra_seconds: Floats
+    enter_extra_seconds: Floats
     waited_extra_seconds: Floats
+    again_extra_seconds: Floats
     turn_extra_seconds: Floats
     drain_extra_seconds: Floats
+    rush_extra_seconds: Floats
     tail_seconds: Floats
     optimizer_seconds: Floats
     """Seconds of the update behind the last micro-batch; where parameter groups step by themselves it is 0 and the first
@@ -92,6 +99,11 @@ class StageCosts:
             field.name: getattr(self, field.name)[:, shapes] for field in fields(StageCosts) if field.name != "peaks"
         }
         return StageCosts(**seconds, peaks={name: values[:, shapes] for name, values in self.peaks.items()})
+
+    @property
+    def times(self) -> dict[str, Floats]:
+        """Seconds by the names of pipeline.StageTimes."""
+        return {name.removesuffix("_extra"): getattr(self, f"{name}_seconds") for name in PLAYED}
 
     @property
     def stable_seconds(self) -> Floats:
@@ -220,8 +232,8 @@ class StageEvaluator:
             "tail_seconds": terms.last_extra_seconds.T @ layers,
             "optimizer_seconds": terms.optimizer_seconds.T @ layers,
         }
-        for name in ("waited_extra_seconds", "turn_extra_seconds", "drain_extra_seconds"):
-            seconds[name] = np.zeros_like(seconds["forward_seconds"])
+        for name in EDGES:
+            seconds[f"{name}_extra_seconds"] = np.zeros_like(seconds["forward_seconds"])
         return seconds
 
     def _decouple(self, shapes: StageShapes, activations: Floats, seconds: dict[str, Floats], buffers: Floats) -> None:
@@ -237,13 +249,8 @@ class StageEvaluator:
             for number, (members, *_) in enumerate(self._groups):
                 grid = np.ix_(members, places)
                 values = _extended(base[number], [of_group[number] for of_group in less], beyond[longer])
-                forward, backward = values["forward"], values["backward"]
-                seconds["forward_seconds"][grid], seconds["backward_seconds"][grid] = forward, backward
-                seconds["first_extra_seconds"][grid] = values["first_forward"] - forward
-                seconds["waited_extra_seconds"][grid] = values["waited_forward"] - forward
-                seconds["turn_extra_seconds"][grid] = values["first_backward"] - backward
-                seconds["drain_extra_seconds"][grid] = values["last_backward"] - backward
-                seconds["tail_seconds"][grid] = values["tail"]
+                for name in PLAYED:
+                    seconds[f"{name}_seconds"][grid] = values[name.removesuffix("_extra")]
                 seconds["optimizer_seconds"][grid] = 0.0
                 # Updates stand in front of the passes, when few activations are held.
                 update = values["update_bytes"] - activations[grid]

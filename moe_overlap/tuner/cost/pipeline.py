@@ -1,23 +1,34 @@
 """The step of a pipeline from the seconds of its stages, under 1F1B and interleaved 1F1B.
 
-A stage has these seconds (`StageTimes`): a stable micro-batch takes F_i + B_i = t_i; its first forward pass ends late by `first`
-where its input is there from the start, and by `waited` where it has waited for it, as updates are made while it waits; its last
-backward pass takes longer by `drain`, and `tail` seconds later all is reduced and copied. Then
+A stage has these seconds (`StageTimes`): a stable micro-batch takes F_i + B_i = t_i, and passes at the ends of a step and behind
+a wait take more or less than that. A step is as long as the longest chain of passes that wait for each other. For each stage s
+the chains are counted that pass there between its first and its last micro-batch. With G micro-batches, S stages of v chunks,
+passes of a chunk f = F / v and b = B / v, and what first and last passes take beyond them left out:
 
-    step = G · max t_i + (Σ t_i − max t_i) / v + D + L
-    D    = the delay of the first forward pass, carried on: D_i = max(D_(i-1) + waited_i, first_i − Σ_(j<i) F_j / v)
-    L    = the latest tail: max over i of Σ_(j≥i) drain_j + tail_i − Σ_(j<i) B_j / v
+    in       the first micro-batch comes through the stages in front:          Σ_(j<=s) f_j
+    rounds   the first S micro-batches pass all chunks but the last:           max((v - 1) S f_s, (v - 1) Σ f_j)
+    warm-up  q_s more forward passes, or the first one's way there and back:   max(q_s f_s, Σ_(j>s) f_j + b_j)
+    steady   backward and forward passes in turn:                              (G v - 1 - (v - 1) S - q_s) · (f_s + b_s)
+    out      as many backward passes, or the last one's way there and back:    b_s + max(q_s b_s, Σ_(j>s) f_j + b_j)
+    rounds   max((v - 1) S b_s, (v - 1) Σ b_j), and the way out Σ_(j<s) b_j
 
-G micro-batches, v virtual stages: of the slowest stage's micro-batches nothing is hidden, and the others are passed once, as a
-bubble, of which interleaving leaves 1 / v. Stages of unlike shape cut a step into G_i micro-batches each: the stage with the
-largest G_i · t_i is the slowest, and it waits for G_j / G_i micro-batches of stage j where those are smaller.
+q_s is S - 1 - s, or twice that where v > 1: megatron-core's warm-up without the rounds. Where no steady part is left, the way
+there and back is waited for once: the last forward pass does not wait for the first backward pass. The step is the largest over
+s. Chains that change stages elsewhere are left out: the formula is never above a step of such passes, exact for 1F1B of two
+stages and for equal stages, and within 1 % for most others (tests/unit/tuner/test_cost_pipeline.py).
 
-Before that, transfers between stages lengthen their passes; behind it comes the update of the slowest optimizer. All of it is
-`pipeline_seconds`, which a prediction asks for one pipeline and a search for n at once: each field is a number, or [n] of them.
-Where all stages have as many micro-batches, a step is never shorter for any of a stage's seconds being longer: a candidate for
-a stage that another beats in all of them is in no best pipeline that this other is not in.
+First and last passes. The first forward pass ends late by D: `first` where its input is there from the start, and by `waited`
+where it has waited for it, as updates are made while it waits; D_i = max(D_(i-1) + waited_i / v, first_i - Σ_(j<i) f_j). The last
+backward pass takes longer by `drain`, and `tail` seconds later all is reduced and copied: the end is that of the latest stage.
 
-Source: Mist, section 5.3, equation (1), third term; `simulate/step.py` is the slow twin.
+Stages of unlike shape cut a step into G_i micro-batches each: stage s waits for G_j / G_s micro-batches of stage j where those
+are smaller. Before all that, transfers between stages lengthen their passes; behind it comes the update of the slowest optimizer.
+All of it is `pipeline_seconds`, which a prediction asks for one pipeline and a search for n at once: each field is a number, or
+[n] of them. Where all stages have as many micro-batches, a step is never shorter for any of a stage's seconds being longer: a
+candidate for a stage that another beats in all of them is in no best pipeline that this other is not in. Where forward passes
+take nothing, the formula is Alpa's: (G - 1) · max t_i + Σ t_i.
+
+Source: Mist, section 5.3, equation (1), third term, which is the last stage's chain; `simulate/step.py` is the slow twin.
 """
 
 from __future__ import annotations
@@ -41,12 +52,18 @@ class StageTimes:
     backward: Seconds
     first: Seconds = 0.0
     """Seconds of the first forward pass beyond `forward`, its input there from the start, with the updates in front of it."""
+    enter: Seconds = 0.0
+    """Seconds of the forward passes from there to the first one of the last chunk beyond `forward`; two micro-batches in turn."""
     waited: Seconds = 0.0
     """The same where the stage has waited for its input."""
+    again: Seconds = 0.0
+    """Seconds of a forward pass right behind another one beyond `forward`."""
     turn: Seconds = 0.0
-    """Seconds of the first backward pass of the last stage beyond `backward`."""
+    """Seconds of the first backward pass beyond `backward`."""
     drain: Seconds = 0.0
-    """Seconds of the last backward pass beyond `backward`."""
+    """Seconds of the last backward pass beyond `backward`, where the stage has waited for it."""
+    rush: Seconds = 0.0
+    """Seconds of a backward pass right behind another one beyond `backward`."""
     tail: Seconds = 0.0
     """From the end of the last backward pass to the end of all reductions and copies."""
 
@@ -68,11 +85,7 @@ class StepSeconds:
     """Filling and draining the pipeline."""
     edges: Seconds
     """First and last micro-batch beyond a stable one."""
-
-    @property
-    def total(self) -> Seconds:
-        """Seconds of the step without the optimizer."""
-        return self.steady + self.bubble + self.edges
+    total: Seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +108,8 @@ class PipelineSeconds:
     """With their transfers."""
     transfers: tuple[Seconds, ...]
     """Seconds of a stable micro-batch at each stage that are transfers."""
-    step: StepSeconds
+    step: Seconds
+    """Without transfers that fill and drain, and without the optimizer."""
     filling: Seconds
     """Transfers that fill and drain the pipeline, beside what they add to the bubble."""
     update: Seconds
@@ -104,7 +118,7 @@ class PipelineSeconds:
     @property
     def total(self) -> Seconds:
         """Seconds of the step."""
-        return self.step.total + self.filling + self.update
+        return self.step + self.filling + self.update
 
 
 def pipeline_seconds(
@@ -133,7 +147,7 @@ def pipeline_seconds(
     return PipelineSeconds(stages=tuple(times), transfers=tuple(transfers), step=step, filling=filling, update=update)
 
 
-def step_seconds(stages: Sequence[StageTimes], micro_batches: Sequence[int], virtual: int) -> StepSeconds:
+def step_seconds(stages: Sequence[StageTimes], micro_batches: Sequence[int], virtual: int) -> Seconds:
     """Seconds of a step without the optimizer.
 
     Args:
@@ -141,29 +155,80 @@ def step_seconds(stages: Sequence[StageTimes], micro_batches: Sequence[int], vir
         micro_batches: G_i of every stage; all are equal unless stages are of unlike shape.
         virtual: chunks per stage.
     """
-    # Some stages may be the same in all n pipelines.
+    return _largest([_longest_chain(stages, micro_batches, count, virtual) for count in dict.fromkeys(micro_batches)])
+
+
+def warm_up(stages: int, stage: int, micro_batches: int, virtual: int) -> tuple[int, int, int]:
+    """Passes of a chunk behind a stage's first one: those of the rounds, q, and pairs of passes of the steady part."""
+    rounds = (virtual - 1) * min(stages, micro_batches)
+    left = micro_batches * virtual - 1 - rounds
+    warm = min((2 if virtual > 1 else 1) * (stages - 1 - stage), left)
+    return rounds, warm, left - warm
+
+
+def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], count: int, virtual: int) -> Seconds:
+    """The longest chain over the stages that have this number of micro-batches."""
+    shares = [max(1.0, each / count) / virtual for each in micro_batches]
+    forward = [stage.forward * share for stage, share in zip(stages, shares, strict=True)]
+    backward = [stage.backward * share for stage, share in zip(stages, shares, strict=True)]
+    come, left, gone = _ends(stages, forward, backward, virtual)
+    round_there: Seconds = sum(forward)
+    round_back: Seconds = sum(backward)
+    if virtual > 1:
+        round_there = round_there + sum(stage.waited for stage in stages[1:]) / virtual
+        round_back = round_back + sum(stage.drain for stage in stages) / virtual
+    longest: Seconds = float("-inf")
+    # Of the stages behind: forward passes of the last micro-batch, backward passes of the first.
+    there: Seconds = 0.0
+    back: Seconds = 0.0
+    for index in range(len(stages) - 1, -1, -1):
+        f, b, stage = forward[index], backward[index], stages[index]
+        if micro_batches[index] == count:
+            rounds, warm, steady = warm_up(len(stages), index, count, virtual)
+            f_again, b_again = f + stage.again / virtual, b + stage.rush / virtual
+            cycles: Seconds = 0.0
+            if rounds:
+                entered = rounds * f + stage.enter + max(0, rounds - 2 * (virtual - 1)) * stage.again / virtual
+                cycles = np.maximum(entered, (virtual - 1) * round_there)
+                cycles = cycles + np.maximum(rounds * b_again, (virtual - 1) * round_back)
+            own, last = come[index] + warm * f_again, there + gone[-1]
+            behind = b + warm * b_again + left[index] if index < len(stages) - 1 else gone[-1]
+            begun = np.maximum(own, come[-1] + back)
+            if steady:
+                chain = begun + stage.turn + steady * (f + b) + np.maximum(behind, last)
+            else:
+                chain = np.maximum(begun + stage.turn + behind, own + last)
+            longest = np.maximum(longest, cycles + chain)
+        there, back = there + f, back + (b + stage.turn / virtual)
+    return longest
+
+
+def _ends(
+    stages: Sequence[StageTimes], forward: Sequence[Seconds], backward: Sequence[Seconds], virtual: int
+) -> tuple[list[Seconds], list[Seconds], list[Seconds]]:
+    """[S] when first forward passes end; what is left behind each last backward pass, here and in front; and with that pass."""
+    passed, delay = forward[0], stages[0].first
+    come, left = [passed + delay], [stages[0].tail]
+    gone = [backward[0] + (stages[0].drain / virtual + left[0])]
+    for f, b, stage in zip(forward[1:], backward[1:], stages[1:], strict=True):
+        delay = np.maximum(delay + stage.waited / virtual, stage.first - passed)
+        passed = passed + f
+        come.append(passed + delay)
+        left.append(np.maximum(stage.tail, gone[-1]))
+        gone.append(b + (stage.drain / virtual + left[-1]))
+    return come, left, gone
+
+
+def spent_on(stages: Sequence[StageTimes], micro_batches: Sequence[int], virtual: int) -> StepSeconds:
+    """A step without the optimizer by what its seconds are spent on; arguments as of `step_seconds`."""
     work = np.stack(
         np.broadcast_arrays(*[count * stage.stable for count, stage in zip(micro_batches, stages, strict=True)])
     )
-    slowest = np.argmax(work, axis=0)
-    own = np.asarray(micro_batches)[slowest]
-    # Chunks are 1 / v of a stage, so filling and draining the pipeline takes 1 / v as long.
-    bubble: Seconds = 0.0
-    for index, (count, stage) in enumerate(zip(micro_batches, stages, strict=True)):
-        bubble = bubble + np.where(slowest == index, 0.0, np.maximum(1.0, count / own) * stage.stable)
-    delay, passed = stages[0].first, stages[0].forward / virtual
-    for stage in stages[1:]:
-        delay = np.maximum(delay + stage.waited / virtual, stage.first - passed)
-        passed = passed + stage.forward / virtual
-    tail: Seconds = float("-inf")
-    drained: Seconds = 0.0
-    backward: Seconds = sum(stage.backward for stage in stages) / virtual
-    for stage in reversed(stages):
-        drained = drained + stage.drain / virtual
-        backward = backward - stage.backward / virtual
-        tail = np.maximum(tail, drained + stage.tail - backward)
+    bare = [StageTimes(forward=stage.forward, backward=stage.backward) for stage in stages]
+    total, stable = (step_seconds(given, micro_batches, virtual) for given in (stages, bare))
+    steady = work.max(axis=0)
     return StepSeconds(
-        slowest=slowest, steady=work.max(axis=0), bubble=bubble / virtual, edges=delay + stages[-1].turn + tail
+        slowest=np.argmax(work, axis=0), steady=steady, bubble=stable - steady, edges=total - stable, total=total
     )
 
 

@@ -36,10 +36,6 @@ BETWEEN_RANKS = 4
 """Bit of the collectives among the streams of interference.py; computation is 8, copies to the device 2 and to the host 1."""
 
 
-STABLE, LAST = 2, 3
-"""Micro-batches that are played: the one that stands for all further ones, and the last."""
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """A parameter group of a stage, in order of its forward pass.
@@ -182,6 +178,7 @@ class Slots:
 
     def __init__(self, parts: Sequence[Part], uses: Sequence[Use], table: SlotTable) -> None:
         self._parts, self.uses, self._kind = parts, uses, table.kind
+        self.last = max(use.micro_batch for use in uses)
         self.table = table.table
         seconds, new = table.seconds, {}
         nothing = np.zeros(seconds.forward.shape[1])
@@ -237,7 +234,7 @@ class Slots:
                 if behind.micro_batch > 0:
                     slot["rest"] = slot["rest"] + seconds.gradients[other]
         if before is not None:
-            other, is_last = self._parts[before.index].row, before.micro_batch == LAST
+            other, is_last = self._parts[before.index].row, before.micro_batch == self.last
             key += ["leaves", other, before.backward, is_last]
             if before.backward:
                 slot["scatter shared"] = seconds.shared[other]

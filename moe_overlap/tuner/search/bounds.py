@@ -1,9 +1,7 @@
 """Lower bounds of a uniform layout that need no captured graph: seconds of a step, and bytes of a stage.
 
 Seconds. No product runs faster than the best efficiency of this GPU, all-to-alls that nothing hides take what they take, and
-tensor ranks wait for their output in every forward pass. With C the seconds of one micro-batch over all stages,
-
-    step ≥ G · C / S + (C − C / S) / v        G micro-batches, S stages of v chunks: the slowest stage takes C / S or more
+tensor ranks wait for their output in every forward pass. `pipelined` makes a step of the seconds of one micro-batch.
 
 Bytes. A stage of average size holds its share of weights, gradients and optimizer states, sharded as far as the space allows, and
 what full recomputation keeps of one micro-batch: the input of each of its layers.

@@ -248,7 +248,7 @@ class UniformCosts:
 
     def times(self, costs: StageCosts, micro_batches: int) -> StageTimes:
         """Seconds of a stage in the objective."""
-        times = _times(costs)
+        times = StageTimes(**costs.times)
         return averaged(times, micro_batches) if self.task.averages else times
 
     def _all_stages(self, layout: UniformLayout, plan: Plan, recomputes: Sequence[MemoryChoice]) -> list[StageCosts]:
@@ -332,13 +332,24 @@ class UniformCosts:
 
 
 def pipelined(through: float, layout: UniformLayout, micro_batches: int) -> float:
-    """Lower bound of a step.
+    """Lower bound of a step, however the stages divide a micro-batch's seconds C among them.
+
+    The chains of pipeline.py, weighted so that all stages count as much, give for 1F1B with G > S that of equal stages. With
+    fewer micro-batches the chains Σ_(j<s) t_j + G t_s are least where t_s falls by 1 - 1 / G from stage to stage. Interleaved, a
+    chain takes t_s / v another G v - 1 - (S - 1 - s) times at least, which is least where all of these products are equal.
 
     Args:
-        through: seconds of one micro-batch over all stages, of which the slowest takes an average share or more.
+        through: C, seconds of one micro-batch over all stages.
     """
-    each = through / layout.pipeline
-    return micro_batches * each + (through - each) / layout.virtual
+    stages, virtual = layout.pipeline, layout.virtual
+    if virtual == 1 and micro_batches > stages:
+        return through * (micro_batches + stages - 1) / stages
+    if virtual == 1:
+        return through / (1.0 - (1.0 - 1.0 / micro_batches) ** stages)
+    if micro_batches < stages:
+        return micro_batches * through / stages
+    passes = (micro_batches * virtual - stages + stage for stage in range(stages))
+    return through / virtual * (1.0 + 1.0 / sum(1.0 / each for each in passes))
 
 
 Row = tuple[str, str]
@@ -538,16 +549,4 @@ def averaged(times: StageTimes, micro_batches: int) -> StageTimes:
     return StageTimes(
         forward=times.forward + times.first / micro_batches,
         backward=times.backward + (times.turn + times.drain + times.tail) / micro_batches,
-    )
-
-
-def _times(costs: StageCosts) -> StageTimes:
-    return StageTimes(
-        forward=costs.forward_seconds,
-        backward=costs.backward_seconds,
-        first=costs.first_extra_seconds,
-        waited=costs.waited_extra_seconds,
-        turn=costs.turn_extra_seconds,
-        drain=costs.drain_extra_seconds,
-        tail=costs.tail_seconds,
     )

@@ -120,8 +120,29 @@ REPAIRED = {
     "reductions go on under forward passes": (Corner(zero_level=2, offload=(0, 0, 0, 0)), NEAR, 0.05),
     "everything by halves": (Corner(zero_level=1, offload=(0.5, 0.5, 0.5, 0.5)), NEAR, 0.05),
     "recomputed": (Corner(zero_level=3, offload=(0, 0, 0, 1), recompute="full"), NEAR, 0.03),
-    "unequal": (Corner(zero_level=0, offload=(0, 0, 1, 0), unequal=True), 0.011, 0.013),
-    "interleaved": (Corner(zero_level=1, offload=(0, 0, 0.5, 0), interleaved=True), NEAR, FAR),
+    "unequal": (Corner(zero_level=0, offload=(0, 0, 1, 0), unequal=True), 0.002, 0.013),
+    # Updates of the second stage go on beside its first passes, which wait for neither the one nor the other alone.
+    "interleaved": (Corner(zero_level=1, offload=(0, 0, 0.5, 0), interleaved=True), 0.014, FAR),
+    "each chunk is entered with updates": (
+        Corner(zero_level=0, offload=(0.5, 0, 0.5, 0), recompute="half", interleaved=True),
+        NEAR,
+        FAR,
+    ),
+    "forward passes ahead move activations alone": (
+        Corner(zero_level=3, offload=(1, 0, 1, 1), unequal=True),
+        NEAR,
+        0.09,
+    ),
+    "the first backward pass fetches no gradients": (
+        Corner(zero_level=1, offload=(1, 1, 0, 1), recompute="half", interleaved=True, unequal=True),
+        NEAR,
+        FAR,
+    ),
+    "backward passes at the end move gradients alone": (
+        Corner(zero_level=1, offload=(0, 0.5, 0, 0), recompute="half", interleaved=True),
+        NEAR,
+        FAR,
+    ),
     "nothing": (Corner(zero_level=1, offload=(0, 0, 0, 0)), NEAR, NEAR),
 }
 """Corner, and how far closed form and list may be apart: seconds, bytes. Each was 4 to 84 % off in seconds, but the last."""
@@ -172,14 +193,14 @@ def test_unlike_stages_have_their_own_micro_batches_and_boundaries() -> None:
 def test_all_corners() -> None:
     """Every ZeRO level with every four ratios, each under one of the twelve shapes in turn; limits may only become tighter.
 
-    Stages of unlike seconds and chunks are told apart: `pipeline.py` has the other stages pass once beside the slowest, of which
-    a pipeline hides some where the slowest stage is not the last one.
+    Equal stages under 1F1B are told apart. Of the rest most is what one stage's list does beside transfers, and chunks of unlike
+    seconds: `pipeline.py` takes all chunks of a stage for their mean.
     """
     shapes = 12
     chosen = [corner for place, corner in enumerate(corners()) if place % shapes == place // shapes * 5 % shapes][::5]
     assert len({(corner.recompute, corner.interleaved, corner.unequal) for corner in chosen}) == shapes
     found = {corner: errors(corner) for corner in chosen}
-    for is_plain, middle, most in ((True, 0.01, 0.05), (False, 0.03, 0.11)):
+    for is_plain, middle, most in ((True, 0.01, 0.03), (False, 0.015, 0.055)):
         seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
         assert np.median(seconds) < middle and seconds.max() < most
     bytes_ = np.abs([error for _, error in found.values()])

@@ -11,29 +11,21 @@ from moe_overlap.plan.lowering.pipeline_order import Step, interleaved, most_in_
 from moe_overlap.tuner.cost.pipeline import (
     PipelineRules,
     StageTimes,
-    StepSeconds,
     in_flight,
     pipeline_seconds,
+    spent_on,
     step_seconds,
     transfer_waits,
 )
 
 
-def closed(
-    forward: list[float],
-    backward: list[float],
-    count: int,
-    virtual: int,
-    first: list[float] | None = None,
-    tail: list[float] | None = None,
-) -> StepSeconds:
-    """The closed form of a step; seconds of first and last micro-batches beyond stable ones are 0 where they are not given."""
-    nothing = [0.0] * len(forward)
+def closed(forward: list[float], backward: list[float], count: int, virtual: int, **edges: list[float]) -> float:
+    """The closed form of a step; what first and last passes take beyond stable ones is 0 where it is not given."""
     times = [
-        StageTimes(forward=f, backward=b, first=more, tail=behind)
-        for f, b, more, behind in zip(forward, backward, first or nothing, tail or nothing, strict=True)
+        StageTimes(forward=f, backward=b, **{name: values[i] for name, values in edges.items()})
+        for i, (f, b) in enumerate(zip(forward, backward, strict=True))
     ]
-    return step_seconds(times, [count] * len(times), virtual)
+    return float(step_seconds(times, [count] * len(times), virtual))
 
 
 def orders(stages: int, virtual: int, micro_batches: int) -> list[tuple[Step, ...]]:
@@ -65,27 +57,107 @@ def played(stages: int, virtual: int, micro_batches: int, forward: list[float], 
 
 
 @pytest.mark.parametrize(
-    ("stages", "virtual", "count"), [(1, 1, 4), (2, 1, 2), (4, 1, 16), (2, 2, 4), (4, 2, 8), (4, 4, 16)]
+    ("stages", "virtual", "count"),
+    [(1, 1, 4), (2, 1, 1), (2, 1, 2), (4, 1, 2), (4, 1, 16), (2, 2, 4), (4, 2, 4), (4, 2, 8), (4, 4, 16), (3, 2, 9)],
 )
 def test_equal_stages_are_exact(stages: int, virtual: int, count: int) -> None:
     forward, backward = [1.0] * stages, [2.0] * stages
-    assert closed(forward, backward, count, virtual).total == pytest.approx(
-        played(stages, virtual, count, forward, backward)
-    )
+    assert closed(forward, backward, count, virtual) == pytest.approx(played(stages, virtual, count, forward, backward))
 
 
-@pytest.mark.parametrize("slow", [0, 1, 3])
-def test_a_slower_stage_sets_the_pace(slow: int) -> None:
-    forward, backward = [1.0] * 4, [2.0] * 4
-    forward[slow], backward[slow] = 1.3, 2.6
-    assert closed(forward, backward, 32, 1).total == pytest.approx(played(4, 1, 32, forward, backward), rel=0.03)
+def errors(stages: int, virtual: int, rounds: float, spread: float) -> np.ndarray:
+    """How far the closed form is from the schedule, as a share of it, where stages and their passes differ."""
+    draw, found = np.random.default_rng(13), []
+    for _ in range(25):
+        forward = draw.uniform(1 - spread, 1 + spread, stages)
+        backward = 2 * forward * draw.uniform(1 - spread / 2, 1 + spread / 2, stages)
+        count = max(1, round(rounds * stages))
+        given = (forward.tolist(), backward.tolist())
+        found.append(closed(*given, count, virtual) / played(stages, virtual, count, *given) - 1)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("rounds", [0.5, 1, 3, 8])
+@pytest.mark.parametrize("spread", [0.1, 0.3, 0.8])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_unequal_stages_of_1f1b(stages: int, spread: float, rounds: float) -> None:
+    """Exact for two stages, and for nearly all others; never above the schedule."""
+    found = errors(stages, 1, rounds, spread)
+    assert found.max() < 1e-12 and np.median(found) > -3e-3
+    assert found.min() > (-1e-12 if stages == 2 else -0.01 if spread < 0.2 else -0.12)
+
+
+@pytest.mark.parametrize("rounds", [3, 8])
+@pytest.mark.parametrize("spread", [0.1, 0.3])
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 2), (2, 4), (4, 2)])
+def test_unequal_stages_of_interleaved_pipelines(stages: int, virtual: int, spread: float, rounds: int) -> None:
+    """Nearly exact; never above the schedule. With as many micro-batches as stages it is up to 6 % below."""
+    found = errors(stages, virtual, rounds, spread)
+    assert found.max() < 1e-12 and np.median(found) > -2e-3 and found.min() > -0.02
+
+
+def test_a_slow_first_stage_hides_the_others() -> None:
+    """Two stages: what the second one takes is hidden under the passes of the first, that go on meanwhile."""
+    assert closed([3.0, 1.0], [6.0, 1.5], 10, 1) == 10 * 9.0
+    assert closed([3.0, 2.0], [6.0, 2.5], 10, 1) == 10 * 9.0 + 1.5
+    assert closed([1.0, 3.0], [1.5, 6.0], 10, 1) == 10 * 9.0 + 2.5
+
+
+def test_without_forward_seconds_the_formula_is_that_of_alpa() -> None:
+    draw = np.random.default_rng(12)
+    for _ in range(50):
+        stable = draw.uniform(0.1, 3, int(draw.integers(1, 7)))
+        count = int(draw.integers(1, 20))
+        expected = (count - 1) * stable.max() + stable.sum()
+        assert closed([0.0] * len(stable), stable.tolist(), count, 1) == pytest.approx(expected)
 
 
 def test_edges_of_later_stages_hide_in_the_bubble() -> None:
     forward, backward, half = [1.0] * 4, [2.0] * 4, [0.5] * 4
-    assert closed(forward, backward, 8, 1, first=half).edges == pytest.approx(0.5)
-    assert closed(forward, backward, 8, 1, first=[0.0, 0.5, 0.5, 0.5]).edges == 0
-    assert closed(forward, backward, 8, 1, tail=half).edges == pytest.approx(0.5)
+    bare = closed(forward, backward, 8, 1)
+    assert closed(forward, backward, 8, 1, first=half) - bare == pytest.approx(0.5)
+    assert closed(forward, backward, 8, 1, first=[0.0, 0.5, 0.5, 0.5]) == bare
+    assert closed(forward, backward, 8, 1, tail=half) - bare == pytest.approx(0.5)
+    assert closed(forward, backward, 8, 1, waited=half) - bare == pytest.approx(1.5)
+    assert closed(forward, backward, 8, 1, drain=half) - bare == pytest.approx(2.0)
+
+
+def test_passes_in_a_row_count_where_the_first_stage_is_the_slowest() -> None:
+    """Four stages: three forward passes ahead behind the first one, and three backward passes behind the last forward pass."""
+    forward, backward = [3.0, 1.0, 1.0, 1.0], [6.0, 1.0, 1.0, 1.0]
+    bare = closed(forward, backward, 8, 1)
+    slow = {"again": 0.25, "rush": 0.5, "turn": -2.0, "drain": 7.0, "enter": 9.0}
+    added = {"again": 3 * 0.25, "rush": 3 * 0.5, "turn": -2.0, "drain": 0.0, "enter": 0.0}
+    for name, seconds in slow.items():
+        found = closed(forward, backward, 8, 1, **{name: [seconds, 0.0, 0.0, 0.0]}) - bare
+        assert found == pytest.approx(added[name]), name
+    # The first backward pass of stages behind is on the way of the first micro-batch there and back.
+    forward, backward = [3.0, 2.0, 2.0, 2.0], [3.0, 2.0, 2.0, 2.0]
+    turn = [0.0, -0.25, -0.25, -0.25]
+    assert closed(forward, backward, 8, 1, turn=turn) - closed(forward, backward, 8, 1) == pytest.approx(-0.75)
+
+
+def test_chunks_are_entered_and_passed_again() -> None:
+    """Two chunks, the first stage the slowest: a further micro-batch per stage in the round, and two passes per stage ahead."""
+    for stages, again, rush in ((2, 2 / 2, 4 / 2), (3, 5 / 2, 7 / 2)):
+        others = [1.0] * (stages - 1)
+        forward, backward = [3.0, *others], [6.0, *others]
+        bare = closed(forward, backward, 9, 2)
+        for name, seconds in {"enter": 1.0, "again": again, "rush": rush, "turn": 1.0}.items():
+            found = closed(forward, backward, 9, 2, **{name: [1.0] + [0.0] * (stages - 1)})
+            assert found - bare == pytest.approx(seconds), name
+
+
+def test_a_step_is_what_it_is_spent_on() -> None:
+    draw = np.random.default_rng(11)
+    for _ in range(20):
+        stages, virtual = [random_stage(draw) for _ in range(int(draw.integers(1, 6)))], int(draw.integers(1, 3))
+        counts = [int(draw.integers(1, 9))] * len(stages)
+        spent = spent_on(stages, counts, virtual)
+        assert spent.total == step_seconds(stages, counts, virtual)
+        assert spent.steady + spent.bubble + spent.edges == pytest.approx(spent.total)
+        assert spent.steady == pytest.approx(counts[0] * max(stage.stable for stage in stages))
+        assert spent.bubble >= -1e-12
 
 
 @pytest.mark.parametrize(
@@ -102,31 +174,47 @@ def by_hand(
 ) -> float:
     """The docstring of pipeline.py in Python's own floats, in the order in which it adds."""
     waits, filling = transfer_waits(one_way, rules.virtual, rules.beside)
-    forward = [stage.forward + wait / 2 for stage, wait in zip(stages, waits, strict=True)]
-    backward = [stage.backward + wait / 2 for stage, wait in zip(stages, waits, strict=True)]
-    stable, v = [f + b for f, b in zip(forward, backward, strict=True)], rules.virtual
-    work = [count * seconds for count, seconds in zip(counts, stable, strict=True)]
-    slowest = work.index(max(work))
-    shares = [max(1.0, count / counts[slowest]) * seconds for count, seconds in zip(counts, stable, strict=True)]
-    bubble = sum(shares[:slowest] + shares[slowest + 1 :])
-    delay, passed = stages[0].first, forward[0] / v
-    for f, stage in zip(forward[1:], stages[1:], strict=True):
-        delay = max(delay + stage.waited / v, stage.first - passed)
-        passed += f / v
-    tail, drained, before = float("-inf"), 0.0, sum(backward) / v
-    for b, stage in zip(backward[::-1], stages[::-1], strict=True):
-        drained += stage.drain / v
-        before -= b / v
-        tail = max(tail, drained + stage.tail - before)
-    step = work[slowest] + bubble / v + (delay + stages[-1].turn + tail)
-    return step + filling + (max(optimizer) + rules.fixed)
+    v, size = rules.virtual, len(stages)
+    chains = []
+    for s, (here, count) in enumerate(zip(stages, counts, strict=True)):
+        shares = [max(1.0, each / count) / v for each in counts]
+        f = [(stage.forward + wait / 2) * x for stage, wait, x in zip(stages, waits, shares, strict=True)]
+        b = [(stage.backward + wait / 2) * x for stage, wait, x in zip(stages, waits, shares, strict=True)]
+        delays, gone, left = [stages[0].first], [b[0] + (stages[0].drain / v + stages[0].tail)], [stages[0].tail]
+        for i in range(1, size):
+            delays.append(max(delays[-1] + stages[i].waited / v, stages[i].first - sum(f[:i])))
+            left.append(max(stages[i].tail, gone[-1]))
+            gone.append(b[i] + (stages[i].drain / v + left[-1]))
+        rounds = (v - 1) * min(size, count)
+        warm = min((2 if v > 1 else 1) * (size - 1 - s), count * v - 1 - rounds)
+        steady = count * v - 1 - rounds - warm
+        again, rush = f[s] + here.again / v, b[s] + here.rush / v
+        cycles = 0.0
+        if rounds:
+            there = sum(f) + sum(stage.waited for stage in stages[1:]) / v
+            back = sum(b) + sum(stage.drain for stage in stages) / v
+            cycles = rounds * f[s] + here.enter + max(0, rounds - 2 * (v - 1)) * here.again / v
+            cycles = max(cycles, (v - 1) * there)
+            cycles = cycles + max(rounds * rush, (v - 1) * back)
+        there = back = 0.0
+        for i in range(size - 1, s, -1):
+            there, back = there + f[i], back + (b[i] + stages[i].turn / v)
+        own, last = sum(f[: s + 1]) + delays[s] + warm * again, there + gone[-1]
+        behind = gone[-1] if s == size - 1 else b[s] + warm * rush + left[s]
+        begun = max(own, sum(f) + delays[-1] + back)
+        if steady:
+            chains.append(cycles + (begun + here.turn + steady * (f[s] + b[s]) + max(behind, last)))
+        else:
+            chains.append(cycles + max(begun + here.turn + behind, own + last))
+    return max(chains) + filling + (max(optimizer) + rules.fixed)
 
 
 def random_stage(draw: np.random.Generator, size: int | None = None) -> StageTimes:
     return StageTimes(
         forward=draw.uniform(0.5, 2, size),
         backward=draw.uniform(1, 3, size),
-        **{name: draw.uniform(0, 2, size) for name in ("first", "waited", "turn", "drain", "tail")},
+        **{name: draw.uniform(0, 2, size) for name in ("first", "enter", "waited", "turn", "drain", "tail")},
+        **{name: draw.uniform(-0.3, 0.6, size) for name in ("again", "rush")},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -96,12 +97,13 @@ def test_candidates_off_the_frontier_make_no_pipeline_faster() -> None:
         stages, n = int(draw.integers(1, 5)), 12
         place = int(draw.integers(stages))
         # Few columns differ, and in few values, so that points dominate one another.
-        names = ("forward", "backward", "first", "waited", "turn", "drain", "tail", "optimizer")
+        names = ("optimizer", *(field.name for field in fields(StageTimes)))
         differ = draw.choice(names, int(draw.integers(1, 4)), replace=False)
         drawn = {name: 1.0 + (draw.integers(0, 5, n) if name in differ else np.zeros(n)) for name in names}
         optimizer = drawn.pop("optimizer")
         candidates = StageTimes(**drawn)
-        rows = pareto(objective_columns(candidates, optimizer, place, stages))
+        rules = PipelineRules(virtual=int(draw.integers(1, 3)), beside=None)
+        rows = pareto(objective_columns(candidates, optimizer, place, stages, rules.virtual))
         others = [
             StageTimes(
                 forward=draw.uniform(0.2, 3),
@@ -111,7 +113,6 @@ def test_candidates_off_the_frontier_make_no_pipeline_faster() -> None:
             )
             for _ in range(stages)
         ]
-        rules = PipelineRules(virtual=int(draw.integers(1, 3)), beside=None)
         seconds = pipeline_seconds(
             [*others[:place], candidates, *others[place + 1 :]],
             [*[0.5] * place, optimizer, *[0.5] * (stages - place - 1)],

@@ -5,10 +5,11 @@ choice is better than the bound. The solver's own objective of it agrees to AGRE
 chooses among many problems as well: numbers of stages and of micro-batches, meshes.
 
 Steps of `choose_stages`.
-1. The additive bound, by branch and bound over the slowest stage. Each choice on the way is priced by the objective; the best of
-   them and of the caller's `start` is the one to beat.
+1. The additive bound, by branch and bound over the longest chain at a stage. Each choice on the way is priced by the objective;
+   the best of them and of the caller's `start` is the one to beat.
 2. The bound meets it: this choice is the best, without a solver.
-3. Only candidates stay through which the bound is below the best objective. Of them the integer program, by HiGHS.
+3. The best choice so far is improved stage by stage. Only candidates stay through which the bound is below it. Of them the
+   integer program, by HiGHS.
 
 The program has a variable for every term of the objective, and each of its maxima as rows, one per stage; all terms are linear
 in the choice z, so nothing is approximated. It is Mist's but for three things: first and last micro-batches are told apart,
@@ -29,13 +30,14 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.math_opt.python import mathopt
 
-from moe_overlap.tuner.cost.pipeline import transfer_waits
+from moe_overlap.tuner.cost.pipeline import transfer_waits, warm_up
 from moe_overlap.tuner.search.pipeline.stage_options import (
     AdditiveBound,
     BoundedChoice,
     Choice,
     Floats,
     PipelineProblem,
+    improved,
     is_feasible,
     step_of_choice,
 )
@@ -49,6 +51,8 @@ CLOSED = 1e-6
 
 Rows = list[NDArray[np.intp]]
 """[S] of the candidates that are left."""
+Terms = list[mathopt.LinearTypes]
+"""[S] times in the program's units."""
 
 
 def choose_stages(
@@ -76,12 +80,12 @@ def choose_stages(
 
     # Step 1.
     best = _Best(problem, start)
-    relaxed = AdditiveBound(problem)
+    relaxed = max((AdditiveBound(problem, halves) for halves in (False, True)), key=AdditiveBound.at_once)
     lowest = relaxed.lowest()
     least = relaxed.shortest(math.inf)
     if least is None:
         return answer(best, math.inf, Status.INFEASIBLE)
-    bound = least.total + relaxed.weight * lowest + relaxed.fixed
+    bound = least.total + lowest + relaxed.fixed
     if bound >= beat:
         return answer(_Best(problem, None), bound, Status.INFEASIBLE)
     bound, in_time = _bound(relaxed, best, lowest, least.total, deadline)
@@ -92,6 +96,8 @@ def choose_stages(
     if not in_time:
         return answer(best, bound, Status.TIME_LIMIT)
     # Step 3.
+    if best.choice is not None:
+        best.offer(improved(problem, best.choice))
     limit = min(best.seconds, beat)
     rows = _left(relaxed, best, lowest, least.total, limit)
     program = _Program(problem, rows, lowest)
@@ -181,17 +187,18 @@ def _bound(relaxed: AdditiveBound, best: _Best, lowest: float, least: float, dea
             best.offer(found.choice)
         return found
 
-    end = search_thresholds(levels, relaxed.weight, least, shortest, math.inf, deadline)
+    end = search_thresholds(levels, 1.0, least, shortest, math.inf, deadline)
     return end.bound + relaxed.fixed, end.is_complete
 
 
 def _left(relaxed: AdditiveBound, best: _Best, lowest: float, least: float, limit: float) -> Rows:
     """Step 3: the candidates that may be in a choice below the limit, and those of the best choice."""
-    highest = (limit - relaxed.fixed - least) / relaxed.weight if relaxed.weight else math.inf
     rows = []
-    for place, (sums, stable) in enumerate(zip(relaxed.through(highest), relaxed.stable, strict=True)):
+    for place, (sums, chains) in enumerate(
+        zip(relaxed.through(limit - relaxed.fixed - least), relaxed.chains, strict=True)
+    ):
         kept = np.isfinite(sums)
-        kept[kept] = sums[kept] + relaxed.weight * np.maximum(stable[kept], lowest) + relaxed.fixed < limit
+        kept[kept] = sums[kept] + np.maximum(chains[kept], lowest) + relaxed.fixed < limit
         if best.choice is not None:
             kept[best.choice[place]] = True
         rows.append(np.flatnonzero(kept))
@@ -211,41 +218,87 @@ class _Result:
 class _Program:
     """The integer program over the candidates that are left.
 
-    z[i][c]: whether stage i takes its candidate c. All other variables are times in units of the smallest possible slowest stage,
-    since rows hold to an absolute millionth; the objective presses each of them onto the largest of its rows.
+    z[i][c]: whether stage i takes its candidate c. All other variables are times in units of about the slowest stage, since rows
+    hold to an absolute millionth; the objective presses each of them onto the largest of its rows.
     """
 
     def __init__(self, problem: PipelineProblem, rows: Rows, lowest: float) -> None:
-        self._problem, self._rows, self._unit = problem, rows, lowest or 1.0
-        self.model = model = mathopt.Model()
-        stages, virtual = problem.stages, problem.rules.virtual
-        self.z = [[model.add_binary_variable() for _ in of_stage] for of_stage in rows]
+        self._problem, self._rows = problem, rows
+        self._unit = lowest / problem.micro_batches or 1.0
+        self.model = mathopt.Model()
+        self.z = [[self.model.add_binary_variable() for _ in of_stage] for of_stage in rows]
         self._divide()
         waits, filling = self._transfers()
-        forward = [self._chosen(i, "forward") + wait / 2 for i, wait in enumerate(waits)]
-        backward = [self._chosen(i, "backward") + wait / 2 for i, wait in enumerate(waits)]
-        # T: the slowest stage.
-        slowest = model.add_variable(lb=lowest / self._unit)
-        # D: the delay of the first forward pass, L: the latest tail, U: the slowest update.
-        delay, tail, update = (model.add_variable(lb=-math.inf) for _ in range(3))
-        passed: mathopt.LinearTypes = 0.0
-        before: mathopt.LinearTypes = 0.0
-        waited = [self._chosen(i, "waited") for i in range(len(stages))]
-        drain = [self._chosen(i, "drain") for i in range(len(stages))]
-        for i, stage in enumerate(stages):
-            model.add_linear_constraint(slowest >= forward[i] + backward[i])
-            model.add_linear_constraint(
-                delay >= self._chosen(i, "first") - passed + mathopt.fast_sum(waited[i + 1 :]) / virtual
-            )
-            model.add_linear_constraint(
-                tail >= self._chosen(i, "tail") - before + mathopt.fast_sum(drain[i:]) / virtual
-            )
-            model.add_linear_constraint(update >= self._time(i, stage.optimizer))
-            passed, before = passed + forward[i] / virtual, before + backward[i] / virtual
-        # Objective: pipeline.py's, term by term.
-        steady = (problem.micro_batches - 1.0 / virtual) * slowest
-        edges = delay + self._chosen(len(stages) - 1, "turn") + tail
-        model.minimize(steady + passed + before + edges + filling + update)
+        count, virtual = len(problem.stages), problem.rules.virtual
+        self._forward = [(self._chosen(i, "forward") + wait / 2) / virtual for i, wait in enumerate(waits)]
+        self._backward = [(self._chosen(i, "backward") + wait / 2) / virtual for i, wait in enumerate(waits)]
+        come, left, gone = self._ends()
+        step = self.model.add_variable()
+        there: mathopt.LinearTypes = 0.0
+        back: mathopt.LinearTypes = 0.0
+        for i in range(count - 1, -1, -1):
+            self._chain(i, step, (come[i], come[-1] + back), (left[i], gone[-1], there))
+            there = there + self._forward[i]
+            back = back + self._backward[i] + self._chosen(i, "turn") / virtual
+        update = self._largest([self._time(i, stage.optimizer) for i, stage in enumerate(problem.stages)])
+        self.model.minimize(step + filling + update)
+
+    def _ends(self) -> tuple[Terms, Terms, Terms]:
+        """As in pipeline.py: when first forward passes end, what is left behind each last backward pass, and with that pass."""
+        virtual = self._problem.rules.virtual
+        passed, delay = self._forward[0], self._chosen(0, "first")
+        come, left = [passed + delay], [self._chosen(0, "tail")]
+        gone: Terms = []
+        for i, (forward, backward) in enumerate(zip(self._forward, self._backward, strict=True)):
+            if i:
+                waited = delay + self._chosen(i, "waited") / virtual
+                delay = self._largest([waited, self._chosen(i, "first") - passed])
+                passed = passed + forward
+                come.append(passed + delay)
+                left.append(self._largest([self._chosen(i, "tail"), gone[-1]]))
+            gone.append(backward + self._chosen(i, "drain") / virtual + left[-1])
+        return come, left, gone
+
+    def _chain(
+        self,
+        i: int,
+        step: mathopt.Variable,
+        begins: tuple[mathopt.LinearTypes, mathopt.LinearTypes],
+        ends: tuple[mathopt.LinearTypes, mathopt.LinearTypes, mathopt.LinearTypes],
+    ) -> None:
+        """The step is no shorter than the chains that are busy at stage i; names are those of pipeline.py."""
+        problem, model, virtual = self._problem, self.model, self._problem.rules.virtual
+        stages = problem.stages
+        rounds, warm, steady = warm_up(len(stages), i, problem.micro_batches, virtual)
+        f, b, turn = self._forward[i], self._backward[i], self._chosen(i, "turn")
+        f_again, b_again = f + self._chosen(i, "again") / virtual, b + self._chosen(i, "rush") / virtual
+        (come, first), (left, all_gone, there) = begins, ends
+        cycles: mathopt.LinearTypes = 0.0
+        if rounds:
+            waited = [self._chosen(j, "waited") for j in range(1, len(stages))]
+            drained = [self._chosen(j, "drain") for j in range(len(stages))]
+            every_f = mathopt.fast_sum(self._forward) + mathopt.fast_sum(waited) / virtual
+            every_b = mathopt.fast_sum(self._backward) + mathopt.fast_sum(drained) / virtual
+            more = max(0, rounds - 2 * (virtual - 1)) / virtual
+            entered = rounds * f + self._chosen(i, "enter") + more * self._chosen(i, "again")
+            cycles = self._largest([entered, (virtual - 1) * every_f])
+            cycles = cycles + self._largest([rounds * b_again, (virtual - 1) * every_b])
+        own, last = come + warm * f_again, there + all_gone
+        behind = b + warm * b_again + left if i < len(stages) - 1 else all_gone
+        begun = self._largest([own, first])
+        if steady:
+            end = self._largest([behind, last])
+            model.add_linear_constraint(step >= cycles + begun + turn + steady * (f + b) + end)
+        else:
+            model.add_linear_constraint(step >= cycles + begun + turn + behind)
+            model.add_linear_constraint(step >= cycles + own + last)
+
+    def _largest(self, terms: Sequence[mathopt.LinearTypes]) -> mathopt.Variable:
+        """A variable that the objective presses onto the largest of some terms."""
+        largest = self.model.add_variable(lb=-math.inf)
+        for term in terms:
+            self.model.add_linear_constraint(largest >= term)
+        return largest
 
     def _divide(self) -> None:
         """One candidate per stage; all layers and all devices, none twice."""

@@ -6,8 +6,9 @@ may depend on the number of stages behind, since a stage holds their micro-batch
 
     minimise  Σ t_i + (G - 1) · max t_i                                      Alpa, section 5.2, equation (2); Mist (1) without d
 
-Answer: the stages of an optimum. No ε is left out between thresholds: two answers of this objective differ by the rounding of
-sums at most (ROUNDING).
+That is pipeline.py's formula where all seconds of a stage count as backward ones, and never less than with its own forward
+seconds: cuts know no directions. Answer: the stages of an optimum. No ε is left out between thresholds: two answers of this
+objective differ by the rounding of sums at most (ROUNDING).
 
 For a threshold T, f(T) is the smallest Σ t_i with every t_i <= T. Alpa computes it for every T among all seconds:
 
@@ -37,7 +38,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, pipeline_seconds
+from moe_overlap.tuner.cost.pipeline import StageTimes, step_seconds, transfer_waits
 from moe_overlap.tuner.search.pipeline.thresholds import ROUNDING, search_thresholds
 from moe_overlap.tuner.search.solution import Solution, Status
 
@@ -84,23 +85,23 @@ class CutStage:
 
 
 def step_of_cuts(problem: CutProblem, stages: Sequence[CutStage]) -> float:
-    """Seconds of a step of these stages, by the formula of all searches and predictions."""
+    """Seconds of a step of these stages, by the formula of all searches and predictions: passes in one direction take all."""
     depth = problem.seconds.shape[0] - 1
-    times = [
-        StageTimes(
-            forward=0.0,
-            backward=float(problem.seconds[min(len(stages) - 1 - i, depth), stage.first, stage.last, stage.option]),
-        )
-        for i, stage in enumerate(stages)
-    ]
     sent = np.broadcast_to(problem.transfer_seconds, (problem.layers - 1, len(problem.devices_of)))
     one_way = [
         max(float(sent[stage.last, stage.option]), float(sent[stage.last, behind.option]))
         for stage, behind in zip(stages, stages[1:], strict=False)
     ]
-    counts = [problem.micro_batches] * len(stages)
-    rules = PipelineRules(virtual=1, beside=None)
-    return float(pipeline_seconds(times, [0.0] * len(stages), one_way, counts, rules).total)
+    waits, _ = transfer_waits(one_way, 1, None)
+    times = [
+        StageTimes(
+            forward=0.0,
+            backward=wait
+            + float(problem.seconds[min(len(stages) - 1 - i, depth), stage.first, stage.last, stage.option]),
+        )
+        for i, (stage, wait) in enumerate(zip(stages, waits, strict=True))
+    ]
+    return float(step_seconds(times, [problem.micro_batches] * len(stages), 1))
 
 
 def cut_stages(problem: CutProblem, time_limit: float = math.inf) -> Solution[tuple[CutStage, ...]]:

@@ -4,13 +4,17 @@ Problem (`PipelineProblem`). Stage i of S takes one of its candidates, a point o
 of devices; layers add up to those of the model, devices to those of the cluster. The objective is pipeline.py's formula and
 nothing else (`step_of_choice`); all stages have G micro-batches. Candidates that do not fit their memory are never chosen.
 
-Bound. Of the two maxima over stages in that formula, D and L, take the term of the first stage, and of a transfer each stage's
-own end. What is left is never more than the formula, and a sum over stages but for the slowest:
+Bound. Of the chain at stage s take the way of the first micro-batch through all stages and of the last one back, of maxima over
+stages the term of the first, and of a transfer each stage's own end; leave out what stages behind s take once more. What is left
+is never more than the formula, and a sum over stages but for the longest chain, with the numbers of passes of `warm_up`:
 
-    (G - 1/v) max t_i + Σ (t_i + drain_i + [i > 0] waited_i) / v + first_0 + tail_0 + turn_S + what is there whatever is chosen
+    max over s of [(rounds + steady) · t_s / v + turn_s + ...] + Σ (t_i + drain_i + [i > 0] waited_i) / v + first_0 + tail_0
+    + what is there whatever is chosen
 
 so `AdditiveBound` finds its smallest value by a dynamic program over (stage, layers, devices of each type) below a threshold for
-t. Most pipelines hide the first and last micro-batches of later stages in their bubbles; there the bound is the formula itself.
+the chain. Where the last stage is the slowest, and the first and last micro-batches of later stages are hidden in their bubbles,
+the bound is the formula itself. With `halves` it is the mean of that chain and of one in which stage s passes q_s micro-batches
+ahead and at the end: another q_s / 2 · t_s of the chain, for half of the edges behind it. Passes have no negative seconds.
 
 Source: Mist, section 5.3, equations (1) to (3); Alpa, section 5.2 for the program.
 """
@@ -26,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_overlap.tuner.cost.evaluate import StageCosts
-from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, pipeline_seconds, transfer_waits
+from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, pipeline_seconds, transfer_waits, warm_up
 from moe_overlap.tuner.search.stage.frontier import objective_columns, pareto
 
 Floats = NDArray[np.float64]
@@ -86,28 +90,20 @@ def options_of(
     return StageOptions(
         layers=np.tile(layers, strategies),
         devices=np.tile(np.asarray(devices, dtype=np.intp), (fits.size, 1)),
-        times=StageTimes(
-            forward=costs.forward_seconds.ravel(),
-            backward=costs.backward_seconds.ravel(),
-            first=costs.first_extra_seconds.ravel(),
-            waited=costs.waited_extra_seconds.ravel(),
-            turn=costs.turn_extra_seconds.ravel(),
-            drain=costs.drain_extra_seconds.ravel(),
-            tail=costs.tail_seconds.ravel(),
-        ),
+        times=StageTimes(**{name: seconds.ravel() for name, seconds in costs.times.items()}),
         optimizer=costs.optimizer_seconds.ravel(),
         fits=fits.ravel(),
         sent=np.full(strategies * shapes, sent),
     )
 
 
-def undominated(options: StageOptions, place: int, stages: int) -> Integers:
+def undominated(options: StageOptions, place: int, stages: int, virtual: int = 1) -> Integers:
     """Rows, increasing, of the candidates that a pipeline may need of its stage `place`.
 
     Those that fit and lie on the frontier among the candidates that take the same layers and devices. The best choice among
     these rows is as fast as the best of all.
     """
-    columns = objective_columns(options.times, options.optimizer, place, stages)
+    columns = objective_columns(options.times, options.optimizer, place, stages, virtual)
     columns = np.column_stack([columns, options.sent])
     kept = []
     for members, *_ in cells_of(options):
@@ -155,6 +151,27 @@ def step_of_choice(problem: PipelineProblem, rows: Sequence[int] | Integers) -> 
     return np.asarray(whole.total)
 
 
+def improved(problem: PipelineProblem, choice: Choice) -> Choice:
+    """A choice in which no single stage would do better with another candidate for its layers and devices."""
+    rows = list(choice)
+    seconds, changed = float(step_of_choice(problem, rows)), True
+    while changed:
+        changed = False
+        for place, stage in enumerate(problem.stages):
+            alike = stage.fits & (stage.layers == stage.layers[rows[place]])
+            alike &= (stage.devices == stage.devices[rows[place]]).all(axis=1)
+            if stage.first_layer is not None:
+                alike &= stage.first_layer == stage.first_layer[rows[place]]
+            others = np.flatnonzero(alike)
+            tried = np.repeat(np.asarray(rows, dtype=np.intp)[:, None], len(others), axis=1)
+            tried[place] = others
+            steps = step_of_choice(problem, tried)
+            if steps.min() < seconds:
+                seconds, changed = float(steps.min()), True
+                rows[place] = int(others[steps.argmin()])
+    return tuple(rows)
+
+
 def is_feasible(problem: PipelineProblem, choice: Choice) -> bool:
     """Whether a choice fits, and divides layers and devices without a rest."""
     layer, devices = 0, np.zeros(len(problem.devices), dtype=np.intp)
@@ -175,57 +192,73 @@ class BoundedChoice:
 
 
 class AdditiveBound:
-    """The bound of the docstring: sums over stages, and the slowest of them.
+    """The bound of the docstring: sums over stages, and the longest chain.
 
     Attributes:
-        weight: G - 1/v, of the slowest stage.
-        stable: [S] of [n] seconds of a stable micro-batch with transfers at least this long.
+        chains: [S] of [n] what a candidate's own chain adds; the longest of them counts.
         sums: [S] of [n] what a candidate adds to the rest of the bound.
         fixed: what is there whatever is chosen.
+
+    Args:
+        halves: which of the two bounds.
     """
 
-    def __init__(self, problem: PipelineProblem) -> None:
+    def __init__(self, problem: PipelineProblem, halves: bool = False) -> None:
         self._problem = problem
         self._end = (problem.layers, *problem.devices)
         virtual, count = problem.rules.virtual, len(problem.stages)
-        self.weight = problem.micro_batches - 1.0 / virtual
         # Seconds that transfers of one second each add to every stage, and to filling and draining.
         waits, filling = transfer_waits([1.0] * (count - 1), virtual, problem.rules.beside)
-        self.stable, self.sums = [], []
+        self.chains, self.sums = [], []
         for place, (stage, wait) in enumerate(zip(problem.stages, waits, strict=True)):
-            stable = np.where(
-                stage.fits, stage.column("forward") + stage.column("backward") + wait * stage.sent, math.inf
-            )
-            added = (stable + stage.column("drain")) / virtual
-            if place:
-                added = added + stage.column("waited") / virtual
-            else:
+            stable = stage.column("forward") + stage.column("backward") + wait * stage.sent
+            edges = stage.column("drain") + (stage.column("waited") if place else 0.0)
+            turn = stage.column("turn") if place == count - 1 or halves else np.zeros_like(stable)
+            if halves:
+                # Where the stage is behind that of the chain, half of them counts.
+                edges, turn = np.minimum(edges, edges / 2), np.minimum(turn, turn / 2)
+            added = (stable + edges) / virtual + turn
+            if not place:
                 added = added + stage.column("first") + stage.column("tail") + filling * stage.sent
-            if place == count - 1:
-                added = added + stage.column("turn")
-            self.stable.append(stable)
+            # Behind the stage passes come once more, which may be shorter than stable ones, but take some time.
+            added = added + np.minimum(0.0, stable + stage.column("turn")) / virtual
+            self.chains.append(np.where(stage.fits, self._chain(place, stable, halves), math.inf))
             self.sums.append(added)
         updates = [stage.optimizer[stage.fits].min(initial=math.inf) for stage in problem.stages]
         self.fixed = problem.rules.fixed + max(updates)
 
+    def _chain(self, place: int, stable: Floats, halves: bool) -> Floats:
+        """[n] what passes of a stage add that stand between its first and its last micro-batch."""
+        stage, virtual = self._problem.stages[place], self._problem.rules.virtual
+        rounds, warm, steady = warm_up(len(self._problem.stages), place, self._problem.micro_batches, virtual)
+        if not steady and not halves:  # Then the last stage's chain holds for all.
+            return np.zeros_like(stable)
+        chain = (rounds + steady) * stable
+        if rounds:
+            again = max(0, rounds - 2 * (virtual - 1)) * stage.column("again") + rounds * stage.column("rush")
+            chain = chain + virtual * stage.column("enter") + again
+        if halves:
+            return (chain + warm / 2 * (stable + stage.column("again") + stage.column("rush"))) / virtual
+        return chain / virtual + (stage.column("turn") if place < len(self._problem.stages) - 1 else 0.0)
+
     @cached_property
     def levels(self) -> Floats:
-        """Seconds of stages that may be the slowest, increasing."""
-        seconds = np.unique(np.concatenate(self.stable))
+        """Seconds of chains that may be the longest, increasing."""
+        seconds = np.unique(np.concatenate(self.chains))
         return seconds[np.isfinite(seconds)]
 
     def lowest(self) -> float:
-        """The smallest possible slowest stage; infinite where nothing fits."""
-        table = self._tables(self.stable, math.inf, largest=True)[-1]
+        """The smallest possible longest chain; infinite where nothing fits."""
+        table = self._tables(self.chains, math.inf, largest=True)[-1]
         return float(table[self._end])
 
     def at_once(self) -> float:
-        """A lower bound of every choice: the smallest sum, and the smallest slowest stage of another choice."""
+        """A lower bound of every choice: the smallest sum, and the smallest longest chain of another choice."""
         least, lowest = self.shortest(math.inf), self.lowest()
-        return math.inf if least is None else least.total + self.weight * lowest + self.fixed
+        return math.inf if least is None else least.total + lowest + self.fixed
 
     def shortest(self, threshold: float, most: float = math.inf) -> BoundedChoice | None:
-        """The choice with the smallest sum of stages that take no longer than the threshold; None where none is below `most`."""
+        """The choice with the smallest sum whose chains are no longer than the threshold; None where none is below `most`."""
         problem = self._problem
         tables = self._tables(self.sums, threshold)
         layer, devices = problem.layers, np.array(problem.devices)
@@ -236,19 +269,19 @@ class AdditiveBound:
         for place in range(len(problem.stages) - 1, -1, -1):
             stage = problem.stages[place]
             before, left = layer - stage.layers, devices - stage.devices
-            possible = (before >= 0) & (left >= 0).all(axis=1) & (self.stable[place] <= threshold)
+            possible = (before >= 0) & (left >= 0).all(axis=1) & (self.chains[place] <= threshold)
             if stage.first_layer is not None:
                 possible &= before == stage.first_layer
             kept = np.flatnonzero(possible)
             ways = tables[place][(before[kept], *left[kept].T)] + self.sums[place][kept]
             row = int(kept[np.argmin(ways)])
             rows.append(row)
-            slowest = max(slowest, float(self.stable[place][row]))
+            slowest = max(slowest, float(self.chains[place][row]))
             layer, devices = int(before[row]), left[row]
         return BoundedChoice(total, slowest, tuple(reversed(rows)))
 
     def through(self, threshold: float) -> list[Floats]:
-        """[S] of [n] the smallest sum of a choice with this candidate in it, no stage taking longer than the threshold."""
+        """[S] of [n] the smallest sum of a choice with this candidate in it, no chain longer than the threshold."""
         problem = self._problem
         front = self._tables(self.sums, threshold)
         behind = self._tables(self.sums, threshold, backwards=True)
@@ -292,8 +325,8 @@ class AdditiveBound:
         """The candidates of a stage below the threshold."""
         cells = []
         for members, where, layers, devices in self._all_cells[place]:
-            below = members[self.stable[place][members] <= threshold]
-            if len(below) and math.isfinite(self.stable[place][below].min()):
+            below = members[self.chains[place][members] <= threshold]
+            if len(below) and math.isfinite(self.chains[place][below].min()):
                 cells.append((below, where, layers, devices))
         return cells
 

@@ -10,8 +10,8 @@ Steps of `search_meshes`, for each M:
    where parameter groups step together, and never too low where they do not.
 2. Of the ways of a sub-mesh that fit with p stages behind, the fastest is the stage's cost: [P, units, units, sub-meshes].
    Seconds of the first and the last micro-batch and of the update are spread over the G micro-batches.
-3. `cut_stages` finds cuts and sub-meshes, transfers in its state. Without what step 2 spreads, its bound is below every plan of
-   these ways.
+3. `cut_stages` finds cuts and sub-meshes, transfers in its state. Without what step 2 spreads, and with as many micro-batches
+   less as a pipeline may hide, its bound is below every plan of these ways.
 4. Sub-meshes are placed, largest first, transfers between unlike stages are generated, and the plan is priced by `price`, as
    predictions are. The order of the answers is that of these seconds.
 
@@ -495,9 +495,19 @@ class _Table:
                     other = self._of_length(count, limit)
                     programs += 1
                     plans += [] if other is None else [self._stages(other)]
-            bound = min(bound, cut_stages(self._problem(self.stable, allowed, restriction), limit).bound)
+            stable = self._problem(self.stable, allowed, restriction)
+            bound = min(bound, cut_stages(replace(stable, micro_batches=self._least_weight()), limit).bound)
             programs += 1
         return bound, plans, programs
+
+    def _least_weight(self) -> int:
+        """Micro-batches at which the formula of cuts is a bound of all plans.
+
+        Chains at stage s, on the mean of its own passes and the ways there and back, take Σ t_i + (G - 1 - q_s / 2) t_s, with q_s
+        the stages behind it or G - 1.
+        """
+        behind = min(self.micro_batches, len(self._search.units), self._search.run.gpus) - 1
+        return self.micro_batches - math.ceil(behind / 2)
 
     def _of_length(self, count: int, limit: float) -> tuple[CutStage, ...] | None:
         """Step 3 for so many stages; None where there is no such plan, or none was found in time."""

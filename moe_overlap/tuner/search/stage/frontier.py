@@ -67,7 +67,7 @@ def merged(frontier: Frontier, more: Frontier) -> Frontier:
     return frontier_of(np.concatenate([frontier.points, more.points]), np.concatenate([frontier.labels, more.labels]))
 
 
-def objective_columns(times: StageTimes, optimizer: Floats, stage: int, stages: int) -> Floats:
+def objective_columns(times: StageTimes, optimizer: Floats, stage: int, stages: int, virtual: int = 1) -> Floats:
     """[n, C] columns of n candidates for a stage in which a dominated candidate never makes a pipeline faster.
 
     Every column of pipeline.py's formula that counts at this place of the pipeline. Forward and backward seconds stand for
@@ -75,12 +75,15 @@ def objective_columns(times: StageTimes, optimizer: Floats, stage: int, stages: 
     are only comparable like this where their transfers take equally long.
     """
     shape = np.shape(optimizer)
-    is_first, is_last = stage == 0, stage == stages - 1
-    # The last stage hides nothing for stages behind it: its forward and backward seconds count as a sum.
-    halves = [times.stable] if is_last else [times.forward, times.backward]
-    columns = [*halves, times.first, times.drain, times.tail, optimizer]
-    columns += [] if is_first else [times.waited]
-    columns += [times.turn] if is_last else []
+    is_last, passes_again = stage == stages - 1, virtual > 1
+    # The last stage hides nothing for stages behind it: its forward and backward seconds count as a sum, unless chunks of
+    # stages in front come behind it.
+    halves = [times.stable] if is_last and not passes_again else [times.forward, times.backward]
+    columns = [*halves, times.first, times.turn, times.drain, times.tail, optimizer]
+    columns += [times.waited] if stage else []
+    # Only these pass several micro-batches in one direction.
+    columns += [times.again, times.rush] if not is_last or passes_again else []
+    columns += [times.enter] if passes_again else []
     return np.stack([np.broadcast_to(column, shape) for column in columns], axis=1)
 
 
