@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -127,17 +127,16 @@ def test_tables_of_many_layouts_are_those_of_each() -> None:
     assert sorted(seen) == list(range(len(asked)))
 
 
-def test_libraries_answer_the_cost_model_as_captures_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(missing: dict[Path, Request]) -> None:
+def test_libraries_answer_the_cost_model_as_captures_do(tmp_path: Path) -> None:
+    def capture(missing: Mapping[Path, Request]) -> None:
         for path, asked in missing.items():
             save_captured(captured(asked), path)
 
-    monkeypatch.setattr(cache, "_capture", capture)
     flags = f"{MOE} --bf16 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
     job = read_job([*flags.split(), "--expert-tensor-parallel-size", "1", "--vocab-size", "512"], 4)
-    files = CaptureFiles(tmp_path)
+    files = CaptureFiles(tmp_path, capture)
     expected = files.graphs(job.config, job.model, job.plan, job.flags)
-    graphs = Libraries(CaptureFiles(tmp_path)).graphs(job.config, job.model, job.plan, job.flags)
+    graphs = Libraries(files).graphs(job.config, job.model, job.plan, job.flags)
     assert graphs.keys() == expected.keys() and all(graphs[i].parts == expected[i].parts for i in graphs)
 
 
