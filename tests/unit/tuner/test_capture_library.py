@@ -12,7 +12,9 @@ import pytest
 
 from moe_overlap.api import read_job
 from moe_overlap.tuner.capture import cache
+from moe_overlap.tuner.capture.blocks import NotComposableError
 from moe_overlap.tuner.capture.cache import CaptureFiles, save_captured
+from moe_overlap.tuner.capture.composition import Composer, Sample
 from moe_overlap.tuner.capture.expression import B, Expression, S
 from moe_overlap.tuner.capture.graph import PHASES, CapturedModel, Layout
 from moe_overlap.tuner.capture.library import BlockLibrary, Libraries
@@ -138,6 +140,26 @@ def test_libraries_answer_the_cost_model_as_captures_do(tmp_path: Path) -> None:
     expected = files.graphs(job.config, job.model, job.plan, job.flags)
     graphs = Libraries(files).graphs(job.config, job.model, job.plan, job.flags)
     assert graphs.keys() == expected.keys() and all(graphs[i].parts == expected[i].parts for i in graphs)
+
+
+def test_parts_that_are_remembered_are_those_of_their_layout_and_sizes() -> None:
+    """Layouts and sizes in any pairs, those too that go with no run: each is told apart by itself."""
+    asked = [replace(BASE, layout=layout) for layout in answers()[0].captured_layouts]
+    samples = [Sample.of(captured(one), one.model) for one in asked]
+    known, compared = Composer(BASE.model, samples), 0
+    cases = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (2, 1, 4, 1), (4, 1, 2, 1), (2, 2, 2, 1)]
+    layouts = [one.layout for one in requests(cases)]
+    for kind in known.kinds:
+        for layout, sizes in itertools.product(layouts, layouts):
+            of_sizes = Degrees.of(sizes, BASE.model.vocab_size, BASE.model.router_topk)
+            fresh = Composer(BASE.model, samples)
+            try:
+                expected = fresh.parts(kind, layout, of_sizes)
+            except (NotComposableError, UndeterminedError):
+                continue
+            assert known.parts(kind, layout, of_sizes) == expected, (kind, layout, sizes)
+            compared += 1
+    assert compared > 30
 
 
 def degrees(tensor: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1) -> Degrees:
