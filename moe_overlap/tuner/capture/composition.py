@@ -130,7 +130,10 @@ class Composite:
         Raises:
             UndeterminedError: as `values`.
         """
-        values = self.values(degrees)
+        return self.sizes_of(self.values(degrees))
+
+    def sizes_of(self, values: Mapping[int, Expression]) -> dict[Size, Expression]:
+        """Every size, of the `values` of a layout."""
         return {size: values[id(scaling)] for size, scaling in self.scalings.items()}
 
 
@@ -180,18 +183,18 @@ class Composer:
         ranks = tuple(group_size(layout, axis) for composite in composites for axis in composite.axes)
         key = (*map(id, composites), of_experts, ranks, *(tuple(each.values()) for each in values))
         if key not in self._parts:
-            self._parts[key] = self._numbered(composites, layout, degrees)
+            sizes = [composite.sizes_of(each) for composite, each in zip(composites, values, strict=True)]
+            self._parts[key] = self._numbered(composites, layout, sizes)
         return self._parts[key]
 
-    def _numbered(self, composites: Sequence[Composite], layout: Layout, degrees: Degrees) -> tuple[Part, ...]:
-        experts = self._experts(layout)
-        many, *single = composites
-        sizes = many.sizes(degrees)
-        parts = [numbered(many.whole, layout, experts, sizes)]
-        for one in single:
-            of_single = one.sizes(degrees)
+    def _numbered(
+        self, composites: Sequence[Composite], layout: Layout, sizes: Sequence[Mapping[Size, Expression]]
+    ) -> tuple[Part, ...]:
+        experts, many = self._experts(layout), composites[0]
+        parts = [numbered(many.whole, layout, experts, sizes[0])]
+        for one, of_single in zip(composites[1:], sizes[1:], strict=True):
             same = [op.structure for op in one.whole.ops] == [op.structure for op in many.whole.ops]
-            if not same or {size: at_one_sample(value) for size, value in sizes.items()} != of_single:
+            if not same or {size: at_one_sample(value) for size, value in sizes[0].items()} != of_single:
                 parts.append(numbered(one.whole, layout, experts, of_single))
         return tuple(parts)
 
