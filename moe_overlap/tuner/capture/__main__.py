@@ -1,14 +1,21 @@
-"""`python -m moe_overlap.tuner.capture`: reads a JSON list of requests from stdin, writes each answer to its `path`."""
+"""`python -m moe_overlap.tuner.capture`: reads requests from stdin, one a line as JSON, and writes each answer to its `path`.
+
+A line on stdout follows every answer. The end of stdin is the end.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 
 def main() -> None:
-    """Capture all, one after the other."""
+    """Capture one after the other."""
+    # What libraries print is no answer.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     from megatron.training import cpu_backend
     from megatron.training.cli.start import quiet_libraries
 
@@ -18,9 +25,11 @@ def main() -> None:
     from moe_overlap.tuner.capture.capture import capture
     from moe_overlap.tuner.capture.request import Request
 
-    for values in json.load(sys.stdin):
+    for line in sys.stdin:
+        values = json.loads(line)
         path = Path(values.pop("path"))
         save_captured(capture(Request.from_values(values)), path)
+        print(path, file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -410,19 +410,25 @@ def numbered(source: NamedPart, layout: Layout, experts: int, sizes: Mapping[Siz
     """
     places, order = _places(source, experts)
     ops, last_of = _operators(source, layout, experts, sizes, places)
-    own = {(name, expert): op.id for (name, expert), op in ops.items()}
+    replicas = {name: _replicas(name, entry, layout) for name, entry in source.storages.items()}
     storages = []
     for index, (name, expert) in enumerate(order):
         entry = source.storages[name]
         freed = None
         if entry.freed is not None:
-            freed = own.get((entry.freed, expert), last_of[entry.freed])
-        label = f"{name[1]}{name[2]}{expert}" if entry.per_expert and entry.storage.name else entry.storage.name
-        size = sizes[(name, "bytes", 0)]
-        storage = dataclasses.replace(entry.storage, id=index, bytes=size, name=label, freed_after=freed)
-        if is_of_expert(storage) and storage.replicas:
-            storage = dataclasses.replace(storage, replicas=expert_replicas(layout))
-        storages.append(storage)
+            own = ops.get((entry.freed, expert))
+            freed = last_of[entry.freed] if own is None else own.id
+        # There may be hundreds of experts, and `dataclasses.replace` takes several times as long.
+        storages.append(
+            Storage(
+                id=index,
+                bytes=sizes[(name, "bytes", 0)],
+                role=entry.storage.role,
+                name=_label(name, entry, expert),
+                replicas=replicas[name],
+                freed_after=freed,
+            )
+        )
     roles = [storage.role for storage in storages]
     return dataclasses.replace(
         source.part,
@@ -434,6 +440,18 @@ def numbered(source: NamedPart, layout: Layout, experts: int, sizes: Mapping[Siz
         gradient_inputs=tuple(places[name, None] for name in source.returned),
         gradient_outputs=tuple(places[name, None] for name in source.gradient_outputs),
     )
+
+
+def _label(name: StorageName, entry: NamedStorage, expert: int | None) -> str:
+    return f"{name[1]}{name[2]}{expert}" if entry.per_expert and entry.storage.name else entry.storage.name
+
+
+def _replicas(name: StorageName, entry: NamedStorage, layout: Layout) -> Literal["", "dp", "edp"]:
+    """The axis over which the copies of a storage are reduced, whichever expert it is of."""
+    if not entry.storage.replicas:
+        return ""
+    one = dataclasses.replace(entry.storage, name=_label(name, entry, 0))
+    return expert_replicas(layout) if is_of_expert(one) else entry.storage.replicas
 
 
 def storage_order(source: NamedPart, experts: int) -> list[Place]:

@@ -2,8 +2,8 @@
 
 1. One request stands for one stage and one variant of recomputation (`stage_requests`); a stage that recomputes some of its
    layers asks for two.
-2. Answers come from files (`cached_captures`); one process captures all that are missing. In a file, each distinct expression is
-   written once; the first line is the hash of the rest, so a damaged file is noticed.
+2. Answers come from files (`CaptureFiles`); what is missing is captured by other processes (`processes.py`). In a file, each
+   distinct expression is written once; the first line is the hash of the rest, so a damaged file is noticed.
 3. The variants of a stage are joined to one captured model (`joined`).
 """
 
@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import secrets
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.plan import Plan
 from moe_overlap.tuner.capture.expression import Expression
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Implementation, Layout, Op, Part, Storage
+from moe_overlap.tuner.capture.processes import CaptureError, CaptureProcesses
 from moe_overlap.tuner.capture.request import NO_RECOMPUTATION, Request, layer_kinds, prediction_kinds
 from moe_overlap.tuner.cost.analytic import stage_variants
 
@@ -151,37 +151,6 @@ def _storage(row: list[Any], table: list[Expression]) -> Storage:
     return Storage(**{**fields, "bytes": table[fields["bytes"]]})
 
 
-class CaptureError(RuntimeError):
-    """The capturing process failed; the message is its last line."""
-
-
-def cached_capture(
-    config: Config,
-    model: ModelDescription,
-    layout: Layout,
-    implementation: Implementation,
-    variants: Sequence[str] = (NO_RECOMPUTATION,),
-    *,
-    cache_dir: Path,
-) -> CapturedModel:
-    """The graphs of a model under a layout, with every variant of recomputation asked for.
-
-    Args:
-        config: validated flags.
-        model: what `describe_model` made of them.
-        variants: `none` is always among them.
-        cache_dir: folder of the files; made if needed.
-    Raises:
-        CaptureError: a capture failed.
-    """
-    wanted = dict.fromkeys((NO_RECOMPUTATION, *variants))
-    requests = [
-        Request(config=config, model=model, layout=layout, implementation=implementation, variant=variant)
-        for variant in wanted
-    ]
-    return joined(cached_captures(requests, cache_dir), model)
-
-
 def cached_captures(requests: Sequence[Request], cache_dir: Path) -> list[CapturedModel]:
     """The captured model of each request, in order, from a folder. As `CaptureFiles.captures`, remembering nothing."""
     return CaptureFiles(cache_dir).captures(requests)
@@ -193,14 +162,20 @@ class CaptureFiles:
     Args:
         folder: made if needed.
         tell: is told before a process captures what is missing: minutes of a busy machine.
+        capture: writes what is missing; default in processes of its own.
     """
 
-    def __init__(self, folder: Path, tell: Tell | None = None) -> None:
-        self._folder, self._tell = folder, tell
+    def __init__(
+        self,
+        folder: Path,
+        tell: Tell | None = None,
+        capture: Callable[[Mapping[Path, Request]], None] | None = None,
+    ) -> None:
+        self._folder, self._tell, self._capture = folder, tell, capture or CaptureProcesses().capture
         self._read: dict[Path, CapturedModel] = {}
 
     def captures(self, requests: Sequence[Request]) -> list[CapturedModel]:
-        """The captured model of each request, in order; one process captures all that are missing.
+        """The captured model of each request, in order; other processes capture all that are missing.
 
         A file that is not what was written is captured again, with a line on stderr. The layers of an answer are those of the
         request that made the file: `CapturedModel.layer_kinds` and `mtp_kinds` may be another model's of the same kinds.
@@ -221,7 +196,7 @@ class CaptureFiles:
         if missing:
             if self._tell is not None:
                 self._tell("recording the operators of a layout, which are kept for the next time")
-            _capture(missing)
+            self._capture(missing)
         return [self._load(path) for path in paths]
 
     def graphs(self, config: Config, model: ModelDescription, plan: Plan, flags: Flags) -> Mapping[int, CapturedModel]:
@@ -232,29 +207,6 @@ class CaptureFiles:
         if path not in self._read:
             self._read[path] = load_captured(path)
         return self._read[path]
-
-
-def _capture(missing: dict[Path, Request]) -> None:
-    asked = [{**request.to_values(), "path": str(path.resolve())} for path, request in missing.items()]
-    root = Path(__file__).parents[3]
-    environment = {
-        **os.environ,
-        # The capture pretends a machine without CUDA, and needs no threads.
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-    }
-    done = subprocess.run(
-        # -P: a torch.py in the folder that the user works in is not torch.
-        [sys.executable, "-P", "-m", "moe_overlap.tuner.capture"],
-        input=json.dumps(asked),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise CaptureError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "the capture was killed")
 
 
 def cached_graphs(

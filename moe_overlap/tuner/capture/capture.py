@@ -5,8 +5,9 @@
 3. `fit` makes one graph in b and s of them: every number is interpolated exactly, then checked at a batch that was left out.
 
 All sizes in a transformer layer are polynomials: of degree at most 1 in the samples b and at most 2 in the tokens s (masks and
-unfused attention scores). Six batches determine such a polynomial in rational arithmetic; a seventh one catches a size that is
-none. The sample sequences are multiples of everything that divides a sequence (ranks, experts, capacity), so a ceiling in the
+unfused attention scores). Most models have no such scores: four batches determine degree 1 in both, in rational arithmetic, and
+a fifth one shows whether a size is no such polynomial. Then two further ones give degree 2 in s, which the fifth one checks
+again. The sample sequences are multiples of everything that divides a sequence (ranks, experts, capacity), so a ceiling in the
 model, such as the capacity of an expert, shows as its exact quotient.
 
 A transformer's operators are the same for every b but 1, where a transposition to contiguous memory copies nothing: that graph is
@@ -42,23 +43,32 @@ from moe_overlap.tuner.capture.stand_ins import Balance, recomputation_announced
 
 Point = tuple[int, int]
 """Samples, tokens."""
+MOST_FROZEN = 2_000_000
+"""Objects that the garbage collector need not look at."""
 
 
 class NotOneGraphError(RuntimeError):
     """Batches that should differ in sizes only run different operators, or a size is no polynomial."""
 
 
-def sample_points(unit: int, one_sample: bool) -> tuple[Point, ...]:
-    """The batches to record; the last one is for the check.
+class NoPolynomialError(NotOneGraphError):
+    """A size is no polynomial of the degrees that its recordings determine."""
+
+
+def sample_points(unit: int, one_sample: bool) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+    """The batches to record, whose last one is for the check, and those that degree 2 in s needs beside them.
 
     Args:
         unit: tokens of the shortest sample sequence.
     """
     if one_sample:
-        return tuple((1, unit * k) for k in (1, 2, 3, 4))
-    # Two values of b and three of s determine degrees 1 and 2; the last batch lies outside of both ranges, where a size
-    # that is no such polynomial shows.
-    return (*((b, unit * k) for b in (2, 3) for k in (1, 2, 3)), (5, unit * 4))
+        return ((1, unit), (1, 2 * unit), (1, 4 * unit)), ((1, 3 * unit),)
+    # Two values of each determine degree 1; the last batch lies outside of all ranges, where a size that is no such polynomial
+    # shows.
+    return (
+        ((2, unit), (2, 2 * unit), (3, unit), (3, 2 * unit), (5, 4 * unit)),
+        ((2, 3 * unit), (3, 3 * unit)),
+    )
 
 
 def fit(parts: Sequence[Part], points: Sequence[Point]) -> Part:
@@ -138,18 +148,19 @@ def _polynomial(constants: Sequence[Expression], points: tuple[Point, ...], plac
     numbers = tuple(int(constant.terms[0][1]) if constant.terms else 0 for constant in constants)
     polynomial = _through(numbers, points)
     if polynomial is None:
-        raise NotOneGraphError(f"a size of {place} is no polynomial in b and s: {numbers} at {points}")
+        raise NoPolynomialError(f"a size of {place} is no polynomial in b and s: {numbers} at {points}")
     return polynomial
 
 
 @cache
 def _through(numbers: tuple[int, ...], points: tuple[Point, ...]) -> Expression | None:
-    """The polynomial through all numbers but the last, if it gives the last one, too."""
+    """The polynomial through all numbers but the last, if it gives the last one, too; of degree 2 in s if they decide it."""
     # Weights and most shapes do not depend on the batch.
     if len(set(numbers)) == 1:
         return Expression.of(numbers[0])
-    one_sample = points[0][0] == points[-1][0]
-    monomials = [(i, j) for i in ((0,) if one_sample else (0, 1)) for j in (0, 1, 2)]
+    samples = {b for b, _ in points}
+    batches = 1 if len(samples) == 1 else 2
+    monomials = [(i, j) for i in range(batches) for j in range((len(points) - 1) // batches)]
     # In fractions: coefficients must be exact, since sizes are compared with `==`.
     inverse = _inverse(points[:-1], tuple(monomials))
     polynomial = Expression()
@@ -224,8 +235,8 @@ def instrumented(request: Request, world: World, without_values: bool = True) ->
     buffer, recorder = GlobalMemoryBuffer(), Recorder(world.axis_of)
     fused = request.implementation == "te"
     with contextlib.ExitStack() as stack:
-        # Undoes the `gc.freeze` of every recording.
-        stack.callback(gc.unfreeze)
+        # Undoes the `gc.freeze` of the recordings.
+        stack.callback(_unfreeze_many)
         if without_values:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(without_data(buffer))
@@ -238,6 +249,15 @@ def instrumented(request: Request, world: World, without_values: bool = True) ->
         balance(gpt, recorder)
         keep_gradients_apart(gpt, in_fp32=gradients_in_fp32(config))
         yield PartRecorder(gpt, kinds, request.layout, recorder, buffer, request.variant)
+
+
+def _unfreeze_many() -> None:
+    """Let the garbage collector find the models of earlier captures when there are many.
+
+    The walk through all objects that follows takes as long as some recordings: torch alone has half a million.
+    """
+    if gc.get_freeze_count() > MOST_FROZEN:
+        gc.unfreeze()
 
 
 def balance(gpt: Any, recorder: Recorder) -> None:
@@ -256,15 +276,24 @@ def gradients_in_fp32(config: Config) -> bool:
 
 
 def _capture_part(runner: PartRecorder, runnable: RunnablePart, unit: int) -> list[Part]:
-    points = sample_points(unit, one_sample=False)
-    many = _checked(fit([_checked(runner.record(runnable, *point)) for point in points], points))
-    points = sample_points(unit, one_sample=True)
-    graphs = [_checked(runner.record(runnable, *points[0]))]
-    # Where one sample runs the same operators, one recording shows it and saves the other three.
-    if gives(many, graphs[0], points[0]):
-        return [many]
-    graphs += [_checked(runner.record(runnable, *point)) for point in points[1:]]
-    return [many, _checked(fit(graphs, points))]
+    recorded: dict[Point, Part] = {}
+
+    def record(point: Point) -> Part:
+        if point not in recorded:
+            recorded[point] = _checked(runner.record(runnable, *point))
+        return recorded[point]
+
+    def fitted(one_sample: bool) -> Part:
+        points, further = sample_points(unit, one_sample)
+        graphs = [record(point) for point in points]
+        try:
+            return _checked(fit(graphs, points))
+        except NoPolynomialError:
+            return _checked(fit([*map(record, further), *graphs], (*further, *points)))
+
+    many, single = fitted(one_sample=False), sample_points(unit, one_sample=True)[0][0]
+    # Where one sample runs the same operators, one recording shows it and saves the others.
+    return [many] if gives(many, record(single), single) else [many, fitted(one_sample=True)]
 
 
 def _checked(part: Part) -> Part:

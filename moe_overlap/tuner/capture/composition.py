@@ -21,7 +21,10 @@ from moe_overlap.tuner.capture.blocks import (
     arranged,
     block_class,
     block_of,
+    expert_replicas,
+    group_size,
     has_vocabulary,
+    is_of_expert,
     named,
     numbered,
     shares_sizes,
@@ -98,15 +101,39 @@ class Composite:
 
     whole: NamedPart
     scalings: Mapping[Size, Scaling]
+    axes: tuple[str, ...]
+    """Of its collectives."""
+    is_of_experts: bool
+    """Whether it has operators or storages for each expert, or such that have replicas of their own."""
+
+    @staticmethod
+    def of(whole: NamedPart, scalings: Mapping[Size, Scaling]) -> Composite:
+        """The graph whose sizes scale so."""
+        collectives = [named_op.op.collective for named_op in whole.ops]
+        is_of_experts = any(named_op.per_expert for named_op in whole.ops) or any(
+            entry.per_expert or is_of_expert(entry.storage) for entry in whole.storages.values()
+        )
+        axes = dict.fromkeys(collective.axis for collective in collectives if collective is not None)
+        return Composite(whole, scalings, tuple(axes), is_of_experts)
+
+    def values(self, degrees: Degrees) -> dict[int, Expression]:
+        """The value of every scaling, by its identity: graphs repeat few.
+
+        Raises:
+            UndeterminedError: the samples do not decide one of them there.
+        """
+        return {id(scaling): scaling.at(degrees) for scaling in {id(s): s for s in self.scalings.values()}.values()}
 
     def sizes(self, degrees: Degrees) -> dict[Size, Expression]:
         """Every size of a layout.
 
         Raises:
-            UndeterminedError: the samples do not decide one of them there.
+            UndeterminedError: as `values`.
         """
-        # Graphs repeat few sizes.
-        values = {id(scaling): scaling.at(degrees) for scaling in {id(s): s for s in self.scalings.values()}.values()}
+        return self.sizes_of(self.values(degrees))
+
+    def sizes_of(self, values: Mapping[int, Expression]) -> dict[Size, Expression]:
+        """Every size, of the `values` of a layout."""
         return {size: values[id(scaling)] for size, scaling in self.scalings.items()}
 
 
@@ -135,6 +162,8 @@ class Composer:
         # Keys name sizes by identity: the samples hold them.
         self._known: dict[tuple[object, ...], Scaling] = {}
         self._composites: dict[tuple[PartKey, Classes, bool], Composite | NotComposableError | UndeterminedError] = {}
+        # Embedding, head and dense layers are the same under many layouts; equal parts are one object, which is priced once.
+        self._parts: dict[tuple[object, ...], tuple[Part, ...]] = {}
         self.kinds = tuple(kinds)
         self.mixed = tuple(kind for kind in kinds if self._is_mixed((kind, False)) or self._is_mixed((kind, True)))
         """Kinds with a block that differs between samples of one class: they are never put together."""
@@ -148,15 +177,25 @@ class Composer:
         if kind in self.mixed:
             raise NotComposableError(f"{kind} depends on more than the classes of its blocks")
         many = self.composite((kind, False), layout)
-        sizes = many.sizes(degrees)
-        experts = self._experts(layout)
-        parts = [numbered(many.whole, layout, experts, sizes)]
-        if kind in self.single:
-            single = self.composite((kind, True), layout)
-            of_single = single.sizes(degrees)
-            same = [op.structure for op in single.whole.ops] == [op.structure for op in many.whole.ops]
-            if not same or {size: at_one_sample(value) for size, value in sizes.items()} != of_single:
-                parts.append(numbered(single.whole, layout, experts, of_single))
+        composites = (many, self.composite((kind, True), layout)) if kind in self.single else (many,)
+        values = [composite.values(degrees) for composite in composites]
+        of_experts = (self._experts(layout), expert_replicas(layout)) if many.is_of_experts else ()
+        ranks = tuple(group_size(layout, axis) for composite in composites for axis in composite.axes)
+        key = (*map(id, composites), of_experts, ranks, *(tuple(each.values()) for each in values))
+        if key not in self._parts:
+            sizes = [composite.sizes_of(each) for composite, each in zip(composites, values, strict=True)]
+            self._parts[key] = self._numbered(composites, layout, sizes)
+        return self._parts[key]
+
+    def _numbered(
+        self, composites: Sequence[Composite], layout: Layout, sizes: Sequence[Mapping[Size, Expression]]
+    ) -> tuple[Part, ...]:
+        experts, many = self._experts(layout), composites[0]
+        parts = [numbered(many.whole, layout, experts, sizes[0])]
+        for one, of_single in zip(composites[1:], sizes[1:], strict=True):
+            same = [op.structure for op in one.whole.ops] == [op.structure for op in many.whole.ops]
+            if not same or {size: at_one_sample(value) for size, value in sizes[0].items()} != of_single:
+                parts.append(numbered(one.whole, layout, experts, of_single))
         return tuple(parts)
 
     def composite(self, key: PartKey, layout: Layout) -> Composite:
@@ -222,7 +261,7 @@ class Composer:
             ]
             for block in set(homes.values())
         }
-        return Composite(
+        return Composite.of(
             whole, {size: self._scaling(key, size, block, sharing[block], layout) for size, block in homes.items()}
         )
 

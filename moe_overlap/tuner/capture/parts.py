@@ -173,7 +173,9 @@ class PartRecorder:
             return part
 
     def _make_tables(self, runnable: RunnablePart, samples: int, tokens: int) -> None:
-        """Build the tables that are computed once, or once for a sequence length, and belong to no recording."""
+        """Build the tables that layers compute once, or once for a sequence length, and that belong to no recording."""
+        if not runnable.is_layer:
+            return
         lengths = self._warm.setdefault(runnable.kind, set())
         if tokens in lengths:
             return

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moe_overlap.tuner.capture import cache
 from moe_overlap.tuner.capture import request as requests
-from moe_overlap.tuner.capture.cache import CorruptFileError, _capture, cached_capture, load_captured, save_captured
+from moe_overlap.tuner.capture.cache import CaptureFiles, CorruptFileError, joined, load_captured, save_captured
 from moe_overlap.tuner.capture.expression import B, Expression, S
 from moe_overlap.tuner.capture.graph import CapturedModel, Collective, Layout, Op, Part, Storage, check, complaints
+from moe_overlap.tuner.capture.processes import CaptureError, CaptureProcesses
 from moe_overlap.tuner.capture.request import Request
 from tests.unit.tuner.capture_cases import MOE, request
 
@@ -146,25 +150,21 @@ def test_a_corrupt_file_is_told(tmp_path: Path, damage: Any) -> None:
         load_captured(path)
 
 
-def test_the_cache_captures_once_and_again_when_corrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cache_captures_once_and_again_when_corrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran: list[str] = []
 
-    def capture(missing: dict[Path, Request]) -> None:
+    def capture(missing: Mapping[Path, Request]) -> None:
         for path, asked in missing.items():
             ran.append(asked.variant)
             save_captured(captured(asked.sha256()), path)
 
-    monkeypatch.setattr(cache, "_capture", capture)
-    asked = request(MOE)
-    arguments = (asked.config, asked.model, asked.layout, "te")
+    asked = [request(MOE), request(MOE, variant="full")]
     for _ in range(2):
-        found = cached_capture(*arguments, ("full",), cache_dir=tmp_path)  # type: ignore[arg-type]
+        found = joined(CaptureFiles(tmp_path, capture=capture).captures(asked), asked[0].model)
     assert ran == ["none", "full"] and len(found.parts) == 2 and found.layer_kinds == ("moe", "moe")
     assert capsys.readouterr().err == ""
     next(tmp_path.glob("*.json")).write_text("{}")
-    cached_capture(*arguments, ("full",), cache_dir=tmp_path)  # type: ignore[arg-type]
+    CaptureFiles(tmp_path, capture=capture).captures(asked)
     assert len(ran) == 3 and "captured again" in capsys.readouterr().err
 
 
@@ -194,8 +194,60 @@ def test_files_that_answer_are_no_part_of_a_capture() -> None:
         assert not imported & answering, path
 
 
+STAND_IN = """
+import json, os, sys
+for line in sys.stdin:
+    values = json.loads(line)
+    if values["variant"] == "full":
+        raise SystemExit("what failed")
+    with open(values["path"], "w") as file:
+        file.write(str(os.getpid()))
+    print(values["path"], flush=True)
+"""
+
+
+def answered_by(paths: list[Path]) -> list[int]:
+    """The processes that wrote files."""
+    return [int(path.read_text()) for path in paths]
+
+
+def test_processes_stay_for_later_requests_and_share_many(tmp_path: Path) -> None:
+    processes = CaptureProcesses((sys.executable, "-c", STAND_IN), cores=2)
+    paths = [tmp_path / str(number) for number in range(9)]
+    processes.capture({paths[0]: request(MOE)})
+    (first,) = answered_by(paths[:1])
+    processes.capture(dict.fromkeys(paths[1:], request(MOE)))
+    assert first in answered_by(paths[1:]) and len(set(answered_by(paths[1:]))) == 2
+    ended = set(answered_by(paths))
+    del processes
+    for process in ended:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def test_a_process_that_fails_says_why_and_another_goes_on(tmp_path: Path) -> None:
+    processes = CaptureProcesses((sys.executable, "-c", STAND_IN), cores=1)
+    with pytest.raises(CaptureError, match="^what failed$"):
+        processes.capture({tmp_path / "0": request(MOE), tmp_path / "1": request(MOE, variant="full")})
+    processes.capture({tmp_path / "2": request(MOE)})
+    assert answered_by([tmp_path / "0"]) != answered_by([tmp_path / "2"])
+
+
+def test_a_forked_process_asks_its_own(tmp_path: Path) -> None:
+    processes = CaptureProcesses((sys.executable, "-c", STAND_IN), cores=1)
+    processes.capture({tmp_path / "0": request(MOE)})
+    forked = multiprocessing.get_context("fork").Process(
+        target=processes.capture, args=({tmp_path / "1": request(MOE)},)
+    )
+    forked.start()
+    forked.join()
+    processes.capture({tmp_path / "2": request(MOE)})
+    before, of_forked, after = answered_by([tmp_path / str(number) for number in range(3)])
+    assert before == after != of_forked
+
+
 @pytest.mark.slow
 def test_a_capture_runs_nothing_of_the_folder_it_is_asked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('the working directory was imported')")
     monkeypatch.chdir(tmp_path)
-    _capture({})
+    CaptureFiles(tmp_path).captures([request(MOE)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +12,9 @@ import pytest
 
 from moe_overlap.api import read_job
 from moe_overlap.tuner.capture import cache
+from moe_overlap.tuner.capture.blocks import NotComposableError
 from moe_overlap.tuner.capture.cache import CaptureFiles, save_captured
+from moe_overlap.tuner.capture.composition import Composer, Sample
 from moe_overlap.tuner.capture.expression import B, Expression, S
 from moe_overlap.tuner.capture.graph import PHASES, CapturedModel, Layout
 from moe_overlap.tuner.capture.library import BlockLibrary, Libraries
@@ -127,22 +129,42 @@ def test_tables_of_many_layouts_are_those_of_each() -> None:
     assert sorted(seen) == list(range(len(asked)))
 
 
-def test_libraries_answer_the_cost_model_as_captures_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(missing: dict[Path, Request]) -> None:
+def test_libraries_answer_the_cost_model_as_captures_do(tmp_path: Path) -> None:
+    def capture(missing: Mapping[Path, Request]) -> None:
         for path, asked in missing.items():
             save_captured(captured(asked), path)
 
-    monkeypatch.setattr(cache, "_capture", capture)
     flags = f"{MOE} --bf16 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
     job = read_job([*flags.split(), "--expert-tensor-parallel-size", "1", "--vocab-size", "512"], 4)
     said: list[str] = []
-    files = CaptureFiles(tmp_path, said.append)
+    files = CaptureFiles(tmp_path, said.append, capture)
     expected = files.graphs(job.config, job.model, job.plan, job.flags)
     assert len(said) == 1, "nobody waits in silence while operators are recorded"
-    assert CaptureFiles(tmp_path, said.append).graphs(job.config, job.model, job.plan, job.flags) == expected
+    again = CaptureFiles(tmp_path, said.append, capture)
+    assert again.graphs(job.config, job.model, job.plan, job.flags) == expected
     assert len(said) == 1, "what is kept is not recorded again"
-    graphs = Libraries(CaptureFiles(tmp_path)).graphs(job.config, job.model, job.plan, job.flags)
+    graphs = Libraries(files).graphs(job.config, job.model, job.plan, job.flags)
     assert graphs.keys() == expected.keys() and all(graphs[i].parts == expected[i].parts for i in graphs)
+
+
+def test_parts_that_are_remembered_are_those_of_their_layout_and_sizes() -> None:
+    """Layouts and sizes in any pairs, those too that go with no run: each is told apart by itself."""
+    asked = [replace(BASE, layout=layout) for layout in answers()[0].captured_layouts]
+    samples = [Sample.of(captured(one), one.model) for one in asked]
+    known, compared = Composer(BASE.model, samples), 0
+    cases = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (2, 1, 4, 1), (4, 1, 2, 1), (2, 2, 2, 1)]
+    layouts = [one.layout for one in requests(cases)]
+    for kind in known.kinds:
+        for layout, sizes in itertools.product(layouts, layouts):
+            of_sizes = Degrees.of(sizes, BASE.model.vocab_size, BASE.model.router_topk)
+            fresh = Composer(BASE.model, samples)
+            try:
+                expected = fresh.parts(kind, layout, of_sizes)
+            except (NotComposableError, UndeterminedError):
+                continue
+            assert known.parts(kind, layout, of_sizes) == expected, (kind, layout, sizes)
+            compared += 1
+    assert compared > 30
 
 
 def degrees(tensor: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1) -> Degrees:

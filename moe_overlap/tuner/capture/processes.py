@@ -1,0 +1,128 @@
+"""The processes that capture: started when something is missing, kept for what is missing later. No torch.
+
+Importing torch and megatron-core takes longer than a capture, and a search meets further layouts that must be captured when it is
+well on its way. So a process answers requests, one a line, until nobody asks any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from moe_overlap.tuner.capture.request import Request
+
+EACH = 4
+"""Captures that are worth a process."""
+MOST = 4
+"""Processes at once: each holds torch, about half a GiB."""
+
+
+class CaptureError(RuntimeError):
+    """The capturing process failed; the message is its last line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: subprocess.Popen[str]
+    errors: IO[str]
+
+    def ask(self, path: Path, request: Request) -> None:
+        """Send a request; its answer goes to `path`."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({**request.to_values(), "path": str(path.resolve())}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self.failure() from None
+
+    def failure(self) -> CaptureError:
+        """Why it ended."""
+        self.process.wait()
+        self.errors.seek(0)
+        lines = self.errors.read().strip().splitlines()
+        return CaptureError(lines[-1] if lines else "the capture was killed")
+
+    def end(self) -> None:
+        """End it; files are complete or absent whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.errors):
+            if stream is not None:
+                stream.close()
+
+
+class CaptureProcesses:
+    """Captures in other processes, as many as there are cores and work for; they end with this object.
+
+    Args:
+        command: of a process, which reads requests from stdin and writes a line to stdout behind each; default captures.
+        cores: default those of this machine.
+    """
+
+    def __init__(self, command: Sequence[str] = (), cores: int | None = None) -> None:
+        # -P: a torch.py in the folder that the user works in is not torch.
+        self._command = command or [sys.executable, "-P", "-m", "moe_overlap.tuner.capture"]
+        self._most = min(MOST, cores or os.cpu_count() or 1)
+        # By the process that started them: one that is forked from it shares their pipes, and must leave them alone.
+        self._workers: dict[int, list[_Worker]] = {}
+        weakref.finalize(self, _end_all, self._workers)
+
+    def capture(self, missing: Mapping[Path, Request]) -> None:
+        """Capture all requests, each to its path.
+
+        Raises:
+            CaptureError: a capture failed; those that are done stay.
+        """
+        left = list(missing.items())[::-1]
+        workers = self._workers.setdefault(os.getpid(), [])
+        while len(workers) < min(self._most, -(-len(left) // EACH)):
+            workers.append(self._started())
+        try:
+            with selectors.DefaultSelector() as busy:
+                for worker in workers[: len(left)]:
+                    worker.ask(*left.pop())
+                    busy.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+                while busy.get_map():
+                    for key, _ in busy.select():
+                        worker = key.data
+                        if not worker.process.stdout.readline():
+                            raise worker.failure()
+                        if left:
+                            worker.ask(*left.pop())
+                        else:
+                            busy.unregister(key.fileobj)
+        except BaseException:
+            # What they still do is an answer to nobody.
+            _end_all(self._workers)
+            raise
+
+    def _started(self) -> _Worker:
+        root = Path(__file__).parents[3]
+        environment = {
+            **os.environ,
+            # The capture pretends a machine without CUDA, and needs no threads.
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        }
+        # A file, because nobody reads a pipe in time.
+        errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (closed by `end`)
+        process = subprocess.Popen(
+            self._command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        return _Worker(process, errors)
+
+
+def _end_all(workers: dict[int, list[_Worker]]) -> None:
+    """End the processes that this one started."""
+    for worker in workers.pop(os.getpid(), []):
+        worker.end()
