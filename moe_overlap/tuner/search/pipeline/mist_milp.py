@@ -43,6 +43,7 @@ from moe_overlap.tuner.search.pipeline.stage_options import (
 )
 from moe_overlap.tuner.search.pipeline.thresholds import ROUNDING, search_thresholds
 from moe_overlap.tuner.search.solution import Solution, Status
+from moe_overlap.tuner.search.solver_output import output_among_errors
 
 AGREE = 1e-5
 """Share of the objective by which the solver, whose rows hold to a millionth, may be off."""
@@ -369,12 +370,13 @@ class _Program:
             hints.append(mathopt.SolutionHint(variable_values=values))
         limit = None if math.isinf(seconds) else datetime.timedelta(seconds=max(0.0, seconds))
         parameters = mathopt.SolveParameters(time_limit=limit, relative_gap_tolerance=gap, absolute_gap_tolerance=0.0)
-        result = mathopt.solve(
-            self.model,
-            mathopt.SolverType.HIGHS,
-            params=parameters,
-            model_params=mathopt.ModelSolveParameters(solution_hints=hints),
-        )
+        with output_among_errors():
+            result = mathopt.solve(
+                self.model,
+                mathopt.SolverType.HIGHS,
+                params=parameters,
+                model_params=mathopt.ModelSolveParameters(solution_hints=hints),
+            )
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return _Result(None, math.inf, math.inf, True)
