@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,9 @@ from megatron.core.utils import get_model_config
 
 from megatron.training.cli.config import Config
 from megatron.training.cli.config import OptimizerConfig as OptimizerFlags
+from megatron.training.cli.fused_gradients import gradient_fusion, sums_in_fp32
+from megatron.training.cli.start import Machine, this_machine
+from megatron.training.model.fused_gradients import fuse_weight_gradients
 from megatron.training.model.stage_config import weight_type
 from moe_overlap.plan.plan import Plan
 
@@ -27,20 +31,19 @@ def wrap_chunks(
     bucket_marks: Sequence[torch.nn.Parameter] = (),
     weight_gradients_come_later: bool = False,
 ) -> list[DistributedDataParallel]:
-    """Give every chunk gradient buffers that are reduced over the data-parallel ranks.
+    """Give every chunk gradient buffers that are reduced over the data-parallel ranks, and its products the sums to add to.
 
     Args:
         plan: says the precision.
         bucket_marks: parameters that begin a new bucket each; reductions are then started from outside, not by DDP.
         weight_gradients_come_later: modules announce their weights' gradients themselves, after their backward pass.
     """
-    parallel, optimizer = config.parallel, config.optimizer
+    parallel = config.parallel
     # With marks the instruction list starts every reduction. DDP's hooks would start them again, in the order of
     # backward.
     bucket_by_bucket = parallel.overlap_grad_reduce and not bucket_marks
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=optimizer.accumulate_allreduce_grads_in_fp32
-        or (weight_type(config, plan) == torch.bfloat16 and not optimizer.grad_reduce_in_bf16),
+        grad_reduce_in_fp32=sums_in_fp32(config, plan),
         overlap_grad_reduce=bucket_by_bucket,
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=True,
@@ -51,7 +54,7 @@ def wrap_chunks(
         gradient_reduce_div_fusion=torch.cuda.is_available(),
     )
     with _alone_in_their_buckets(bucket_marks):
-        return [
+        wrapped = [
             DistributedDataParallel(
                 config=get_model_config(chunk),
                 ddp_config=ddp_config,
@@ -62,6 +65,13 @@ def wrap_chunks(
             )
             for index, chunk in enumerate(chunks)
         ]
+    fuse_weight_gradients(wrapped, gradient_fusion(config, plan, machine_of_process()))
+    return wrapped
+
+
+def machine_of_process() -> Machine:
+    """This machine, with a GPU if this process sees one."""
+    return dataclasses.replace(this_machine(), cuda=torch.cuda.is_available())
 
 
 @contextmanager

@@ -290,6 +290,8 @@ class OptimizerConfig:
     """Accumulate and reduce gradients in fp32; the default with --bf16."""
     grad_reduce_in_bf16: bool = False
     """Accumulate and reduce gradients in bf16, with --bf16."""
+    gradient_accumulation_fusion: bool = flag(True, off="--no-gradient-accumulation-fusion")
+    """Products add weight gradients to fp32 sums themselves, where a GPU has Transformer Engine's or apex's kernel."""
     override_opt_param_scheduler: bool = flag(False, "--override-opt-param-scheduler", "--override-opt_param-scheduler")
     """On load: take the schedule from the flags, not from the checkpoint."""
     use_checkpoint_opt_param_scheduler: bool = flag(

@@ -11,6 +11,7 @@ from megatron.training.cli.arguments import ParsedArguments
 from megatron.training.cli.config import Config
 from megatron.training.cli.flags.table import config_flags, flag_texts
 from megatron.training.cli.flags.without_effect import idle_flags, reads_vocab_file
+from megatron.training.cli.fused_gradients import kernels_line
 from megatron.training.cli.packages import is_installed, packages_of
 from megatron.training.cli.sizes import (
     ParallelLayout,
@@ -69,6 +70,7 @@ def dry_run(parsed: ParsedArguments, world_size: int | None, out: TextIO) -> Non
         _line("layout", layout_line(layout, config)),
         *([_line("in flight", in_flight_line(plan))] if has_pairs(plan) else []),
         *([_line("gate", gate_line(gate))] if (gate := gate_of_run(config, plan)) != config.overlap.moe_gate else []),
+        _line("kernels", kernels_line(config, plan, machine)),
         *(_line(subject, text) for subject, text in parsed.told),
         "",
         "flags that differ from the defaults",

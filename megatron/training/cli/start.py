@@ -20,6 +20,8 @@ from megatron.training.cli.packages import is_installed
 from megatron.training.cli.sizes import layout_parts
 from moe_overlap.describe.errors import ConfigError
 
+PACKAGES = ("transformer_engine", "deep_ep", "apex", "fused_weight_gradient_mlp_cuda")
+"""Packages with kernels for GPUs; the last is part of apex, where apex was built with it."""
 DRY_RUN = "drop the flag; --dry-run accepts it"
 
 
@@ -29,7 +31,7 @@ class Machine:
 
     cuda: bool
     packages: frozenset[str]
-    """The installed ones of `transformer_engine` and `deep_ep`."""
+    """The installed ones of `PACKAGES`."""
 
     def lacks(self, need: str) -> str | None:
         """The GPU or package that is missing for a need of `cli/config_fields.py`; None if nothing is."""
@@ -40,7 +42,7 @@ class Machine:
 
 def this_machine() -> Machine:
     """Describe this machine from its devices and installed packages, without torch."""
-    packages = (name for name in ("transformer_engine", "deep_ep") if is_installed(name))
+    packages = (name for name in PACKAGES if is_installed(name))
     return Machine(cuda_is_there(), frozenset(packages))
 
 

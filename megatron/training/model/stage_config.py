@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megatron.training.cli.config import Config
+from megatron.training.cli.fused_gradients import weight_kind
 from megatron.training.model.layers.local_modules import transformer_engine_is_installed
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.capabilities import NARROW
 from moe_overlap.plan.plan import Plan, Recompute
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
@@ -68,6 +68,7 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "calculate_per_token_loss": config.training.calculate_per_token_loss,
         "bias_dropout_fusion": has_cuda,
+        # `fused_gradients.py` switches it on for the products that have a kernel, once there are sums to add to.
         "gradient_accumulation_fusion": False,
         # gloo sends from the output's own memory and does not keep it alive: freed under an overlapped send, garbage arrives.
         "deallocate_pipeline_outputs": has_cuda,
@@ -101,13 +102,8 @@ def transformer_config(
 
 
 def weight_type(config: Config, plan: Plan) -> torch.dtype:
-    """The type of weights and activations; master weights are fp32.
-
-    A plan of fp8 or fp4 names the type of the products; which type the weights have then is a setting of training.
-    """
-    if plan.precision in NARROW:
-        return torch.float16 if config.precision.fp16 else torch.bfloat16 if config.optimizer.bf16 else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.precision]
+    """The type of weights and activations; master weights are fp32."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[weight_kind(config, plan)]
 
 
 def _precision_fields(config: Config, plan: Plan) -> dict[str, Any]:

@@ -111,7 +111,7 @@ WITHOUT_EFFECT = (
     _group(
         "faster GPU kernels of the same mathematics: chosen by what is installed",
         "no-bias-*-fusion no-masked-softmax-fusion no-rope-fusion no-persist-layer-norm "
-        "no-gradient-accumulation-fusion no-gradient-reduce-div-fusion "
+        "no-gradient-reduce-div-fusion "
         "attention-backend use-flash-attn flash-attention-version "
         "transformer-impl moe-grouped-gemm moe-use-legacy-grouped-gemm "
         "moe-permute-fusion moe-router-fusion moe-use-grouped-tensor moe-single-grouped-* use-grouped-gemm-for-* "

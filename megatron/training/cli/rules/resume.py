@@ -108,7 +108,7 @@ FREE = {
         "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d "
         "pin_cpu_grads pin_cpu_params",
         # Gradients are reduced in fp32 in any case but that of grad_reduce_in_bf16.
-        optimizer="accumulate_allreduce_grads_in_fp32",
+        optimizer="accumulate_allreduce_grads_in_fp32 gradient_accumulation_fusion",
         training="micro_batch_size deterministic_mode",
         data="num_workers mmap_bin_files data_cache_path",
         overlap="moe_overlap_partitions moe_overlap_range moe_overlap_micro_batches moe_overlap_capacity_chunks "
