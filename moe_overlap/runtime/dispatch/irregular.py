@@ -223,8 +223,8 @@ class Handle:
         name: the layer's operator (`L3.moe`), for errors and spans.
         map_TE: which tokens go to which experts.
         to_expert_E: rows per expert, on the device of the tokens.
-        row_sources_N: index token · E + expert of every permuted row; of rows past the routed ones any, and of places of a static
-            capacity that no token took 0.
+        row_sources_N: index token · E + expert of every permuted row; rows past the routed ones, and places of a static capacity
+            that no token took, repeat index 0.
         probs_dtype: type of the probabilities.
         tag: first of this handle's tags.
         arriving: the counts under way; None until `start_counts`.
@@ -332,11 +332,12 @@ class IrregularDispatcher:
             return self._open_static(chosen.view(experts, tokens), map_TE, to_expert_E, probs_dtype, name, capacity)
         if most_rows is None or not self.takes_bounds:
             most_rows = None if self.rows_per_token is None else tokens * self.rows_per_token
-        if most_rows is None:
-            sources = chosen.nonzero().view(-1)
-        else:
-            # Chosen pairs first, in their order: so the rows are found without asking the host how many there are.
-            sources = chosen.view(torch.uint8).sort(descending=True, stable=True).indices[:most_rows]
+        rows = int(to_expert_E.sum()) if most_rows is None else most_rows
+        # Scattering each chosen pair to its running number finds the rows without asking the host how many there are.
+        # Pairs that were not chosen land behind the last row and are cut off.
+        places = torch.where(chosen, chosen.cumsum(0) - 1, rows).clamp(max=rows)
+        pairs = torch.arange(chosen.numel(), device=chosen.device)
+        sources = pairs.new_zeros(rows + 1).scatter_(0, places, pairs)[:rows]
         # From expert · T + token to token · E + expert. A rank without tokens still takes part in the all-to-alls.
         flat = sources % max(tokens, 1) * experts + sources // max(tokens, 1)
         return Handle(name, map_TE, to_expert_E, flat, probs_dtype, self.take_tags())
@@ -369,7 +370,7 @@ class IrregularDispatcher:
         if self.in_order:
             tokens_N = handle.row_tokens_N
             if tokens_N is None:
-                # Rows past the routed ones are of some token, and belong to none.
+                # Rows past the routed ones repeat a token that has rows of its own: they belong to none.
                 numbers_N = torch.arange(places_N.shape[0], device=places_N.device)
                 tokens_N = places_N.masked_fill(numbers_N >= handle.to_expert_E.sum(), handle.tokens)
             rows = SelectInOrder.apply(hidden_TH, places_N, tokens_N)

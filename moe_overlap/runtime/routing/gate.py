@@ -188,12 +188,13 @@ class Gate(TopKRouter):
 
         probs_TE, wanted_TE = self.choose(logits_TE, state, samples)
         map_TE, used_E = self.keep(wanted_TE, logits_TE, entry.used_E, state, samples)
-        if self.capacity(state) is not None:
-            # Weights of the experts that dropped a token are not spread over its others, as in megatron-core.
-            probs_TE = probs_TE * map_TE
+        # Weights of the experts that dropped a token are not spread over its others, as in megatron-core.
+        probs_TE = probs_TE * map_TE
 
         if totals is not None and self.is_aux_loss_enabled():
-            balance_map_TE, scores_TE = self.balanced(logits_TE, wanted_TE, padding_T)
+            balance_map_TE, scores_TE = compute_routing_scores_for_aux_loss(
+                logits_TE, self.topk, self.score_function, self.config.moe_router_fusion, padding_T
+            )
             if not is_repeated:
                 add_counts(totals, scores_TE, balance_map_TE, samples)
             probs_TE = LateBalanceGradient.apply(probs_TE, scores_TE, totals, samples)
@@ -217,13 +218,6 @@ class Gate(TopKRouter):
     def choose(self, logits_TE: Tensor, state: RoutingState, samples: range) -> tuple[Tensor, Tensor]:
         """Choose the experts of one partition's tokens, capacity aside; returns (weights_TE, map_TE)."""
 
-    def balanced(self, logits_TE: Tensor, wanted_TE: Tensor, padding_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the balancing losses count: (map_TE of the k highest scores, scores_TE), whatever was chosen."""
-        map_TE, scores_TE = compute_routing_scores_for_aux_loss(
-            logits_TE, self.topk, self.score_function, self.config.moe_router_fusion, padding_T
-        )
-        return map_TE, scores_TE
-
     def capacity(self, state: RoutingState) -> int | None:
         """Tokens that each expert takes of the whole micro-batch; None without a limit."""
         factor = self.config.moe_expert_capacity_factor
@@ -244,12 +238,7 @@ class Gate(TopKRouter):
         self, wanted_TE: Tensor, logits_TE: Tensor, used_E: Tensor, state: RoutingState, samples: range
     ) -> tuple[Tensor, Tensor]:
         """Drop tokens beyond capacity, counted sample by sample; returns (map_TE, capacity used after them)."""
-        capacity = self.capacity(state)
-        if (
-            capacity is None
-        ):  # Nothing is dropped, and nobody asks how much is used: each operator costs a GPU's host a launch.
-            return wanted_TE, used_E
-        kept_TE, used_E = drop_beyond_capacity(sample_major(wanted_TE, len(samples)), used_E, capacity)
+        kept_TE, used_E = drop_beyond_capacity(sample_major(wanted_TE, len(samples)), used_E, self.capacity(state))
         return position_major(kept_TE, len(samples)), used_E
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

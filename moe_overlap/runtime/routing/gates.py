@@ -55,66 +55,38 @@ class TopKGate(Gate):
     name = "topk"
 
     def choose(self, logits_TE: Tensor, state: RoutingState, samples: range) -> tuple[Tensor, Tensor]:
-        """Choose by score, token by token, as megatron-core does and in fewer operators."""
-        if self._is_chosen_by_core:
-            return topk_routing_with_score_function(
-                logits_TE,
-                self.topk,
-                use_pre_softmax=self.config.moe_router_pre_softmax,
-                num_groups=self.config.moe_router_num_groups,
-                group_topk=self._group_topk(logits_TE),
-                scaling_factor=self.config.moe_router_topk_scaling_factor,
-                score_function=self.score_function,
-                expert_bias=self.expert_bias,
-                fused=self.config.moe_router_fusion,
-                router_replay=self.router_replay,
-            )
-        if self.score_function == "softmax":
-            weights_TK, chosen_TK = self._by_softmax(logits_TE)
-        else:
-            weights_TK, chosen_TK = self._by_sigmoid(logits_TE)
-        return spread(logits_TE, chosen_TK, self.scaled(weights_TK))
-
-    @property
-    def _is_chosen_by_core(self) -> bool:
-        """Whether a fused kernel of Transformer Engine chooses, or a recorded choice is repeated."""
-        return self.config.moe_router_fusion or self.router_replay is not None
-
-    def balanced(self, logits_TE: Tensor, wanted_TE: Tensor, padding_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The choice itself is that of the k highest scores, where nothing but a token's softmax makes it."""
-        if self._is_chosen_by_core or self.score_function != "softmax" or padding_T is not None or self._has_groups:
-            return super().balanced(logits_TE, wanted_TE, padding_T)
-        return wanted_TE, torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-
-    @property
-    def _has_groups(self) -> bool:
-        return bool(self.config.moe_router_group_topk)
+        """Choose by score, token by token."""
+        by_core = self.score_function == "softmax" or self.config.moe_router_fusion or self.router_replay is not None
+        if not by_core:
+            return self._choose_by_sigmoid(logits_TE)
+        return topk_routing_with_score_function(
+            logits_TE,
+            self.topk,
+            use_pre_softmax=self.config.moe_router_pre_softmax,
+            num_groups=self.config.moe_router_num_groups,
+            group_topk=self._group_topk(logits_TE),
+            scaling_factor=self.config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            fused=self.config.moe_router_fusion,
+            router_replay=self.router_replay,
+        )
 
     def _group_topk(self, logits_TE: Tensor) -> int | None:
         """Groups a token may reach; megatron-core's routine cannot shape an empty partition."""
         return self.config.moe_router_group_topk if logits_TE.shape[0] else None
 
-    def _highest(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """The k highest scores of each token, in groups where the model has them: (scores_TK, experts_TK)."""
-        if reached := self._group_topk(scores_TE):
-            sizes = (scores_TE.shape[0], self.num_experts, self.config.moe_router_num_groups)
-            values_TK, chosen_TK = group_limited_topk(scores_TE, self.topk, *sizes, reached)
-            return values_TK, chosen_TK
-        highest = scores_TE.topk(self.topk, dim=-1)
-        return highest.values, highest.indices
-
-    def _by_softmax(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        if self.config.moe_router_pre_softmax:
-            return self._highest(torch.softmax(logits_TE, dim=-1, dtype=torch.float32).type_as(logits_TE))
-        values_TK, chosen_TK = self._highest(logits_TE)
-        return torch.softmax(values_TK, dim=-1, dtype=torch.float32).type_as(logits_TE), chosen_TK
-
-    def _by_sigmoid(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """On scores that do not depend on where a token stands in the tensor."""
+    def _choose_by_sigmoid(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose as megatron-core does, on scores that do not depend on where a token stands in the tensor."""
         scores_TE = sigmoid_scores(logits_TE)
         biased_TE = scores_TE.detach() if self.expert_bias is None else scores_TE.detach() + self.expert_bias
-        _, chosen_TK = self._highest(biased_TE)
-        return normalised(scores_TE.gather(1, chosen_TK)), chosen_TK
+        reached = self._group_topk(logits_TE)
+        if reached:
+            sizes = (logits_TE.shape[0], self.num_experts, self.config.moe_router_num_groups)
+            _, chosen_TK = group_limited_topk(biased_TE, self.topk, *sizes, reached)
+        else:
+            chosen_TK = biased_TE.topk(self.topk, dim=-1).indices
+        return spread(logits_TE, chosen_TK, self.scaled(normalised(scores_TE.gather(1, chosen_TK))))
 
 
 class SwitchGate(TopKGate):

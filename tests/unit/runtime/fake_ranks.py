@@ -43,9 +43,6 @@ WAITS_FOR_THE_DEVICE = frozenset(
 """Operators whose result, or whose shape, the host must read from the device."""
 
 
-LIKE_VIEWS = frozenset({"_unsafe_view", "detach", "new_empty", "new_empty_strided", "empty_like", "lift_fresh"})
-"""Operators that launch nothing and do not count as views of torch: they make tensors without filling them."""
-
 STARTED, COMPUTED, READ = "started", "computed", "read"
 
 
@@ -54,8 +51,7 @@ class DeviceMode(TorchDispatchMode):
 
     Attributes:
         waits: operators that the host would wait for, by the instruction that was current.
-        operators: operators that were called, by the instruction that was current.
-        views: those of them that launch no kernel.
+        operators: operators that were launched, by the instruction that was current.
         issued: what the host did, in order: COMPUTED an instruction, STARTED or READ counts.
     """
 
@@ -64,7 +60,6 @@ class DeviceMode(TorchDispatchMode):
         self.instruction: Instruction | None = None
         self.waits: list[tuple[Instruction | None, str]] = []
         self.operators: Counter[Instruction | None] = Counter()
-        self.views: Counter[Instruction | None] = Counter()
         self.issued: list[str] = []
 
     def note(self, operator: str) -> None:
@@ -73,7 +68,6 @@ class DeviceMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         self.operators[self.instruction] += 1
-        self.views[self.instruction] += function.is_view or function.overloadpacket.__name__ in LIKE_VIEWS
         name, named = function.overloadpacket.__name__, named or {}
         repeats = name == "repeat_interleave" and named.get("output_size") is None
         if name in WAITS_FOR_THE_DEVICE or repeats or _finds_places(name, arguments):

@@ -52,8 +52,7 @@ def test_equals_the_whole(name: str, fields: dict, factor: float | None) -> None
         assert torch.equal(parts.map, whole.map), sizes
         assert torch.equal(parts.probs, whole.probs), sizes
         assert torch.equal(parts.state.used_E, whole.state.used_E) and parts.state.is_complete
-        # Without a capacity nobody counts what is used of it.
-        assert factor is None or torch.equal(filled_slots(parts, sizes), filled_slots(whole, [SAMPLES]))
+        assert torch.equal(filled_slots(parts, sizes), filled_slots(whole, [SAMPLES]))
 
 
 def filled_slots(routed, sizes: list[int]) -> torch.Tensor:
