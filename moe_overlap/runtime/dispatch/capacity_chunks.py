@@ -52,7 +52,10 @@ def capacity_chunks(stages: IrregularDispatcher, handle: Handle, degree: int) ->
         counts = handle.counts.chunk(index, degree)
         rows_N = _rows_of_chunk(handle.counts, index, degree, handle.row_sources_N.device)
         sources = handle.row_sources_N.index_select(0, rows_N)
-        own = replace(handle, row_sources_N=sources, tag=stages.take_tags(), arriving=Known(counts))
+        places = handle.row_places_N.index_select(0, rows_N)
+        own = replace(
+            handle, row_sources_N=sources, row_places_N=places, tag=stages.take_tags(), arriving=Known(counts)
+        )
         chunks.append(CapacityChunk(own, rows_N))
     return chunks
 

@@ -38,9 +38,13 @@ from moe_overlap.runtime.dispatch.wire import (
     GatherUnpack,
     Pack,
     Pending,
+    PermutePacked,
+    Reorder,
+    SortUnpack,
     SumOwnRows,
     TensorRanks,
     Unpack,
+    inverse,
 )
 
 
@@ -161,7 +165,9 @@ class CountAllToAll:
 
     def _start_wire(self, to_expert_E: Tensor, tag: int, name: str) -> Pending[Tensor]:
         # The rows are gathered over the expert-tensor ranks later: each of them must know all counts.
-        rows = to_expert_E.view(self.expert_ranks, -1).repeat_interleave(self.tensor_ranks, dim=0)
+        rows = to_expert_E.view(self.expert_ranks, -1)
+        if self.tensor_ranks > 1:
+            rows = rows.repeat_interleave(self.tensor_ranks, dim=0)
         ones = [1] * self.all_to_all.size
         return self.all_to_all.start(rows, ones, ones, tag=tag, name=name)
 
@@ -225,6 +231,7 @@ class Handle:
         to_expert_E: rows per expert, on the device of the tokens.
         row_sources_N: index token · E + expert of every permuted row; rows past the routed ones, and places of a static capacity
             that no token took, repeat index 0.
+        row_places_N: token of every permuted row; as above, 0 where there is none.
         probs_dtype: type of the probabilities.
         tag: first of this handle's tags.
         arriving: the counts under way; None until `start_counts`.
@@ -235,6 +242,7 @@ class Handle:
     map_TE: Tensor
     to_expert_E: Tensor
     row_sources_N: Tensor
+    row_places_N: Tensor
     probs_dtype: torch.dtype
     tag: int
     arriving: Pending[Counts] | None = None
@@ -326,21 +334,17 @@ class IrregularDispatcher:
         tokens, experts = map_TE.shape
         assert experts % self.wires.rows.size == 0, f"{name}: {experts} experts on {self.wires.rows.size} ranks"
         assert (capacity is not None) == self.static_capacity, f"{name}: a static capacity is that of every pass"
-        chosen = map_TE.bool().t().reshape(-1)  # expert by expert, tokens in order
-        to_expert_E = chosen.view(experts, tokens).sum(dim=1)
+        chosen_TE = map_TE.bool()
+        to_expert_E = chosen_TE.sum(dim=0)
         if capacity is not None:
-            return self._open_static(chosen.view(experts, tokens), map_TE, to_expert_E, probs_dtype, name, capacity)
+            return self._open_static(chosen_TE.t().contiguous(), map_TE, to_expert_E, probs_dtype, name, capacity)
         if most_rows is None or not self.takes_bounds:
             most_rows = None if self.rows_per_token is None else tokens * self.rows_per_token
         rows = int(to_expert_E.sum()) if most_rows is None else most_rows
-        # Scattering each chosen pair to its running number finds the rows without asking the host how many there are.
-        # Pairs that were not chosen land behind the last row and are cut off.
-        places = torch.where(chosen, chosen.cumsum(0) - 1, rows).clamp(max=rows)
-        pairs = torch.arange(chosen.numel(), device=chosen.device)
-        sources = pairs.new_zeros(rows + 1).scatter_(0, places, pairs)[:rows]
-        # From expert · T + token to token · E + expert. A rank without tokens still takes part in the all-to-alls.
-        flat = sources % max(tokens, 1) * experts + sources // max(tokens, 1)
-        return Handle(name, map_TE, to_expert_E, flat, probs_dtype, self.take_tags())
+        # Expert by expert, tokens in order. The bound on their number saves asking the device for it: one operator, no wait.
+        experts_N, places_N = torch.nonzero_static(chosen_TE.t(), size=rows, fill_value=0).unbind(1)
+        flat_N = torch.add(experts_N, places_N, alpha=experts)
+        return Handle(name, map_TE, to_expert_E, flat_N, places_N, probs_dtype, self.take_tags())
 
     def _open_static(
         self, chosen_ET: Tensor, map_TE: Tensor, to_expert_E: Tensor, probs_dtype: torch.dtype, name: str, capacity: int
@@ -353,12 +357,14 @@ class IrregularDispatcher:
         pairs = torch.arange(chosen_ET.numel(), device=chosen_ET.device)
         sources = pairs.new_full((rows + 1,), -1).scatter_(0, places, pairs)[:rows]
         is_empty, sources = sources < 0, sources.clamp(min=0)
-        tokens_N = (sources % max(tokens, 1)).masked_fill(is_empty, tokens)
-        flat = sources % max(tokens, 1) * experts + sources // max(tokens, 1)
+        # A rank without tokens still takes part in the all-to-alls.
+        places_N = sources % max(tokens, 1)
+        tokens_N = places_N.masked_fill(is_empty, tokens)
+        flat = places_N * experts + sources // max(tokens, 1)
         ranks, local = self.wires.rows.size, experts // self.wires.rows.size
         sources_QPL = (((capacity,) * local,) * ranks,) * self.wires.tensor.size
         counts = Counts((capacity,) * experts, sources_QPL, self.wires.tensor.rank)
-        return Handle(name, map_TE, to_expert_E, flat, probs_dtype, self.take_tags(), Known(counts), tokens_N)
+        return Handle(name, map_TE, to_expert_E, flat, places_N, probs_dtype, self.take_tags(), Known(counts), tokens_N)
 
     def take_tags(self) -> int:
         """Reserve the tags of a new handle and return the first; all ranks open their handles in the same order."""
@@ -366,7 +372,7 @@ class IrregularDispatcher:
 
     def select(self, hidden_TH: Tensor, probs_TE: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
         """Tokens [N, H] and probabilities [N] in order of their expert, unpacked."""
-        places_N = handle.row_sources_N // handle.map_TE.shape[1]
+        places_N = handle.row_places_N
         if self.in_order:
             tokens_N = handle.row_tokens_N
             if tokens_N is None:
@@ -389,7 +395,9 @@ class IrregularDispatcher:
     ) -> tuple[Tensor, Handle]:
         """Stage 1: packed rows [N, X] in order of their expert, and the handle of this pass."""
         handle = self.open(map_TE, probs_TE.dtype, name, most_rows, capacity)
-        return Pack.apply(*self.select(hidden_TH, probs_TE, handle)), handle
+        if self.in_order:
+            return Pack.apply(*self.select(hidden_TH, probs_TE, handle)), handle
+        return PermutePacked.apply(hidden_TH, probs_TE, handle.row_places_N, handle.row_sources_N), handle
 
     def start_counts(self, handle: Handle) -> Pending[Counts]:
         """Stage 2: the all-to-all of counts. Its wait returns them; a later stage that needs them waits itself."""
@@ -404,15 +412,19 @@ class IrregularDispatcher:
         routed = sum(sent)
         assert routed <= rows_NX.shape[0], f"{handle.name}: {routed} rows routed, {rows_NX.shape[0]} allowed for"
         tag, name = handle.tag + _DISPATCH, f"{handle.name}.dispatch"
-        return self.wires.rows.start(rows_NX[:routed], sent, received, tag=tag, name=name)
+        rows_NX = rows_NX if rows_NX.shape[0] == routed else rows_NX[:routed]
+        return self.wires.rows.start(rows_NX, sent, received, tag=tag, name=name)
 
     def sort(self, received_NX: Tensor, handle: Handle) -> tuple[Tensor, Tensor, Tensor]:
         """Stage 4: rows [M, H] expert by expert, rows of each expert [L] int64 on the host, probabilities [M].
 
         M: rows of all expert-tensor ranks. Within an expert: by expert-tensor rank, then expert rank, then token.
         """
-        rows, probs = self.arrive(received_NX, handle)
-        return self.by_expert(rows, probs, handle)
+        if self.wires.tensor.size > 1:
+            return self.by_expert(*self.arrive(received_NX, handle), handle)
+        counts = handle.counts
+        rows, probs = SortUnpack.apply(received_NX, handle.probs_dtype, counts.by_source, _expert_major(counts))
+        return rows, torch.tensor(counts.per_expert, dtype=torch.int64), probs
 
     def arrive(self, received_NX: Tensor, handle: Handle) -> tuple[Tensor, Tensor]:
         """Rows and probabilities of received packed rows; with expert-tensor ranks, everybody's."""
@@ -425,7 +437,8 @@ class IrregularDispatcher:
         counts = handle.counts
         order = _expert_major(counts)
         per_expert = torch.tensor(counts.per_expert, dtype=torch.int64)
-        return _reorder(rows_MH, counts.by_source, order), per_expert, _reorder(probs_M, counts.by_source, order)
+        rows, probs = (Reorder.apply(x, counts.by_source, order) for x in (rows_MH, probs_M))
+        return rows, per_expert, probs
 
     def unsort(self, output_MH: Tensor, handle: Handle) -> Tensor:
         """Stage 5: the experts' output [M, H] in the order in which its rows came; with expert-tensor ranks, this rank's rows."""
@@ -434,10 +447,8 @@ class IrregularDispatcher:
     def by_arrival(self, output_MH: Tensor, handle: Handle) -> Tensor:
         """Undo `by_expert`."""
         counts = handle.counts
-        order = _expert_major(counts)
-        sizes = [counts.by_source[piece] for piece in order]
-        places = sorted(range(len(order)), key=order.__getitem__)
-        return _reorder(output_MH, sizes, places)
+        returned: Tensor = Reorder.apply(output_MH, *inverse(counts.by_source, _expert_major(counts)))
+        return returned
 
     def leave(self, output_MH: Tensor, handle: Handle) -> Tensor:
         """Sum the output over the expert-tensor ranks and keep this rank's rows."""
@@ -455,15 +466,16 @@ class IrregularDispatcher:
         """Stage 7: [T, H] the sum of each token's results; zero where no expert took it."""
         tokens_N = handle.row_tokens_N
         if tokens_N is None:
-            tokens_N = handle.row_sources_N[: returned_NH.shape[0]] // handle.map_TE.shape[1]
+            tokens_N = handle.row_places_N
+            if tokens_N.shape[0] != returned_NH.shape[0]:
+                tokens_N = tokens_N[: returned_NH.shape[0]]
         if self.in_order:
             return SumInOrder.apply(returned_NH, tokens_N, handle.tokens)
         if handle.row_tokens_N is not None:
             # One token more, which takes what came back from places that no token took, and is cut off.
-            return returned_NH.new_zeros((handle.tokens + 1, returned_NH.shape[1])).index_add(0, tokens_N, returned_NH)[
-                :-1
-            ]
-        return returned_NH.new_zeros((handle.tokens, returned_NH.shape[1])).index_add(0, tokens_N, returned_NH)
+            sums_TH = returned_NH.new_zeros((handle.tokens + 1, returned_NH.shape[1]))
+            return sums_TH.index_add_(0, tokens_N, returned_NH)[:-1]
+        return returned_NH.new_zeros((handle.tokens, returned_NH.shape[1])).index_add_(0, tokens_N, returned_NH)
 
     def start_combine_backward(self, gradient_NH: Tensor, handle: Handle) -> Pending[Tensor]:
         """Gradient of the rows that came back -> gradient of the rows `start_combine` was given."""
@@ -504,11 +516,3 @@ def _expert_major(counts: Counts) -> list[int]:
     each = counts.experts_per_rank
     pieces = len(counts.by_source)
     return [piece for expert in range(each) for piece in range(expert, pieces, each)]
-
-
-def _reorder(rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
-    """Cut `rows` into pieces of `sizes` and put them together in `order`."""
-    if order == list(range(len(order))):
-        return rows
-    pieces = rows.split(sizes)
-    return torch.cat([pieces[index] for index in order])

@@ -116,7 +116,7 @@ class AllToAll:
         assert len(send_counts) == len(receive_counts) == self.size, f"{name}: {self.size} counts each way"
         assert rows.shape[0] == sum(send_counts), f"{name}: {rows.shape[0]} rows, counts say {sum(send_counts)}"
         assert send_counts[self.rank] == receive_counts[self.rank], f"{name}: own rows counted differently"
-        rows = rows.detach().contiguous()
+        rows = (rows.detach() if rows.requires_grad else rows).contiguous()
         row_bytes = rows.element_size() * math.prod(rows.shape[1:])
         self.sent_bytes += row_bytes * (rows.shape[0] - send_counts[self.rank])
         if self.size == 1:
@@ -247,20 +247,30 @@ def join(rows_NH: Tensor, probs_N: Tensor) -> Tensor:
     extra = extra_columns(rows_NH.dtype, probs_N.dtype)
     packed = rows_NH.new_empty((rows_NH.shape[0], rows_NH.shape[1] + extra))
     packed[:, :-extra] = rows_NH
-    if probs_N.dtype.itemsize >= rows_NH.dtype.itemsize:
-        packed[:, -extra:] = probs_N.contiguous().view(rows_NH.dtype).view(-1, extra)
-    else:
-        packed[:, -1] = probs_N
+    packed[:, -extra:] = _bits(probs_N, rows_NH.dtype, extra)
     return packed
 
 
 def cut(packed_NX: Tensor, probs_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows [N, H] and probabilities [N] of packed rows, outside autograd."""
     extra = extra_columns(packed_NX.dtype, probs_dtype)
-    bits = packed_NX[:, -extra:].contiguous()
-    wide = probs_dtype.itemsize >= packed_NX.dtype.itemsize
-    probs_N = bits.view(-1).view(probs_dtype) if wide else bits.view(-1).to(probs_dtype)
-    return packed_NX[:, :-extra].contiguous(), probs_N
+    return packed_NX[:, :-extra].contiguous(), _probs(packed_NX[:, -extra:].contiguous(), probs_dtype)
+
+
+def _bits(probs_N: Tensor, rows_dtype: torch.dtype, extra: int) -> Tensor:
+    """Probabilities as columns [N, X] of the rows' type: their bits, or where they are narrower than it their values."""
+    if probs_N.dtype.itemsize < rows_dtype.itemsize:
+        return probs_N.to(rows_dtype).unsqueeze(1)
+    probs_N = probs_N.contiguous()
+    return (probs_N if probs_N.dtype == rows_dtype else probs_N.view(rows_dtype)).view(-1, extra)
+
+
+def _probs(bits_NX: Tensor, probs_dtype: torch.dtype) -> Tensor:
+    """What `_bits` was given."""
+    bits = bits_NX.view(-1)
+    if bits.dtype == probs_dtype:
+        return bits
+    return bits.view(probs_dtype) if probs_dtype.itemsize >= bits.dtype.itemsize else bits.to(probs_dtype)
 
 
 class Pack(torch.autograd.Function):
@@ -286,6 +296,86 @@ class Unpack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return join(*gradients), None
+
+
+class PermutePacked(torch.autograd.Function):
+    """PermutePacked.apply(hidden_TH, probs_TE, places_N, sources_N) -> packed rows [N, H + X].
+
+    `join` of the tokens and probabilities of every row, without the rows between. The backward pass sums the rows of a token.
+
+    Args:
+        places_N: the token of every row.
+        sources_N: index of its probability in probs_TE, flattened.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, probs_TE: Tensor, places_N: Tensor, sources_N: Tensor) -> Tensor:
+        ctx.save_for_backward(places_N, sources_N)
+        ctx.shapes, ctx.probs_dtype = (hidden_TH.shape, probs_TE.shape), probs_TE.dtype
+        extra = extra_columns(hidden_TH.dtype, probs_TE.dtype)
+        packed = hidden_TH.new_empty((places_N.shape[0], hidden_TH.shape[1] + extra))
+        rows_NH, bits_NX = packed.split([hidden_TH.shape[1], extra], dim=1)
+        torch.index_select(hidden_TH, 0, places_N, out=rows_NH)
+        bits_NX.copy_(_bits(probs_TE.reshape(-1).index_select(0, sources_N), hidden_TH.dtype, extra))
+        return packed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        places_N, sources_N = ctx.saved_tensors
+        (packed,), (hidden_shape, probs_shape) = gradients, ctx.shapes
+        drows_NH, bits_NX = packed.split([hidden_shape[1], packed.shape[1] - hidden_shape[1]], dim=1)
+        dhidden_TH = packed.new_zeros(hidden_shape).index_add_(0, places_N, drows_NH)
+        dprobs_N = _probs(bits_NX.contiguous(), ctx.probs_dtype)
+        dprobs = dprobs_N.new_zeros(probs_shape.numel()).index_add_(0, sources_N, dprobs_N)
+        return dhidden_TH, dprobs.view(probs_shape), None, None
+
+
+class SortUnpack(torch.autograd.Function):
+    """SortUnpack.apply(packed, probs_dtype, sizes, order) -> rows [N, H], probabilities [N]: `cut` of the pieces in `order`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, probs_dtype: torch.dtype, sizes: list[int], order: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.back = inverse(sizes, order)
+        extra = extra_columns(packed.dtype, probs_dtype)
+        rows_NH, bits_NX = packed.split([packed.shape[1] - extra, extra], dim=1)
+        rows_NH, bits_NX = (reordered(x, sizes, order).contiguous() for x in (rows_NH, bits_NX))
+        return rows_NH, _probs(bits_NX, probs_dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        rows_NH, probs_N = gradients
+        extra = extra_columns(rows_NH.dtype, probs_N.dtype)
+        bits_NX = _bits(probs_N, rows_NH.dtype, extra)
+        return torch.cat([reordered(x, *ctx.back) for x in (rows_NH, bits_NX)], dim=1), None, None, None
+
+
+class Reorder(torch.autograd.Function):
+    """Reorder.apply(rows, sizes, order): `reordered` under autograd, whose own backward would slice and join piece by piece."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
+        ctx.back = inverse(sizes, order)
+        moved = reordered(rows, sizes, order)
+        return moved.view_as(rows) if moved is rows else moved
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return reordered(gradients[0], *ctx.back), None, None
+
+
+def reordered(rows: Tensor, sizes: list[int], order: list[int]) -> Tensor:
+    """Cut `rows` into pieces of `sizes` and put them together in `order`. No autograd."""
+    if order == list(range(len(order))):
+        return rows
+    pieces = rows.split(sizes)
+    return torch.cat([pieces[index] for index in order])
+
+
+def inverse(sizes: list[int], order: list[int]) -> tuple[list[int], list[int]]:
+    """The sizes and the order that undo `reordered`."""
+    return [sizes[piece] for piece in order], sorted(range(len(order)), key=order.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -450,4 +450,6 @@ def set_aux_loss_scale(scale: float, device: torch.device) -> None:
 def _cut(tokens: Tensor, samples: int, parts: int) -> list[Tensor]:
     """Tokens [T, X] or [S, B, X] of each of so many parts of the samples: [T of the part, X]."""
     width = tokens.shape[-1]
+    if parts == 1:
+        return [tokens.reshape(-1, width)]
     return [part.reshape(-1, width) for part in tokens.reshape(-1, samples, width).chunk(parts, dim=BATCH)]

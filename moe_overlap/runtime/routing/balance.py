@@ -73,8 +73,9 @@ def add_counts(totals: BalanceTotals, scores_TE: Tensor, map_TE: Tensor, samples
     rows = slice(samples.start, samples.stop)
     # Assigned, not added: every sample is in one partition. Counts are integers, so their sums over ranks are exact in
     # any order.
-    totals.counts_BE[rows] = map_TE.unflatten(0, (-1, len(samples))).sum(0)
-    totals.scores_BE[rows] = scores_TE.unflatten(0, (-1, len(samples))).sum(0, dtype=torch.float32)
+    shape = (-1, len(samples), map_TE.shape[1])
+    torch.sum(map_TE.view(shape), 0, out=totals.counts_BE[rows])
+    torch.sum(scores_TE.view(shape), 0, dtype=torch.float32, out=totals.scores_BE[rows])
 
 
 def z_loss_share(

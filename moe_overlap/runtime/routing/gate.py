@@ -189,12 +189,11 @@ class Gate(TopKRouter):
         probs_TE, wanted_TE = self.choose(logits_TE, state, samples)
         map_TE, used_E = self.keep(wanted_TE, logits_TE, entry.used_E, state, samples)
         # Weights of the experts that dropped a token are not spread over its others, as in megatron-core.
-        probs_TE = probs_TE * map_TE
+        if map_TE is not wanted_TE:  # where every token stays, there is nothing to take away
+            probs_TE = probs_TE * map_TE
 
         if totals is not None and self.is_aux_loss_enabled():
-            balance_map_TE, scores_TE = compute_routing_scores_for_aux_loss(
-                logits_TE, self.topk, self.score_function, self.config.moe_router_fusion, padding_T
-            )
+            balance_map_TE, scores_TE = self.balance_scores(logits_TE, wanted_TE, padding_T)
             if not is_repeated:
                 add_counts(totals, scores_TE, balance_map_TE, samples)
             probs_TE = LateBalanceGradient.apply(probs_TE, scores_TE, totals, samples)
@@ -216,7 +215,14 @@ class Gate(TopKRouter):
 
     @abstractmethod
     def choose(self, logits_TE: Tensor, state: RoutingState, samples: range) -> tuple[Tensor, Tensor]:
-        """Choose the experts of one partition's tokens, capacity aside; returns (weights_TE, map_TE)."""
+        """Choose the experts of one partition's tokens, capacity aside; returns (weights_TE, 0 outside the map; map_TE)."""
+
+    def balance_scores(self, logits_TE: Tensor, wanted_TE: Tensor, padding_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Where each token counts in the balancing losses, and its scores there; by megatron-core's rule."""
+        found: tuple[Tensor, Tensor] = compute_routing_scores_for_aux_loss(
+            logits_TE, self.topk, self.score_function, self.config.moe_router_fusion, padding_T
+        )
+        return found
 
     def capacity(self, state: RoutingState) -> int | None:
         """Tokens that each expert takes of the whole micro-batch; None without a limit."""
@@ -238,6 +244,8 @@ class Gate(TopKRouter):
         self, wanted_TE: Tensor, logits_TE: Tensor, used_E: Tensor, state: RoutingState, samples: range
     ) -> tuple[Tensor, Tensor]:
         """Drop tokens beyond capacity, counted sample by sample; returns (map_TE, capacity used after them)."""
+        if self.capacity(state) is None:
+            return wanted_TE, used_E + wanted_TE.sum(0)  # a sum has no order: nothing is reordered for it
         kept_TE, used_E = drop_beyond_capacity(sample_major(wanted_TE, len(samples)), used_E, self.capacity(state))
         return position_major(kept_TE, len(samples)), used_E
 

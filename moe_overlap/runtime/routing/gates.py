@@ -56,6 +56,9 @@ class TopKGate(Gate):
 
     def choose(self, logits_TE: Tensor, state: RoutingState, samples: range) -> tuple[Tensor, Tensor]:
         """Choose by score, token by token."""
+        if self._chooses_plainly():
+            scores_TK, chosen_TK = logits_TE.topk(self.topk, dim=1)
+            return spread(logits_TE, chosen_TK, torch.softmax(scores_TK, dim=-1, dtype=torch.float32))
         by_core = self.score_function == "softmax" or self.config.moe_router_fusion or self.router_replay is not None
         if not by_core:
             return self._choose_by_sigmoid(logits_TE)
@@ -71,6 +74,19 @@ class TopKGate(Gate):
             fused=self.config.moe_router_fusion,
             router_replay=self.router_replay,
         )
+
+    def _chooses_plainly(self) -> bool:
+        """Whether a token goes to its highest logits and nothing else counts: then few operators say what megatron-core's say."""
+        config = self.config
+        special = config.moe_router_pre_softmax or config.moe_router_group_topk or config.moe_router_topk_scaling_factor
+        replaced = config.moe_router_fusion or self.router_replay is not None
+        return self.score_function == "softmax" and not special and not replaced
+
+    def balance_scores(self, logits_TE: Tensor, wanted_TE: Tensor, padding_T: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `Gate`; where the highest logits decide, those of highest score have been found already."""
+        if padding_T is not None or not self._chooses_plainly():
+            return super().balance_scores(logits_TE, wanted_TE, padding_T)
+        return wanted_TE, torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
 
     def _group_topk(self, logits_TE: Tensor) -> int | None:
         """Groups a token may reach; megatron-core's routine cannot shape an empty partition."""
@@ -211,7 +227,8 @@ class ExpertChoiceGate(Gate):
         # A stable sort rather than topk, which leaves open which of equal scores it takes.
         taken_CE = ordered_TE.argsort(dim=0, descending=True, stable=True)[:capacity]
         map_TE = torch.zeros_like(ordered_TE, dtype=torch.bool).scatter(0, taken_CE, True)
-        return self.scaled(scores_TE).to(logits_TE.dtype), position_major(map_TE, len(samples))
+        map_TE = position_major(map_TE, len(samples))
+        return self.scaled(scores_TE).to(logits_TE.dtype) * map_TE, map_TE
 
     def most_rows(self, tokens: int, state: RoutingState) -> int:
         """Experts choose: a token may reach all of them, and an expert takes no more than its capacity."""

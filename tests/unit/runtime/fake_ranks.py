@@ -43,6 +43,11 @@ WAITS_FOR_THE_DEVICE = frozenset(
 """Operators whose result, or whose shape, the host must read from the device."""
 
 
+ALLOCATES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+RELABELS = frozenset({"_reshape_alias", "_unsafe_view", "lift_fresh"})
+"""Views in all but their schema."""
+
+
 STARTED, COMPUTED, READ = "started", "computed", "read"
 
 
@@ -51,7 +56,8 @@ class DeviceMode(TorchDispatchMode):
 
     Attributes:
         waits: operators that the host would wait for, by the instruction that was current.
-        operators: operators that were launched, by the instruction that was current.
+        operators: operators that were launched, by the instruction that was current; views and allocations count, too.
+        kernels: those of them that a device would run something for.
         issued: what the host did, in order: COMPUTED an instruction, STARTED or READ counts.
     """
 
@@ -60,6 +66,7 @@ class DeviceMode(TorchDispatchMode):
         self.instruction: Instruction | None = None
         self.waits: list[tuple[Instruction | None, str]] = []
         self.operators: Counter[Instruction | None] = Counter()
+        self.kernels: Counter[Instruction | None] = Counter()
         self.issued: list[str] = []
 
     def note(self, operator: str) -> None:
@@ -69,6 +76,7 @@ class DeviceMode(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         self.operators[self.instruction] += 1
         name, named = function.overloadpacket.__name__, named or {}
+        self.kernels[self.instruction] += not (function.is_view or name in ALLOCATES or name in RELABELS)
         repeats = name == "repeat_interleave" and named.get("output_size") is None
         if name in WAITS_FOR_THE_DEVICE or repeats or _finds_places(name, arguments):
             self.note(name)

@@ -1,0 +1,79 @@
+"""Permuting, sorting and reordering in one step each against the operators they stand for: the same bits, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_overlap.runtime.dispatch.wire import Pack, PermutePacked, Reorder, SortUnpack, Unpack, inverse
+
+TOKENS, EXPERTS, WIDTH = 6, 4, 3
+SIZES, ORDER = [2, 0, 3, 1], [2, 0, 3, 1]
+ROWS = sum(SIZES)
+TYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+]
+
+
+def slowly(rows: Tensor) -> Tensor:
+    """Pieces in order, row by row."""
+    return torch.cat([rows[sum(SIZES[:piece]) : sum(SIZES[: piece + 1])] for piece in ORDER])
+
+
+def compared(fused: Callable[..., object], slow: Callable[..., object], *inputs: Tensor) -> None:
+    """Outputs and gradients of both, bit for bit."""
+    found = []
+    for run in (fused, slow):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        returned = run(*leaves)
+        outputs = list(returned) if isinstance(returned, tuple) else [returned]
+        drawn = torch.Generator().manual_seed(2)
+        # Numbers that every type holds: a gradient that is packed bits may be no number, but must survive.
+        gradients = [torch.randint(-4, 5, x.shape, generator=drawn).to(x.dtype) for x in outputs]
+        torch.autograd.backward(outputs, gradients)
+        found.append([*(x.detach() for x in outputs), *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("rows_dtype", "probs_dtype"), TYPES)
+def test_permute_is_select_and_pack(rows_dtype: torch.dtype, probs_dtype: torch.dtype) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    hidden, probs = torch.randn(TOKENS, WIDTH, generator=drawn), torch.rand(TOKENS, EXPERTS, generator=drawn)
+    sources = torch.tensor([0, 4, 9, 23, 1, 5, 0])  # token 0 and 1 twice and more, the last row a filling one
+    places = sources // EXPERTS
+
+    def fused(hidden_TH: Tensor, probs_TE: Tensor) -> Tensor:
+        packed: Tensor = PermutePacked.apply(hidden_TH, probs_TE, places, sources)
+        return packed
+
+    def slow(hidden_TH: Tensor, probs_TE: Tensor) -> Tensor:
+        packed: Tensor = Pack.apply(hidden_TH.index_select(0, places), probs_TE.reshape(-1).index_select(0, sources))
+        return packed
+
+    compared(fused, slow, hidden.to(rows_dtype), probs.to(probs_dtype))
+
+
+@pytest.mark.parametrize(("rows_dtype", "probs_dtype"), TYPES)
+def test_sort_is_unpack_and_reorder(rows_dtype: torch.dtype, probs_dtype: torch.dtype) -> None:
+    drawn = torch.Generator().manual_seed(1)
+    rows, probs = torch.randn(ROWS, WIDTH, generator=drawn), torch.rand(ROWS, generator=drawn)
+    packed = Pack.apply(rows.to(rows_dtype), probs.to(probs_dtype))
+
+    def slow(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows_NH, probs_N = Unpack.apply(x, probs_dtype)
+        return slowly(rows_NH), slowly(probs_N)
+
+    compared(lambda x: SortUnpack.apply(x, probs_dtype, SIZES, ORDER), slow, packed)
+
+
+def test_reordering_is_undone() -> None:
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    compared(lambda x: Reorder.apply(x, SIZES, ORDER), slowly, rows)
+    compared(lambda x: Reorder.apply(Reorder.apply(x, SIZES, ORDER), *inverse(SIZES, ORDER)), lambda x: x * 1, rows)
