@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -166,7 +167,7 @@ def _step_by_sgd(optimizer: Any, flags: OptimizerFlags) -> None:
     for sharded in optimizer.chained_optimizers:
         if sharded.is_stub_optimizer:
             continue
-        sgd = torch.optim.SGD([torch.empty(0)], lr=flags.lr or 0.0, momentum=flags.sgd_momentum)
+        sgd = sgd_class()([torch.empty(0)], lr=flags.lr or 0.0, momentum=flags.sgd_momentum)
         # Set from outside, as megatron-core does it: torch's constructors refuse shards, which are views.
         sgd.param_groups = sharded.optimizer.param_groups
         for group in sgd.param_groups:
@@ -174,6 +175,11 @@ def _step_by_sgd(optimizer: Any, flags: OptimizerFlags) -> None:
                 # The groups were made for Adam: momentum, nesterov and the like are missing, rates and decay are there.
                 group.setdefault(name, value)
         sharded.optimizer = sgd
+
+
+def sgd_class() -> Any:
+    """Transformer Engine's or apex's SGD where megatron-core found one and there is a GPU for it, else torch's."""
+    return megatron_optimizer.SGD if torch.cuda.is_available() else torch.optim.SGD
 
 
 def make_scheduler(config: Config, optimizer: Any, global_batch_size: int, train_steps: int) -> OptimizerParamScheduler:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.tensor_parallel import layers
 
 from megatron.training import optimizer
@@ -179,3 +180,20 @@ def test_a_dry_run_says_what_it_found() -> None:
     assert f"apex without {KERNEL}; " in line(frozenset({"apex"}))
     both = "in the products of Transformer Engine's modules and megatron-core's linears"
     assert line(BOTH).startswith("Transformer Engine ") and line(BOTH).endswith(both)
+
+
+def test_sgd_is_the_fused_one_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FusedSGD(torch.optim.SGD):
+        """apex's and Transformer Engine's take torch's arguments, and name the momentum in their state as torch does."""
+
+    def inner() -> set[type]:
+        sharded = small(f"{MOE} --optimizer sgd").wrapped()[1].chained_optimizers
+        return {type(each.optimizer) for each in sharded if not each.is_stub_optimizer}
+
+    monkeypatch.setattr(megatron_optimizer, "SGD", FusedSGD)
+    assert inner() == {torch.optim.SGD}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert optimizer.sgd_class() is FusedSGD
+    monkeypatch.setattr(optimizer, "sgd_class", lambda: FusedSGD)
+    assert inner() == {FusedSGD}
