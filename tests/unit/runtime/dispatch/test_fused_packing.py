@@ -1,4 +1,4 @@
-"""Permuting, sorting and reordering in one step each against the operators they stand for: the same bits, forward and backward."""
+"""Permuting, sorting and reordering in one step each, against the operators they stand for: the same bits, there and back."""
 
 from __future__ import annotations
 
