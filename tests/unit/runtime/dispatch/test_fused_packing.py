@@ -1,4 +1,4 @@
-"""Permuting, sorting and reordering in one step each against the operators they stand for: the same bits in both passes."""
+"""Permuting, sorting and reordering in one step each, against the operators they stand for: the same bits, there and back."""
 
 from __future__ import annotations
 
