@@ -229,6 +229,7 @@ class Progress:
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._said = stream, time.monotonic()
         self._line = LiveLine(stream)
+        self._line.show("reading what was recorded of the model")
         self._has_told = False
 
     def __call__(self, done: int, total: int, best: RankedLayout | StagedPlan | MeshPlan | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -73,7 +74,18 @@ def small(flags: str) -> Small:
     validate(config, 1)
     model = describe_model(config, VOCABULARY)
     plan = plan_from_flags(config, model, 1)
-    return Small(config, model, plan, build_groups(plan))
+    return Small(config, model, plan, _groups(dist.group.WORLD))
+
+
+@lru_cache(maxsize=1)
+def _groups(world: dist.ProcessGroup) -> StageGroups:
+    """The groups of one process inside this default group: each joins this rank alone, whatever the plan.
+
+    Made once: a group of gloo has three threads, and hundreds of idle ones took half of a core.
+    """
+    config = parse(SIZES.split()).config
+    validate(config, 1)
+    return build_groups(plan_from_flags(config, describe_model(config, VOCABULARY), 1))
 
 
 def batch(seed: int = 0, samples: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

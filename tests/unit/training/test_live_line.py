@@ -75,8 +75,10 @@ def test_the_answer_of_a_search_follows_an_empty_line(
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
 
-    def search(words: object, cluster: object, settings: autotune.SearchSettings, **_: object) -> RankedLayout:
-        assert screen(stream)[0].startswith("recording the operators of the model")
+    def search(words: object, cluster: object, settings: autotune.SearchSettings, **named: object) -> RankedLayout:
+        assert screen(stream)[0].startswith("reading what was recorded of the model")
+        named["tell"]("recording the operators of a layout")  # type: ignore[operator]
+        assert screen(stream) == ["recording the operators of a layout"]
         monkeypatch.setattr(autotune.time, "monotonic", lambda: 1e9)
         settings.progress(3, 9, None)
         assert screen(stream) == ["3 of at most 9 layouts evaluated; nothing that fits yet"]
@@ -86,3 +88,10 @@ def test_the_answer_of_a_search_follows_an_empty_line(
     words = ["--megatron-args", "examples/mixtral-8x7b.args", "--gpu", "H100", "--num-gpus", "64"]
     assert autotune.main([*words, "--output", str(tmp_path)]) == 130
     assert screen(stream) == ["error: interrupted before the answer was complete", ""]
+
+
+def test_what_is_recorded_is_said_once_where_lines_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = autotune.Progress(io.StringIO())
+    progress.tell("recording the operators of a layout")
+    progress.tell("recording the operators of a layout")
+    assert capsys.readouterr().err == "recording the operators of a layout\n"

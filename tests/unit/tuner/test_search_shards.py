@@ -168,7 +168,7 @@ def test_a_shard_writes_its_answer_and_says_what_is_missing(
 ) -> None:
     flags = tmp_path / "job.args"
     flags.write_text("\n".join(SMALL))
-    monkeypatch.setattr(autotune, "_options", lambda arguments: OPTIONS)
+    monkeypatch.setattr(autotune, "_options", lambda arguments, tell: OPTIONS)
     job = ["--megatron-args", str(flags), "--gpu", "H100", "--num-gpus", "8", "--output", str(tmp_path / "tuned")]
     assert autotune.main([*job, "--shard", "1/2"]) == 0
     written = capsys.readouterr()
