@@ -30,6 +30,7 @@ from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.finalists import does_not_fit, in_order, simulated_finalists
 from moe_overlap.free_search import free_finalists, narrow_space, search_beyond
+from moe_overlap.free_sharding import search_sharding
 from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
 from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.overlap import SearchLimits
@@ -143,8 +144,7 @@ def search_plan(
     job = _by(_described(words, bare, cluster, options), FIRST if further else "")
     libraries = libraries or Libraries(CaptureFiles(cache_folder(), options.get("tell")))
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
-    given = options.get("graphs")
-    graphs = given or (partial(cpu_graphs, tell=options.get("tell")) if on_cpu else libraries.graphs)
+    graphs = options.get("graphs") or (partial(cpu_graphs, tell=options.get("tell")) if on_cpu else libraries.graphs)
     options = given_options = Options(**{**options, "graphs": graphs})
     flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
     job = dataclasses.replace(job, flags=flags)
@@ -213,6 +213,7 @@ def search_plan(
         refused=tuple(said.refused),
         baseline=_baseline(words, cluster, given_options) if settings.has_baseline else None,
         dropped=dropped,
+        sharding=search_sharding(chosen.problem, wide, deadline, is_late) if space.shards_operators else None,
         seconds=time.monotonic() - begun,
         staged=staged,
         is_interrupted=is_interrupted or is_late,

@@ -16,6 +16,7 @@ from moe_overlap.plan.serialize import as_values, save_plan
 from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runner_up
 from moe_overlap.report.changes import Change, change_lines, changes_json
 from moe_overlap.report.prediction import prediction_json
+from moe_overlap.report.sharding import SearchedSharding, sharding_details, sharding_json, sharding_lines
 from moe_overlap.report.tuning import LEFT_OUT, Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.problem import Problem
@@ -93,6 +94,7 @@ class PlanSearch:
         is_interrupted: whether Ctrl-C ended it early.
         dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
         changes: what the plan changes in the user's own layout, the largest gain first.
+        sharding: the best sharding of every operator, whoever executes it; None where the space does not ask for it.
     """
 
     target: str
@@ -111,6 +113,7 @@ class PlanSearch:
     changes: tuple[Change, ...] = ()
     is_interrupted: bool = False
     dispatchers: tuple[DispatcherOutcome, ...] = ()
+    sharding: SearchedSharding | None = None
 
     @property
     def ended_early(self) -> bool:
@@ -174,6 +177,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
         "search_space": search.space,
         "chosen": search.chosen.name,
         **({} if not search.dispatchers else {"dispatchers": _dispatchers_json(search)}),
+        **({} if search.sharding is None else {"sharding": sharding_json(search.sharding)}),
         "simulated_step_seconds": simulated_json(search.chosen),
         "plan": as_values(search.plan),
         "arguments": search.written.arguments if executed else [],
@@ -300,9 +304,10 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
 
 
 def detail_lines(search: PlanSearch) -> list[str]:
-    """What --verbose adds: every change of the user's flags, and the plans that rules refuse."""
+    """What --verbose adds: every change of the user's flags, the plans that rules refuse, and what no layout shards."""
     changes = [] if search.baseline is None else change_lines(search.changes, search.baseline)
-    return [*changes, *(f"{'refused':<12}{name}: {rule}" for name, rule in search.refused)]
+    sharding = [] if search.sharding is None else sharding_details(search.sharding)
+    return [*changes, *sharding, *(f"{'refused':<12}{name}: {rule}" for name, rule in search.refused)]
 
 
 def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> list[str]:
@@ -345,6 +350,8 @@ def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> lis
             f"{'':<12}{staged.layouts} layouts with stages that differ: {staged.candidates:,} candidates for their stages, "
             f"{staged.kept:,} of them not worse than another in both time and memory, {staged.solution.status.value}"
         )
+    if search.sharding is not None:
+        lines += sharding_lines(search.sharding)
     lines.append(f"{'written':<12}{folder}: {', '.join(files)}")
     if search.refusal is not None:
         return lines

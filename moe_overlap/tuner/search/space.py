@@ -50,6 +50,7 @@ class SearchSpace:
         equal_layers: whether stages keep as many layers as in a uniform plan nevertheless.
         only_data: whether all ranks are data ranks.
         one_stage: whether all GPUs are one stage (Alpa's "intra-op only").
+        shards_operators: whether the best sharding of every operator is searched beside the plan.
         meshes: the plans on sub-meshes of unlike size that are searched.
         uniform: whether uniform plans are in the space.
     """
@@ -62,6 +63,7 @@ class SearchSpace:
     equal_layers: bool = False
     only_data: bool = False
     one_stage: bool = False
+    shards_operators: bool = False
     meshes: tuple[Restriction, ...] = ()
     uniform: bool = True
 
@@ -96,7 +98,7 @@ SEARCH_SPACES = {
         SearchSpace(
             "equal-layer", recomputes=True, zero_levels=LEVELS, offloads=True, frees_stages=True, equal_layers=True
         ),
-        SearchSpace("intra-only", recomputes=True, zero_levels=LEVELS, one_stage=True),
+        SearchSpace("intra-only", recomputes=True, zero_levels=LEVELS, one_stage=True, shards_operators=True),
         SearchSpace("inter-only", recomputes=True, meshes=(Restriction.ONE_DEVICE,)),
         SearchSpace("equal-operator", recomputes=True, meshes=(Restriction.EQUAL_OPERATORS,), uniform=False),
     )

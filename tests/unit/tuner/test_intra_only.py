@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
+from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.search.layer.intra_only import IntraOnly, executable, intra_only, sharding_of
+from moe_overlap.tuner.search.layer.sharding_algorithms import turned
 from moe_overlap.tuner.search.layer.sharding_graph import NotShardableError
 from moe_overlap.tuner.search.layer.sharding_ilp import solve_choices
 from moe_overlap.tuner.search.layer.sharding_specs import logical_meshes
@@ -60,7 +64,21 @@ def test_the_nearest_layout_is_a_plan(answer: IntraOnly) -> None:
     assert nearest.expert * nearest.expert_tensor * nearest.expert_data == 4
     assert nearest.seconds >= best.seconds - 1e-9
     assert nearest.seconds == pytest.approx(min(shape.layout_seconds for shape in answer.shapes))
-    assert bool(answer.not_executed) == (nearest.seconds > best.seconds * (1 + 1e-9))
+    assert answer.losses is not None and bool(answer.losses.operators) == (nearest.seconds > best.seconds * (1 + 1e-9))
+
+
+def test_a_layout_that_nothing_beats_is_the_answer() -> None:
+    """Many micro-batches on two nodes: data ranks are best for every operator; with two samples they are not."""
+    described = cluster(2, 1)
+    tie = intra_only(whole(), workload(samples=4, micro_batches=8), described, kinds=KINDS)
+    assert tie.best is not None and tie.nearest is not None and tie.losses is not None
+    assert tie.nearest.seconds == tie.best.seconds == tie.solution.bound and tie.solution.status == "optimal"
+    assert (tie.nearest.data, tie.losses.operators, tie.losses.parts) == (2, (), {})
+    strict = intra_only(whole(), workload(samples=2, micro_batches=2), described, kinds=KINDS)
+    assert strict.best is not None and strict.nearest is not None and strict.losses is not None
+    assert strict.best.seconds < 0.95 * strict.nearest.seconds
+    gains = {operator.operator: operator.gain_seconds for operator in strict.losses.operators}
+    assert gains["embedding.word_embeddings"] == max(gains.values()) > 1e-3
 
 
 def test_operators_that_no_layout_executes_are_listed_with_their_gain() -> None:
@@ -74,21 +92,92 @@ def test_operators_that_no_layout_executes_are_listed_with_their_gain() -> None:
     answer = executable(stage)
     assert answer.layout is not None and answer.free.value is not None and answer.restricted.value is not None
     assert answer.lost_seconds == pytest.approx(answer.restricted.objective - answer.free.objective)
-    assert answer.lost_seconds > 0 and answer.operators
-    assert any(operator.alone for operator in answer.operators)
-    for operator in answer.operators:
-        assert operator.free != operator.executed
-        # One operator alone gains no more than all of them together.
-        assert 0.0 <= operator.gain_seconds <= answer.lost_seconds + 1e-9
+    assert answer.lost_seconds > 0 and answer.losses is not None and answer.losses.is_proven
+    assert answer.losses.layout_seconds == answer.restricted.objective and answer.losses.operators
+    assert any(not operator.has_layout for operator in answer.losses.operators)
+    for operator in answer.losses.operators:
+        assert operator.ways
+        for way in operator.ways:
+            assert (way.free, way.free_out, way.free_zero) != (way.executed, way.executed_out, way.executed_zero)
+        # One operator alone gains no more than all of its part, and that no more than all together.
+        together = answer.losses.parts[operator.part]
+        assert 0.0 <= operator.gain_seconds <= together + 1e-9 and together <= answer.lost_seconds + 1e-9
     free, layout = (sharding_of(stage, value) for value in (answer.free.value, answer.restricted.value))
     assert layout.seconds - free.seconds == pytest.approx(answer.lost_seconds)
 
 
 def test_nothing_fits_and_nothing_is_refused_silently() -> None:
     answer = intra_only(whole(), workload(samples=4), NODES, kinds=("dense",), capacity=1e9)
-    assert answer.best is None and answer.nearest is None and answer.not_executed == ()
+    assert answer.best is None and answer.nearest is None and answer.losses is None
     assert (answer.solution.status, answer.solution.objective) == ("infeasible", math.inf)
     with pytest.raises(NotShardableError, match="multi-token"):
-        from dataclasses import replace
-
         model_graphs(replace(whole(), mtp_kinds=("mtp.dense",)), workload())
+
+
+def test_an_operator_gains_what_all_of_its_choices_together_allow() -> None:
+    """Against every choice of its passes and its weight, all else as the layout has it."""
+    load = workload(samples=1, micro_batches=4)
+    mesh = logical_meshes(2, 2, cluster(2, 1).group_of(0), CONSTANTS.link_rates)[0]
+    stage = stage_problem(model_graphs(whole(), load, KINDS), mesh, load)
+    answer = executable(stage)
+    assert answer.losses is not None and answer.restricted.value is not None
+    operators = {operator.operator: operator for operator in answer.losses.operators}
+    place = [graph.kind for graph in stage.model.graphs].index("dense")
+    graph = stage.model.graphs[place]
+    nodes = [stage.first_node[place] + node.id for node in graph.nodes if node.name == "self_attention.linear_proj"]
+    (weight,) = [at for at, weight in enumerate(graph.weights) if weight.name == "self_attention.linear_proj.weight"]
+    nodes.append(stage.first_weight[place] + weight)
+    assert len(nodes) == 3
+    best, anew = math.inf, list(answer.restricted.value)
+    for choices in product(*(range(len(stage.problem.costs[node])) for node in nodes)):
+        for node, choice in zip(nodes, choices, strict=True):
+            anew[node] = choice
+        if stage.problem.is_feasible(anew):
+            best = min(best, stage.problem.cost(anew))
+    gain = operators["self_attention.linear_proj"].gain_seconds
+    assert gain == pytest.approx(answer.restricted.objective - best, rel=1e-6) and gain > 1e-4
+
+
+def tied() -> CapturedModel:
+    """The captured model, the head's weight being the embedding's table."""
+    parts = []
+    for part in whole().parts:
+        storages = tuple(
+            replace(storage, name="embedding.word_embeddings.weight")
+            if storage.name == "output_layer.weight"
+            else storage
+            for storage in part.storages
+        )
+        parts.append(replace(part, storages=storages))
+    return replace(whole(), parts=tuple(parts))
+
+
+def test_embedding_and_head_with_one_weight_have_one_choice_for_it() -> None:
+    """Held, reduced and updated once in a layout; the best sharding gives both the same blocks, and loses at both."""
+    load = workload(samples=4, micro_batches=1)
+    mesh = logical_meshes(4, 4, NODES.group_of(0), CONSTANTS.link_rates)[1]
+    own, one = (stage_problem(model_graphs(model, load, KINDS), mesh, load) for model in (whole(), tied()))
+    assert own.tied is None and one.tied is not None
+    table, output = one.tied_weights
+    separate = dict(own.layouts((0, 1, 2, 3)))
+    layouts = tuple(one.layouts((0, 1, 2, 3)))
+    assert len(layouts) == len(separate) > 8
+    for layout, chosen in layouts:
+        # The gradient of the table is reduced beside it: an edge of the weight and the backward node.
+        gradient = one.first_node[0] + one.tied.gradient
+        reduced = sum(float(m[chosen[a], chosen[b]]) for a, b, m in own.problem.edges if {a, b} == {table, gradient})
+        swept = float(own.problem.costs[table][chosen[table]])
+        assert separate[layout] == chosen and swept > 0
+        assert one.problem.cost(chosen) == pytest.approx(own.problem.cost(chosen) - reduced - swept, rel=1e-9)
+        held = own.held_bytes(chosen) - one.held_bytes(chosen)
+        assert held == pytest.approx(float(own.problem.rows[0].coefficients[table][chosen[table]]))
+    answer = executable(one)
+    assert answer.free.value is not None and answer.losses is not None and answer.lost_seconds > 0
+    first, second = (
+        one.algorithms[one.place_of(index)[0]].of_weight[0][answer.free.value[index]] for index in (table, output)
+    )
+    assert (turned(first.split), first.level) == (second.split, second.level)
+    names = {operator.operator: operator for operator in answer.losses.operators}
+    both = names["embedding.word_embeddings and output_layer"]
+    assert both.gain_seconds > 0 and {way.part for way in both.ways} == {"embedding", "head"}
+    assert answer.losses.parts[both.part] >= both.gain_seconds - 1e-9

@@ -4,8 +4,8 @@
    restriction, unless its bound shows that it cannot beat the shapes before.
 2. The best free sharding over all shapes is the answer (`--search-space intra-only`: one stage, no pipeline); the cheapest layout
    over all shapes is the nearest plan that megatron-core executes. What lies between them is lost.
-3. `executable` says where it is lost: the operators whose algorithm in the free answer no layout has, or none together with the
-   others, and what each would gain if it alone could run freely.
+3. `sharding_losses.py` says where it is lost: the operators whose algorithm in the free answer no layout has, or none together
+   with the others, and what each would gain if it alone could run freely.
 
 Of equally good shardings the one that differs least from the cheapest layout is taken.
 
@@ -27,17 +27,15 @@ from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.layer.sharding_algorithms import ZERO_LEVELS, Workload
 from moe_overlap.tuner.search.layer.sharding_ilp import ChoiceProblem, Chosen, solve_choices
 from moe_overlap.tuner.search.layer.sharding_layouts import MeshLayout
-from moe_overlap.tuner.search.layer.sharding_specs import Spec, logical_meshes
-from moe_overlap.tuner.search.layer.sharding_stage import (
-    StageProblem,
-    model_graphs,
-    stage_problem,
-)
+from moe_overlap.tuner.search.layer.sharding_losses import Layouts, Losses, losses
+from moe_overlap.tuner.search.layer.sharding_specs import axis_words, logical_meshes
+from moe_overlap.tuner.search.layer.sharding_stage import StageProblem, model_graphs, stage_problem
 from moe_overlap.tuner.search.solution import Solution, Status
 
 TIE = 1e-9
 """Share of the objective by which equals may differ, from rounding."""
-Layouts = Sequence[tuple[MeshLayout, Chosen]]
+GAIN_SECONDS = 30.0
+"""Time limit of what operators would gain alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ class Sharding:
 
     Attributes:
         seconds: of one optimizer step.
-        bytes: of one rank, temporaries apart.
+        bytes: of one rank.
     """
 
     shape: tuple[int, int]
@@ -114,38 +112,20 @@ class NearestLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class LostOperator:
-    """An operator whose best algorithm megatron-core does not execute.
-
-    Attributes:
-        free, executed: loops and result's spec in the free sharding and under the nearest layout, as in `OperatorSharding`.
-        alone: no layout has the algorithm at all; else none has it together with the other operators' algorithms.
-        gain_seconds: of one step, if this operator and its weight could be sharded freely while all else keeps to some layout.
-    """
-
-    part: str
-    operator: str
-    phase: str
-    free: tuple[tuple[str, str], tuple[str, str]]
-    executed: tuple[tuple[str, str], tuple[str, str]]
-    alone: bool
-    gain_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Executable:
     """What megatron-core executes of the best sharding on one mesh.
 
     Attributes:
         free, restricted: the best sharding of all and of megatron-core's; chosen places are those of the stage's problem.
         lost_seconds: what the restriction costs; infinite where no layout fits.
+        losses: where; None where no layout fits.
     """
 
     free: Solution[Chosen]
     restricted: Solution[Chosen]
     layout: MeshLayout | None
     lost_seconds: float
-    operators: tuple[LostOperator, ...]
+    losses: Losses | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +148,14 @@ class IntraOnly:
         best: None where no sharding fits the memory, or none was found in time.
         nearest: None where no layout fits.
         solution: of all shapes: the bound is the least of theirs.
-        not_executed: on the best shape; see `Executable`.
+        losses: against the cheapest layout on the best shape; None where nothing or no layout fits there.
     """
 
     best: Sharding | None
     nearest: NearestLayout | None
     solution: Solution[Chosen]
     shapes: tuple[ShapeResult, ...]
-    not_executed: tuple[LostOperator, ...]
+    losses: Losses | None
 
 
 def workload_of(problem: Problem, micro_batches: int) -> Workload:
@@ -214,7 +194,7 @@ def intra_only(
     Args:
         captured: the model on one rank (TP = CP = EP = 1), nothing recomputed.
         devices: of the sub-mesh, from rank 0 on; all of the cluster where None.
-        seconds: time limit of all solvers together.
+        seconds: time limit; one shape is set up whatever it is, and one that is not looked at in time has no bound.
         zero_levels: that the layouts may have.
         kinds: of the parts in the chain; the whole model where None.
         capacity: bytes of a rank; the GPU's where None.
@@ -225,31 +205,60 @@ def intra_only(
     model = model_graphs(captured, workload, kinds)
     number, links = devices if devices is not None else cluster.gpus, cluster.group_of(0)
     meshes = logical_meshes(number, cluster.gpus, links, workload.constants.link_rates)
-    shapes = []
+    shapes: list[_Shape] = []
+    results: list[ShapeResult] = []
     for mesh in meshes:
+        if shapes and time.monotonic() >= started + seconds:
+            results.append(_out_of_time(mesh.shape))
+            continue
         stage = stage_problem(model, mesh, workload, capacity=capacity)
         layouts = tuple(stage.layouts(zero_levels))
-        cheapest = cheapest_layout(stage, layouts)
-        shapes.append((stage.problem.cost(cheapest[1]) if cheapest is not None else math.inf, stage, layouts, cheapest))
+        shapes.append(_Shape(stage, layouts, cheapest_layout(stage, layouts)))
     # The shape with the best layout comes first: its sharding cuts most others off.
-    shapes.sort(key=lambda shape: shape[0])
-    nearest = shapes[0][1], shapes[0][3]
-    results: list[ShapeResult] = []
-    best: tuple[StageProblem, Solution[Chosen], Layouts] | None = None
-    for place, (layout_seconds, stage, layouts, cheapest) in enumerate(shapes):
+    shapes.sort(key=lambda shape: shape.layout_seconds)
+    best: tuple[_Shape, Solution[Chosen]] | None = None
+    for place, shape in enumerate(shapes):
         left = (started + seconds - time.monotonic()) / (len(shapes) - place)
         known = best[1].objective if best is not None else math.inf
-        solution = free_sharding(stage, cheapest, left, known)
-        results.append(ShapeResult(stage.mesh.shape, solution, layout_seconds))
-        if solution.value is not None and (best is None or solution.objective < best[1].objective):
-            best = (stage, solution, layouts)
+        solution = free_sharding(shape.stage, shape.cheapest, left, known)
+        results.append(ShapeResult(shape.stage.mesh.shape, solution, shape.layout_seconds))
+        if solution.value is not None and solution.objective < known:
+            best = shape, solution
+    spent = time.monotonic() - started
     return IntraOnly(
-        best=sharding_of(best[0], best[1].value) if best is not None and best[1].value is not None else None,
-        nearest=_nearest(nearest[0], *nearest[1]) if nearest[1] is not None else None,
-        solution=_of_all(results, best[1] if best is not None else None, time.monotonic() - started),
+        best=None if best is None or best[1].value is None else sharding_of(best[0].stage, best[1].value),
+        nearest=None if shapes[0].cheapest is None else _nearest(shapes[0].stage, *shapes[0].cheapest),
+        solution=_of_all(results, best[1] if best is not None else None, spent),
         shapes=tuple(results),
-        not_executed=lost_operators(*best) if best is not None else (),
+        losses=None if best is None else _losses(*best, min(GAIN_SECONDS, max(1.0, seconds - spent))),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A logical shape with its layouts; the cheapest one is None where none fits."""
+
+    stage: StageProblem
+    layouts: Layouts
+    cheapest: tuple[MeshLayout, Chosen] | None
+
+    @property
+    def layout_seconds(self) -> float:
+        return math.inf if self.cheapest is None else self.stage.problem.cost(self.cheapest[1])
+
+
+def _losses(shape: _Shape, solution: Solution[Chosen], seconds: float) -> Losses | None:
+    if shape.cheapest is None or solution.value is None:
+        return None
+    return losses(shape.stage, solution.value, shape.cheapest, shape.layouts, seconds)
+
+
+def _out_of_time(shape: tuple[int, int]) -> ShapeResult:
+    """Of a shape that nothing is known of."""
+    nothing: Solution[Chosen] = Solution(
+        value=None, objective=math.inf, bound=0.0, status=Status.TIME_LIMIT, seconds=0.0
+    )
+    return ShapeResult(shape, nothing, math.inf)
 
 
 def executable(stage: StageProblem, seconds: float = 60.0, zero_levels: tuple[int, ...] = ZERO_LEVELS) -> Executable:
@@ -267,10 +276,10 @@ def executable(stage: StageProblem, seconds: float = 60.0, zero_levels: tuple[in
         nothing: Solution[Chosen] = Solution(
             value=None, objective=math.inf, bound=math.inf, status=Status.INFEASIBLE, seconds=spent
         )
-        return Executable(free, nothing, None, math.inf, ())
+        return Executable(free, nothing, None, math.inf, None)
     layout, chosen = cheapest
     cost = stage.problem.cost(chosen)
-    lost = lost_operators(stage, free, layouts) if free.value is not None else ()
+    lost = losses(stage, free.value, cheapest, layouts, seconds) if free.value is not None else None
     exact = Solution(value=chosen, objective=cost, bound=cost, status=Status.OPTIMAL, seconds=spent)
     return Executable(free, exact, layout, cost - free.objective, lost)
 
@@ -333,36 +342,6 @@ def _differing(problem: ChoiceProblem, chosen: Chosen, layout: Chosen) -> list[f
     return groups + single
 
 
-def lost_operators(stage: StageProblem, free: Solution[Chosen], layouts: Layouts) -> tuple[LostOperator, ...]:
-    """The operators of the free sharding that differ from the cheapest layout, those first whose algorithm no layout has."""
-    cheapest = cheapest_layout(stage, layouts)
-    if cheapest is None or free.value is None:
-        return ()
-    whole, lost = stage.problem.cost(cheapest[1]), []
-    for place, algorithms in enumerate(stage.algorithms):
-        first = stage.first_node[place]
-        for node in algorithms.graph.nodes:
-            chosen, executed = free.value[first + node.id], cheapest[1][first + node.id]
-            if chosen == executed or not node.heavy:
-                continue
-            related = [first + node.id]
-            if node.weight is not None:
-                related.append(stage.first_weight[place] + node.weight)
-            candidates = algorithms.of_node[node.id]
-            lost.append(
-                LostOperator(
-                    part=algorithms.graph.kind,
-                    operator=_name(node.label),
-                    phase=node.phase,
-                    free=(_words(candidates[chosen].loops), _words(candidates[chosen].out)),
-                    executed=(_words(candidates[executed].loops), _words(candidates[executed].out)),
-                    alone=all(places[first + node.id] != chosen for _, places in layouts),
-                    gain_seconds=whole - min(stage.problem.best_of(places, related) for _, places in layouts),
-                )
-            )
-    return tuple(sorted(lost, key=lambda operator: (not operator.alone, -operator.gain_seconds)))
-
-
 def sharding_of(stage: StageProblem, chosen: Chosen) -> Sharding:
     """The choices of a stage's problem as data."""
     counts, number = stage.model.counts, stage.workload.micro_batches
@@ -379,10 +358,10 @@ def sharding_of(stage: StageProblem, chosen: Chosen) -> Sharding:
             operators.append(
                 OperatorSharding(
                     part=algorithms.graph.kind,
-                    operator=_name(node.label),
+                    operator=node.name,
                     phase=node.phase,
-                    loops=_words(candidate.loops),
-                    out=_words(candidate.out),
+                    loops=axis_words(candidate.loops),
+                    out=axis_words(candidate.out),
                     compute_seconds=candidate.compute_seconds,
                     communication_seconds=candidate.communication_seconds,
                     resharding_seconds=float(into[index]) / number / counts[place],
@@ -394,19 +373,12 @@ def sharding_of(stage: StageProblem, chosen: Chosen) -> Sharding:
             spent = choice.step_seconds + float(into[index]) / counts[place]
             weights.append(
                 WeightSharding(
-                    algorithms.graph.kind, weight.name, _words(choice.split), choice.level, spent, choice.bytes
+                    algorithms.graph.kind, weight.name, axis_words(choice.split), choice.level, spent, choice.bytes
                 )
             )
     return Sharding(
-        stage.mesh.shape, tuple(operators), tuple(weights), stage.problem.cost(chosen), _bytes(stage, chosen)
+        stage.mesh.shape, tuple(operators), tuple(weights), stage.problem.cost(chosen), stage.held_bytes(chosen)
     )
-
-
-def _bytes(stage: StageProblem, chosen: Chosen) -> float:
-    (row,) = stage.problem.rows
-    held = sum(float(values[choice]) for values, choice in zip(row.coefficients, chosen, strict=True))
-    # Parameters that no product reads are on every rank, under any sharding.
-    return held + sum(graph.other_bytes * stage.model.counts[place] for place, graph in enumerate(stage.model.graphs))
 
 
 def _nearest(stage: StageProblem, layout: MeshLayout, chosen: Chosen) -> NearestLayout:
@@ -421,7 +393,7 @@ def _nearest(stage: StageProblem, layout: MeshLayout, chosen: Chosen) -> Nearest
         sequence_parallel=layout.sequence_parallel,
         zero_level=layout.zero_level,
         seconds=stage.problem.cost(chosen),
-        bytes=_bytes(stage, chosen),
+        bytes=stage.held_bytes(chosen),
     )
 
 
@@ -438,11 +410,3 @@ def _of_all(results: Sequence[ShapeResult], best: Solution[Chosen] | None, secon
         status=status,
         seconds=seconds,
     )
-
-
-def _words(spec: Spec) -> tuple[str, str]:
-    return spec[0].name.lower(), spec[1].name.lower()
-
-
-def _name(label: str) -> str:
-    return label.rpartition(" ")[0]

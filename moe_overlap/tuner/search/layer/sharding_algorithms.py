@@ -401,6 +401,10 @@ class Algorithms:
             + shares[states] * features.optimizer_bytes,
         )
 
+    def gradient_made(self, algorithm: Algorithm) -> Spec:
+        """Spec in which a backward product leaves its weight's gradient."""
+        return _mapped(algorithm.loops, {Dim.SAMPLES: PARTIAL, Dim.TOKENS: PARTIAL})
+
     def weight_matrix(self, weight: Weight, node: Node, index: int) -> Floats:
         """[choices of the weight, algorithms of a node] seconds of one step between a weight and a product.
 
@@ -416,8 +420,7 @@ class Algorithms:
         seconds = reads.matrix([choice.stored for choice in choices], needed) * number if is_read else 0.0
         if node.phase == "backward":
             gradients = self.resharding(extents, weight.elements * features.gradient_bytes)
-            summed = {Dim.SAMPLES: PARTIAL, Dim.TOKENS: PARTIAL}
-            made = [_mapped(algorithm.loops, summed) for algorithm in algorithms]
+            made = [self.gradient_made(algorithm) for algorithm in algorithms]
             times = np.array([[number if choice.level >= 2 else 1] for choice in choices])
             seconds = seconds + gradients.matrix(made, [choice.states for choice in choices]).T * times
         return np.asarray(seconds, dtype=np.float64) + np.zeros((len(choices), len(algorithms)))
@@ -430,6 +433,11 @@ _WIDTHS = {
     ("dy", "backward"): Dim.OUTPUT,
 }
 """Role of an operand and pass -> the loop of the product over the operand's width."""
+
+
+def turned(spec: Spec) -> Spec:
+    """Spec of a weight seen as its transpose."""
+    return _mapped(spec, {Dim.OUTPUT: Dim.INPUT, Dim.INPUT: Dim.OUTPUT})
 
 
 def _mapped(spec: Spec, renamed: Mapping[Dim, Dim]) -> Spec:

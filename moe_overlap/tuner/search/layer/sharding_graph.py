@@ -68,11 +68,13 @@ class Weight:
     """A parameter of a product; of a grouped product those of all experts.
 
     Attributes:
+        parameter: name of what it is stored as; a tied embedding and the head have the same.
         extents: OUTPUT and INPUT, and EXPERT of grouped products.
         forward, backward: the nodes that read it; None where there is no such node.
     """
 
     name: str
+    parameter: str
     extents: Extents
     elements: int
     forward: int
@@ -111,6 +113,11 @@ class Node:
     whole_width: bool = False
     read: dict[tuple[int, Role], None] = field(default_factory=dict)
     saved: list[int] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The label without its pass."""
+        return self.label.rpartition(" ")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +335,10 @@ class _Builder:
         node.heavy.append(op.id)
         node.weight, node.weight_name = len(self.result.weights), weight_of(self.part, op)
         elements = outputs * inputs * max(1, groups)
-        self.result.weights.append(Weight(f"{op.module}.weight", extents, elements, node.id))
+        stored = max(parameters, key=self._bytes)
+        self.result.weights.append(
+            Weight(f"{op.module}.weight", self.part.storages[stored].name, extents, elements, node.id)
+        )
         # A bias is read beside its weight.
         self.by_weight[tuple(index for index in parameters if self._bytes(index) >= outputs * inputs)] = node
         return node
@@ -368,6 +378,8 @@ class _Builder:
         """A product of one-hot rows with the table; the table's input dimension is the vocabulary."""
         tokens = self.result.samples * self.result.tokens
         if op.phase == "forward":
+            if not (parameters and op.writes):
+                raise NotShardableError(f"{self.part.kind}: {op.name} reads no table, or writes nothing")
             written = self._tensor(op.writes[0], False)
             entry = self._bytes(parameters[0])
             width = max(1, round(written.bytes / tokens / 2))

@@ -65,30 +65,23 @@ class ChoiceProblem:
         total = sum(float(costs[choice]) for costs, choice in zip(self.costs, chosen, strict=True))
         return total + sum(float(matrix[chosen[a], chosen[b]]) for a, b, matrix in self.edges)
 
-    def best_of(self, chosen: Sequence[int], free: Sequence[int]) -> float:
-        """Least cost where a few nodes choose anew and all others keep their choice; infinite where nothing fits."""
-        axis_of = {node: axis for axis, node in enumerate(free)}
-
-        def spread(values: Floats, *nodes: int) -> Floats:
-            """Values over the choices of free nodes, as an array over the choices of all of them."""
-            shape = [len(self.costs[node]) if node in nodes else 1 for node in free]
-            ordered = values.T if list(nodes) != sorted(nodes, key=axis_of.__getitem__) else values
-            return ordered.reshape(shape)
-
-        def summed(values: Sequence[Floats]) -> Floats:
-            kept = sum(float(v[chosen[node]]) for node, v in enumerate(values) if node not in axis_of)
-            return kept + sum((spread(values[node], node) for node in free), start=np.zeros([1] * len(free)))
-
-        total = summed(self.costs)
+    def freed(self, chosen: Sequence[int], free: Sequence[int]) -> ChoiceProblem:
+        """The problem of a few nodes, in this order, while all others keep their choice; without what the others cost alone."""
+        place_of = {node: place for place, node in enumerate(free)}
+        costs = [self.costs[node].copy() for node in free]
+        edges = []
         for a, b, matrix in self.edges:
-            inside = [node for node in (a, b) if node in axis_of]
-            rows = slice(None) if a in axis_of else chosen[a]
-            columns = slice(None) if b in axis_of else chosen[b]
-            total = total + spread(np.asarray(matrix[rows, columns]), *inside)
-        fits = np.ones_like(total, dtype=np.bool_)
+            if a in place_of and b in place_of:
+                edges.append((place_of[a], place_of[b], matrix))
+            elif a in place_of:
+                costs[place_of[a]] += matrix[:, chosen[b]]
+            elif b in place_of:
+                costs[place_of[b]] += matrix[chosen[a], :]
+        rows = []
         for row in self.rows:
-            fits = fits & (summed(row.coefficients) <= row.limit)
-        return float(np.where(fits, total, np.inf).min())
+            kept = sum(float(v[chosen[node]]) for node, v in enumerate(row.coefficients) if node not in place_of)
+            rows.append(MemoryRow(tuple(row.coefficients[node] for node in free), row.limit - kept))
+        return ChoiceProblem(tuple(costs), tuple(edges), tuple(rows))
 
     def is_feasible(self, chosen: Sequence[int], tolerance: float = 0.0) -> bool:
         """Whether every memory row holds, but for a share of its limit, and nothing is forbidden."""
@@ -104,13 +97,15 @@ def solve_choices(problem: ChoiceProblem, seconds: float = 60.0, cutoff: float =
     """The cheapest choice of every node.
 
     Args:
-        seconds: time limit.
+        seconds: time limit; at 0 or less nothing is solved.
         cutoff: a cost that is of interest only if it is beaten.
     """
     started = time.monotonic()
     kept = [_undominated(problem, node) for node in range(len(problem.costs))]
-    if any(not len(places) for places in kept):
+    if _nothing_fits(problem, kept):
         return _without(Status.INFEASIBLE, np.inf, started)
+    if seconds <= 0.0:
+        return _without(Status.TIME_LIMIT, 0.0, started)  # Seconds are not negative.
     model = mathopt.Model()
     # Variables: s[v][i], whether node v takes its choice i; then those of the edges, in `_add_edge`.
     taken = [{int(i): model.add_binary_variable() for i in places} for places in kept]
@@ -125,31 +120,45 @@ def solve_choices(problem: ChoiceProblem, seconds: float = 60.0, cutoff: float =
     for first, second, matrix in problem.edges:
         constant += _add_edge(model, (taken[first], taken[second]), matrix, terms)
     for row in problem.rows:
-        # In shares of the limit, so that bytes and seconds have numbers of one size.
+        # In shares of the limit, so that bytes and seconds have numbers of one size; fixed nodes may leave nothing of it.
+        scale = row.limit if row.limit > 0 else 1.0
         used = [
-            variable * (float(row.coefficients[node][choice]) / row.limit)
+            variable * (float(row.coefficients[node][choice]) / scale)
             for node, of_node in enumerate(taken)
             for choice, variable in of_node.items()
         ]
-        model.add_linear_constraint(mathopt.fast_sum(used) <= 1.0)
+        model.add_linear_constraint(mathopt.fast_sum(used) <= row.limit / scale)
     model.minimize(mathopt.fast_sum(terms) + constant / UNIT)
     if np.isfinite(cutoff):
-        bound = _relaxed_bound(model, taken)
+        bound = _relaxed_bound(model, taken, seconds)
         if bound * UNIT >= cutoff:
             return _without(Status.CUT_OFF, bound * UNIT, started)
+    left = started + seconds - time.monotonic()
     parameters = mathopt.SolveParameters(
-        time_limit=timedelta(seconds=max(0.1, seconds)), relative_gap_tolerance=1e-7, absolute_gap_tolerance=1e-6
+        time_limit=timedelta(seconds=max(0.1, left)), relative_gap_tolerance=1e-7, absolute_gap_tolerance=1e-6
     )
     result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
     return _solution(problem, result, taken, started)
 
 
-def _relaxed_bound(model: mathopt.Model, taken: list[dict[int, mathopt.Variable]]) -> float:
-    """Step 2: the objective where choices may be mixed; infinite where even that is infeasible."""
+def _nothing_fits(problem: ChoiceProblem, kept: Sequence[Integers]) -> bool:
+    """Whether a node has no choice, or the least that every node takes of a memory row is more than its limit."""
+    if any(not len(places) for places in kept):
+        return True
+    return any(
+        sum(float(values[places].min()) for values, places in zip(row.coefficients, kept, strict=True))
+        > row.limit + TOLERANCE * abs(row.limit)
+        for row in problem.rows
+    )
+
+
+def _relaxed_bound(model: mathopt.Model, taken: list[dict[int, mathopt.Variable]], seconds: float) -> float:
+    """Step 2: the objective where choices may be mixed; infinite where even that is infeasible, minus that out of time."""
     binaries = [variable for of_node in taken for variable in of_node.values()]
     for variable in binaries:
         variable.integer = False
-    result = mathopt.solve(model, mathopt.SolverType.GLOP)
+    limit = mathopt.SolveParameters(time_limit=timedelta(seconds=seconds))
+    result = mathopt.solve(model, mathopt.SolverType.GLOP, params=limit)
     for variable in binaries:
         variable.integer = True
     reason = result.termination.reason
@@ -204,10 +213,14 @@ def _add_edge(
         if pairs[place] > least
     ]
     for axis, end, classes in ((0, first, of_row), (1, second, of_column)):
-        for index in range(pairs.shape[axis]):
-            chosen = mathopt.fast_sum(v for v, c in zip(end.values(), classes, strict=True) if c == index)
-            shared = mathopt.fast_sum(variable for place, variable in variables.items() if place[axis] == index)
-            model.add_linear_constraint(shared - chosen == 0)
+        # Of every class: its pairs, less its choices, are 0.
+        sums: list[list[mathopt.LinearTerm]] = [[] for _ in range(pairs.shape[axis])]
+        for place, variable in variables.items():
+            sums[place[axis]].append(variable * 1.0)
+        for choice, index in zip(end.values(), classes, strict=True):
+            sums[index].append(choice * -1.0)
+        for of_class in sums:
+            model.add_linear_constraint(mathopt.fast_sum(of_class) == 0)
     return least
 
 

@@ -54,11 +54,18 @@ class Dim(IntEnum):
 REPLICATED, PARTIAL = Dim.REPLICATED, Dim.PARTIAL
 Spec = tuple[Dim, Dim]
 """State of mesh axis 0 and of mesh axis 1."""
+AxisWords = tuple[str, str]
+"""A spec as data, in lower case; `replicated` is nothing."""
 WHOLE: Spec = (REPLICATED, REPLICATED)
 Extents = Mapping[Dim, int]
 """Dimension -> its length; a dimension that is absent is not split."""
 UNLIMITED = 0
 """Length of a dimension that every number of ranks may split."""
+
+
+def axis_words(spec: Spec) -> AxisWords:
+    """A spec as data."""
+    return spec[0].name.lower(), spec[1].name.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +203,16 @@ class Resharding:
         if source not in self.index or target not in self.index:
             return math.inf
         return float(self.seconds[self.index[source], self.index[target]])
+
+    def added(self, source: Spec, sum_spec: Spec) -> float:
+        """Seconds until a tensor in one spec can be added to another in its own: none where they are the same.
+
+        Summands of a sum need not be alike: whoever has a block whole adds it on one rank of those that hold summands.
+        """
+        if source == sum_spec:
+            return 0.0
+        first, second = (REPLICATED if dim == PARTIAL else dim for dim in sum_spec)
+        return self.between(source, (first, second))
 
     def matrix(self, sources: list[Spec], targets: list[Spec]) -> Floats:
         """[sources, targets] seconds; infinite where a spec is not valid."""

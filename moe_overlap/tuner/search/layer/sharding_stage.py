@@ -5,28 +5,43 @@ layers. Hidden states go from part to part, their gradients back; an edge betwee
 neighbours.
 All seconds are those of one optimizer step: micro-batches times nodes and edges, plus what weights take once.
 
-Memory: weights, gradients, optimizer states and what one micro-batch saves for its backward pass, over all layers, within the
-capacity; temporaries are not in it.
+An embedding that the head's weight is tied to is one tensor with it: both products must want it in the same blocks, the head's
+weight has the bytes and the seconds of the update, and the gradients are added up before they are reduced. Where the embedding
+leaves its gradient in other blocks, these are brought into the head's for every micro-batch.
+
+Memory: weights, gradients, optimizer states and what one micro-batch saves for its backward pass, over all layers, within what
+temporaries leave of the capacity. These are taken as those of the part that has the most, in equal shares on all ranks whatever
+is chosen; weights that are gathered for a product are not counted.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise, product
 
 import numpy as np
 
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.tuner.capture.graph import CapturedModel
-from moe_overlap.tuner.search.layer.sharding_algorithms import Algorithms, Pricer, Workload
-from moe_overlap.tuner.search.layer.sharding_graph import NotShardableError, OperatorGraph, operator_graph
+from moe_overlap.tuner.cost.memory import part_bytes
+from moe_overlap.tuner.cost.operators import tabulate
+from moe_overlap.tuner.search.layer.sharding_algorithms import Algorithms, Pricer, Workload, turned
+from moe_overlap.tuner.search.layer.sharding_graph import (
+    NotShardableError,
+    OperatorGraph,
+    flat_extents,
+    operator_graph,
+)
 from moe_overlap.tuner.search.layer.sharding_ilp import ChoiceProblem, MemoryRow
 from moe_overlap.tuner.search.layer.sharding_layouts import MeshLayout, choices_of, layouts_of
 from moe_overlap.tuner.search.layer.sharding_specs import Floats, Mesh
 
 EMBEDDING, HEAD = "embedding", "head"
+PARAMETER_BYTES = 2.0
+"""Of a captured parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +51,13 @@ class ModelGraphs:
     Attributes:
         chain: place of each part of the model among the graphs, in the order of the forward pass.
         pricers: of each graph; they keep their prices from mesh to mesh.
+        working_bytes: temporaries of the part that has the most, on all ranks together.
     """
 
     graphs: tuple[OperatorGraph, ...]
     chain: tuple[int, ...]
     pricers: tuple[Pricer, ...]
+    working_bytes: float
 
     @property
     def counts(self) -> Counter[int]:
@@ -66,7 +83,30 @@ def model_graphs(captured: CapturedModel, workload: Workload, kinds: Sequence[st
         for kind in distinct
     )
     pricers = tuple(Pricer(graph, workload) for graph in graphs)
-    return ModelGraphs(graphs, tuple(distinct.index(name) for name in names), pricers)
+    samples, tokens = workload.samples, workload.tokens
+    working = max(
+        part_bytes(tabulate(graph.part, samples, tokens), samples, tokens, PARAMETER_BYTES, workload.features).working
+        for graph in graphs
+    )
+    return ModelGraphs(graphs, tuple(distinct.index(name) for name in names), pricers, working)
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """An embedding and a head with one weight.
+
+    Attributes:
+        embedding, head: places of their graphs.
+        table, output: places of the weight among theirs.
+        gradient, output_gradient: nodes of theirs that make its gradient.
+    """
+
+    embedding: int
+    head: int
+    table: int
+    output: int
+    gradient: int
+    output_gradient: int
 
 
 @dataclass(slots=True)
@@ -76,6 +116,7 @@ class StageProblem:
     Attributes:
         algorithms: of each graph.
         problem: nodes of all graphs in turn, then their weights.
+        tied: the weight that embedding and head share; None where each has its own.
         first_node, first_weight: place of each graph's first node and weight in the problem.
     """
 
@@ -84,8 +125,29 @@ class StageProblem:
     workload: Workload
     algorithms: tuple[Algorithms, ...]
     problem: ChoiceProblem
+    tied: Tied | None
     first_node: list[int] = field(default_factory=list)
     first_weight: list[int] = field(default_factory=list)
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """The graph of a node or weight of the problem, and its place there."""
+        firsts = self.first_weight if index >= self.first_weight[0] else self.first_node
+        place = bisect_right(firsts, index) - 1
+        return place, index - firsts[place]
+
+    @property
+    def tied_weights(self) -> tuple[int, ...]:
+        """Places in the problem of the two weights that are one; none where each has its own."""
+        tied = self.tied
+        if tied is None:
+            return ()
+        return self.first_weight[tied.embedding] + tied.table, self.first_weight[tied.head] + tied.output
+
+    def held_bytes(self, chosen: Sequence[int]) -> float:
+        """Bytes of one rank, with those that are there whatever is chosen."""
+        (row,) = self.problem.rows
+        held = sum(float(values[choice]) for values, choice in zip(row.coefficients, chosen, strict=True))
+        return held + fixed_bytes(self.model, self.mesh)
 
     def places(self, layout: MeshLayout) -> tuple[int | None, ...]:
         """The choices of a layout; None where it gives what no algorithm is."""
@@ -104,6 +166,12 @@ class StageProblem:
             places = self.places(layout)
             if all(place is not None for place in places):
                 yield layout, tuple(place for place in places if place is not None)
+
+
+def fixed_bytes(model: ModelGraphs, mesh: Mesh) -> float:
+    """Bytes of one rank whatever is chosen: temporaries, and parameters that no product reads."""
+    others = sum(graph.other_bytes * model.counts[place] for place, graph in enumerate(model.graphs))
+    return model.working_bytes / mesh.devices + others
 
 
 def stage_problem(
@@ -136,11 +204,15 @@ def stage_problem(
             costs.append(np.array([choice.step_seconds for choice in choices]) * counts[place])
             loads.append(np.array([choice.bytes for choice in choices]) * counts[place])
     limit = capacity if capacity is not None else workload.gpu.memory_gib * GIB
-    # Parameters that no product reads are on every rank whatever is chosen.
-    limit -= sum(graph.other_bytes * counts[place] for place, graph in enumerate(model.graphs))
-    stage = StageProblem(model, mesh, workload, algorithms, ChoiceProblem((), ()), first_node, first_weight)
+    limit -= fixed_bytes(model, mesh)
+    tied = tied_weight(model)
+    stage = StageProblem(model, mesh, workload, algorithms, ChoiceProblem((), ()), tied, first_node, first_weight)
+    if tied is not None:
+        # What is one tensor is held and updated once: as the head's.
+        table, _ = stage.tied_weights
+        costs[table], loads[table] = np.zeros_like(costs[table]), np.zeros_like(loads[table])
     edges: dict[tuple[int, int], Floats] = {}
-    for a, b, matrix in (*_inner_edges(stage), *_chain_edges(stage)):
+    for a, b, matrix in chain(_inner_edges(stage), _weight_edges(stage), _chain_edges(stage), _tied_edges(stage)):
         if a == b:
             costs[a] = costs[a] + np.diag(matrix)
             continue
@@ -153,7 +225,7 @@ def stage_problem(
 
 
 def _inner_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
-    """Tensors between the nodes of a graph, and weights beside their products, as often as the graph stands in the chain."""
+    """Tensors between the nodes of a graph, as often as the graph stands in the chain."""
     counts, number = stage.model.counts, stage.workload.micro_batches
     for place, algorithms in enumerate(stage.algorithms):
         graph, first = algorithms.graph, stage.first_node[place]
@@ -167,11 +239,51 @@ def _inner_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
             ]
             matrix = prices.matrix(written, needed) * number * counts[place]
             yield first + edge.producer, first + edge.consumer, matrix
+
+
+def _weight_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
+    """Weights beside their products."""
+    counts, tied = stage.model.counts, stage.tied
+    for place, algorithms in enumerate(stage.algorithms):
+        graph, first = algorithms.graph, stage.first_node[place]
         for index, weight in enumerate(graph.weights):
             for node in (weight.forward, weight.backward):
-                if node is not None:
-                    matrix = algorithms.weight_matrix(weight, graph.nodes[node], index) * counts[place]
-                    yield stage.first_weight[place] + index, first + node, matrix
+                # The gradient of a tied table joins the head's in `_tied_edges`.
+                if node is None or (tied is not None and (place, node) == (tied.embedding, tied.gradient)):
+                    continue
+                matrix = algorithms.weight_matrix(weight, graph.nodes[node], index) * counts[place]
+                yield stage.first_weight[place] + index, first + node, matrix
+
+
+def tied_weight(model: ModelGraphs) -> Tied | None:
+    """The weight that embedding and head share; None where each has its own."""
+    places = {graph.kind: place for place, graph in enumerate(model.graphs)}
+    if not {EMBEDDING, HEAD} <= places.keys():
+        return None
+    tables, outputs = (model.graphs[places[kind]].weights for kind in (EMBEDDING, HEAD))
+    for (table, first), (output, second) in product(enumerate(tables), enumerate(outputs)):
+        if first.parameter == second.parameter and first.backward is not None and second.backward is not None:
+            return Tied(places[EMBEDDING], places[HEAD], table, output, first.backward, second.backward)
+    return None
+
+
+def _tied_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:
+    """One choice for a tied weight, and one sum of its gradients."""
+    tied = stage.tied
+    if tied is None:
+        return
+    table, output = stage.algorithms[tied.embedding], stage.algorithms[tied.head]
+    # What the vocabulary is to the table, the outputs are to the head.
+    own = [(turned(choice.split), choice.level) for choice in table.of_weight[tied.table]]
+    others = [(choice.split, choice.level) for choice in output.of_weight[tied.output]]
+    equal = np.array([[0.0 if one == other else np.inf for other in others] for one in own])
+    yield stage.tied_weights[0], stage.tied_weights[1], equal
+    weight = output.graph.weights[tied.output]
+    made = [turned(table.gradient_made(candidate)) for candidate in table.of_node[tied.gradient]]
+    added = [output.gradient_made(candidate) for candidate in output.of_node[tied.output_gradient]]
+    prices = output.resharding(flat_extents(weight), weight.elements * stage.workload.features.gradient_bytes)
+    matrix = np.array([[prices.added(one, other) for other in added] for one in made]) * stage.workload.micro_batches
+    yield stage.first_node[tied.embedding] + tied.gradient, stage.first_node[tied.head] + tied.output_gradient, matrix
 
 
 def _chain_edges(stage: StageProblem) -> Iterator[tuple[int, int, Floats]]:

@@ -1,0 +1,232 @@
+"""What the answer of a search says of a sharding that is free for every operator: a few lines, details, and JSON.
+
+The plan of the answer has a layout of megatron-core. Beside it stand the best sharding of all, what is lost because megatron-core
+cannot execute it, and the operators where that happens, with what each would gain alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from moe_overlap.describe.cluster import GIB
+from moe_overlap.tuner.search.layer.intra_only import IntraOnly, NearestLayout
+from moe_overlap.tuner.search.layer.sharding_losses import LostOperator, LostWay
+from moe_overlap.tuner.search.layer.sharding_specs import AxisWords
+from moe_overlap.tuner.search.solution import Status
+
+_WIDTH = 12
+SHARED = 1e-6
+"""Share of a step below which two shardings count as equally fast."""
+SHOWN = 3
+"""Operators in the short answer."""
+TERMS = "with nothing recomputed and communication exposed"
+"""Of the seconds of both: they are not those of the plan's prediction."""
+SPLITS = {"expert": "experts", "output": "outputs", "input": "inputs", "flat": "elements"}
+"""Dimension of an operator -> its word here, where that is another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchedSharding:
+    """The search for a free sharding of one stage of all GPUs.
+
+    Attributes:
+        answer: None where the integer program was not run.
+        refusal: why it was not; else None.
+        micro_batches: of a step, as the program has them.
+        samples: of a micro-batch over all GPUs.
+    """
+
+    answer: IntraOnly | None = None
+    refusal: str | None = None
+    micro_batches: int = 0
+    samples: int = 0
+
+    @property
+    def lost_seconds(self) -> float:
+        """Of a step: between the best layout of megatron-core and the best sharding; infinite where either is missing."""
+        answer = self.answer
+        if answer is None or answer.best is None or answer.nearest is None:
+            return math.inf
+        return answer.nearest.seconds - answer.best.seconds
+
+    @property
+    def is_executed(self) -> bool:
+        """Whether a layout of megatron-core is as fast as the best sharding."""
+        answer = self.answer
+        return answer is not None and answer.best is not None and self.lost_seconds <= SHARED * answer.best.seconds
+
+
+def sharding_lines(searched: SearchedSharding) -> list[str]:
+    """The lines of the short answer: the best sharding beside the best layout, and the operators that gain most."""
+    gaining, _ = _lost(searched)
+    lines = [_sentence(searched), *(text for operator in gaining[:SHOWN] for text in operator_lines(*operator))]
+    if len(gaining) > SHOWN:
+        lines[-1] += f"; {len(gaining) - SHOWN} more: --verbose"
+    # Operators that change together may gain where none does alone.
+    gains = [f"{part_words(part)} {gain * 1e3:.3g} ms" for part, gain in _gaining_parts(searched).items()]
+    if gains:
+        lines.append(f"all operators of a part together would gain: {', '.join(gains)}")
+    return _under("sharding", lines)
+
+
+def _sentence(searched: SearchedSharding) -> str:
+    answer = searched.answer
+    if answer is None:
+        return f"not searched free for every operator: {searched.refusal}"
+    solution = answer.solution
+    spent = f"solver {solution.seconds:.1f} s"
+    if answer.best is None and solution.status is Status.INFEASIBLE:
+        return f"free for every operator nothing fits a GPU without recomputation ({spent})"
+    if answer.best is None:
+        return f"free for every operator none was found in time (bound {solution.bound:.4g} s, {spent})"
+    proof = f"{solution.status.value}, bound {solution.bound:.4g} s, gap {solution.gap:.2%}, {spent}"
+    if answer.nearest is None:
+        return f"free for every operator {answer.best.seconds:.4g} s; no layout fits without recomputation ({proof})"
+    layout = f"{answer.nearest.seconds:.4g} s of {layout_name(answer.nearest)}, {TERMS}"
+    if not searched.is_executed:
+        saved = f"{searched.lost_seconds:.3g} s or {searched.lost_seconds / answer.nearest.seconds:.1%}"
+        return f"free for every operator a step loses {saved} of the {layout} ({proof})"
+    if solution.status is Status.OPTIMAL:
+        return f"free for every operator nothing beats the {layout} ({proof})"
+    return f"free for every operator nothing better was found in time than the {layout} ({proof})"
+
+
+def sharding_details(searched: SearchedSharding) -> list[str]:
+    """What --verbose adds: the problem, the other operators that megatron-core executes otherwise, and those with no gain."""
+    answer = searched.answer
+    if answer is None or answer.best is None:
+        return []
+    n, m = answer.best.shape
+    batches = f"{searched.micro_batches} micro-batch{'es' * (searched.micro_batches > 1)}"
+    lines = [
+        f"{batches} of {searched.samples} sample{'s' * (searched.samples > 1)} over all GPUs; best on the mesh {n} × {m}, "
+        f"{answer.best.seconds:.4g} s and {answer.best.bytes / GIB:.1f} GiB; {len(answer.shapes)} shapes of the mesh searched"
+    ]
+    lost = answer.losses
+    if lost is not None and answer.nearest is not None and lost.layout_seconds > answer.nearest.seconds * (1 + SHARED):
+        lines.append(f"gains are against the best layout on that mesh, {lost.layout_seconds:.4g} s")
+    gaining, without = _lost(searched)
+    lines += [text for operator in gaining[SHOWN:] for text in operator_lines(*operator)]
+    if without:
+        names = ", ".join(f"{operator.operator} of the {part_words(operator.part)}" for operator in without)
+        lines.append(f"executed otherwise, with no gain alone: {names}")
+    if lost is not None and not lost.is_proven:
+        lines.append("time ended before every gain was proven")
+    return _under("sharding", lines)
+
+
+def _lost(searched: SearchedSharding) -> tuple[list[tuple[LostOperator, tuple[int, int]]], list[LostOperator]]:
+    """The operators that gain alone, the largest gain first, with the mesh; and those that do not."""
+    answer = searched.answer
+    if answer is None or answer.best is None or answer.losses is None:
+        return [], []
+    # Below that a gain is the rounding of sums.
+    least, operators = SHARED * answer.losses.layout_seconds, answer.losses.operators
+    gaining = [(operator, answer.best.shape) for operator in operators if operator.gain_seconds > least]
+    return gaining, [operator for operator in operators if operator.gain_seconds <= least]
+
+
+def _gaining_parts(searched: SearchedSharding) -> dict[str, float]:
+    """Kinds of parts that gain with all of their operators free."""
+    answer = searched.answer
+    if answer is None or answer.losses is None:
+        return {}
+    least = SHARED * answer.losses.layout_seconds
+    return {part: gain for part, gain in answer.losses.parts.items() if gain > least}
+
+
+def _under(title: str, lines: list[str]) -> list[str]:
+    return [f"{title if place == 0 else '':<{_WIDTH}}{line}" for place, line in enumerate(lines)]
+
+
+def layout_name(layout: NearestLayout) -> str:
+    """Degrees above 1, and the level of ZeRO."""
+    degrees = [("TP", layout.tensor), ("CP", layout.context), ("DP", layout.data), ("EP", layout.expert)]
+    shown = [f"{axis}{size}" for axis, size in degrees if size > 1]
+    if layout.expert_tensor != layout.tensor:
+        shown.append(f"ETP{layout.expert_tensor}")
+    return f"{' '.join(shown) or 'one GPU'}, ZeRO-{layout.zero_level}"
+
+
+def operator_lines(operator: LostOperator, shape: tuple[int, int]) -> list[str]:
+    """The gain of an operator, and how each of its passes and weights would be split."""
+    why = "no layout has that with the rest" if operator.has_layout else "no layout has that"
+    gain = f"{operator.gain_seconds * 1e3:.3g} ms"
+    lines = [f"{operator.operator} of the {part_words(operator.part)} would gain {gain} alone ({why})"]
+    is_tied = len({way.part for way in operator.ways}) > 1
+    for way in operator.ways:
+        lines.append(f"  {part_words(way.part) + ' ' if is_tied else ''}{way_sentence(way, shape)}")
+    return lines
+
+
+def way_sentence(way: LostWay, shape: tuple[int, int]) -> str:
+    """What one pass or a weight would split, and what it splits in megatron-core."""
+    wanted, done = split_words(way.free, shape), split_words(way.executed, shape)
+    if way.free_zero != way.executed_zero:
+        wanted, done = f"{wanted}, ZeRO-{way.free_zero},", f"{done}, ZeRO-{way.executed_zero}"
+    elif way.free == way.executed:
+        wanted = f"{wanted} with the result {split_words(way.free_out, shape)}"
+        done = f"the result {split_words(way.executed_out, shape)}"
+    return f"{way.phase}: {wanted} instead of {done}"
+
+
+def part_words(kind: str) -> str:
+    """A kind of part in a reader's words."""
+    name, _, window = kind.partition(".window")
+    words = {"dense": "dense layer", "moe": "MoE layer"}.get(name, name)
+    return f"{words} with window {window}" if window else words
+
+
+def split_words(split: AxisWords, shape: tuple[int, int]) -> str:
+    """What the axes of a mesh split, and by how much."""
+    sizes: dict[str, int] = {}
+    for axis, ranks in zip(split, shape, strict=True):
+        if ranks > 1:
+            sizes[axis] = sizes.get(axis, 1) * ranks
+    copies, sums = sizes.pop("replicated", 1), sizes.pop("partial", 1)
+    words = [f"{SPLITS.get(axis, axis)} over {ranks}" for axis, ranks in sizes.items()]
+    words += [f"summands on {sums}"] if sums > 1 else []
+    words += [f"the same on {copies}"] if copies > 1 else []
+    return " and ".join(words) or "whole"
+
+
+def sharding_json(searched: SearchedSharding) -> dict[str, Any]:
+    """The same for programs; numbers that there are none of are null."""
+    answer = searched.answer
+    if answer is None:
+        return {"not_run": searched.refusal}
+    solution, best, nearest = answer.solution, answer.best, answer.nearest
+    return {
+        "not_run": None,
+        "micro_batches": searched.micro_batches,
+        "samples": searched.samples,
+        "step_seconds": _number(solution.objective),
+        "bound": _number(solution.bound),
+        "gap": _number(solution.gap),
+        "status": solution.status.value,
+        "solver_seconds": solution.seconds,
+        "mesh": None if best is None else list(best.shape),
+        "nearest": None if nearest is None else {"name": layout_name(nearest), "step_seconds": nearest.seconds},
+        "lost_seconds": _number(searched.lost_seconds),
+        "parts": {} if answer.losses is None else answer.losses.parts,
+        "operators": []
+        if answer.losses is None
+        else [_operator_json(operator) for operator in answer.losses.operators],
+    }
+
+
+def _operator_json(operator: LostOperator) -> dict[str, Any]:
+    return {
+        "part": operator.part,
+        "operator": operator.operator,
+        "has_layout": operator.has_layout,
+        "gain_seconds": operator.gain_seconds,
+        "ways": [dataclasses.asdict(way) for way in operator.ways],
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
