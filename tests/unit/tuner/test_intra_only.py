@@ -9,11 +9,12 @@ from itertools import product
 import pytest
 
 from moe_overlap.tuner.capture.graph import CapturedModel
+from moe_overlap.tuner.cost.links import collective_seconds
 from moe_overlap.tuner.search.layer.intra_only import IntraOnly, executable, intra_only, sharding_of
 from moe_overlap.tuner.search.layer.sharding_algorithms import turned
 from moe_overlap.tuner.search.layer.sharding_graph import NotShardableError
 from moe_overlap.tuner.search.layer.sharding_ilp import solve_choices
-from moe_overlap.tuner.search.layer.sharding_specs import logical_meshes
+from moe_overlap.tuner.search.layer.sharding_specs import Dim, logical_meshes
 from moe_overlap.tuner.search.layer.sharding_stage import model_graphs, stage_problem
 from tests.unit.tuner.sharding_cases import CONSTANTS, cluster, whole, workload
 
@@ -150,6 +151,41 @@ def tied() -> CapturedModel:
         )
         parts.append(replace(part, storages=storages))
     return replace(whole(), parts=tuple(parts))
+
+
+def test_gradients_of_one_weight_are_added_for_every_micro_batch() -> None:
+    """For nothing where both are sums over the samples; a table's gradient split by its width is gathered for the head's."""
+    load = workload(samples=4, micro_batches=3)
+    mesh = logical_meshes(4, 4, NODES.group_of(0), CONSTANTS.link_rates)[1]
+    stage = stage_problem(model_graphs(tied(), load, KINDS), mesh, load)
+    assert stage.tied is not None
+    table, head = (stage.algorithms[place] for place in (stage.tied.embedding, stage.tied.head))
+    nodes = stage.first_node[0] + stage.tied.gradient, stage.first_node[stage.tied.head] + stage.tied.output_gradient
+    (matrix,) = [matrix for a, b, matrix in stage.problem.edges if (a, b) == nodes]
+    own = [algorithm.loops for algorithm in table.of_node[stage.tied.gradient]]
+    other = [algorithm.loops for algorithm in head.of_node[stage.tied.output_gradient]]
+    by_samples, by_width = (Dim.SAMPLES, Dim.SAMPLES), (Dim.OUTPUT, Dim.OUTPUT)
+    assert matrix[own.index(by_samples), other.index(by_samples)] == 0.0
+    size = 32000 * 4096 * load.features.gradient_bytes
+    gathered = collective_seconds("all_gather", size, mesh.all_ranks, mesh.rates)
+    assert 0 < matrix[own.index(by_width), other.index(by_samples)] <= 3 * float(gathered) * (1 + 1e-9)
+    assert matrix[own.index(by_width), other.index(by_samples)] > float(gathered)
+
+
+def test_temporaries_and_norms_are_in_the_memory() -> None:
+    load = workload(samples=4)
+    model = model_graphs(whole(), load, KINDS)
+    mesh = logical_meshes(4, 4, NODES.group_of(0), CONSTANTS.link_rates)[1]
+    stage = stage_problem(model, mesh, load)
+    layouts = [chosen for _, chosen in stage.layouts((0, 1, 2, 3))]
+    held = sorted(stage.held_bytes(chosen) for chosen in layouts)
+    tight = stage_problem(model, mesh, load, capacity=held[len(held) // 2] - 1.0)
+    fitting = [tight.problem.is_feasible(chosen) for chosen in layouts]
+    assert fitting == [stage.held_bytes(chosen) < held[len(held) // 2] for chosen in layouts] and any(fitting)
+    # Most of it: the logits of 16384 tokens in bf16 over four ranks, beside the fp32 ones that the loss keeps.
+    (row,) = stage.problem.rows
+    chosen = sum(float(values[choice]) for values, choice in zip(row.coefficients, layouts[0], strict=True))
+    assert stage.held_bytes(layouts[0]) - chosen > 4 * 4096 * 32000 * 2 / 4
 
 
 def test_embedding_and_head_with_one_weight_have_one_choice_for_it() -> None:
