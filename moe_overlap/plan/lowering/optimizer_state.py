@@ -13,7 +13,7 @@ Around the passes, which stay as they are:
    belongs to step 2.
 2. What a use needs comes while the use before it computes: weights from the host, the gather of shards (ZeRO 3), saved
    activations and gradient sums from the host. It waits until the last use that has ended frees its place: two parts are there
-   at most. What the use before has loaded stays.
+   at most. What the use before has loaded stays. A gradient sum also waits until the one that left two uses before has left.
 3. Behind a forward use the activations it saved go to the host.
 4. Behind the last instruction that adds to a part's gradient in a micro-batch: the reduce-scatter of that micro-batch (ZeRO 2,
    3) or, in the last one, the reduction of the sum; then the share that moves goes to the host, its norm taken.
@@ -339,9 +339,11 @@ class DecoupledLowering:
         if use.backward and use.is_layer and self._offload.activations > 0:
             saved = f"activations.{use.part}.m{use.micro_batch}"
             self.to.append(parts.fetch(use.part, Copied.ACTIVATIONS, saved, use), limit)
+        # The use before may be waiting for the same place (step 5): a fourth gradient would be there while it does.
+        room = self._two_back(Copied.GRADIENTS)
         for part in use.adds_to if use.backward else ():
             if part in self._away:
-                self.to.append(parts.fetch(part, Copied.GRADIENTS, f"gradient.{part}", use), limit)
+                self.to.append(parts.fetch(part, Copied.GRADIENTS, f"gradient.{part}", use), (*limit, *room))
                 self._away.remove(part)
 
     def _leave(self, use: Use, number: int) -> None:

@@ -176,7 +176,8 @@ def _flying(plan: Plan, index: int) -> float:
     if plan.transfers or stage.overlap.micro_batches_in_flight > 1:
         # The closed form holds for the orders of megatron-core only; these are counted in the order that will run.
         return float(most_in_flight(pipeline_blocks(plan, index)))
-    return in_flight(len(stage.chunks), len(plan.stages), index, stage.gradient_accumulation_steps)
+    layers = tuple(end - first for first, end in stage.chunks)
+    return in_flight(len(plan.stages), index, stage.gradient_accumulation_steps, layers)
 
 
 def part_counts(plan: Plan, index: int, graph: CapturedModel) -> list[tuple[Part, float]]:

@@ -83,12 +83,21 @@ def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: 
         for index in _indices(parts, step.chunk, step.direction == "backward")
     ]
     slots = Slots(parts, uses, table)
-    busy = _Run(_Played(parts, table.seconds, table.kind, slots, sizes), parts, sizes, ahead)
+    directions = [step.direction for step in order]
+    filling = order[: directions.index("backward")]
+    emptying = order[len(order) - directions[::-1].index("forward") + 1 :]
+
+    def run(*noted: str) -> _Run:
+        played = _Played(parts, table.seconds, table.kind, slots, sizes)
+        return _Run(played, parts, sizes, ahead, emptying, noted)
+
+    # Memory: beside updates there is most where nothing waits, and gradients on their way are most where the stage has waited.
+    busy = run(UPDATING) if ahead else run(UPDATING, PASSING)
     busy.play(forward_waits=False, drains=False)
     idle = busy
     # The only stage of a pipeline never waits for another.
     if waits or ahead:
-        idle = _Run(_Played(parts, table.seconds, table.kind, slots, sizes), parts, sizes, ahead)
+        idle = run(PASSING) if ahead else run()
         idle.play(forward_waits=waits, drains=bool(ahead))
     group = 1 if len(chunks) == 1 else GROUP
     stable = range(STABLE, STABLE + group)
@@ -98,9 +107,6 @@ def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: 
     usual = {
         step: busy.mean(step.direction, stable if step.direction == "backward" else cycle, step.chunk) for step in order
     }
-    directions = [step.direction for step in order]
-    filling = order[: directions.index("backward")]
-    emptying = order[len(order) - directions[::-1].index("forward") + 1 :]
     nothing = np.zeros_like(forward)
 
     def beyond(steps: Sequence[Step]) -> Floats:
@@ -123,9 +129,13 @@ def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: 
         drain=ends.mean("backward", range(slots.last, slots.last + 1)) - backward,
         rush=rush,
         tail=ends.played.ended - ends.ends[order[-1]],
-        buffer_bytes=np.max(busy.later, axis=0),
-        update_bytes=np.max(busy.early, axis=0),
+        buffer_bytes=np.max([*busy.later, *idle.later], axis=0),
+        update_bytes=np.max([*busy.early, *idle.early], axis=0),
     )
+
+
+UPDATING, PASSING = "updating", "passing"
+"""Peaks that a run notes: in the first micro-batch's forward passes, beside updates, and later."""
 
 
 class _Run:
@@ -134,17 +144,26 @@ class _Run:
     Attributes:
         taken: seconds of the passes, with what they wait for of their own stage.
         ends: when they have ended.
-        early, later: peaks beside the updates, and beside the first and a stable micro-batch.
+        early, later: peaks beside the updates, and beside the first, a stable and the last micro-batches.
     """
 
-    def __init__(self, played: _Played, parts: Sequence[Part], sizes: UseBytes, ahead: int) -> None:
+    def __init__(
+        self,
+        played: _Played,
+        parts: Sequence[Part],
+        sizes: UseBytes,
+        ahead: int,
+        emptying: Sequence[Step],
+        noted: Sequence[str],
+    ) -> None:
         self.played, self._parts, self._sizes, self._ahead = played, parts, sizes, ahead
+        self._emptying, self._noted = emptying, noted
         self._virtual = len({part.chunk for part in parts})
         nothing = np.zeros_like(played.computed)
         self.taken: dict[Step, Floats] = defaultdict(lambda: nothing)
         self.ends: dict[Step, Floats] = {}
         self.early, self.later = [nothing], [nothing]
-        self._window: list[tuple[Use, Floats, Floats]] = []
+        self._window: list[tuple[int, Use, Floats, Floats]] = []
 
     def mean(self, direction: str, micro_batches: range, chunk: int | None = None) -> Floats:
         """Seconds of some micro-batches in one direction, through one chunk or all of them, on average."""
@@ -173,28 +192,37 @@ class _Run:
             self.taken[step] = self.taken[step] + played.computed - (begin if waits else before)
             self._note_peaks(place, use, begin)
         played.leave()
+        while self._window:
+            self._note_peak(*self._window.pop(0))
 
     def _step(self, use: Use) -> Step:
         return Step("backward" if use.backward else "forward", self._parts[use.index].chunk, use.micro_batch)
 
     def _note_peaks(self, place: int, use: Use, begin: Floats) -> None:
-        played, uses, ahead = self.played, self.played.slots.uses, self._ahead
-        # One use late: what the next one has loaded by then is known.
-        if self._window:
-            last, start, end = self._window.pop()
-            peak = played.peak_bytes(start, end)
-            if ahead and not last.backward and last.micro_batch == 0:
-                self.early.append(peak + _saved(self._parts, self._sizes, range(last.index + 1)))
-            else:
-                rest = range(last.index + 1, len(self._parts))
-                self.later.append(peak - _saved(self._parts, self._sizes, rest, self._parts[last.index].chunk))
+        uses, ahead = self.played.slots.uses, self._ahead
+        # Two uses late: the next one has loaded its gradients by then, and it is known when they leave.
+        if len(self._window) > 1:
+            self._note_peak(*self._window.pop(0))
         # Of a forward pass the last use counts: no more is held before it.
         turns_back = use.backward or place + 1 < len(uses) and uses[place + 1].backward
         group = 1 if self._virtual == 1 else GROUP
         first = 0 if use.backward else ahead * group
-        is_looked_at = use.micro_batch == first or use.micro_batch - first in range(STABLE, STABLE + group)
-        if (turns_back and is_looked_at) or (use.micro_batch == 0 and not use.backward):
-            self._window.append((use, begin, played.computed))
+        looked_at = use.micro_batch == first or use.micro_batch - first in range(STABLE, STABLE + group)
+        looked_at |= use.backward and (use.micro_batch == self.played.slots.last or self._step(use) in self._emptying)
+        updates = use.micro_batch == 0 and not use.backward
+        if (UPDATING if updates else PASSING) in self._noted and (updates or (turns_back and looked_at)):
+            self._window.append((place, use, begin, self.played.computed))
+
+    def _note_peak(self, place: int, use: Use, begin: Floats, end: Floats) -> None:
+        peak, chunk = self.played.peak_bytes(place, begin, end), self._parts[use.index].chunk
+        if self._ahead and not use.backward and use.micro_batch == 0:
+            self.early.append(peak + _saved(self._parts, self._sizes, range(use.index + 1)))
+            return
+        ended = _saved(self._parts, self._sizes, range(use.index + 1, len(self._parts)), chunk)
+        if self._step(use) in self._emptying:
+            # Backward passes in a row: more gradients wait to leave, and one pass fewer is in flight.
+            ended = ended + _saved(self._parts, self._sizes, range(len(self._parts)), chunk)
+        self.later.append(peak - ended)
 
 
 def _saved(parts: Sequence[Part], sizes: UseBytes, indices: Iterable[int], chunk: int | None = None) -> Floats:
@@ -364,7 +392,8 @@ class _Played:
             if use.micro_batch > 0:
                 away = self._on_host["gradients", index, 0]
                 taken = here["gradients"] * rest
-                self._fetched[index] = self._run("in", np.maximum(limit, away), taken)
+                room = self._gone["gradients"][-2]
+                self._fetched[index] = self._run("in", np.max([limit, away, room], axis=0), taken)
                 self._fetching[index] = self._fetched[index] - taken
                 if not self._kind.scatters:
                     ready = np.maximum(ready, self._fetched[index])
@@ -463,18 +492,19 @@ class _Played:
         if size.any():
             self._held.append((self._place, start, end, size))
 
-    def peak_bytes(self, begin: Floats, end: Floats) -> Floats:
-        """Peak bytes of buffers that come and go at the beginning and the end of a use, once the next one has been advanced."""
-        if not self._held:
-            return self._nothing
-        at_begin = at_end = self._nothing
-        oldest = self._place - RECENT
-        for place, start, until, size in reversed(self._held):
-            if place < oldest:
+    def peak_bytes(self, place: int, begin: Floats, end: Floats) -> Floats:
+        """Peak bytes of buffers that come and go at the beginning and the end of a use, once two more have been advanced."""
+        recent, arrives = [], begin
+        for held_at, start, until, size in reversed(self._held):
+            if held_at < place - RECENT:
                 break
+            recent.append((start, until, size))
+            arrives = np.where(start < end, np.maximum(arrives, start), arrives)
+        at_begin = at_arrival = self._nothing
+        for start, until, size in recent:
             at_begin = at_begin + size * ((start <= begin) & (begin < until))
-            at_end = at_end + size * ((start < end) & (end <= until))
-        return np.maximum(at_begin, at_end)
+            at_arrival = at_arrival + size * ((start <= arrives) & (arrives < until))
+        return np.maximum(at_begin, at_arrival)
 
 
 RECENT = 5

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
@@ -257,15 +258,41 @@ def transfer_waits(one_way: Sequence[Seconds], virtual: int, beside: float | Non
     return [beside * slowest * (4 * virtual - 2)] * stages, slowest * (2 * virtual * stages - stages - 1)
 
 
-def in_flight(schedule_virtual: int, stages: int, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds at once, in whole passes of all its chunks.
+def in_flight(stages: int, stage: int, micro_batches: int, layers: tuple[int, ...]) -> float:
+    """Micro-batches whose activations a stage holds at once, in whole passes of all its layers.
 
-    1F1B: stages behind it, and its own. Interleaved: 2 (S - 1 - i) + (v - 1) S + 1 chunk passes of v.
+    1F1B: stages behind it, and its own. Interleaved: 2 (S - 1 - i) + (v - 1) S + 1 chunk passes of v, where the chunks have as
+    many layers; where not, those of the chunks that are held when most layers are.
+
+    Args:
+        layers: of each of its chunks.
     """
-    if schedule_virtual == 1:
+    virtual = len(layers)
+    if virtual == 1:
         return float(min(micro_batches, stages - stage))
-    passes = min(2 * (stages - stage - 1) + (schedule_virtual - 1) * stages + 1, micro_batches * schedule_virtual)
-    return passes / schedule_virtual
+    ahead = 2 * (stages - stage - 1) + (virtual - 1) * stages
+    if len(set(layers)) == 1 or not any(layers):
+        return min(ahead + 1, micro_batches * virtual) / virtual
+    return _most_layers(stages, ahead, min(micro_batches, 4 * stages), layers) / sum(layers)
+
+
+@cache
+def _most_layers(stages: int, ahead: int, micro_batches: int, layers: tuple[int, ...]) -> int:
+    """Layers whose activations are held at once: counted in the order of the passes, which repeats itself."""
+    entered = [
+        chunk
+        for first in range(0, micro_batches, stages)
+        for chunk in range(len(layers))
+        for _ in range(min(stages, micro_batches - first))
+    ]
+    held = most = 0
+    for number, chunk in enumerate(entered):
+        held += layers[chunk]
+        most = max(most, held)
+        if number >= ahead:
+            # Gradients come back through the chunks from the last to the first.
+            held -= layers[len(layers) - 1 - entered[number - ahead]]
+    return most
 
 
 def _largest(seconds: Sequence[Seconds]) -> Seconds:

@@ -67,7 +67,8 @@ class Bounds:
         # Averages over the stages: one of them holds as much, or more.
         micro_batches = plan.global_batch_size * layout.context // (data * layout.micro_batch)
         stages = layout.pipeline
-        flying = sum(in_flight(layout.virtual, stages, index, micro_batches) for index in range(stages)) / stages
+        alike = (1,) * layout.virtual
+        flying = sum(in_flight(stages, index, micro_batches, alike) for index in range(stages)) / stages
         inputs = self.model.num_layers * self._hidden_bytes(layout) / layout.tensor
         return (states + flying * inputs) / stages
 

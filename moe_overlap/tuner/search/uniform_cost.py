@@ -510,7 +510,8 @@ def _shapes(prices: _Prices, plan: Plan, index: int, recomputes: Sequence[Memory
                     add(StagePart(row, last, held_once=True), count)
     if index == plan.loss_stage:
         add(StagePart(prices.rows["head", "none"], last, is_layer=False, held_once=True), everywhere)
-    flying = in_flight(len(stage.chunks), len(plan.stages), index, stage.gradient_accumulation_steps)
+    sizes = tuple(end - first for first, end in stage.chunks)
+    flying = in_flight(len(plan.stages), index, stage.gradient_accumulation_steps, sizes)
     return StageShapes(
         runs=tuple(runs),
         counts=np.array(counts),

@@ -136,7 +136,7 @@ REPAIRED = {
     "the first backward pass fetches no gradients": (
         Corner(zero_level=1, offload=(1, 1, 0, 1), recompute="half", interleaved=True, unequal=True),
         NEAR,
-        FAR,
+        0.1,
     ),
     "backward passes at the end move gradients alone": (
         Corner(zero_level=1, offload=(0, 0.5, 0, 0), recompute="half", interleaved=True),
@@ -153,6 +153,21 @@ def test_repaired_corners(name: str) -> None:
     corner, in_seconds, in_bytes = REPAIRED[name]
     seconds, bytes_ = errors(corner)
     assert abs(seconds) <= in_seconds and abs(bytes_) <= in_bytes
+
+
+@pytest.mark.parametrize(
+    "corner",
+    [
+        Corner(zero_level=1, offload=(0, 1, 0.5, 1), recompute="half"),
+        Corner(zero_level=1, offload=(0.5, 1, 1, 1), recompute="full", interleaved=True),
+        Corner(zero_level=1, offload=(1, 1, 0.5, 1), recompute="full", interleaved=True),
+        Corner(zero_level=0, offload=(0, 0.5, 1, 0), interleaved=True, unequal=True),
+    ],
+    ids=["gradients that leave", "through several chunks", "and weights that come", "chunks of unlike layers"],
+)
+def test_peak_is_not_far_below_the_list(corner: Corner) -> None:
+    """What fits by the closed form must fit when it runs: these were 11 to 24 % below their lists."""
+    assert errors(corner)[1] > (-0.13 if corner.unequal else -0.01)
 
 
 def test_gathers_beside_tokens_on_another_link_cost_less() -> None:
@@ -204,4 +219,4 @@ def test_all_corners() -> None:
         seconds = np.abs([found[at][0] for at in chosen if (at.interleaved or at.unequal) != is_plain])
         assert np.median(seconds) < middle and seconds.max() < most
     bytes_ = np.abs([error for _, error in found.values()])
-    assert np.median(bytes_) < 0.04 and bytes_.max() < 0.25
+    assert np.median(bytes_) < 0.03 and bytes_.max() < 0.13

@@ -166,7 +166,19 @@ def test_a_step_is_what_it_is_spent_on() -> None:
 def test_activations_in_flight_are_those_of_the_schedule(stages: int, virtual: int, count: int) -> None:
     for stage, order in enumerate(orders(stages, virtual, count)):
         held = most_in_flight([(step,) for step in order])
-        assert in_flight(virtual, stages, stage, count) == held / virtual
+        assert in_flight(stages, stage, count, (1,) * virtual) == held / virtual
+
+
+@pytest.mark.parametrize("count", [4, 8, 32])
+def test_layers_in_flight_where_chunks_differ(count: int) -> None:
+    """Against the order of the schedule, pass by pass."""
+    for stages, layers in ((2, (4, 2)), (2, (1, 3, 2)), (4, (2, 5)), (4, (3, 0, 1))):
+        for stage, order in enumerate(orders(stages, len(layers), count)):
+            held = most = 0
+            for step in order:
+                held += layers[step.chunk] * (1 if step.direction == "forward" else -1)
+                most = max(most, held)
+            assert in_flight(stages, stage, count, layers) == most / sum(layers)
 
 
 def by_hand(
