@@ -111,6 +111,7 @@ class StagePrices:
     _summed: dict[tuple[str, int], dict[Key, float]] = field(default_factory=dict)
     _held: dict[str, dict[Key, float]] = field(default_factory=dict)
     _uses: dict[tuple[str, str], LinkUse] = field(default_factory=dict)
+    _inside: dict[tuple[str, int], dict[Key, dict[str, float]]] = field(default_factory=dict)
 
     @property
     def slowed(self) -> Interference:
@@ -205,16 +206,24 @@ class StagePrices:
         place = place_of(i.operator) if i.kind == "compute" else ""
         if not place or place in self._splits():
             return {}
-        row, pieces = self.row(place), self._pieces[i.name, i.micro_batch]
+        pieces = self._pieces[i.name, i.micro_batch]
+        if (place, pieces) not in self._inside:
+            self._inside[place, pieces] = self._shares_inside(place, pieces)
+        return self._inside[place, pieces].get(_key(i.operator), {})
+
+    def _shares_inside(self, place: str, pieces: int) -> dict[Key, dict[str, float]]:
+        """`inside_shares` of all operators of a place that hold collectives."""
+        row, named = self.row(place), self._named[place]
         table, cost = self._sized(row, pieces)
-        named, key = self._named[place], _key(i.operator)
-        whole = sum(s for own, s in self._priced(row, pieces).items() if _listed_key(own, named) == key)
-        shares: dict[str, float] = defaultdict(float)
+        whole: dict[Key, float] = defaultdict(float)
+        for own, seconds in self._priced(row, pieces).items():
+            whole[_listed_key(own, named)] += seconds
+        shares: dict[Key, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for own, by_axis in collective_seconds_inside(table, self.priced.setting, cost).items():
-            if _listed_key(own, named) == key:
-                for axis, seconds in by_axis.items():
-                    shares[CHANNELS_INSIDE[axis]] += seconds / whole
-        return dict(shares)
+            key = _listed_key(own, named)
+            for axis, seconds in by_axis.items():
+                shares[key][CHANNELS_INSIDE[axis]] += seconds / whole[key]
+        return {key: dict(by_channel) for key, by_channel in shares.items()}
 
     def exposed_inside(self) -> float:
         """Seconds of a micro-batch by which all-to-alls make its fused kernels longer than their products."""

@@ -138,7 +138,8 @@ def part_bytes(
     if features.fused_loss:
         sizes = _loss_in_place(part, sizes)
     kept = float(sizes[list(part.saved)].sum())
-    most = max(float(_alive(part, phase, lifetimes(part), sizes).max()) for phase in PHASES)
+    alive = lifetimes(part)
+    most = max(float(_alive(part, phase, alive, sizes).max()) for phase in PHASES)
     grown = _grows(part, sizes) * (load - 1.0)
     scores, kept_scores = _scores(table, features)
     return PartBytes(
