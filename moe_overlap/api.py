@@ -56,6 +56,8 @@ class Options(TypedDict, total=False):
     """In place of what the flags say."""
     plan: str | None
     """File of a plan that decides in place of the flags."""
+    name: str | None
+    """Of the model, where no file of flags names it."""
     software: str | None
     """Release whose losses count; default the GPU's median release."""
     expert_load: str | None
@@ -192,7 +194,8 @@ def _job_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
 
 
 def _read_on(words: Sequence[str], cluster: Cluster, options: Options) -> Job:
-    return read_job(words, cluster.gpus, options.get("precision"), options.get("plan"), cluster.queues)
+    given = options.get("precision"), options.get("plan")
+    return read_job(words, cluster.gpus, *given, host_runs_ahead=cluster.queues, name=options.get("name"))
 
 
 def _problem(job: Job, cluster: Cluster, options: Options) -> Problem:

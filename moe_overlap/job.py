@@ -62,6 +62,7 @@ def read_job(
     precision: Precision | None = None,
     plan: str | None = None,
     host_runs_ahead: bool = False,
+    name: str | None = None,
 ) -> Job:
     """Understand a command line for a number of GPUs.
 
@@ -71,6 +72,7 @@ def read_job(
         plan: file of a plan that decides in place of the flags.
         host_runs_ahead: whether the devices queue what the host gives them. A run of flags is lowered for its devices; a plan of
             a file says itself which it is for.
+        name: of the model, where no file of flags names it.
     Raises:
         ConfigError: the flags are wrong, or do not describe the vocabulary.
     """
@@ -86,8 +88,8 @@ def read_job(
         config = dataclasses.replace(config, optimizer=optimizer, precision=PRECISIONS[precision])
     validate(config, num_gpus)
     vocabulary, assumed = vocabulary_of(config)
-    name = files[0][1:].rpartition("/")[2].partition(".")[0] if files else parsed.name
-    model = describe_model(config, vocabulary, name)
+    named = files[0][1:].rpartition("/")[2].partition(".")[0] if files else name or parsed.name
+    model = describe_model(config, vocabulary, named)
     decided = _decided(config, model, num_gpus, reading.flags, plan)
     if plan is None and config.overlap.plan is None:
         decided = dataclasses.replace(decided, host_runs_ahead=host_runs_ahead)

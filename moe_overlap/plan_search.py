@@ -292,7 +292,7 @@ def _described(words: Sequence[str], bare: Sequence[str], cluster: Cluster, opti
         ConfigError: the flags are wrong whatever the layout.
     """
     file = next((word for word in words if word.startswith("@")), None)
-    name = None if file is None else file[1:].rpartition("/")[2].partition(".")[0]
+    name = options.get("name") if file is None else file[1:].rpartition("/")[2].partition(".")[0]
     try:
         job = read_job([*bare, "--micro-batch-size", "1"], 1)
     except ConfigError:

@@ -41,6 +41,7 @@ from moe_overlap.commands.job_arguments import (
     cluster_of,
     clusters_of,
     margin_of,
+    name_of,
     notes_of,
     on_standard_error,
     words_of,
@@ -199,6 +200,7 @@ def _require_one_search(arguments: argparse.Namespace, shard: Shard | None) -> N
 def _options(arguments: argparse.Namespace, tell: Tell) -> Options:
     return Options(
         tell=tell,
+        name=name_of(arguments),
         software=arguments.software,
         expert_load=arguments.expert_load,
         precision=arguments.precision,

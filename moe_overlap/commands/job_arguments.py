@@ -138,6 +138,11 @@ def words_of(arguments: argparse.Namespace, is_predicted: bool = False, chooses_
     return words
 
 
+def name_of(arguments: argparse.Namespace) -> str | None:
+    """The name of the model file, where there is one."""
+    return None if arguments.model is None else read_model(arguments.model, is_predicted=True).name
+
+
 def notes_of(arguments: argparse.Namespace, is_predicted: bool = False) -> tuple[str, ...]:
     """Lines on what the model file says and the flags of `words_of` do not."""
     return () if arguments.model is None else read_model(arguments.model, is_predicted=is_predicted).notes

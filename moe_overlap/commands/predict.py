@@ -26,6 +26,7 @@ from moe_overlap.commands.job_arguments import (
     add_margin_argument,
     cluster_of,
     margin_of,
+    name_of,
     notes_of,
     on_standard_error,
     words_of,
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             software=arguments.software,
             expert_load=arguments.expert_load,
             plan=arguments.plan,
+            name=name_of(arguments),
             memory_margin=margin_of(arguments),
             tell=on_standard_error,
         )
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         played = {} if seconds is None else {"simulated_step_seconds": seconds}
         print(json.dumps(prediction_json(prediction) | played, indent=1))
         return 0
-    job = read_job(words, cluster.gpus, arguments.precision, arguments.plan, cluster.queues)
+    job = read_job(words, cluster.gpus, arguments.precision, arguments.plan, cluster.queues, given["name"])
     # What a measured machine runs is this fork, whose states are always sharded; the problem's plan says so.
     plan = job.plan if cluster.measured is None else problem_of(words, cluster, given).plan
     answer = Answer(

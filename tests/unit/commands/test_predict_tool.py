@@ -80,6 +80,20 @@ def test_a_layer_of_a_config_that_nothing_computes_is_said(tmp_path: Path, capsy
 
 
 @pytest.mark.usefixtures("hand_made")
+def test_a_model_bears_the_name_of_its_folder_or_of_the_flags_file(tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4}
+    config |= {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512}
+    file, job, trace = (tmp_path / name for name in ("tiny-mixtral/config.json", "night.args", "trace.json"))
+    file.parent.mkdir()
+    file.write_text(json.dumps(config | {"num_key_value_heads": 4, "max_position_embeddings": 256}))
+    job.write_text("--bf16 --micro-batch-size 1 --use-distributed-optimizer")
+    words = ["--model", str(file), *H100, "--global-batch-size", "64", "--trace", str(trace)]
+    for further, name in (([], "tiny-mixtral"), (["--megatron-args", str(job)], "night")):
+        assert main([*words, *further]) == 0
+        assert f'"name": "{name}"' in trace.read_text()
+
+
+@pytest.mark.usefixtures("hand_made")
 def test_a_cluster_file_says_the_same_as_its_shorthand(capsys: pytest.CaptureFixture[str]) -> None:
     main([*JOB, *H100])
     short = capsys.readouterr().out

@@ -277,6 +277,12 @@ def test_a_precision_is_written_as_it_was_said() -> None:
     assert flags["--fp8-recipe"] == ("mxfp8",) and flags["--bf16"] == ()
 
 
+def test_written_flags_bear_the_name_of_the_model(tmp_path: Path) -> None:
+    found = search_plan(SMALL, H100, SearchSettings(target="megatron-lm"), **{**OPTIONS, "name": "tiny-mixtral"})
+    write_search(tmp_path, found)
+    assert (tmp_path / "megatron_args.txt").read_text().startswith(f"# tiny-mixtral on {H100.gpus} × H100\n")
+
+
 def test_a_batch_must_be_named() -> None:
     words = [word for word in SMALL if word not in ("--global-batch-size", "128", "16")]
     with pytest.raises(ConfigError, match="--global-batch-size: is not among the flags"):
