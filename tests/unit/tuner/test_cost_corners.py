@@ -161,13 +161,28 @@ def test_repaired_corners(name: str) -> None:
         Corner(zero_level=1, offload=(0, 1, 0.5, 1), recompute="half"),
         Corner(zero_level=1, offload=(0.5, 1, 1, 1), recompute="full", interleaved=True),
         Corner(zero_level=1, offload=(1, 1, 0.5, 1), recompute="full", interleaved=True),
+        Corner(zero_level=2, offload=(1, 0, 1, 1), recompute="half"),
+        Corner(zero_level=1, offload=(0.5, 1, 0, 1), recompute="half"),
         Corner(zero_level=0, offload=(0, 0.5, 1, 0), interleaved=True, unequal=True),
     ],
-    ids=["gradients that leave", "through several chunks", "and weights that come", "chunks of unlike layers"],
+    ids=[
+        "gradients that leave",
+        "through several chunks",
+        "and weights that come",
+        "shards of a stage that has waited",
+        "gradients of a stage that has waited",
+        "chunks of unlike layers",
+    ],
 )
 def test_peak_is_not_far_below_the_list(corner: Corner) -> None:
-    """What fits by the closed form must fit when it runs: these were 11 to 24 % below their lists."""
+    """What fits by the closed form must fit when it runs: these were 9 to 24 % below their lists."""
     assert errors(corner)[1] > (-0.13 if corner.unequal else -0.01)
+
+
+def test_last_backward_passes_hold_one_pass_fewer() -> None:
+    """More gradients are on their way there, beside fewer activations: both in full would be 18 % above the list."""
+    corner = Corner(zero_level=2, offload=(0.5, 0, 1, 0), interleaved=True, unequal=True)
+    assert abs(errors(corner)[1]) < 0.1
 
 
 def test_gathers_beside_tokens_on_another_link_cost_less() -> None:
