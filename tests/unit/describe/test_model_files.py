@@ -36,7 +36,11 @@ SHARED_SIBLINGS = {
     "qwen3-235b-a22b": "tiny-qwen3-30b-a3b",
     "gpt2-s-moe": "tiny-gpt2-moe",
     "gpt2-l-moe": "tiny-gpt2-moe",
-} | {f"mist-{family}-{size}": f"tiny-{family}" for family in ("gpt", "llama", "falcon") for size in MIST_SIZES}
+}
+SHARED_SIBLINGS |= {
+    f"mist-{family}-{size}": f"tiny-{family}" for family in ("gpt", "llama", "falcon") for size in MIST_SIZES
+}
+SHARED_SIBLINGS |= {name: f"tiny-{name.rpartition('-')[0]}" for name in NAMES if name.startswith("alpa-")}
 """Models of one family share a small one; the others have one of their own name."""
 
 
