@@ -59,7 +59,7 @@ class FreeSearch:
 
 def narrow_space(space: SearchSpace) -> SearchSpace:
     """The space that is searched before: what of it any runtime executes, where that is a part of it."""
-    recompute = SEARCH_SPACES["recompute"]
+    recompute = replace(SEARCH_SPACES["recompute"], recomputes=space.recomputes, all_layers=space.all_layers)
     return recompute if set(recompute.zero_levels) < set(space.zero_levels) else space
 
 

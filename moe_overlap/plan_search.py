@@ -98,7 +98,7 @@ class SearchSettings:
     """Settings of a plan search.
 
     Attributes:
-        space: a name of `SEARCH_SPACES`.
+        space: a name of `SEARCH_SPACES`, or a space of its own.
         seconds: after which the best so far is the answer.
         overlap_limits, solver_seconds: of the overlap search for the first few.
         has_baseline: whether the user's own layout is predicted as well.
@@ -109,7 +109,7 @@ class SearchSettings:
     """
 
     target: Target = "moe-overlap"
-    space: str = "recompute"
+    space: str | SearchSpace = "recompute"
     seconds: float = math.inf
     overlap_limits: SearchLimits = SearchLimits(max_partitions=8, group_seconds=0.0, range_limit=16)
     solver_seconds: float = 2.0
@@ -171,7 +171,7 @@ def search_plan(
         own, costs = share_of(layouts, shard), UniformCosts(task)
         return search_uniform(own, costs, bounds, accepts, admits, KEPT, deadline, progress=progress), said.refused
 
-    asked = (bare, settings.target, settings.space, settings.averages, str(settings.seconds))
+    asked = (bare, settings.target, str(settings.space), settings.averages, str(settings.seconds))
     sha256 = partial(job_sha256, asked, cluster, given_options)
     found, said.refused = search_shards(search, settings.processes, sha256, KEPT)
     found, outcomes = search_dispatchers(
@@ -203,7 +203,7 @@ def search_plan(
     finalists, tuned, chosen, is_late = _decided(finalists, cluster, settings, deadline, options)
     answer = PlanSearch(
         target=settings.target,
-        space=settings.space,
+        space=space.name,
         cluster=cluster,
         words=tuple(bare),
         chosen=chosen,
@@ -320,6 +320,8 @@ def _space(settings: SearchSettings) -> SearchSpace:
     Raises:
         ConfigError: the space is not searched.
     """
+    if isinstance(settings.space, SearchSpace):
+        return settings.space
     if settings.space in BEYOND and settings.target != "any":
         rule = "has plans that nothing executes today (ZeRO 0, 2 and 3, offloading or stages that differ)"
         raise ConfigError("--search-space", settings.space, rule, "add --target any")
@@ -397,6 +399,7 @@ def _task(
     def load(expert: int) -> float:
         return 1.0 if recorded is None else busiest_load(recorded, job.model.num_experts, expert)
 
+    has_modules = space.recomputes and not space.all_layers
     task = UniformTask(
         templates=template,
         graphs=captured,
@@ -405,7 +408,7 @@ def _task(
         space=space,
         load=load,
         averages=averages,
-        modules=tuple(islice(module_sets(template(1)[0], job.model, features), MODULE_SETS if space.recomputes else 0)),
+        modules=tuple(islice(module_sets(template(1)[0], job.model, features), MODULE_SETS if has_modules else 0)),
     )
     of_tensor: dict[int, Bounds] = {}
 

@@ -26,6 +26,8 @@ MOST_SAMPLES = 32
 """Most samples of a micro-batch."""
 LEVELS = (0, 1, 2, 3)
 """Levels of ZeRO."""
+ON_HOST = ("weights", "gradients", "optimizer", "activations")
+"""What may wait in host memory; fields of `Offload`."""
 
 
 class Restriction(StrEnum):
@@ -44,8 +46,9 @@ class SearchSpace:
 
     Attributes:
         recomputes: layers and modules to compute again.
+        all_layers: whether layers are computed again either all or not at all, as Megatron-LM's users do, and no modules.
         zero_levels: shardings of the states.
-        offloads: whether states and activations may wait in host memory.
+        offloads: which of `ON_HOST` may wait in host memory.
         frees_stages: whether every stage decides for itself about its layers and its memory.
         equal_layers: whether stages keep as many layers as in a uniform plan nevertheless.
         only_data: whether all ranks are data ranks.
@@ -58,7 +61,7 @@ class SearchSpace:
     name: str
     recomputes: bool
     zero_levels: tuple[int, ...] = (1,)
-    offloads: bool = False
+    offloads: tuple[str, ...] = ()
     frees_stages: bool = False
     equal_layers: bool = False
     only_data: bool = False
@@ -66,6 +69,7 @@ class SearchSpace:
     shards_operators: bool = False
     meshes: tuple[Restriction, ...] = ()
     uniform: bool = True
+    all_layers: bool = False
 
     def has(self, layout: UniformLayout, gpus: int | None = None) -> bool:
         """Whether a layout is in the space; of so many GPUs, which is asked where each stage has one."""
@@ -82,12 +86,12 @@ SEARCH_SPACES = {
         SearchSpace("megatron", recomputes=False),
         SearchSpace("recompute", recomputes=True),
         SearchSpace("zero", recomputes=True, zero_levels=LEVELS),
-        SearchSpace("offload", recomputes=True, zero_levels=LEVELS, offloads=True),
+        SearchSpace("offload", recomputes=True, zero_levels=LEVELS, offloads=ON_HOST),
         SearchSpace(
             "full",
             recomputes=True,
             zero_levels=LEVELS,
-            offloads=True,
+            offloads=ON_HOST,
             frees_stages=True,
             meshes=(Restriction.FREE, Restriction.EQUAL_OPERATORS, Restriction.ONE_DEVICE),
         ),
@@ -96,7 +100,7 @@ SEARCH_SPACES = {
         SearchSpace("zero2", recomputes=True, zero_levels=(2,), only_data=True),
         SearchSpace("zero3", recomputes=True, zero_levels=(3,), only_data=True),
         SearchSpace(
-            "equal-layer", recomputes=True, zero_levels=LEVELS, offloads=True, frees_stages=True, equal_layers=True
+            "equal-layer", recomputes=True, zero_levels=LEVELS, offloads=ON_HOST, frees_stages=True, equal_layers=True
         ),
         SearchSpace("intra-only", recomputes=True, zero_levels=LEVELS, one_stage=True, shards_operators=True),
         SearchSpace("inter-only", recomputes=True, meshes=(Restriction.ONE_DEVICE,)),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds
 from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import Strategy
-from moe_overlap.tuner.search.space import MemoryChoice, SearchSpace, UniformLayout, recompute_of, uniform_plan
+from moe_overlap.tuner.search.space import ON_HOST, MemoryChoice, SearchSpace, UniformLayout, recompute_of, uniform_plan
 
 Floats = NDArray[np.float64]
 ROUNDED = 1.0 - 1e-9
@@ -261,7 +261,7 @@ class UniformCosts:
     ) -> _Prices:
         """The parts of the model at the ranks and the micro-batch of a layout, in the variants of some choices."""
         # One recomputed layer stands for any number of them.
-        choices = [MemoryChoice(), *(choice for choice in recomputes if choice.layers == 1 or choice.modules)]
+        choices = _variants([MemoryChoice(), *recomputes])
         # Stages of as many ranks have the same groups; a single stage reduces over all of them and sends nothing.
         key = (layout.ranks, layout.pipeline, layout.micro_batch, *choices)
         if key not in self._prices:
@@ -378,7 +378,12 @@ def recompute_choices(task: UniformTask, plan: Plan) -> list[MemoryChoice]:
     longest = max(last - first for stage in plan.stages for first, last in stage.chunks)
     # megatron-core refuses whole layers beside its overlap of two micro-batches.
     most = 0 if task.features.overlap_experts else longest
-    return [MemoryChoice(layers=layers) for layers in range(most + 1)]
+    return [MemoryChoice(layers=layers) for layers in range(0, most + 1, max(1, most) if task.space.all_layers else 1)]
+
+
+def _variants(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
+    """The choices that differ in what a single layer recomputes."""
+    return list(dict.fromkeys(replace(choice, layers=min(choice.layers, 1)) for choice in choices))
 
 
 def module_choices(task: UniformTask) -> list[MemoryChoice]:
@@ -388,8 +393,7 @@ def module_choices(task: UniformTask) -> list[MemoryChoice]:
 
 def variant_plans(task: UniformTask, plan: Plan) -> Iterator[Plan]:
     """One-stage plans, whose graphs together hold every variant of recomputation at the ranks of a plan."""
-    whole = [choice for choice in recompute_choices(task, plan) if choice.layers <= 1]
-    return _variant_plans(plan, [*whole, *module_choices(task)])
+    return _variant_plans(plan, _variants([*recompute_choices(task, plan), *module_choices(task)]))
 
 
 def _variant_plans(plan: Plan, choices: Sequence[MemoryChoice]) -> Iterator[Plan]:
@@ -440,16 +444,10 @@ def _family_of(plan: Plan, model: ModelDescription, tables: Sequence[OpTable], s
 
 def _strategies(space: SearchSpace) -> Iterator[tuple[int, Offload]]:
     """[N] ZeRO levels with shares on the host."""
-    shares = SHARES if space.offloads else (0.0,)
+    shares = [SHARES if name in space.offloads else (0.0,) for name in ON_HOST]
     for level in space.zero_levels:
-        for weights in shares:
-            for gradients in shares:
-                for optimizer in shares:
-                    for activations in shares:
-                        offload = Offload(
-                            weights=weights, gradients=gradients, optimizer=optimizer, activations=activations
-                        )
-                        yield level, offload
+        for of_each in product(*shares):
+            yield level, Offload(**dict(zip(ON_HOST, of_each, strict=True)))
 
 
 def _strategy(stage: StagePlan, strategies: Sequence[tuple[int, Offload]]) -> Strategy:

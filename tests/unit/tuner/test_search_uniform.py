@@ -15,8 +15,9 @@ from megatron.training.plan_flags import plan_from_flags
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
+from moe_overlap.free_search import narrow_space
 from moe_overlap.job import features_of, read_job
-from moe_overlap.plan.plan import Plan
+from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
@@ -209,6 +210,28 @@ def test_prices_are_those_of_predict(space: str) -> None:
         seconds, needed = case.predicted(layout, evaluated.choices[n][r])
         assert evaluated.seconds[n, r] == pytest.approx(seconds, rel=1e-9)
         assert evaluated.needed_bytes[n, r] == pytest.approx(needed, rel=1e-6)
+
+
+def test_a_part_of_a_space_has_the_prices_of_the_whole() -> None:
+    """All layers again or none, and the optimizer alone on the host: those rows and columns, and nothing else."""
+    wide = case_of(space="offload").task
+    space = dataclasses.replace(wide.space, all_layers=True, offloads=("optimizer",))
+    part = UniformCosts(dataclasses.replace(wide, space=space))
+    for layout in (CASE.layouts[0], next(each for each in CASE.layouts if each.pipeline == 2 and each.virtual == 3)):
+        whole, some = UniformCosts(wide).evaluate(layout), part.evaluate(layout)
+        longest = 6 // (layout.pipeline * layout.virtual)
+        assert [choice.layers for choice in some.choices[0]] == [0, longest]
+        assert {choice.offload for row in some.choices for choice in row} == {
+            Offload(optimizer=share) for share in (0.0, 0.5, 1.0)
+        }
+        known = {
+            choice: place for n, row in enumerate(whole.choices) for r, choice in enumerate(row) for place in [(n, r)]
+        }
+        for n, row in enumerate(some.choices):
+            for r, choice in enumerate(row):
+                assert some.seconds[n, r] == pytest.approx(whole.seconds[known[choice]], rel=1e-9)
+                assert some.needed_bytes[n, r] == pytest.approx(whole.needed_bytes[known[choice]], rel=1e-9)
+    assert narrow_space(space) == dataclasses.replace(SEARCH_SPACES["recompute"], all_layers=True)
 
 
 def cases() -> list[Case]:
