@@ -3,7 +3,9 @@
 lancet   Lancet, figures 2, 11 to 13, 15 and 16: GPT2-S-MoE and GPT2-L-MoE with two experts a GPU on nodes of p4de (A100) and p3dn
          (V100), with the gates of Switch and of Batch Prioritized routing.
 comet    COMET, figure 1(a): the share of communication in the forward pass of three models on 8 H800.
-mist     Mist, figure 13: GPT on 8, 16 and 32 L4, tuned over search spaces that grow.
+mist-N   Mist, figure N (2, 3, 5 with 16, 11 to 15), `mist-averaging` and `mist-uniform`: tools/bench/mist_figures.py.
+alpa-gpt, alpa-moe, alpa-time
+         Alpa, parts of its space against all of it, and search time: tools/bench/alpa_figures.py. `large` stands there, too.
 
 Nothing here is run on a GPU: both sides of every ratio are predicted with the shipped constants. The papers' texts print averages
 and maxima; their bars are not in the text. No V100 was calibrated under Megatron: it gets the A100's efficiencies.
@@ -17,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,12 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.training.cli.arguments import expand_files
 from moe_overlap.api import Options, predict, simulated, tune
 from moe_overlap.describe.cluster import Cluster, cluster_of, known_gpu, node_group, shipped_cluster
-from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan.instructions import EXPERT
 from moe_overlap.plan.overlap import Mechanism, SearchLimits
-from moe_overlap.plan_search import SearchSettings, search_plan
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
+from tools.bench import alpa_figures, mist_figures
+from tools.bench.paper_rows import Row, table
+from tools.bench.paper_searches import KeptSearches
+from tools.bench.paper_spaces import is_worse, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARE = "all-to-all share"
@@ -39,24 +43,8 @@ NODE = 8
 """GPUs of a node of both clusters."""
 MOST_PARTITIONS = 8
 """ρ of Lancet's experiments, section 7."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One comparison.
-
-    Attributes:
-        case: what is trained, on which GPUs.
-        figures: name -> value; seconds are named so, all others are ratios.
-        paper: the paper's text on it.
-        notes: what limits the comparison.
-    """
-
-    figure: str
-    case: str
-    figures: dict[str, float | None]
-    paper: str
-    notes: tuple[str, ...] = ()
+SEARCHED = {**mist_figures.FIGURES, **alpa_figures.FIGURES}
+"""Comparisons that are searches over spaces."""
 
 
 # Lancet
@@ -233,87 +221,51 @@ def comet() -> Iterator[Row]:
         yield Row(figure="COMET 1(a)", case=f"mean, {dispatcher}", figures=figures, paper="47 %")
 
 
-# Mist
-
-MIST_RUNS = (("mist-gpt-7b", 8), ("mist-gpt-13b", 16), ("mist-gpt-22b", 32))
-MIST_SPACES = ("megatron", "recompute", "offload", "full")
-MIST_PAPER = "recomputation 1.12, offloading 7 % more, unlike stages and micro-batches 9 % more, on average"
-
-
-def mist_row(model: str, gpus: int, seconds: float) -> Row:
-    """One model, tuned over every space; a space contains the one before."""
-    words = [f"@{ROOT / 'examples' / f'{model}.args'}"]
-    steps: dict[str, float | None] = {}
-    notes = []
-    for space in MIST_SPACES:
-        settings = SearchSettings(
-            target="any",
-            space=space,
-            seconds=seconds,
-            overlap_limits=SearchLimits(max_partitions=MOST_PARTITIONS, group_seconds=0.0, range_limit=16),
-            has_baseline=False,
-        )
-        begun = time.process_time()
-        try:
-            found = search_plan(words, shipped_cluster("L4", gpus), settings)
-            steps[f"{space} seconds"] = found.chosen.seconds
-            notes += [f"{space}: {found.chosen.name}{', ended early' if found.ended_early else ''}"]
-        except ConfigError as error:
-            steps[f"{space} seconds"] = None
-            notes.append(f"{space}: {error}")
-        steps[f"{space} CPU seconds"] = time.process_time() - begun
-    first = steps["megatron seconds"]
-    for space in MIST_SPACES[1:]:
-        step = steps[f"{space} seconds"]
-        steps[space] = None if step is None or first is None else first / step
-    return Row(figure="Mist 13", case=f"{model}, {gpus} L4", figures=steps, paper=MIST_PAPER, notes=tuple(notes))
-
-
-def mist(seconds: float) -> Iterator[Row]:
-    """All runs."""
-    for model, gpus in MIST_RUNS:
-        yield mist_row(model, gpus, seconds)
-
-
 # The command
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Rows of one paper as a Markdown table."""
-    names = list(dict.fromkeys(name for row in rows for name in row.figures))
-    lines = [f"| case | {' | '.join(names)} | paper |", "|" + "---|" * (len(names) + 2)]
-    for row in rows:
-        values = (row.figures.get(name) for name in names)
-        shown = ["" if value is None else f"{value:.3f}" for value in values]
-        lines.append(f"| {row.case} | {' | '.join(shown)} | {row.paper} |")
-    notes = dict.fromkeys(note for row in rows for note in row.notes)
-    return [*lines, "", *(f"- {note}" for note in notes)]
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = argparse.ArgumentParser(prog="benchmark_papers.py", description=__doc__.partition("\n")[0])
+    names = ("lancet", "comet", *SEARCHED)
+    command.add_argument("--only", action="append", choices=names, help="may repeat; default all")
+    command.add_argument(
+        "--cpu-seconds", type=float, default=600.0, help="of each search over plans; then the best so far"
+    )
+    command.add_argument("--most-gpus", type=int, default=1024, help="cases of searches on more GPUs are left out")
+    command.add_argument("--kept", type=Path, help="file of searches that are done: they are not done again")
+    command.add_argument("--only-kept", action="store_true", help="search nothing; show what --kept has")
+    command.add_argument("--json", action="store_true", help="print nothing but JSON")
+    return command
+
+
+def rows_of(name: str, searches: KeptSearches, most_gpus: int) -> Iterator[Row]:
+    """The rows of a comparison."""
+    if name in SEARCHED:
+        return rows(SEARCHED[name](), searches, most_gpus)
+    return lancet() if name == "lancet" else comet()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict what is asked for and print it."""
-    parser = argparse.ArgumentParser(prog="benchmark_papers.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", action="append", choices=("lancet", "comet", "mist"), help="may repeat")
-    parser.add_argument("--time-limit", type=float, default=600.0, help="seconds of each search over plans")
-    parser.add_argument("--json", action="store_true", help="print nothing but JSON")
-    arguments = parser.parse_args(argv)
-    papers: dict[str, Callable[[], Iterator[Row]]] = {
-        "lancet": lancet,
-        "comet": comet,
-        "mist": lambda: mist(arguments.time_limit),
-    }
-    answer = {}
-    for name in arguments.only or papers:
-        rows = []
-        for row in papers[name]():
+    """Predict what is asked for and print it; 1 where the widest space of a figure has a slower plan than another."""
+    arguments = parser().parse_args(argv)
+    searches = KeptSearches(path=arguments.kept, cpu_seconds=arguments.cpu_seconds, only_kept=arguments.only_kept)
+    answer, worse = {}, []
+    for name in arguments.only or ("lancet", "comet", *SEARCHED):
+        done = []
+        for row in rows_of(name, searches, arguments.most_gpus):
             print(row.case, file=sys.stderr)
-            rows.append(row)
-        answer[name] = [asdict(row) for row in rows]
+            done.append(row)
+        answer[name] = [asdict(row) for row in done]
+        worse += [
+            f"{name}: {row.case}: the widest space has a slower plan than another" for row in done if is_worse(row)
+        ]
         if not arguments.json:
-            print("\n".join([f"## {name.capitalize()}", "", *table(rows), ""]))
+            print("\n".join([f"## {name.capitalize()}", "", *table(done), ""]))
     if arguments.json:
         print(json.dumps(answer, indent=1))
-    return 0
+    print("\n".join(worse), end="\n" if worse else "", file=sys.stderr)
+    return 1 if worse else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import pytest
 
 from megatron.training.cli.arguments import parse
 from megatron.training.cli.validation import validate
-from tools.benchmark_papers import SITES, V100, Row, fastest, lancet_words, table
+from tools.bench.paper_rows import Row, table
+from tools.benchmark_papers import SITES, V100, fastest, lancet_words
 
 
 @pytest.mark.parametrize("gate", ["switch", "batch_prioritized"])

@@ -1,0 +1,123 @@
+"""Alpa's comparisons as searches: the parts of its space against all of it, search time over GPUs; and two searches of full size.
+
+GPT and MoE grow with the GPUs as in the paper's evaluation, on nodes of p3.16xlarge: eight V100 of 16 GB, 25 Gb/s a node. Alpa
+offloads nothing, so the spaces here do not either, but for the last, the full one. No V100 was calibrated under Megatron: it gets
+the A100's efficiencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from moe_overlap.tuner.search.space import LEVELS, SEARCH_SPACES, Restriction, SearchSpace
+from tools.bench.paper_searches import Machines, Outcome
+from tools.bench.paper_spaces import Case, Figure, Space, seconds_and_gains, sizes
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GPT = {"350m": 1, "1.3b": 4, "2.6b": 8, "6.7b": 16, "15b": 32, "39b": 64}
+"""Size -> GPUs."""
+MOE = {"380m": 1, "690m": 2, "1.3b": 4, "2.4b": 8, "10b": 16, "27b": 32, "70b": 64}
+V100 = "V100-16GB (p3.16xlarge)"
+PAPER = {
+    "gpt": {
+        1: "45 TFLOP/s a GPU, Megatron 48",
+        4: "58, Megatron 56",
+        8: "62, Megatron 50",
+        16: "60, Megatron 57",
+        32: "60, Megatron 58; equal layer 60, equal operator 40",
+        64: "57, Megatron 58",
+    },
+    "moe": {
+        1: "46 TFLOP/s a GPU, DeepSpeed 34",
+        2: "43, DeepSpeed 33, intra-only 42, inter-only 41",
+        4: "40, DeepSpeed 35, intra-only 41, inter-only 38",
+        8: "46, DeepSpeed 40, intra-only 47, inter-only 40",
+        16: "45, DeepSpeed 13, intra-only 23, inter-only 31",
+        32: "39, DeepSpeed 4, intra-only 2, inter-only out of memory",
+        64: "37, DeepSpeed fails, intra-only 0.2, inter-only out of memory",
+    },
+}
+"""Of the paper's artifact: Alpa's plan, beside others."""
+
+ALPA = SearchSpace("Alpa's", recomputes=True, zero_levels=LEVELS, frees_stages=True, meshes=(Restriction.FREE,))
+SPACES = (
+    Space(name="data", space=SEARCH_SPACES["data"]),
+    Space(name="ZeRO-2", space=SEARCH_SPACES["zero2"]),
+    Space(name="ZeRO-3", space=SEARCH_SPACES["zero3"]),
+    # The plan alone: what a best sharding of every operator would gain is another question.
+    Space(name="intra-only", space=replace(SEARCH_SPACES["intra-only"], shards_operators=False)),
+    Space(name="inter-only", space=SEARCH_SPACES["inter-only"]),
+    Space(name="equal layer", space=replace(SEARCH_SPACES["equal-layer"], offloads=())),
+    Space(name="equal operator", space=SEARCH_SPACES["equal-operator"]),
+    Space(name="Alpa's", space=ALPA),
+    Space(name="full", space=SEARCH_SPACES["full"]),
+)
+
+
+def job(family: str, size: str, gpus: int) -> Case:
+    """A model of the evaluation on so many V100."""
+    machines = Machines(gpu=V100, gpus=gpus, network_gb_per_s=25 / 8 / 8, like="A100")
+    words = (f"@{EXAMPLES / f'alpa-{family}-{size}.args'}",)
+    name = f"{family.upper() if family == 'gpt' else 'MoE'}-{size.upper()}, {gpus} V100"
+    paper = PAPER[family].get(gpus, "") if {**GPT, **MOE}.get(size) == gpus else ""
+    return Case(name=name, words=words, machines=machines, paper=paper)
+
+
+def sizes_of(family: str) -> tuple[Case, ...]:
+    """All sizes of a family, each on its GPUs."""
+    of_family = GPT if family == "gpt" else MOE
+    return tuple(job(family, size, gpus) for size, gpus in of_family.items())
+
+
+def spaces(family: str) -> Figure:
+    """Parts of the space against all of it."""
+    return Figure(name=f"Alpa, {family}", spaces=SPACES, cases=sizes_of(family), columns=seconds_and_gains)
+
+
+def search_time() -> Figure:
+    """One model over the number of GPUs."""
+    cases = tuple(job("gpt", "2.6b", gpus) for gpus in (8, 16, 32, 64))
+    space = (Space(name="Alpa's", space=ALPA),)
+    return Figure(name="Alpa, search time", spaces=space, cases=cases, columns=taken, widens=False)
+
+
+def large() -> Figure:
+    """The two searches whose time and memory have a goal."""
+    full = (Space(name="full", space=SEARCH_SPACES["full"]),)
+    cases = (
+        Case(
+            name="GPT-22B, 32 L4",
+            words=(f"@{EXAMPLES / 'mist-gpt-22b.args'}",),
+            machines=Machines(gpu="L4", gpus=32),
+            paper="goal: 120 s and 6 GB; Mist's released tuner about 2,300 CPU s, extrapolated",
+        ),
+        Case(
+            name="DeepSeek-V3, 1024 H100",
+            words=(f"@{EXAMPLES / 'deepseek-v3.args'}",),
+            machines=Machines(gpu="H100", gpus=1024),
+            paper="goal: 600 s and 6 GB",
+        ),
+    )
+    return Figure(name="Full size", spaces=full, cases=cases, columns=taken, widens=False)
+
+
+def taken(outcomes: Mapping[str, Outcome]) -> dict[str, float | None]:
+    """The step, and what the search took: processor seconds, those of its captures, memory, points."""
+    columns: dict[str, float | None] = {}
+    for name, outcome in outcomes.items():
+        columns[f"{name} seconds"] = outcome.seconds
+        columns["capture CPU seconds"] = outcome.capture_cpu_seconds
+        columns["GiB"] = outcome.rss_gib
+        columns["layouts"] = float(outcome.layouts)
+    return columns | sizes(outcomes)
+
+
+FIGURES = {
+    "alpa-gpt": lambda: spaces("gpt"),
+    "alpa-moe": lambda: spaces("moe"),
+    "alpa-time": search_time,
+    "large": large,
+}
+"""Name for --only -> the figure."""

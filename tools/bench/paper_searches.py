@@ -1,0 +1,247 @@
+"""Searches of plans for the papers' comparisons: each in a process of its own, under a limit of processor time, and kept.
+
+1. `Search` says one search as data: flags, cluster, space. `run` searches in a forked process, so that its processor seconds and
+   its memory are its own. When its share of processor time is over it gets what Ctrl-C gives a user: the best plan so far.
+2. `KeptSearches` writes every outcome into a file as soon as there is one, and reads it again: a comparison that was cut off
+   goes on where it was. A search that was asked for differently (other flags, another limit) is another one.
+
+Processor seconds count, not those of the clock: other programs may run beside.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from moe_overlap import VERSION_LINE
+from moe_overlap.api import Options
+from moe_overlap.describe.cluster import Cluster, cluster_of, known_gpu, node_group
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.report.search import PlanSearch
+from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
+from moe_overlap.tuner.search.space import SearchSpace
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+KIB = 2**10
+HARD_LIMIT = 2
+"""A search that goes on for so many times its limit is killed: its answer is predicted after the limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """GPUs of one kind, in nodes.
+
+    Attributes:
+        network_gb_per_s: of one GPU and direction; None: as moe_overlap/describe/gpus.json has it.
+        memory_gib: of a GPU; None: as there.
+        like: the GPU whose fitted efficiencies it gets; None: its own.
+    """
+
+    gpu: str
+    gpus: int
+    node: int = 8
+    network_gb_per_s: float | None = None
+    memory_gib: float | None = None
+    like: str | None = None
+
+    def cluster(self) -> Cluster:
+        """As a cluster file would describe them."""
+        node = min(self.node, self.gpus)
+        group = node_group(known_gpu(self.gpu, "--gpu"), self.gpus // node, node)
+        group |= {} if self.network_gb_per_s is None else {"network_gb_per_s": self.network_gb_per_s}
+        cluster = cluster_of({"name": f"{self.gpu}-{self.gpus}", "groups": [group]}, "--cluster")
+        if self.memory_gib is None:
+            return cluster
+        (only,) = cluster.groups
+        return replace(cluster, groups=(replace(only, gpu=replace(only.gpu, memory_gib=self.memory_gib)),))
+
+    def constants(self) -> Constants:
+        """The shipped ones, with the efficiencies of `like`."""
+        constants = shipped_constants()
+        if self.like is None:
+            return constants
+        name = self.cluster().group_of(0).gpu.name
+        return replace(constants, gpus={**constants.gpus, name: constants.gpus[self.like]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """One search.
+
+    Attributes:
+        words: Megatron flags, or `@FILE`.
+        averages: whether all micro-batches of a stage are taken for their mean.
+    """
+
+    words: tuple[str, ...]
+    machines: Machines
+    space: SearchSpace
+    averages: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a search gave.
+
+    Attributes:
+        seconds: predicted step of the plan; None without one.
+        objective: the step in the terms of the search: that of mean micro-batches where it averages them.
+        plan: its name, or why there is none.
+        status: how the search ended.
+        cpu_seconds: of the search; `capture_cpu_seconds` of the processes that captured for it.
+        points: complete stages under one decision each that were priced.
+        rss_gib: most memory of the search.
+    """
+
+    seconds: float | None
+    objective: float | None
+    plan: str
+    status: str
+    cpu_seconds: float
+    capture_cpu_seconds: float = 0.0
+    points: int = 0
+    layouts: int = 0
+    rss_gib: float = 0.0
+    stages: int = 0
+
+
+Searcher = Callable[[Search], Outcome]
+
+
+def points_of(found: PlanSearch) -> int:
+    """Complete stages that a search has priced: of uniform plans, of freed stages, and on sub-meshes."""
+    staged = found.staged
+    return found.found.counts.stages + (0 if staged is None else staged.candidates + staged.mesh_stages)
+
+
+def answered(search: Search) -> Outcome:
+    """The outcome of a search in this process, without what it took.
+
+    Raises:
+        KeyboardInterrupt: its time was over before any plan was found.
+    """
+    settings = SearchSettings(target="any", space=search.space, averages=search.averages, has_baseline=False)
+    options: Options = {"constants": search.machines.constants()}
+    try:
+        found = search_plan(search.words, search.machines.cluster(), settings, **options)
+    except ConfigError as error:
+        return Outcome(seconds=None, objective=None, plan=str(error), status="no plan", cpu_seconds=0.0)
+    objectives = [found.found.solution.objective]
+    objectives += [found.staged.solution.objective] if found.staged is not None else []
+    return Outcome(
+        seconds=found.chosen.seconds,
+        objective=min(objectives),
+        plan=found.chosen.name,
+        status="ended early" if found.ended_early else "searched",
+        cpu_seconds=0.0,
+        points=points_of(found),
+        layouts=found.found.counts.layouts,
+        stages=len(found.plan.stages),
+    )
+
+
+def run(search: Search, cpu_seconds: float, answer: Searcher = answered) -> Outcome:
+    """The outcome of a search in a process of its own.
+
+    Args:
+        cpu_seconds: after which the best so far is the answer.
+    """
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_answer, args=(search, cpu_seconds, answer, there))
+    process.start()
+    there.close()
+    try:
+        return Outcome(**here.recv())
+    except EOFError:
+        process.join()
+        plan = f"killed after {HARD_LIMIT * cpu_seconds:.0f} CPU seconds, exit status {process.exitcode}"
+        return Outcome(seconds=None, objective=None, plan=plan, status="killed", cpu_seconds=HARD_LIMIT * cpu_seconds)
+    finally:
+        process.join()
+
+
+def _answer(search: Search, cpu_seconds: float, answer: Searcher, there: Connection) -> None:
+    """The searching process."""
+    hard = int(HARD_LIMIT * cpu_seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+    signal.signal(signal.SIGPROF, _interrupt)
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    try:
+        outcome = answer(search)
+    except KeyboardInterrupt:
+        outcome = Outcome(seconds=None, objective=None, plan="no plan in time", status="ended early", cpu_seconds=0.0)
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+    own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    outcome = replace(
+        outcome,
+        cpu_seconds=own.ru_utime + own.ru_stime,
+        capture_cpu_seconds=others.ru_utime + others.ru_stime,
+        rss_gib=own.ru_maxrss * KIB / GIB,
+    )
+    there.send(asdict(outcome))
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@dataclass
+class KeptSearches:
+    """Searches whose outcomes are written down.
+
+    Attributes:
+        path: of a file with a line of JSON for each outcome; None: none is kept.
+        cpu_seconds: limit of each search.
+        only_kept: whether what is not there yet stays unknown, instead of being searched.
+    """
+
+    path: Path | None = None
+    cpu_seconds: float = 600.0
+    only_kept: bool = False
+    searcher: Searcher | None = None
+    _known: dict[str, Outcome] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            kept = json.loads(line)
+            self._known[_key(kept["search"], kept["limit"])] = Outcome(**kept["outcome"])
+
+    def outcome(self, search: Search) -> Outcome | None:
+        """The outcome of a search, from the file or from now; None where only kept ones are asked for."""
+        # Wherever the repository lies, the search is the same.
+        said = asdict(search) | {"words": [word.replace(f"@{ROOT}/", "@") for word in search.words]}
+        key = _key(said, self.cpu_seconds)
+        if key not in self._known:
+            if self.only_kept:
+                return None
+            self._known[key] = self._searched(search)
+            self._keep({"search": said, "limit": self.cpu_seconds, "outcome": asdict(self._known[key])})
+        return self._known[key]
+
+    def _searched(self, search: Search) -> Outcome:
+        return run(search, self.cpu_seconds) if self.searcher is None else self.searcher(search)
+
+    def _keep(self, entry: Mapping[str, Any]) -> None:
+        if self.path is None:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**entry, "version": VERSION_LINE}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _key(search: Mapping[str, Any], limit: float) -> str:
+    return json.dumps([search, limit], sort_keys=True, default=list)

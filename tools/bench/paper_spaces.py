@@ -1,0 +1,136 @@
+"""One job searched over several spaces: the row that most of Mist's and Alpa's comparisons are made of.
+
+A figure names its spaces and its cases (`Figure`); `rows` searches every case over every space and says how many times as fast
+as the plan of the first space each one's plan is predicted to be. `sizes` says for the same searches how many points were priced,
+and how long that took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from moe_overlap.finalists import TIE
+from moe_overlap.tuner.search.space import SearchSpace
+from tools.bench.paper_rows import Row
+from tools.bench.paper_searches import KeptSearches, Machines, Outcome, Search
+
+UNKNOWN = "not searched"
+AGAINST = "widest / best other"
+"""Column: how many times as fast as the best of the others the plan of the last space is; from 1 within a tie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """A space under the name that a paper gives it.
+
+    Attributes:
+        averages: whether its search takes all micro-batches for their mean.
+    """
+
+    name: str
+    space: SearchSpace
+    averages: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job of a figure: flags and GPUs, and what the paper's text says of it."""
+
+    name: str
+    words: tuple[str, ...]
+    machines: Machines
+    paper: str = ""
+
+    def search(self, space: Space) -> Search:
+        """The search of one space."""
+        return Search(words=self.words, machines=self.machines, space=space.space, averages=space.averages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure of a paper.
+
+    Attributes:
+        spaces: in the order of the paper; the last one is meant to hold all others where `widens`.
+        columns: makes the figures of a row from the outcomes by the names of their spaces.
+    """
+
+    name: str
+    spaces: tuple[Space, ...]
+    cases: tuple[Case, ...]
+    columns: Callable[[Mapping[str, Outcome]], dict[str, float | None]]
+    widens: bool = True
+
+
+def rows(figure: Figure, searches: KeptSearches, most_gpus: int) -> Iterator[Row]:
+    """A row for each case on no more than so many GPUs; what is not known yet is searched, one after the other."""
+    for case in figure.cases:
+        if case.machines.gpus > most_gpus:
+            continue
+        known = {space.name: searches.outcome(case.search(space)) for space in figure.spaces}
+        outcomes = {name: outcome for name, outcome in known.items() if outcome is not None}
+        columns = figure.columns(outcomes)
+        if figure.widens:
+            columns[AGAINST] = against(list(known.values()))
+        yield Row(
+            figure=figure.name,
+            case=case.name,
+            figures=columns,
+            paper=case.paper,
+            notes=tuple(f"{case.name}, {name}: {said(outcome)}" for name, outcome in known.items()),
+        )
+
+
+def gains(outcomes: Mapping[str, Outcome]) -> dict[str, float | None]:
+    """The first space's step, and how many times as fast the other spaces' plans are; of the whole row the processor seconds."""
+    (first, *others) = outcomes or [""]
+    columns: dict[str, float | None] = {}
+    if first:
+        columns[f"{first} seconds"] = outcomes[first].seconds
+    for name in others:
+        columns[name] = ratio(outcomes[first].seconds, outcomes[name].seconds)
+    columns["CPU seconds"] = sum(outcome.cpu_seconds for outcome in outcomes.values())
+    return columns
+
+
+def seconds_and_gains(outcomes: Mapping[str, Outcome]) -> dict[str, float | None]:
+    """The same with the steps of all spaces: for figures whose first space may have no plan."""
+    steps = {f"{name} seconds": outcome.seconds for name, outcome in outcomes.items()}
+    return steps | gains(outcomes)
+
+
+def sizes(outcomes: Mapping[str, Outcome]) -> dict[str, float | None]:
+    """Points and processor seconds of each space."""
+    columns: dict[str, float | None] = {}
+    for name, outcome in outcomes.items():
+        columns[f"{name} points"] = float(outcome.points)
+        columns[f"{name} CPU seconds"] = outcome.cpu_seconds
+    return columns
+
+
+def ratio(slower: float | None, faster: float | None) -> float | None:
+    """None where one is unknown."""
+    return None if slower is None or faster is None else slower / faster
+
+
+def against(outcomes: Sequence[Outcome | None]) -> float | None:
+    """The fastest of all but the last over the last; None where the last is not known, or nothing else has a plan."""
+    *others, last = outcomes
+    known = [outcome.seconds for outcome in others if outcome is not None and outcome.seconds is not None]
+    return ratio(min(known, default=None), None if last is None else last.seconds)
+
+
+def is_worse(row: Row) -> bool:
+    """Whether the widest space's plan is slower than another's by more than what predictions tell apart."""
+    least = row.figures.get(AGAINST)
+    return least is not None and least < 1.0 - TIE
+
+
+def said(outcome: Outcome | None) -> str:
+    """An outcome in words."""
+    if outcome is None:
+        return UNKNOWN
+    step = "" if outcome.seconds is None else f"{outcome.seconds:.3f} s, "
+    took = f"{outcome.cpu_seconds:.0f} CPU s, {outcome.points:,} points, {outcome.rss_gib:.1f} GiB"
+    return f"{step}{outcome.plan} ({outcome.status}, {took})"
