@@ -7,6 +7,7 @@ Sizes that the paper's text does not print (layers of figure 14, batches of figu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from moe_overlap.tuner.search.space import LEVELS, ON_HOST, SEARCH_SPACES, SearchSpace
@@ -17,6 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPUS = {"1.3b": 2, "2.7b": 4, "7b": 8, "13b": 16, "22b": 32}
 """Size of a model -> the GPUs of figures 11 and 12 (table 4)."""
 L4 = "L4"
+UNFUSED = ("--attention-backend", "unfused")
 A100_GIB, A100_NETWORK = 40.0, 6.25
 """AWS, table 3: 400 Gb/s for eight A100 of 40 GB."""
 LAYERS = (32, 48, 64, 80)
@@ -71,20 +73,29 @@ def length(tokens: int) -> tuple[str, ...]:
     return "--seq-length", str(tokens), "--max-position-embeddings", str(tokens)
 
 
+def _with_and_without(size: str, machines: Machines, words: tuple[str, ...], paper: str) -> tuple[Case, ...]:
+    """A job with fused attention and without: the paper's section 3 does not say which it is of."""
+    unfused = (*words, *UNFUSED)
+    name = f"GPT-{size.upper()}, unfused attention"
+    return (
+        job("gpt", size, machines, *words, paper=paper),
+        job("gpt", size, machines, *unfused, paper=paper, name=name),
+    )
+
+
 def figure_2() -> Figure:
     """GPT-2.7B on 4 L4 with 4,096 tokens: one dimension at a time."""
     paper = "nothing fits; 1.22 recomputed layers, 1.25 ZeRO, 1.16 offloading, 1.30 all, against full recomputation"
-    words = (*length(4096), "--global-batch-size", "8")
-    case = job("gpt", "2.7b", Machines(gpu=L4, gpus=4), *words, paper=paper)
+    cases = _with_and_without("2.7b", Machines(gpu=L4, gpus=4), (*length(4096), "--global-batch-size", "8"), paper)
     spaces = (PARALLELISM, NOTHING, RECOMPUTED, ZERO, OFFLOADING, FULL)
-    return Figure(name="Mist 2", spaces=spaces, cases=(case,), columns=seconds_and_gains)
+    return Figure(name="Mist 2", spaces=spaces, cases=cases, columns=seconds_and_gains)
 
 
 def figure_3() -> Figure:
     """GPT-7B on 8 L4 with 512 samples: recomputation alone and everything."""
     paper = "1.22 against parallelism alone, 1.11 against recomputed layers"
-    case = job("gpt", "7b", Machines(gpu=L4, gpus=8), "--global-batch-size", "512", paper=paper)
-    return Figure(name="Mist 3", spaces=(PARALLELISM, RECOMPUTED, FULL), cases=(case,), columns=seconds_and_gains)
+    cases = _with_and_without("7b", Machines(gpu=L4, gpus=8), ("--global-batch-size", "512"), paper)
+    return Figure(name="Mist 3", spaces=(PARALLELISM, RECOMPUTED, FULL), cases=cases, columns=seconds_and_gains)
 
 
 def figure_5() -> Figure:
@@ -114,9 +125,7 @@ def figure_12() -> Figure:
     """GPT without fused attention on both GPUs."""
     paper = "1.14 on average, at most 1.26; 13B on 16 A100: 1.00"
     cases = tuple(
-        job("gpt", size, machines, *words, "--attention-backend", "unfused", paper=paper)
-        for size in GPUS
-        for machines, words in _both(size)
+        job("gpt", size, machines, *words, *UNFUSED, paper=paper) for size in GPUS for machines, words in _both(size)
     )
     return Figure(name="Mist 12", spaces=(PARALLELISM, FULL), cases=cases, columns=seconds_and_gains)
 
@@ -147,7 +156,7 @@ def figure_14() -> Figure:
             name=f"GPT of {layers} layers{title}",
             paper="at most 1.32, most at 80 layers",
         )
-        for title, words in ((", unfused attention", ("--attention-backend", "unfused")), ("", ()))
+        for title, words in ((", unfused attention", UNFUSED), ("", ()))
         for layers in LAYERS
     )
     return Figure(name="Mist 14", spaces=(PARALLELISM, RECOMPUTED, FULL), cases=cases, columns=gains)
@@ -172,10 +181,10 @@ def averaging() -> Figure:
 
 def uniform() -> Figure:
     """What one decision for all stages loses (section 3.3): 2.7B as in figure 2, 7B as in figure 3."""
-    of_2, of_3 = figure_2().cases[0], figure_3().cases[0]
     cases = tuple(
-        Case(name=case.name, words=case.words, machines=case.machines, paper=paper)
-        for case, paper in ((of_2, "loses 26 %"), (of_3, "loses 20 %"))
+        replace(case, paper=paper)
+        for figure, paper in ((figure_2(), "loses 26 %"), (figure_3(), "loses 20 %"))
+        for case in figure.cases
     )
     return Figure(name="Mist 3.3, uniform", spaces=(HEURISTIC, UNIFORM, FULL), cases=cases, columns=losses)
 

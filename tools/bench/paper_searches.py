@@ -95,7 +95,8 @@ class Outcome:
     """What a search gave.
 
     Attributes:
-        seconds: predicted step of the plan; None without one.
+        seconds: step of the plan, as simulated where it was, by which searches order plans; None without one.
+        predicted: the same by closed forms.
         objective: the step in the terms of the search: that of mean micro-batches where it averages them.
         plan: its name, or why there is none.
         status: how the search ended.
@@ -113,7 +114,7 @@ class Outcome:
     points: int = 0
     layouts: int = 0
     rss_gib: float = 0.0
-    stages: int = 0
+    predicted: float | None = None
 
 
 Searcher = Callable[[Search], Outcome]
@@ -140,14 +141,14 @@ def answered(search: Search) -> Outcome:
     objectives = [found.found.solution.objective]
     objectives += [found.staged.solution.objective] if found.staged is not None else []
     return Outcome(
-        seconds=found.chosen.seconds,
+        seconds=found.chosen.simulated_seconds,
+        predicted=found.chosen.seconds,
         objective=min(objectives),
         plan=found.chosen.name,
         status="ended early" if found.ended_early else "searched",
         cpu_seconds=0.0,
         points=points_of(found),
         layouts=found.found.counts.layouts,
-        stages=len(found.plan.stages),
     )
 
 
