@@ -138,6 +138,7 @@ def without_links(path: Path) -> Cluster:
     for rate in ("node_gb_per_s", "network_gb_per_s"):
         group[rate] *= FREE
     measured["latency_seconds"] /= FREE
+    measured["latencies"] = {kind: seconds / FREE for kind, seconds in measured["latencies"].items()}
     free = path.with_name(f"{path.stem}-free.json")
     free.write_text(json.dumps(content, indent=1) + "\n")
     return load_cluster(free)
@@ -261,7 +262,7 @@ def cell_of(arguments: argparse.Namespace, model: str, mbit: float, say: Say) ->
         if operators.exists() and not database.exists():
             shutil.copy(operators, database)  # operators do not depend on links
         measure_cluster(bed, priority, path)
-        command = command_of_padded(job)
+        command = command_of_padded(job, arguments.slower)
 
         def start() -> Ranks:
             return Ranks(

@@ -13,7 +13,7 @@ import difflib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,8 @@ class Measured:
     """Latency of one collective inside a node."""
     constants: Mapping[str, float]
     """Constants of the time model, by their names in tuner/cost/hardware.py."""
+    latencies: Mapping[str, float] = field(default_factory=dict)
+    """Kind of a collective -> its latency, where it was measured; all others have `latency_seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,12 +187,23 @@ def cluster_of(content: Any, subject: str) -> Cluster:
 _MEASURED_FIELDS = {"database": str, "device": str, "latency_seconds": (int, float), "constants": dict}
 
 
+_MEASURED_KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "point_to_point")
+"""Collectives that tools/profile_cluster.py measures."""
+
+
 def _measured(row: Any, subject: str) -> Measured:
-    _require_fields(row, _MEASURED_FIELDS, subject)
-    for name, value in row["constants"].items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
-            rule = "must be a number from 0"
-            raise ConfigError(f"{subject}.constants.{name}", json.dumps(value)[:40], rule, "correct the value")
+    # Files of releases that fitted one latency for all kinds lack the field.
+    known = {"latencies": dict} if isinstance(row, dict) and "latencies" in row else {}
+    _require_fields(row, _MEASURED_FIELDS | known, subject)
+    for kind in row.get("latencies", {}):
+        if kind not in _MEASURED_KINDS:
+            rule = f"the kinds are {', '.join(_MEASURED_KINDS)}"
+            raise ConfigError(f"{subject}.latencies.{kind}", "", "unknown kind of collective", rule)
+    for field_name in ("constants", "latencies"):
+        for name, value in row.get(field_name, {}).items():
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
+                rule = "must be a number from 0"
+                raise ConfigError(f"{subject}.{field_name}.{name}", json.dumps(value)[:40], rule, "correct the value")
     return Measured(**row)
 
 

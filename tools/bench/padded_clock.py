@@ -1,15 +1,15 @@
 """The clock of ranks that stand for a slower device: reading it where an operator ends first sleeps until its seconds are over.
 
-Two ways of counting what an operator has had:
-
-    wall clock      operators that hold no communication: a rank that loses its core for a moment catches up in its sleep
-    processor time  operators of tensor-parallel ranks hold collectives, whose seconds come on top
+What an operator has had are the seconds of the wall clock, so that a rank that loses its core for a moment catches up in its
+sleep; less those in which it waited for collectives inside it (of tensor-parallel ranks), which come on top. What it computes
+between a collective and its wait hides as much of the collective as on the slower device: that part of the sleep comes before.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from moe_overlap.plan.instructions import COMPUTE
@@ -18,25 +18,34 @@ from moe_overlap.runtime.spans import HostClock
 from tools.bench.profile import LATE_SECONDS
 
 
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A collective inside an operator: when it began, and whether its caller waits at once."""
+
+    begun: float
+    blocks: bool
+
+
 class PaddedClock(HostClock):
     """The recorder's clock: before it is read where a computing span ends, that span is given what it lacks.
 
     Args:
-        recorder: the recorder whose clock this is.
+        recorder: the recorder whose clock this is; collectives inside operators are handed to the clock from now on, and split
+            no span: the seconds of an operator are those of one span.
         seconds: operator -> seconds of one of its instructions.
-        holds_collectives: whether operators hold collectives; see above.
+        slower: how many times as long as here the device computes.
     Attributes:
         late: by how much operators took longer than their profile, by name, since the last `reset`.
         unknown: operators of passes that computed and have no seconds.
     """
 
-    def __init__(self, recorder: Any, seconds: Mapping[str, float], holds_collectives: bool) -> None:
-        self._recorder, self._seconds = recorder, seconds
-        self._now = time.thread_time if holds_collectives else time.perf_counter
+    def __init__(self, recorder: Any, seconds: Mapping[str, float], slower: float) -> None:
+        self._recorder, self._seconds, self._slower = recorder, seconds, slower
         self._padded: Any = None
-        self._begun = 0.0
+        self._begun = self._waited = 0.0
         self.late: dict[str, float] = {}
         self.unknown: set[str] = set()
+        recorder.start_inside, recorder.wait_inside = self.start_inside, self.wait_inside
 
     def reset(self) -> None:
         """Begin to count anew."""
@@ -48,8 +57,34 @@ class PaddedClock(HostClock):
         if current is not None and current.channel == COMPUTE and current is not self._padded:
             self._pad(current.name)
             self._padded = current
-        self._begun = self._now()
-        return time.perf_counter()
+        self._begun, self._waited = time.perf_counter(), 0.0
+        return self._begun
+
+    def start_inside(self, channel: str, blocks: bool) -> Inside:
+        """A collective inside an operator starts; its caller may wait at once, or compute before."""
+        return Inside(time.perf_counter(), blocks)
+
+    def wait_inside(self, opened: Inside, wait: Callable[..., Any], *timeout: Any) -> Any:
+        """Wait for a collective of `start_inside`: these seconds are none of its operator."""
+        begun = opened.begun
+        if not opened.blocks:
+            beside = time.perf_counter() - begun
+            self._sleep(min((self._slower - 1.0) * beside, self._left()))
+            begun = time.perf_counter()
+        answer = wait(*timeout)
+        self._waited += time.perf_counter() - begun
+        return answer
+
+    def _left(self) -> float:
+        """Seconds that the operator lacks which computes now; below zero where it is late."""
+        current = self._recorder._current
+        if current is None or current.channel != COMPUTE or current.name not in self._seconds:
+            return 0.0
+        return self._seconds[current.name] - (time.perf_counter() - self._begun - self._waited)
+
+    def _sleep(self, seconds: float) -> None:
+        if seconds > LATE_SECONDS:
+            time.sleep(seconds - LATE_SECONDS)
 
     def _pad(self, name: str) -> None:
         if is_state_key(name):
@@ -57,8 +92,7 @@ class PaddedClock(HostClock):
         if name not in self._seconds:
             self.unknown.add(name)
             return
-        left = self._seconds[name] - (self._now() - self._begun)
+        left = self._left()
         if left < 0:
             self.late[name] = self.late.get(name, 0.0) - left
-        elif left > LATE_SECONDS:
-            time.sleep(left - LATE_SECONDS)
+        self._sleep(left)

@@ -24,7 +24,6 @@ from typing import Any
 
 from moe_overlap.commands.exits import end_process
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.instructions import DATA, EXPERT, PIPELINE
 from moe_overlap.tuner.profile.database import LinkKey
 from tools.bench.variants import Variant
 from tools.bench.worker import Rank, Run
@@ -37,9 +36,10 @@ class PaddedRank(Rank):
 
     NAME = "layout"
 
-    def __init__(self, job: Sequence[str]) -> None:
+    def __init__(self, job: Sequence[str], slower: float) -> None:
         super().__init__(job, emulator=False)
         self._clock: Any = None
+        self._slower = slower
 
     def answer(self, order: dict[str, Any]) -> Any:
         """Follow an order."""
@@ -62,12 +62,8 @@ class PaddedRank(Rank):
         runner = job.machinery.runner
         self.runs[self.NAME] = Run(variant, runner, job.schedule.instructions, job.batches("train", 0))
         context = runner.context
-        stage = context.plan.stages[context.groups.stage]
-        holds = stage.tensor * stage.context * stage.expert_tensor > 1
-        self._clock = PaddedClock(context.recorder, seconds[context.groups.stage], holds)
+        self._clock = PaddedClock(context.recorder, seconds[context.groups.stage], self._slower)
         context.recorder.clock = self._clock
-        # The seconds of an operator are those of one span: its collectives do not split it.
-        context.recorder.covered = (EXPERT, PIPELINE, DATA)
 
     def _executed(self) -> dict[str, Any]:
         """Seconds of one step, with its update; operators that had no seconds; and how far operators were late."""
@@ -88,19 +84,22 @@ def links_seconds(keys: Sequence[LinkKey]) -> list[float]:
     return [collective_seconds(key, dist.group.WORLD, "cpu", 0.0) for key in keys]
 
 
-def command_of_padded(job: Sequence[str]) -> list[str]:
+def command_of_padded(job: Sequence[str], slower: float) -> list[str]:
     """The command line of a rank.
 
     Args:
         job: flags of all layouts.
+        slower: how many times as long as this machine the device computes.
     """
-    return [sys.executable, "-m", "tools.bench.padded_ranks", "--job", json.dumps(list(job))]
+    module = [sys.executable, "-m", "tools.bench.padded_ranks"]
+    return [*module, "--job", json.dumps(list(job)), "--slower", str(slower)]
 
 
 def main(argv: Sequence[str]) -> int:
     """Say that the rank is there, then follow orders until there are no more."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", required=True, help="JSON: flags")
+    parser.add_argument("--slower", type=float, required=True)
     parser.add_argument("--reply-fd", type=int, required=True)
     arguments = parser.parse_args(argv)
     job = json.loads(arguments.job)
@@ -119,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             # Every layout has a micro-batch of its own, and a plan says it; to start, any will do.
             start_process(parse([*job, "--micro-batch-size", "1"]).config)
-            rank = PaddedRank(job)
+            rank = PaddedRank(job, arguments.slower)
             print(json.dumps({}), file=replies)
             for line in sys.stdin:
                 print(json.dumps(rank.answer(json.loads(line))), file=replies)

@@ -412,7 +412,7 @@ def _state_rates(setting: Setting, links: NodeGroup, strategies: int) -> StateRa
         dense_scatter=one * collective_seconds("all_gather", unit, groups["dp_cp"], rates) / unit,
         expert_scatter=one * collective_seconds("all_gather", unit, groups["edp"], rates) / unit,
         reduce_scatter=rates.reduce_scatter,
-        latency_seconds=rates.latency_seconds,
+        latency_seconds=rates.latency("all_gather"),
         dense_use=link_use("all_gather", groups["dp_cp"], rates),
         expert_use=link_use("all_gather", groups["edp"], rates),
         token_use=token_use(setting),

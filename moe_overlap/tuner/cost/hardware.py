@@ -162,12 +162,14 @@ class MeasuredConstants(GpuConstants):
     latency_seconds: float
     reduce_scatter: float = 1.0
     """As in `LinkRates`; files of releases that did not measure it lack it."""
+    latencies: tuple[tuple[str, float], ...] = ()
+    """As in `LinkRates`."""
 
     @property
     def link_rates(self) -> LinkRates:
         """Efficiencies and latency of the links; copies to the host were measured, so they reach their rate."""
         rates = dataclasses.replace(super().link_rates, host=1.0, latency_seconds=self.latency_seconds)
-        return dataclasses.replace(rates, reduce_scatter=self.reduce_scatter)
+        return dataclasses.replace(rates, reduce_scatter=self.reduce_scatter, latencies=self.latencies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -410,7 +412,11 @@ def measured_constants(measured: Measured, gpu: str) -> Constants:
     for name in names ^ (set(measured.constants) - {REDUCE_SCATTER}):
         rule = "is missing" if name in names else "is unknown"
         raise ConfigError(f"measured.constants.{name}", "", rule, "run tools/profile_cluster.py again")
-    constants = MeasuredConstants(**measured.constants, latency_seconds=measured.latency_seconds)
+    constants = MeasuredConstants(
+        **measured.constants,
+        latency_seconds=measured.latency_seconds,
+        latencies=tuple(measured.latencies.items()),
+    )
     return Constants({gpu: constants})
 
 

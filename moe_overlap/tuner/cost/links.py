@@ -131,6 +131,12 @@ class LinkRates:
     """Latency of one collective inside a domain; each doubling of the domains adds as much again."""
     reduce_scatter: float = 1.0
     """Seconds of a reduce-scatter over those of an all-gather of as many bytes: 2 where it is made of an all-reduce (gloo)."""
+    latencies: tuple[tuple[str, float], ...] = ()
+    """Kinds with a latency of their own: (kind, seconds). With gloo an all-reduce passes its ranks more often than a transfer."""
+
+    def latency(self, kind: str) -> float:
+        """Latency of one collective of a kind inside a domain."""
+        return next((seconds for own, seconds in self.latencies if own == kind), self.latency_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +207,7 @@ def collective_seconds(kind: str, held_bytes: ArrayLike, group: Group, rates: Li
     # A ring all-reduce is a reduce-scatter followed by an all-gather.
     factor = {"all_gather": 1.0, "reduce_scatter": rates.reduce_scatter, "all_reduce": 2.0, "broadcast": 1.0}[kind]
     inside, outside = _tiers(factor * held * (group.size - 1) / group.size, group, rates)
-    return np.maximum(inside, outside) + _latency(group, rates)
+    return np.maximum(inside, outside) + _latency(kind, group, rates)
 
 
 def _tiers(moved: Floats, group: Group, rates: LinkRates) -> tuple[Floats, Floats]:
@@ -230,7 +236,7 @@ def all_to_all_seconds(sent_bytes: ArrayLike, group: Group, rates: LinkRates, ne
     if group.size == 1:
         return np.zeros_like(sent)
     inside, outside = _all_to_all_tiers(sent, group, rates, network_share)
-    return np.maximum(inside, outside) + _latency(group, rates)
+    return np.maximum(inside, outside) + _latency("all_to_all", group, rates)
 
 
 def _all_to_all_tiers(sent: Floats, group: Group, rates: LinkRates, network_share: float) -> tuple[Floats, Floats]:
@@ -253,7 +259,7 @@ def point_to_point_seconds(bytes_sent: ArrayLike, pair: Group, rates: LinkRates)
         rate = links.node_gb_per_s * rates.domain
     else:
         rate = links.network_gb_per_s * rates.network
-    return np.asarray(bytes_sent, dtype=np.float64) / (rate * GIGA) + rates.latency_seconds
+    return np.asarray(bytes_sent, dtype=np.float64) / (rate * GIGA) + rates.latency("point_to_point")
 
 
 def host_seconds(copied_bytes: ArrayLike, links: NodeGroup, rates: LinkRates) -> Floats:
@@ -266,6 +272,6 @@ def _outer(group: Group) -> tuple[int, int]:
     return group.blocks, max(group.per_domain, group.per_node)
 
 
-def _latency(group: Group, rates: LinkRates) -> float:
+def _latency(kind: str, group: Group, rates: LinkRates) -> float:
     outer, _ = _outer(group)
-    return rates.latency_seconds * (1.0 + float(np.log2(outer)))
+    return rates.latency(kind) * (1.0 + float(np.log2(outer)))

@@ -3,7 +3,8 @@
 1. `this_device` names the device of this machine as measurements name it. No torch: a GPU is asked through its driver's tool.
 2. `fit_links` fits latency and bandwidth of a tier to its measured collectives: seconds = latency + moved bytes / bandwidth.
    Of a tensor of H bytes over n ranks H (n - 1) / n bytes move, in an all-reduce twice as many. The fit minimises relative errors
-   and gives less weight to what it misses most, so that a disturbed measurement does not bend it.
+   and gives less weight to what it misses most, so that a disturbed measurement does not bend it. Kinds of collectives that
+   share a pace have a latency of their own (`fit_latency`): an all-reduce passes its ranks more often than a transfer.
 3. `measured_cluster` writes both as the content of a cluster file.
 """
 
@@ -127,6 +128,17 @@ def fit_line(moved: Sequence[float], seconds: Sequence[float]) -> Fitted:
     return Fitted(float(latencies[best]), 1.0 / float(paces[best]), float(np.median(np.abs(lines[best] / y - 1.0))))
 
 
+def fit_latency(links: Mapping[LinkKey, float], kind: str, tier: str, bytes_per_second: float) -> float | None:
+    """The latency of a kind at a given pace, with the least sum of |log(line / measured)|; None where it was not measured."""
+    chosen = [(moved_bytes(key), seconds) for key, seconds in links.items() if key.kind == kind and key.tier == tier]
+    if not chosen:
+        return None
+    x, y = np.asarray(chosen, dtype=np.float64).T
+    paced = x / bytes_per_second
+    latencies = np.maximum(LEAST_LATENCY_SECONDS, y - paced)
+    return float(latencies[int(np.argmin(np.abs(np.log((latencies[:, None] + paced) / y)).sum(axis=1)))])
+
+
 GIGA = 1e9
 GATHERS, SCATTERS = ("all_gather", "all_reduce"), ("reduce_scatter",)
 COPIES = ("to_device", "to_host")
@@ -149,10 +161,16 @@ def measured_cluster(database: Database, name: str, nodes: int, ranks_per_node: 
     scattered = fit_links(database.links, SCATTERS, tier) or gathered
     outer_exchange = fit_links(database.links, ("all_to_all",), "network") or outer
     host = fit_links(database.links, COPIES, "host")
-    if ranks_per_node > 1:
-        latency = min(gathers.latency_seconds, exchange.latency_seconds)
-    else:  # all that was measured between nodes; the cost model adds one latency for each doubling of them
-        latency = min(outer.latency_seconds, outer_exchange.latency_seconds) / (1.0 + log2(nodes))
+    # Between nodes the cost model adds one latency of a collective for each doubling of them.
+    doublings = 1.0 if ranks_per_node > 1 else 1.0 + log2(nodes)
+    exchanged = exchange if ranks_per_node > 1 else outer_exchange
+    paces = dict.fromkeys((*GATHERS, "point_to_point"), gathered.bytes_per_second)
+    paces |= {"reduce_scatter": scattered.bytes_per_second, "all_to_all": exchanged.bytes_per_second}
+    latencies = {}
+    for kind, pace in paces.items():
+        taken = fit_latency(database.links, kind, tier, pace)
+        if taken is not None:
+            latencies[kind] = taken if kind == "point_to_point" else taken / doublings
     shares_domain = device.kind == "cuda" and ranks_per_node > 1
     gpu = {
         "name": device.name,
@@ -194,7 +212,8 @@ def measured_cluster(database: Database, name: str, nodes: int, ranks_per_node: 
     measured = {
         "database": database.path.name,
         "device": device.kind,
-        "latency_seconds": latency,
+        "latency_seconds": min(gathered.latency_seconds, exchanged.latency_seconds) / doublings,
+        "latencies": latencies,
         "constants": constants,
     }
     return {"name": name, "groups": [group], "measured": measured}

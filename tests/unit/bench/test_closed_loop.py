@@ -101,6 +101,9 @@ class Recorder:
     _current: Open | None = None
 
 
+SLOWER = 3.0
+
+
 class Time:
     """A clock that moves where it is told to, and where one sleeps."""
 
@@ -126,7 +129,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 def test_an_operator_sleeps_for_the_rest_of_its_seconds(time: Time) -> None:
     recorder = Recorder()
-    clock = PaddedClock(recorder, {"L0.attention": 0.5}, holds_collectives=False)
+    clock = PaddedClock(recorder, {"L0.attention": 0.5}, SLOWER)
     clock.start_step()
     clock.mark()
     recorder._current = Open("L0.attention", COMPUTE)
@@ -141,17 +144,40 @@ def test_an_operator_sleeps_for_the_rest_of_its_seconds(time: Time) -> None:
 
 
 def test_collectives_inside_operators_come_on_top(time: Time) -> None:
+    """One that its caller waits for at once, and one that runs beside products of the operator."""
     recorder = Recorder()
-    clock = PaddedClock(recorder, {"L0.attention": 0.5}, holds_collectives=True)
+    clock = PaddedClock(recorder, {"L0.attention": 0.5}, SLOWER)
     clock.mark()
     recorder._current = Open("L0.attention", COMPUTE)
-    time.now, time.used = 2.0, 0.2  # 1.8 s of it waited
-    assert clock.mark() == pytest.approx(2.3 - LATE_SECONDS)
+    time.now += 0.2
+    opened = recorder.start_inside("tp", blocks=True)
+    time.now += 0.3  # until its call returns
+    assert recorder.wait_inside(opened, lambda: time.sleep(0.5) or "done") == "done"
+    opened = recorder.start_inside("tp", blocks=False)
+    time.now += 0.05  # a product; the device takes SLOWER times as long, before it waits for the collective
+    begun: list[float] = []
+    recorder.wait_inside(opened, lambda: begun.append(time.now) or time.sleep(0.4))
+    assert begun == [pytest.approx(1.05 + 0.05 * (SLOWER - 1) - LATE_SECONDS)]
+    assert clock.mark() == pytest.approx(0.5 + 0.8 + 0.4 - LATE_SECONDS), "0.5 s of its own, and the waits"
+    recorder._current = Open("L1.attention", COMPUTE)
+    clock._seconds = {"L1.attention": 0.1}
+    assert clock.mark() == pytest.approx(1.8 - 2 * LATE_SECONDS), "waits of the operator before are over"
+
+
+def test_what_runs_beside_a_collective_takes_no_more_than_its_operator(time: Time) -> None:
+    recorder = Recorder()
+    clock = PaddedClock(recorder, {"L0.attention": 0.5}, SLOWER)
+    clock.mark()
+    recorder._current = Open("L0.attention", COMPUTE)
+    opened = recorder.start_inside("tp", blocks=False)
+    time.now += 0.4
+    recorder.wait_inside(opened, lambda: time.sleep(0.3))
+    assert clock.mark() == pytest.approx(0.8, abs=2 * LATE_SECONDS)
 
 
 def test_late_and_unknown_operators_are_told(time: Time) -> None:
     recorder = Recorder()
-    clock = PaddedClock(recorder, {"L0.attention": 0.5}, holds_collectives=False)
+    clock = PaddedClock(recorder, {"L0.attention": 0.5}, SLOWER)
     clock.mark()
     recorder._current = Open("L0.attention", COMPUTE)
     time.now += 0.7
@@ -170,5 +196,5 @@ def test_a_rank_reads_the_plan_that_a_layout_names(tmp_path: Path, monkeypatch: 
     layout = ["--expert-model-parallel-size", "2", "--micro-batch-size", "2", "--vocab-size", "1000"]
     save_plan(read_job([*job, *layout], 4).plan, tmp_path / "plan.json")
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    config = PaddedRank(job).parse(Variant("layout", ("--plan", str(tmp_path / "plan.json")))).config
+    config = PaddedRank(job, SLOWER).parse(Variant("layout", ("--plan", str(tmp_path / "plan.json")))).config
     assert (config.training.micro_batch_size, config.parallel.expert_model_parallel_size) == (2, 2)

@@ -78,7 +78,13 @@ OWN_GPU = {
     "memory_gb_per_s": 3000.0,
     "multiprocessors": 132,
 }
-MEASURED = {"database": "db", "device": "cuda", "latency_seconds": 1e-5, "constants": {"gemm": 0.7}}
+MEASURED = {
+    "database": "db",
+    "device": "cuda",
+    "latency_seconds": 1e-5,
+    "constants": {"gemm": 0.7},
+    "latencies": {"all_reduce": 2e-5},
+}
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -95,7 +101,7 @@ def test_every_number_of_a_file_must_be_finite_and_not_negative(tmp_path: Path) 
     content = {**group(gpu=OWN_GPU), "measured": MEASURED}
     cluster_of(content, "f")
     found = list(places(content))
-    assert len(found) == 7 + 6 + 2
+    assert len(found) == 7 + 6 + 3
     for path in found:
         for wrong in ("NaN", "Infinity", "-Infinity", "-1"):
             broken = json.loads(json.dumps(content))

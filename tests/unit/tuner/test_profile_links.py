@@ -13,8 +13,15 @@ import pytest
 from moe_overlap.describe.cluster import cluster_of, load_cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.tuner.cost.hardware import measured_constants
-from moe_overlap.tuner.cost.links import Group, collective_seconds
-from moe_overlap.tuner.profile.cluster_file import fit_line, fit_links, measured_cluster, moved_bytes
+from moe_overlap.tuner.cost.links import Group, collective_seconds, point_to_point_seconds
+from moe_overlap.tuner.profile.cluster_file import (
+    LEAST_LATENCY_SECONDS,
+    fit_latency,
+    fit_line,
+    fit_links,
+    measured_cluster,
+    moved_bytes,
+)
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey
 
 LATENCY, RATE = 2e-4, 1.5e9
@@ -71,6 +78,15 @@ def test_collectives_move_what_their_algorithm_moves() -> None:
     assert fit_links({LinkKey("all_gather", "node", 4, 4000): 1.0}, ("all_gather",), "node") is None
 
 
+LATENCIES = {
+    "all_gather": 1.2e-3,
+    "all_reduce": 3e-3,
+    "reduce_scatter": 2e-3,
+    "all_to_all": 6e-4,
+    "point_to_point": 3e-4,
+}
+
+
 def measured_content(path: Path) -> dict[str, Any]:
     database = Database.open(path, Device("cpu", "a processor", 1, "2.13.0"))
     for name, value in RATES.items():
@@ -97,6 +113,45 @@ def test_a_measured_cluster_predicts_what_was_measured(tmp_path: Path) -> None:
         seconds = collective_seconds(kind, 1 << 20, group, constants.link_rates)
         assert float(seconds) == pytest.approx(LATENCY + (1 << 19) / rate, rel=1e-3)
     assert links.network_gb_per_s == pytest.approx(3 * RATE / 1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(("tier", "nodes"), [("node", 1), ("network", 4)])
+def test_every_kind_has_its_own_latency(tmp_path: Path, tier: str, nodes: int) -> None:
+    """Small collectives cost what they were measured to: with gloo an all-reduce takes ten times as long as a transfer."""
+    database = Database.open(tmp_path / "here.measured.jsonl", Device("cpu", "a processor", 1, "2.13.0"))
+    database.rates.update(RATES)
+    for (kind, latency), size in itertools.product(LATENCIES.items(), SIZES):
+        key = LinkKey(kind, tier, 4, size)
+        database.add_link(key, latency + moved_bytes(key) / RATE)
+    cluster = cluster_of(measured_cluster(database, "here", nodes, 4 // nodes), "here")
+    assert cluster.measured is not None and cluster.measured.latencies.keys() == LATENCIES.keys()
+    links = cluster.group_of(0)
+    constants, _ = measured_constants(cluster.measured, links.gpu.name).of_gpu(links.gpu)
+    rates, group = constants.link_rates, Group(size=4, per_domain=1, per_node=4 // nodes, links=links)
+    for kind in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all"):
+        key = LinkKey(kind, tier, 4, 1 << 12)
+        assert float(collective_seconds(kind, 1 << 12, group, rates)) == pytest.approx(database.links[key], rel=1e-2)
+    pair = Group(size=2, per_domain=1, per_node=2 if nodes == 1 else 1, links=links)
+    taken = database.links[LinkKey("point_to_point", tier, 4, 1 << 12)]
+    assert float(point_to_point_seconds(1 << 12, pair, rates)) == pytest.approx(taken, rel=1e-2)
+    assert rates.latency("broadcast") == rates.latency_seconds
+
+
+def test_a_disturbed_measurement_does_not_bend_a_latency() -> None:
+    links = {LinkKey("all_gather", "node", 2, size): 1e-3 + size / 2 / RATE for size in SIZES}
+    links[LinkKey("all_gather", "node", 2, SIZES[1])] *= 20
+    assert fit_latency(links, "all_gather", "node", RATE) == pytest.approx(1e-3)
+    assert fit_latency(links, "all_gather", "node", RATE / 1e6) == LEAST_LATENCY_SECONDS
+    assert fit_latency(links, "all_reduce", "node", RATE) is None
+
+
+def test_a_file_of_an_older_release_prices_all_kinds_with_one_latency(tmp_path: Path) -> None:
+    content = measured_content(tmp_path / "here.jsonl")
+    del content["measured"]["latencies"]
+    cluster = cluster_of(content, "here")
+    assert cluster.measured is not None
+    constants, _ = measured_constants(cluster.measured, "a processor").of_gpu(cluster.group_of(0).gpu)
+    assert constants.link_rates.latency("all_reduce") == pytest.approx(LATENCY)
 
 
 def test_a_file_of_an_older_release_prices_a_reduce_scatter_as_an_all_gather(tmp_path: Path) -> None:
@@ -139,6 +194,9 @@ def test_one_rank_has_no_links_and_is_a_cluster(tmp_path: Path) -> None:
         ("latency_seconds", "fast", 'measured.latency_seconds "fast": must be a positive number'),
         ("database", 3, "measured.database 3: is of the wrong kind"),
         ("extra", 3, "measured.extra: unknown field"),
+        ("latencies", {"all_gather": -1}, "measured.latencies.all_gather -1: must be a number from 0"),
+        ("latencies", {"gather": 1e-3}, "measured.latencies.gather: unknown kind of collective"),
+        ("latencies", 1e-3, "measured.latencies 0.001: is of the wrong kind"),
     ],
 )
 def test_mistakes_in_the_measured_part(tmp_path: Path, field: str, value: object, message: str) -> None:
