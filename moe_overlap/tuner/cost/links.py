@@ -212,7 +212,8 @@ def collective_seconds(kind: str, held_bytes: ArrayLike, group: Group, rates: Li
 
 def _tiers(moved: Floats, group: Group, rates: LinkRates) -> tuple[Floats, Floats]:
     """Seconds of bytes that pass every link of a ring: inside the domains and across them, at the same time."""
-    links, inside, outside = group.links, np.zeros_like(moved), np.zeros_like(moved)
+    links, none = group.links, np.asarray(0.0)
+    inside, outside = none, none
     if group.per_domain > 1:
         assert links.domain_gb_per_s is not None
         inside = moved / (links.domain_gb_per_s * GIGA * rates.domain)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from moe_overlap.plan.instructions import Instruction, Span
 from moe_overlap.plan.lowering.deferral import early_gradients
@@ -49,7 +50,7 @@ from moe_overlap.tuner.cost.simulate.memory import ListedBytes, listed_bytes, li
 from moe_overlap.tuner.problem import Problem
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SimulatedStep:
     """When everything runs.
 
@@ -71,21 +72,29 @@ class SimulatedStep:
         """
         prices, spans = self.prices[rank], []
         for event in sorted(self.ran(rank), key=lambda event: (event.start, event.end)):
-            whole = event.span
             shares = prices.inside_shares(event.instruction)
-            begun = whole.start + (whole.end - whole.start) * (1.0 - sum(shares.values())) / 2.0
-            spans.append(replace(whole, end=begun) if shares else whole)
+            if not shares:
+                spans.append(event.span)
+                continue
+            own, seconds = event.instruction.channel_group, event.end - event.start
+            begun = event.start + seconds * (1.0 - sum(shares.values())) / 2.0
+            spans.append(event.stretch(own, event.start, begun))
             for channel, share in shares.items():
-                ended = begun + (whole.end - whole.start) * share
-                spans.append(replace(whole, channel=channel, start=begun, end=ended))
-                begun = ended
-            if shares:
-                spans.append(replace(whole, start=begun))
+                spans.append(event.stretch(channel, begun, begun + seconds * share))
+                begun += seconds * share
+            spans.append(event.stretch(own, begun, event.end))
         return spans
 
     def ran(self, rank: int) -> list[Ran]:
         """The instructions of a rank, in time."""
-        return [event for event in self.simulation.ran if event.rank == rank]
+        return self._by_rank.get(rank, [])
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[Ran]]:
+        by_rank: dict[int, list[Ran]] = {}
+        for event in self.simulation.ran:
+            by_rank.setdefault(event.rank, []).append(event)
+        return by_rank
 
 
 def simulate_step(plan: Plan, problem: Problem) -> SimulatedStep:
