@@ -92,7 +92,7 @@ def _train(flags: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()), _engine_is_used():
         job = assemble(parsed, dist.get_rank()).job
     runner, feed = job.machinery.runner, job.batches("train", 0)
-    drained = _drained(runner)
+    drained, operators = _drained(runner), _operators(runner)
     steps, evaluations, built = [], [], list(Log.built)
     for number in range(STEPS):
         result = runner.run(job.schedule.instructions, feed, number)
@@ -107,16 +107,20 @@ def _train(flags: str) -> dict[str, Any]:
         "built": built,
         "drained": drained,
         "left_to_the_queue": _left_to_the_queue(job.machinery.chunks),
+        "operators": operators,
         "calls": [dataclasses.asdict(call) for call in Log.calls],
-        "entered": [(recipe, kind, group is None) for recipe, kind, group in Log.entered],
+        "contexts": len(Log.entered),
+        "kinds_of_contexts": sorted({(recipe, kind, group is None) for recipe, kind, group in Log.entered}),
     }
 
 
 @contextlib.contextmanager
 def _engine_is_used() -> Iterator[None]:
-    """Models are built as on a GPU: layers of Transformer Engine, experts in grouped products."""
+    """Models are built as on a GPU: layers of Transformer Engine, experts in grouped products, gradients summed in them."""
     import pytest
 
+    from megatron.training import optimizer
+    from megatron.training.cli.start import Machine
     from megatron.training.model import build
 
     configuration = build.transformer_config
@@ -127,9 +131,38 @@ def _engine_is_used() -> Iterator[None]:
         return config
 
     with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(cuda=True, packages=frozenset({"transformer_engine"}))
+        patch.setattr(optimizer, "machine_of_process", lambda: machine)
         patch.setattr(build, "uses_transformer_engine", lambda: True)
         patch.setattr(build, "transformer_config", grouped)
         yield
+
+
+def _operators(runner: Any) -> list[dict[str, Any]]:
+    """Every compute instruction that the executor runs from now on: the contexts that opened inside, and the calls of modules."""
+    from moe_overlap.runtime.executor.execute import PlanExecutor
+    from tests.stand_ins.engine import FP8GlobalStateManager, Log
+
+    found: list[dict[str, Any]] = []
+    for chunk in runner._operators if isinstance(runner, PlanExecutor) else ():
+
+        def recorded(instruction: Any, state: Any, compute: Any = chunk.compute) -> None:
+            assert not FP8GlobalStateManager.contexts, "left open"
+            before = len(Log.entered), len(Log.calls)
+            compute(instruction, state)
+            operator = instruction.operator
+            found.append(
+                {
+                    "name": instruction.name,
+                    "layer": operator.layer,
+                    "phase": operator.phase.name,
+                    "contexts": len(Log.entered) - before[0],
+                    "calls": len(Log.calls) - before[1],
+                }
+            )
+
+        chunk.compute = recorded
+    return found
 
 
 def _left_to_the_queue(chunks: Any) -> list[str]:

@@ -215,13 +215,22 @@ class _RoundedGradient(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """x · Wᵀ of one or several weights; the weights' gradients in the backward pass, or left in the module's store."""
+    """x · Wᵀ of one or several weights; the weights' gradients in the backward pass, or left in the module's store.
+
+    A module that fuses adds them to the main gradients itself; those of its first call in a step overwrite them.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, module: Any, splits: Sequence[int], x: Tensor, operands: list[Tensor], *weights: Tensor
+        ctx: Any,
+        module: Any,
+        splits: Sequence[int],
+        is_first: bool,
+        x: Tensor,
+        operands: list[Tensor],
+        *weights: Tensor,
     ) -> Tensor:
-        ctx.module, ctx.splits, ctx.operands = module, list(splits), operands
+        ctx.module, ctx.splits, ctx.is_first, ctx.operands = module, list(splits), is_first, operands
         ctx.save_for_backward(x)
         parts = x.split(ctx.splits) if splits else (x,)
         return torch.cat([part.matmul(weight.t()) for part, weight in zip(parts, operands, strict=True)])
@@ -229,19 +238,30 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
+        module, is_first = ctx.module, ctx.is_first
         dys, xs = (gradient.split(ctx.splits), x.split(ctx.splits)) if ctx.splits else ((gradient,), (x,))
         dx = torch.cat([dy.matmul(weight) for dy, weight in zip(dys, ctx.operands, strict=True)])
 
-        def weight_gradients() -> list[Tensor]:
-            return [
-                dy.reshape(-1, dy.shape[-1]).t().matmul(part.reshape(-1, part.shape[-1]))
+        def weight_gradients() -> list[Tensor | None]:
+            rows = (
+                (dy.reshape(-1, dy.shape[-1]), part.reshape(-1, part.shape[-1]))
                 for dy, part in zip(dys, xs, strict=True)
-            ]
+            )
+            gradients = [dy.t().matmul(part) for dy, part in rows]
+            if not module.fuse_wgrad_accumulation:
+                return list(gradients)
+            for weight, dw in zip(module.weights(), gradients, strict=True):
+                if is_first:
+                    weight.main_grad.copy_(dw)
+                else:
+                    weight.main_grad.add_(dw)
+                weight.grad_added_to_main_grad = True
+            return [torch.full_like(dw, torch.nan) for dw in gradients]
 
-        if ctx.module.wgrad_store.delay_wgrad_compute():
-            ctx.module.wgrad_store.context.put(weight_gradients)
-            return (None, None, dx, None, *(None for _ in ctx.operands))
-        return (None, None, dx, None, *weight_gradients())
+        if module.wgrad_store.delay_wgrad_compute():
+            module.wgrad_store.context.put(weight_gradients)
+            return (None, None, None, dx, None, *(None for _ in ctx.operands))
+        return (None, None, None, dx, None, *weight_gradients())
 
 
 class _Products(torch.nn.Module):
@@ -253,9 +273,11 @@ class _Products(torch.nn.Module):
 
     def __init__(self, names: Sequence[str], shape: tuple[int, int], options: dict[str, Any]) -> None:
         super().__init__()
-        assert options["tp_size"] == 1 and not options["bias"] and not options["fuse_wgrad_accumulation"]
+        assert options["tp_size"] == 1 and not options["bias"]
         delay = options["delay_wgrad_compute"]
-        self.fuse_wgrad_accumulation = False
+        if "save_original_input" in options:
+            self.save_original_input = options["save_original_input"]
+        self.fuse_wgrad_accumulation = options["fuse_wgrad_accumulation"]
         self.wgrad_store = WeightGradStore(delay)
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self.copies: list[Tensor] | None = None
@@ -273,6 +295,10 @@ class _Products(torch.nn.Module):
             self.register_parameter(name, weight)
         self.names = list(names)
 
+    def weights(self) -> list[Any]:
+        """One for each product."""
+        return [getattr(self, name) for name in self.names]
+
     def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Any) -> None:
         """Take a hook that is called when gradients are there."""
         self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
@@ -284,14 +310,15 @@ class _Products(torch.nn.Module):
         assert self.wgrad_store.context is not None
         if self.wgrad_store.context.empty():
             raise RuntimeError("Pop empty queue.")
-        for name, gradient in zip(self.names, self.wgrad_store.context.get()(), strict=True):
-            getattr(self, name).grad = gradient
+        for weight, gradient in zip(self.weights(), self.wgrad_store.context.get()(), strict=True):
+            if not self.fuse_wgrad_accumulation:
+                weight.grad = gradient
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
 
     def product(self, x: Tensor, splits: Sequence[int], is_first_microbatch: bool | None) -> Tensor:
         """x · Wᵀ by the innermost context."""
-        weights = [getattr(self, name) for name in self.names]
+        weights, is_first = self.weights(), is_first_microbatch is True
         state = FP8GlobalStateManager
         recipe = state.get_fp8_recipe()
         quantizes = recipe is not None and (is_first_microbatch is not False or self.copies is None)
@@ -299,7 +326,7 @@ class _Products(torch.nn.Module):
         name = type(recipe).__name__ if recipe is not None else None
         Log.calls.append(Call(type(self).__name__, name, len(state.contexts), quantizes, phase))
         if recipe is None or isinstance(recipe, DelayedScaling):
-            return _Product.apply(self, splits, x, [weight.detach() for weight in weights], *weights)
+            return _Product.apply(self, splits, is_first, x, [weight.detach() for weight in weights], *weights)
         rows = x.reshape(-1, x.shape[-1]).shape[0]
         block = 32 if isinstance(recipe, MXFP8BlockScaling) else 16
         assert all(size % block == 0 for size in (*(splits or [rows]), *weights[0].shape)), (
@@ -310,7 +337,7 @@ class _Products(torch.nn.Module):
         if quantizes:
             copies = [rounded(weight.detach(), recipe) for weight in weights]
             self.copies = copies if is_first_microbatch is not None else None
-        y = _Product.apply(self, splits, _Rounded.apply(x, recipe), copies, *weights)
+        y = _Product.apply(self, splits, is_first, _Rounded.apply(x, recipe), copies, *weights)
         return _RoundedGradient.apply(y, recipe)
 
 
