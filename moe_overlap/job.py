@@ -20,7 +20,7 @@ from megatron.training.cli.sizes import describe_model, known_vocab_size, parall
 from megatron.training.cli.validation import validate
 from megatron.training.plan_argument import with_plan
 from megatron.training.plan_flags import gradient_chunk_bytes, plan_from_flags, plan_of_run
-from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.model import ModelDescription, require_bounded_layers
 from moe_overlap.describe.readers.predicted_flags import (
     assumed_vocabulary,
@@ -30,7 +30,7 @@ from moe_overlap.describe.readers.predicted_flags import (
     require_context_heads,
     zero_level,
 )
-from moe_overlap.plan.capabilities import ListedRun
+from moe_overlap.plan.capabilities import ListedRun, require_listed_recipe
 from moe_overlap.plan.plan import Plan, Precision
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan.serialize import load_plan
@@ -194,11 +194,14 @@ def listed_run_of(config: Config, num_gpus: int) -> ListedRun:
     except ConfigError as error:
         # A traceback would keep the frames of the validation alive as long as the problem.
         refusal = error.with_traceback(None)
-    for flag, value in (("--fp8-format", config.precision.fp8), ("--fp4-format", config.precision.fp4)):
-        if value is not None and refusal is None:
-            # Predicted it could be, but a plan that the runtime refuses to start must not be the answer.
-            rule = "layers that overlap are not executed in 8 or 4 bits"
-            refusal = ConfigError(flag, value, rule, "train in bf16 to overlap")
+    try:
+        # Predicted it could be, but a plan that the runtime refuses to start must not be the answer.
+        rule = "layers that overlap are not executed in 4 bits"
+        fp4 = config.precision.fp4
+        require(refusal is not None or fp4 is None, "--fp4-format", fp4, rule, "train in bf16 to overlap")
+        require_listed_recipe(listed_run(config), "overlap")
+    except ConfigError as error:
+        refusal = refusal or error.with_traceback(None)
     if pads_elsewhere and refusal is None:
         rule = "overlap pads by the irregular dispatcher, behind a gate of ours"
         fix = "name them: --moe-gate topk --moe-token-dispatcher-type irregular"

@@ -25,7 +25,12 @@ from megatron.training.cli.rules.moe import (
 from megatron.training.cli.sizes import ParallelLayout, batch_sizes, chunk_sizes, parallel_layout, stage_chunks
 from moe_overlap.describe.errors import ConfigError, require
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.capabilities import refuse_narrow_precision, refuse_unsupported, require_cuttable
+from moe_overlap.plan.capabilities import (
+    refuse_cut_blocks,
+    refuse_narrow_precision,
+    refuse_unsupported,
+    require_cuttable,
+)
 from moe_overlap.plan.gates import check_gate
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute, StagePlan
@@ -355,9 +360,11 @@ def plan_of_run(config: Config, model: ModelDescription, world_size: int) -> Pla
     if source is None:
         from_flags = plan_from_flags(config, model, world_size)
         _require_pairs_in_every_step(config, from_flags, "--moe-overlap-micro-batches")
-        for flag, value in (("--fp8-format", config.precision.fp8), ("--fp4-format", config.precision.fp4)):
-            if value is not None:
-                refuse_narrow_precision(from_flags, flag, value, f"drop it or {overlap_flag(config)}")
+        refuse_cut_blocks(from_flags, None)
+        if config.precision.fp4 is not None:
+            refuse_narrow_precision(
+                from_flags, "--fp4-format", config.precision.fp4, f"drop it or {overlap_flag(config)}"
+            )
         return from_flags
     plan = load_plan(source)
     validate_plan(plan, model, source)

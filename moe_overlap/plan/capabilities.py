@@ -61,7 +61,7 @@ LOWERED = Limits(
 EXECUTED = Limits(
     plan=(
         Limit("transfers", _only(()), "stages of unlike shape are not executed", "give all stages one shape, write []"),
-        Limit("precision", _only("fp32", "bf16", "fp16"), "not executed", "use fp32, bf16 or fp16"),
+        Limit("precision", lambda value: value != "nvfp4", "not executed", "use bf16, fp8 or mxfp8"),
     ),
     stage=(
         Limit("zero_level", _only(0, 1), "ZeRO 2 and 3 are not executed", "write 1"),
@@ -88,6 +88,10 @@ NOTHING_OVERLAPPED = (
 """Limits of plans without overlapped layers, which the executor does not run."""
 NARROW = ("fp8", "mxfp8", "nvfp4")
 """Precisions whose matrix products have 8 or 4 bits."""
+LISTED_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+"""Recipes of fp8 that scale a tensor by its own values alone: what they compute in an operator depends on no other operator."""
+QUANTIZED_TOKENS = {"fp8": 16, "mxfp8": 32}
+"""Products in 8 bits take multiples of so many tokens."""
 SHAPE_FIELDS = ("micro_batch_size", "gradient_accumulation_steps", "tensor", "context", "data")
 """Stages that differ in one of these need resharding between them."""
 UNIFORM_FIELDS = (
@@ -137,16 +141,37 @@ def refuse_what_cannot_be_lowered(plan: Plan, source: str = "plan.json") -> None
 
 
 def refuse_narrow_precision(plan: Plan, subject: str, value: str, fix: str) -> None:
-    """ConfigError for fp8 or fp4 where the executor runs the step: it calls the layers, and not megatron-core's block of layers,
-    which opens the library's context of narrow products around them.
+    """ConfigError for fp4 where the executor runs the step: it opens contexts for products in 8 bits, and none for 4.
 
     Args:
         subject, value: the field or flag that asks for it.
         fix: the rest of the error.
     """
-    if plan.precision in NARROW and any(stage.overlap.is_listed for stage in plan.stages):
-        rule = "layers that overlap are not executed in 8 or 4 bits: their products would run in the weights' type"
+    if plan.precision == "nvfp4" and any(stage.overlap.is_listed for stage in plan.stages):
+        rule = "layers that overlap are not executed in 4 bits: their products would run in the weights' type"
         raise ConfigError(subject, value, rule, fix)
+
+
+def refuse_cut_blocks(plan: Plan, source: str | None) -> None:
+    """ConfigError for partitions whose tokens are no whole blocks of the products in 8 bits.
+
+    Args:
+        source: what the plan was read from; None: from flags.
+    """
+    block = QUANTIZED_TOKENS.get(plan.precision)
+    if block is None:
+        return
+    for path, stage in _stages(plan):
+        # With more than one tensor-parallel rank the layers' tokens are split over them, too.
+        tokens = plan.sequence_length * stage.micro_batch_size // (stage.context * stage.tensor)
+        for index, layer in enumerate(stage.overlap.layers):
+            parts = layer.partitions or 1
+            if parts > 1 and tokens // parts % block:
+                flag = "--moe-overlap-partitions"
+                subject = flag if source is None else f"{source} {path}.overlap.layers[{index}].partitions"
+                held = f"a partition has {tokens // parts} tokens on a rank"
+                rule = f"{held}, and products in {plan.precision} take {block} at a time"
+                raise ConfigError(subject, parts, rule, "cut into fewer, or use a larger micro-batch")
 
 
 def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
@@ -157,6 +182,7 @@ def refuse_unsupported(plan: Plan, source: str = "plan.json") -> None:
     """
     refuse_what_cannot_be_lowered(plan, source)
     refuse_narrow_precision(plan, f"{source} precision", plan.precision, "use bf16 or overlap nothing")
+    refuse_cut_blocks(plan, source)
     _refuse_limits(plan, EXECUTED, source)
     for path, stage in _stages(plan):
         _refuse_partial_selection(stage, f"{source} {path}.recompute.layers")
@@ -245,6 +271,8 @@ class ListedRun:
         virtual_stages: model chunks of a pipeline stage.
         recompute_granularity, recompute_modules: as Megatron's flags name them.
         static_capacity: whether every expert's input is padded to its capacity, so that no counts travel.
+        fp8_recipe: how products in 8 bits are scaled; None where none are.
+        weights_in_fp8: whether weights are held, and gathered, in 8 bits.
         refusal: why the settings do not go with a gate and a dispatcher of ours, whatever is overlapped; None where they do.
     """
 
@@ -260,6 +288,8 @@ class ListedRun:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     static_capacity: bool = False
+    fp8_recipe: str | None = None
+    weights_in_fp8: bool = False
     refusal: ConfigError | None = None
 
 
@@ -284,6 +314,23 @@ def require_listable(run: ListedRun, why: str, capacity_chunks: int = 1) -> None
     again = run.recompute_granularity
     rule = "capacity chunks that are recomputed are not executed"
     require(again is None or capacity_chunks == 1, "--recompute-granularity", again, rule, fix)
+    require_listed_recipe(run, why)
+
+
+def require_listed_recipe(run: ListedRun, why: str) -> None:
+    """Refuse products in 8 bits that would be others in a list than in megatron-core's passes.
+
+    Delayed scaling takes its scales from the maxima of earlier passes. Transformer Engine moves them, and reduces the maxima
+    over ranks, wherever a context ends: after each operator of a list instead of each pass, for modules not called, too.
+
+    Raises:
+        ConfigError: the recipe may be such a one, or weights are held in 8 bits.
+    """
+    recipe, among = run.fp8_recipe, ", ".join(LISTED_RECIPES[:-1])
+    rule = f"{why} cuts passes into operators, and the scales of this recipe may be those of whole passes"
+    require(recipe in (None, *LISTED_RECIPES), "--fp8-recipe", recipe, rule, f"use {among} or {LISTED_RECIPES[-1]}")
+    rule = f"{why} sums deferred gradients of, and gathers, weights of 16 or 32 bits only"
+    require(recipe is None or not run.weights_in_fp8, "--fp8-param-gather", "", rule, "drop it")
 
 
 def require_cuttable(run: ListedRun) -> None:

@@ -114,6 +114,11 @@ class StageOverlap:
         return bool(self.layers) or self.micro_batches_in_flight > 1
 
     @property
+    def cuts_layers(self) -> bool:
+        """Whether modules are called several times for a micro-batch: for its partitions, or for chunks of capacity."""
+        return any(layer.mechanism in ("partitioned", "tutel") for layer in self.layers)
+
+    @property
     def fused_layers(self) -> frozenset[int]:
         """Layers whose all-to-alls run inside fused kernels."""
         return frozenset(layer.layer for layer in self.layers if layer.mechanism == "fused")

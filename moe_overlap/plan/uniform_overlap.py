@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.capabilities import ListedRun, require_cuttable, require_listable, require_one_chunk
+from moe_overlap.plan.capabilities import (
+    ListedRun,
+    refuse_cut_blocks,
+    require_cuttable,
+    require_listable,
+    require_one_chunk,
+)
 from moe_overlap.plan.gates import require_partitionable
 from moe_overlap.plan.lowering.deferral import default_slots
 from moe_overlap.plan.overlap import (
@@ -88,7 +94,9 @@ def with_uniform_overlap(plan: Plan, model: ModelDescription, words: OverlapWord
         bucketed = replace(stage, overlap=StageOverlap(gradient_chunk_bytes=run.gradient_bucket_bytes))
         ends = {"holds_embedding": index == plan.embedding_stage, "holds_head": index == plan.loss_stage}
         stages.append(replace(stage, overlap=overlap_from_words(words, bucketed, model, **ends)))
-    return replace(plan, stages=tuple(stages), predicted=None)
+    overlapped = replace(plan, stages=tuple(stages), predicted=None)
+    refuse_cut_blocks(overlapped, None)
+    return overlapped
 
 
 def overlap_from_words(

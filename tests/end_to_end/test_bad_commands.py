@@ -128,11 +128,11 @@ class Wrong:
             "drop the flag or correct the plan",
             "--plan F/two.json": "world size 1: F/two.json is for 2 processes; start 2",
             "--plan F/two.json --dry-run --world-size 1": "--world-size 1: F/two.json is for 2 processes; use 2",
-            "--plan F/narrow.json --dry-run": "F/narrow.json precision fp8: layers that overlap are not executed in 8 or 4 bits: "
-            "their products would run in the weights' type; use bf16 or overlap nothing",
+            "--plan F/narrow.json --dry-run --moe-gate topk": "--fp8-recipe delayed: F/narrow.json cuts passes into operators, "
+            "and the scales of this recipe may be those of whole passes; use tensorwise, blockwise or mxfp8",
             "--dry-run --world-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type irregular "
-            "--defer-weight-gradients --bf16 --fp8-format hybrid": "--fp8-format hybrid: layers that overlap are not executed "
-            "in 8 or 4 bits: their products would run in the weights' type; drop it or --defer-weight-gradients",
+            "--defer-weight-gradients --bf16 --fp8-format hybrid": "--fp8-recipe delayed: --defer-weight-gradients cuts passes "
+            "into operators, and the scales of this recipe may be those of whole passes; use tensorwise, blockwise or mxfp8",
             "--load F/incomplete": "--load F/incomplete: step 40 is incomplete (no completion mark); "
             "there is no complete checkpoint: delete step-000040 to start afresh",
             "--load F/damaged": "--load F/damaged/step-000040/__0_0.distcp: is corrupt: its content is not what was written; "

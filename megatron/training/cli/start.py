@@ -116,6 +116,11 @@ def _not_executed(config: Config) -> Iterator[ConfigError]:
     if layout is not None and layout_parts(layout)[-1].count("m") != (config.model.mtp_num_layers or 0):
         rule, fix = "prediction layers m train in the part of the loss", "move m before L; --dry-run accepts it"
         yield ConfigError("--pipeline-model-parallel-layout", layout, rule, fix)
+    precision, stages = config.precision, parallel.pipeline_model_parallel_size
+    if precision.fp8 is not None and precision.fp8_recipe == "delayed" and stages > 1:
+        # Transformer Engine reduces the maxima over all ranks of the run where a pass ends, which stages do not reach together.
+        rule, fix = "its scales are not reduced over the ranks of one stage alone", "use tensorwise, blockwise or mxfp8"
+        yield ConfigError("--fp8-recipe", "delayed", rule, f"{fix}; --dry-run accepts it")
     group, stages = parallel.microbatch_group_size_per_vp_stage, parallel.pipeline_model_parallel_size
     if group not in (None, stages):
         rule = f"a virtual stage gives way after --pipeline-model-parallel-size = {stages} micro-batches"

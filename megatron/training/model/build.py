@@ -114,9 +114,13 @@ def build_model(
         repair_imports()
     layout = StageLayout(plan, stage, model.mtp_layers) if len(plan.stages) > 1 else None
     tc = transformer_config(config, model, plan, stage, layout)
-    if uses_transformer_engine() and any(layer.weight_gradient_slots for layer in plan.stages[stage].overlap.layers):
+    if uses_transformer_engine():
+        overlap = plan.stages[stage].overlap
         # Set behind the constructor, which accepts it for megatron-core's own schedule of all-to-alls only.
-        tc.delay_wgrad_compute = True
+        tc.delay_wgrad_compute = any(layer.weight_gradient_slots for layer in overlap.layers)
+        # Where it keeps copies of the weights, the library overwrites the sum of gradients in the backward pass of a module's
+        # first call in a step. Partitions run backward last to first: the gradients of the others would be lost.
+        tc.disable_parameter_transpose_cache = overlap.cuts_layers
     chunks = plan.stages[stage].chunks
     last_stage, last_chunk = len(plan.stages) - 1, len(chunks) - 1
     adapt = adapt_layer or (lambda spec: spec)

@@ -47,6 +47,7 @@ from moe_overlap.plan.operators import (
 from moe_overlap.runtime.dispatch.capacity_chunks import join_chunks
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher
 from moe_overlap.runtime.executor.buffers import BATCH
+from moe_overlap.runtime.executor.precision import LayerPrecision
 from moe_overlap.runtime.executor.segments import LayerDraws, Segment, recompute_by_the_list
 from moe_overlap.runtime.executor.state import (
     StepState,
@@ -91,7 +92,7 @@ class ChunkOperators:
         self._model, self._loss, self._dispatcher = model, loss, dispatcher
         self._layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         self._rotary = rotary_angles(model, sequence_length)
-        self._draws = LayerDraws(model.config)
+        self._draws, self._precision = LayerDraws(model.config), LayerPrecision(model.config)
         for layer in model.decoder.layers:
             recompute_by_the_list(layer)
         self._forward_of: dict[OperatorKind, Binding] = {
@@ -127,7 +128,7 @@ class ChunkOperators:
             return
         run = partial(self._forward_of[operator.kind], instruction, operator, state)
         if operator.phase is RECOMPUTE:
-            with self._draws.again(place):
+            with self._draws.again(place), self._precision.again(operator.layer):
                 run()
             return
         has_backward = torch.is_grad_enabled()
@@ -135,7 +136,8 @@ class ChunkOperators:
         repeated = has_backward and instruction.name in state.recomputed
         with_graph = has_backward and not repeated
         drawing = self._draws.first(place, repeated) if operator.layer is not None else nullcontext()
-        with drawing, torch.set_grad_enabled(with_graph):
+        precision = self._precision.first(operator.layer, repeated)
+        with drawing, precision, torch.set_grad_enabled(with_graph):
             run()
         if not with_graph:
             del state.segments[place]

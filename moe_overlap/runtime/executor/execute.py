@@ -142,8 +142,7 @@ class PlanExecutor:
         """One training step."""
         self._recorder.start_step()
         self._optimizer.zero_grad()
-        for chunk in self._chunks:
-            chunk.train()
+        self._begin(trains=True)
         state = self._state(instructions, batches, step)
         device = next(self._chunks[0].parameters()).device
         set_aux_loss_scale(state.loss_scale, device)
@@ -156,8 +155,7 @@ class PlanExecutor:
     def evaluate(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepResult:
         """The forward instructions of the list alone."""
         self._recorder.start_step()
-        for chunk in self._chunks:
-            chunk.eval()
+        self._begin(trains=False)
         state = self._state(instructions, batches, step)
         forward = [i for i in instructions if not is_update(i) and not _is_backward(i)]
         with self._collectives.recorded():
@@ -165,6 +163,12 @@ class PlanExecutor:
         loss, tokens, _ = self._update.mean_losses(state.update.reports)
         get_moe_layer_wise_logging_tracker().clear()
         return StepResult(loss, tokens, math.nan, False, None, tuple(self._recorder.spans()))
+
+    def _begin(self, trains: bool) -> None:
+        for chunk in self._chunks:
+            chunk.train(trains)
+            # Weights in 8 bits are copies that modules keep from one micro-batch to the next: the weights have moved since.
+            chunk.set_is_first_microbatch()
 
     def _state(self, instructions: Sequence[Instruction], batches: Iterator[Batch], step: int) -> StepState:
         micro_batches = micro_batches_of(instructions)

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from moe_overlap.describe.errors import ConfigError
-from moe_overlap.plan.capabilities import refuse_unsupported, refuse_what_cannot_be_lowered
+from moe_overlap.plan.capabilities import (
+    ListedRun,
+    refuse_unsupported,
+    refuse_what_cannot_be_lowered,
+    require_listable,
+    require_listed_recipe,
+)
 from moe_overlap.plan.overlap import LayerOverlap, StageOverlap
-from moe_overlap.plan.plan import Offload, Recompute
+from moe_overlap.plan.plan import Offload, Plan, Recompute
 from moe_overlap.plan.serialize import load_plan
 from tests.unit.plan import plan_samples
 
@@ -77,7 +83,7 @@ def test_what_flags_say_is_executed(recompute: Recompute) -> None:
             {},
             "stages[0].recompute.layers 1: selective recomputation covers every layer of a chunk (2); write 2",
         ),
-        ({}, {"precision": "fp8"}, "precision fp8: not executed; use fp32, bf16 or fp16"),
+        ({}, {"precision": "nvfp4"}, "precision nvfp4: not executed; use bf16, fp8 or mxfp8"),
         ({}, {"mtp_stage": 0}, "mtp_stage 0: prediction layers run on the stage of the loss; write 1"),
         (
             {"overlap": StageOverlap(layers=(LayerOverlap(layer=0, mechanism="cross_micro_batch"),))},
@@ -101,6 +107,37 @@ def test_partitions_that_are_lowered_and_not_executed() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_unsupported(plan)
     assert str(caught.value) == f"plan.json stages[0].{message}"
+
+
+@pytest.mark.parametrize(("precision", "block"), [("fp8", 16), ("mxfp8", 32)])
+def test_partitions_are_whole_blocks_of_products_in_8_bits(precision: Any, block: int) -> None:
+    stage = {"data": 4, "expert": 2, "tensor": 2, "overlap": StageOverlap(layers=(cut("topk"),))}
+
+    def plan(tokens: int, precision: Any) -> Plan:
+        # Two samples in two partitions, and two tensor-parallel ranks that share the tokens of each.
+        return plan_samples.plan(stage=stage, precision=precision, sequence_length=2 * tokens)
+
+    refuse_unsupported(plan(block, precision))
+    refuse_unsupported(plan(block - 2, "bf16"))
+    with pytest.raises(ConfigError) as caught:
+        refuse_unsupported(plan(block - 2, precision))
+    rule = f"a partition has {block - 2} tokens on a rank, and products in {precision} take {block} at a time"
+    path = "plan.json stages[0].overlap.layers[0].partitions 2"
+    assert str(caught.value) == f"{path}: {rule}; cut into fewer, or use a larger micro-batch"
+
+
+def test_recipes_of_lists_scale_a_tensor_by_its_own_values() -> None:
+    for recipe in (None, "tensorwise", "blockwise", "mxfp8"):
+        require_listed_recipe(ListedRun(fp8_recipe=recipe), "overlap")
+    for recipe in ("delayed", "custom"):
+        with pytest.raises(ConfigError) as caught:
+            require_listable(ListedRun(fp8_recipe=recipe), "--defer-weight-gradients")
+        rule = "--defer-weight-gradients cuts passes into operators, and the scales of this recipe may be those of whole passes"
+        assert str(caught.value) == f"--fp8-recipe {recipe}: {rule}; use tensorwise, blockwise or mxfp8"
+    with pytest.raises(
+        ConfigError, match="--fp8-param-gather: overlap sums deferred gradients of, and gathers, weights of"
+    ):
+        require_listed_recipe(ListedRun(fp8_recipe="mxfp8", weights_in_fp8=True), "overlap")
 
 
 def cut(gate: Any) -> LayerOverlap:

@@ -189,7 +189,9 @@ def test_plan_to_flags_to_plan_is_the_identity() -> None:
         plan, model = drawn_plan(seed)
         validate_plan(plan, model)
         arguments = arguments_of(flags_from_plan(plan, model))
-        config = parse([*facts_of(plan, model), *arguments]).config
+        # A plan says 8 bits; that the scales are not delayed ones, which overlap does not take, is a setting of training.
+        recipe = ["--fp8-recipe", "tensorwise"] if plan.precision == "fp8" else []
+        config = parse([*facts_of(plan, model), *arguments, *recipe]).config
         validate(config, plan.world_size)
         assert describe_model(config, 257) == model, seed
         assert plan_from_flags(config, model, plan.world_size) == plan, (seed, arguments)
@@ -345,23 +347,23 @@ def test_sizes_of_a_model_file_give_way_to_the_plan(tmp_path: Path) -> None:
     assert completed.config.model.seq_length == 32
 
 
-NARROW = "are not executed in 8 or 4 bits: their products would run in the weights' type"
+OVERLAPS = ("--moe-overlap-partitions 2", "--defer-weight-gradients", "--moe-overlap-capacity-chunks 2")
+NARROW = f"""{FACTS} --num-layers 2 --seq-length 64 --micro-batch-size 2 --bf16 --expert-model-parallel-size 2
+    --moe-token-dispatcher-type irregular"""
 
 
-@pytest.mark.parametrize("flag", ["--fp8-format hybrid", "--fp8-format e4m3 --fp8-recipe mxfp8", "--fp4-format e2m1"])
-def test_narrow_products_and_overlap_are_refused_together(tmp_path: Path, flag: str) -> None:
-    words = f"{FACTS} --num-layers 2 --seq-length 64 --micro-batch-size 2 --bf16 --expert-model-parallel-size 2 {flag}"
-    words += " --moe-token-dispatcher-type irregular"
+def test_overlap_in_4_bits_is_refused(tmp_path: Path) -> None:
+    words = f"{NARROW} --fp4-format e2m1"
     alone = parse(words.split()).config
     model = describe_model(alone, 257)
     plan_of_run(alone, model, 2)
-    for overlap in ("--moe-overlap-partitions 2", "--defer-weight-gradients", "--moe-overlap-capacity-chunks 2"):
+    rule = "layers that overlap are not executed in 4 bits: their products would run in the weights' type"
+    for overlap in OVERLAPS:
         config = parse(f"{words} {overlap}".split()).config
         validate(config, 2)
         with pytest.raises(ConfigError) as refused:
             plan_of_run(config, model, 2)
-        name, value = flag.split()[:2]
-        assert str(refused.value) == f"{name} {value}: layers that overlap {NARROW}; drop it or {overlap.split()[0]}"
+        assert str(refused.value) == f"--fp4-format e2m1: {rule}; drop it or {overlap.split()[0]}"
         plan = plan_from_flags(config, model, 2)  # It can be predicted.
         validate_plan(plan, model)
         path = tmp_path / "p.json"
@@ -369,5 +371,38 @@ def test_narrow_products_and_overlap_are_refused_together(tmp_path: Path, flag: 
         for dry in ([], ["--dry-run"]):
             with pytest.raises(ConfigError) as refused:
                 with_plan(parse([*facts_of(plan, model), "--plan", str(path), *dry]), 2)
-            line = f"{path} precision {plan.precision}: layers that overlap {NARROW}; use bf16 or overlap nothing"
-            assert str(refused.value) == line
+            assert str(refused.value) == f"{path} precision nvfp4: {rule}; use bf16 or overlap nothing"
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_overlap_in_8_bits_takes_recipes_of_single_tensors(tmp_path: Path, overlap: str) -> None:
+    why, path = overlap.split()[0], tmp_path / "p.json"
+    for form, recipe in (("hybrid", "tensorwise"), ("e4m3", "blockwise"), ("e4m3", "mxfp8"), ("hybrid", "delayed")):
+        said = ["--fp8-format", form, "--fp8-recipe", recipe, "--moe-gate", "topk"]
+        config = parse([*f"{NARROW} {overlap}".split(), *said]).config
+        model = describe_model(config, 257)
+        plan = plan_from_flags(config, model, 2)
+        save_plan(plan, path)
+        # The recipe is a setting of training, which no plan holds.
+        by_plan = with_plan(parse([*NARROW.split(), *said, "--plan", str(path)]), 2).config
+        if recipe != "delayed":
+            validate(config, 2)
+            validate(by_plan, 2)
+            assert plan_of_run(config, model, 2) == plan == plan_of_run(by_plan, model, 2)
+            continue
+        rule = "cuts passes into operators, and the scales of this recipe may be those of whole passes"
+        with pytest.raises(ConfigError) as refused:
+            validate(config, 2)
+        assert str(refused.value) == f"--fp8-recipe delayed: {why} {rule}; use tensorwise, blockwise or mxfp8"
+        with pytest.raises(ConfigError) as refused:
+            plan_of_run(by_plan, model, 2)
+        assert str(refused.value) == f"--fp8-recipe delayed: {path} {rule}; use tensorwise, blockwise or mxfp8"
+
+
+def test_partitions_of_too_few_tokens_for_8_bits_are_refused() -> None:
+    config = parse(f"{NARROW} {OVERLAPS[0]} --fp8-format e4m3 --fp8-recipe mxfp8 --seq-length 48".split()).config
+    validate(config, 2)
+    with pytest.raises(ConfigError) as refused:
+        plan_of_run(config, describe_model(config, 257), 2)
+    rule = "a partition has 48 tokens on a rank, and products in mxfp8 take 32 at a time"
+    assert str(refused.value) == f"--moe-overlap-partitions 2: {rule}; cut into fewer, or use a larger micro-batch"

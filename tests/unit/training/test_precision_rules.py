@@ -120,6 +120,30 @@ def test_fp8_is_refused_on_the_cpu_by_its_flag_and_fp16_starts() -> None:
     assert obstacles(parse(f"{BASE} --fp16".split()), cpu) == []
 
 
+def test_delayed_scaling_starts_on_one_stage_only() -> None:
+    gpu = Machine(cuda=True, packages=frozenset({"transformer_engine"}))
+    two = f"{BASE} --pipeline-model-parallel-size 2 --fp8-format hybrid"
+    assert obstacles(parse(f"{BASE} --fp8-format hybrid".split()), gpu) == []
+    assert obstacles(parse(f"{two} --bf16 --fp8-recipe tensorwise".split()), gpu) == []
+    (obstacle,) = obstacles(parse(two.split()), gpu)
+    rule = "its scales are not reduced over the ranks of one stage alone"
+    fix = "use tensorwise, blockwise or mxfp8; --dry-run accepts it"
+    assert str(obstacle) == f"--fp8-recipe delayed: {rule}; {fix}"
+
+
+def test_overlap_in_8_bits_is_looked_at_anywhere_and_starts_where_the_library_is() -> None:
+    words = f"{MXFP8} --expert-model-parallel-size 2 --moe-token-dispatcher-type irregular --defer-weight-gradients"
+    parsed, out = parse(f"{BASE} {words}".split()), io.StringIO()
+    dry_run(parsed, 2, out)
+    missing = "--fp8-format e4m3: needs Transformer Engine on a GPU: this machine lacks a GPU and transformer_engine"
+    assert missing in " ".join(out.getvalue().split())
+    assert obstacles(parsed, Machine(cuda=True, packages=frozenset({"transformer_engine"}))) == []
+    (obstacle,) = obstacles(parsed, Machine(cuda=True, packages=frozenset()))
+    assert str(obstacle).startswith(
+        "--fp8-format e4m3: needs Transformer Engine on a GPU: this machine lacks transformer_engine;"
+    )
+
+
 def test_flags_that_fp32_scores_make_idle_are_listed() -> None:
     words = "--fp16 --fp16-lm-cross-entropy --attention-softmax-in-fp32 --apply-query-key-layer-scaling"
     listed = dict(idle_flags(parse(f"{BASE} {words}".split())))

@@ -94,11 +94,25 @@ def test_one_sample_cannot_be_cut_and_the_reason_is_told() -> None:
     assert "--moe-overlap-partitions 2: does not divide the micro-batch of 1" in refused.refused
 
 
-def test_a_precision_that_lists_do_not_execute_is_not_overlapped() -> None:
-    """What the runtime refuses to start is not chosen, however slow the links: fp8 stays with megatron-core's schedule."""
-    found = tuned(100.0, "--bf16", "--fp8-format", "e4m3")
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--fp8-format e4m3", "--fp8-recipe delayed: overlap cuts passes into operators, "),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather", "--fp8-param-gather: overlap "),
+        ("--fp4-format e2m1", "--fp4-format e2m1: "),
+    ],
+)
+def test_a_precision_that_lists_do_not_execute_is_not_overlapped(words: str, refused: str) -> None:
+    """What the runtime refuses to start is not chosen, however slow the links: it stays with megatron-core's schedule."""
+    found = tuned(100.0, "--bf16", *words.split())
     assert found.chosen.name == "plain megatron-core"
-    assert found.others and all(other.refused.startswith("--fp8-format e4m3: ") for other in found.others)
+    assert found.others and all(other.refused.startswith(refused) for other in found.others)
+
+
+def test_products_in_8_bits_are_overlapped() -> None:
+    found = tuned(8.0, "--bf16", *"--fp8-format hybrid --fp8-recipe tensorwise".split())
+    assert found.chosen.name != PLAIN and found.chosen.decided.precision == "fp8"
+    assert found.chosen.seconds < 0.95 * found.plain_seconds
 
 
 def test_what_does_not_fit_is_not_chosen_and_the_plain_run_has_to_fit_too() -> None:

@@ -64,6 +64,8 @@ def listed_run(config: Config) -> ListedRun:
         hidden_dropout=config.model.hidden_dropout,
         attention_dropout=config.model.attention_dropout,
         static_capacity=static_capacity_factor(config) is not None,
+        fp8_recipe=config.precision.fp8_recipe if config.precision.fp8 else None,
+        weights_in_fp8=config.precision.fp8_param_gather,
     )
 
 

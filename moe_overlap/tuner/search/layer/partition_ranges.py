@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
-from moe_overlap.plan.capabilities import refuse_cuts_of, refuse_what_cannot_be_lowered
+from moe_overlap.plan.capabilities import refuse_cut_blocks, refuse_cuts_of, refuse_what_cannot_be_lowered
 from moe_overlap.plan.lowering.layers import LayerOperator
 from moe_overlap.plan.operators import GATE, MERGE, OperatorId
 from moe_overlap.plan.overlap import Axis, Gate, LayerOverlap, LoweredLimit, SearchLimits
@@ -334,7 +334,9 @@ class StageSearch:
         stages = (*self.plan.stages[: self.index], stage, *self.plan.stages[self.index + 1 :])
         try:
             validate_ranges(stage, self.model, "overlap")
-            refuse_what_cannot_be_lowered(dataclasses.replace(self.plan, stages=stages))
+            plan = dataclasses.replace(self.plan, stages=stages)
+            refuse_what_cannot_be_lowered(plan)
+            refuse_cut_blocks(plan, "plan")
             refuse_cuts_of(stage, "stage")
         except ConfigError as error:
             field_name = error.subject.replace(".", " ").split()[-1]
