@@ -32,7 +32,7 @@ from moe_overlap.finalists import does_not_fit, in_order, simulated_finalists
 from moe_overlap.free_search import free_finalists, narrow_space, search_beyond
 from moe_overlap.free_sharding import search_sharding
 from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
-from moe_overlap.plan.capabilities import refuse_unsupported
+from moe_overlap.plan.capabilities import refuse_unsupported, shares_scales
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute
 from moe_overlap.plan.serialize import content_sha256
@@ -445,6 +445,9 @@ def _captured_ahead(task: UniformTask, job: Job, layouts: Sequence[UniformLayout
 def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts:
     """Whether the target runs a plan."""
 
+    said = grouped(bare)
+    recipe = said.get("--fp8-recipe", ("delayed",))[-1] if "--fp8-format" in said else None
+
     @cache
     def settings_by(dispatcher: str) -> Mapping[str, Any]:
         return values_of(grouped(by_dispatcher(bare, dispatcher)))
@@ -460,7 +463,7 @@ def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts
             refuse_unsupported(dataclasses.replace(plan, precision="fp32"))
         except ConfigError:
             return False
-        return True
+        return not shares_scales(recipe, len(plan.stages))
 
     return accepts
 

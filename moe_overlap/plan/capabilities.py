@@ -333,6 +333,15 @@ def require_listed_recipe(run: ListedRun, why: str) -> None:
     require(recipe is None or not run.weights_in_fp8, "--fp8-param-gather", "", rule, "drop it")
 
 
+def shares_scales(recipe: str | None, stages: int) -> bool:
+    """Whether the scales of a pass would be reduced over several stages.
+
+    Transformer Engine reduces delayed scaling's maxima over all ranks of the run where a pass ends, which stages do not reach
+    together: megatron-core hands it a group of one stage only out of `parallel_state`, which is never initialised here.
+    """
+    return recipe == "delayed" and stages > 1
+
+
 def require_cuttable(run: ListedRun) -> None:
     """Refuse settings under which a micro-batch in partitions computes something else than the whole one.
 

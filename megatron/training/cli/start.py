@@ -19,6 +19,7 @@ from megatron.training.cli.flags.table import config_flags, flag_texts
 from megatron.training.cli.packages import is_installed
 from megatron.training.cli.sizes import layout_parts
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.capabilities import shares_scales
 
 PACKAGES = ("transformer_engine", "deep_ep", "apex", "fused_weight_gradient_mlp_cuda")
 """Packages with kernels for GPUs; the last is part of apex, where apex was built with it."""
@@ -117,8 +118,7 @@ def _not_executed(config: Config) -> Iterator[ConfigError]:
         rule, fix = "prediction layers m train in the part of the loss", "move m before L; --dry-run accepts it"
         yield ConfigError("--pipeline-model-parallel-layout", layout, rule, fix)
     precision, stages = config.precision, parallel.pipeline_model_parallel_size
-    if precision.fp8 is not None and precision.fp8_recipe == "delayed" and stages > 1:
-        # Transformer Engine reduces the maxima over all ranks of the run where a pass ends, which stages do not reach together.
+    if precision.fp8 is not None and shares_scales(precision.fp8_recipe, stages):
         rule, fix = "its scales are not reduced over the ranks of one stage alone", "use tensorwise, blockwise or mxfp8"
         yield ConfigError("--fp8-recipe", "delayed", rule, f"{fix}; --dry-run accepts it")
     group, stages = parallel.microbatch_group_size_per_vp_stage, parallel.pipeline_model_parallel_size

@@ -8,12 +8,14 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.config import Config
+from moe_overlap import plan_search
 from moe_overlap.api import predict
 from moe_overlap.commands import autotune
 from moe_overlap.describe.cluster import GIB, shipped_cluster
@@ -266,6 +268,26 @@ def test_a_rule_across_flags_loses_no_plan_that_it_allows() -> None:
     found = search_plan([*words, *ramp], H100, SearchSettings(target="megatron-lm"), **OPTIONS)
     assert found.refused and found.others
     assert all(finalist.plan.stages[0].data <= 4 for finalist in (found.chosen, *found.others))
+
+
+@pytest.mark.parametrize(
+    ("words", "several"),
+    [
+        ("--bf16", True),
+        ("--fp8-format e4m3", False),
+        ("--fp8-format e4m3 --fp8-recipe delayed", False),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", True),
+    ],
+)
+def test_scales_of_whole_passes_are_kept_on_one_stage(words: str, several: bool) -> None:
+    """As a start of the runtime demands; Megatron-LM has a group for them."""
+    ranked, job = searched("moe-overlap").found.ranked[0], read_job(SMALL, 8)
+    task: Any = SimpleNamespace(templates=lambda tensor: (job.plan, job.model))
+    one = dataclasses.replace(ranked.layout, tensor=1, context=1, expert=1, expert_tensor=1, pipeline=1)
+    two = dataclasses.replace(one, pipeline=2)
+    accepts = plan_search._accepted(task, "moe-overlap", [*SMALL, *words.split()])
+    assert (accepts(one, ranked.memory), accepts(two, ranked.memory)) == (True, several)
+    assert plan_search._accepted(task, "any", [*SMALL, *words.split()])(two, ranked.memory)
 
 
 def test_a_precision_is_written_as_it_was_said() -> None:

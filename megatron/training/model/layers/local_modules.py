@@ -38,6 +38,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron.training.model.layers.expert_weights import AscendingExperts, joined, joined_with_gradients
 from moe_overlap.describe.model import ParallelBlock
 
 
@@ -171,6 +172,14 @@ class GroupedExperts(SequentialMLP):
     With biases in the experts the sequential form runs: a grouped product has none. Not executed on a GPU so far.
     """
 
+    joined = staticmethod(joined)
+    """Weights as one tensor; what replaces `grouped_product` takes them by it, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        experts: Any = self._modules["local_experts"]
+        self.local_experts = AscendingExperts(experts)
+
     def forward(self, rows_TH: Tensor, tokens_per_expert: Tensor, probs_T: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run every expert on its rows.
 
@@ -202,8 +211,8 @@ class GroupedExperts(SequentialMLP):
         Args:
             ends_E: int32, end of each expert's rows.
         """
-        weights_E = torch.stack([linear.weight for linear in linears])
-        return F.grouped_mm(rows, weights_E.transpose(1, 2), offs=ends_E)
+        weights_EOI = joined_with_gradients([linear.weight for linear in linears])
+        return F.grouped_mm(rows, weights_EOI.transpose(1, 2), offs=ends_E)
 
 
 def _without_waiting(numbers: Tensor, device: torch.device) -> Tensor:
