@@ -128,8 +128,8 @@ class Wrong:
             "drop the flag or correct the plan",
             "--plan F/two.json": "world size 1: F/two.json is for 2 processes; start 2",
             "--plan F/two.json --dry-run --world-size 1": "--world-size 1: F/two.json is for 2 processes; use 2",
-            "--plan F/narrow.json --dry-run --moe-gate topk": "--fp8-recipe delayed: F/narrow.json cuts passes into operators, "
-            "and the scales of this recipe may be those of whole passes; use tensorwise, blockwise or mxfp8",
+            "--plan F/narrow.json --dry-run": "F/narrow.json precision nvfp4: layers that overlap are not executed in 4 bits: "
+            "their products would run in the weights' type; use bf16 or overlap nothing",
             "--dry-run --world-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type irregular "
             "--defer-weight-gradients --bf16 --fp8-format hybrid": "--fp8-recipe delayed: --defer-weight-gradients cuts passes "
             "into operators, and the scales of this recipe may be those of whole passes; use tensorwise, blockwise or mxfp8",
@@ -174,7 +174,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory, undisturbed: Undisturbed) ->
     spread = plan_from_flags(parse(SMALL).config, describe_model(config, 257, "small"), 2)
     overlap = StageOverlap(layers=(LayerOverlap(layer=0, mechanism="tutel", tutel_degree=2),))
     overlapped = dataclasses.replace(spread.stages[0], overlap=overlap)
-    save_plan(dataclasses.replace(spread, precision="fp8", stages=(overlapped,)), folder / "narrow.json")
+    save_plan(dataclasses.replace(spread, precision="nvfp4", stages=(overlapped,)), folder / "narrow.json")
     for name in ("saved", "incomplete", "damaged"):
         shutil.copytree(undisturbed.folder / "saved", folder / name)
     (folder / "incomplete/step-000040/complete.json").unlink()
