@@ -22,7 +22,8 @@ TIE = 0.01
 """Share of a step below which predictions tell no plan from another."""
 SIMULATED = 0.1
 """Plans that are predicted to be slower than the fastest by more than this share of a step are not simulated: no simulated step
-of a plan without overlap was found to differ from its prediction by a tenth (tests/unit/tuner/test_search_simulated.py)."""
+of a plan whose states stay on the device was found to differ from its prediction by a tenth
+(tests/unit/tuner/test_search_simulated.py)."""
 
 
 def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.inf) -> list[Finalist]:
@@ -32,25 +33,53 @@ def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.in
         deadline: of `time.monotonic`, behind which nothing more is simulated.
     """
     near = min(finalist.seconds for finalist in finalists) * (1.0 + SIMULATED)
-    known = []
-    for finalist in finalists:
-        # The prediction of a plan that overlaps, or whose stages are unlike, is of its simulated lists already.
-        is_closed = not finalist.plan.transfers and not any(s.overlap.is_listed for s in finalist.plan.stages)
-        if is_closed and finalist.seconds <= near and time.monotonic() < deadline:
-            ratio = listed_seconds(finalist.plan, finalist.problem) / finalist.seconds
-            finalist = dataclasses.replace(finalist, simulated=ratio)
-        known.append(finalist)
+    return [_simulated(finalist, deadline) if finalist.seconds <= near else finalist for finalist in finalists]
+
+
+def simulated_until_ahead(finalists: Sequence[Finalist], most: int, deadline: float = math.inf) -> list[Finalist]:
+    """The finalists with simulated steps, the fastest by prediction first, until no other is predicted to be faster.
+
+    For plans whose lists are long, and whose steps may differ from their predictions by more than `SIMULATED`: states that wait
+    on the host move while they are used.
+
+    Args:
+        most: to simulate.
+        deadline: of `time.monotonic`, behind which nothing more is simulated.
+    """
+    known, ahead = list(finalists), math.inf
+    by_prediction = sorted(range(len(known)), key=lambda index: known[index].seconds)
+    for index in by_prediction[:most]:
+        if known[index].seconds > ahead * (1.0 + TIE):
+            break
+        known[index] = _simulated(known[index], deadline)
+        ahead = min(ahead, known[index].simulated_seconds)
     return known
+
+
+def _simulated(finalist: Finalist, deadline: float) -> Finalist:
+    if _is_listed(finalist) or time.monotonic() >= deadline:
+        return finalist
+    ratio = listed_seconds(finalist.plan, finalist.problem) / finalist.seconds
+    return dataclasses.replace(finalist, simulated=ratio)
+
+
+def _is_listed(finalist: Finalist) -> bool:
+    """The prediction of a plan that overlaps, or whose stages are unlike, is of its simulated lists already."""
+    return bool(finalist.plan.transfers) or any(stage.overlap.is_listed for stage in finalist.plan.stages)
 
 
 def in_order(finalists: Sequence[Finalist]) -> list[Finalist]:
     """The fastest first, as simulated; but of those within TIE of it the one that needs the least memory leads.
 
-    Before that, one that needs no library of its own for dispatching tokens.
+    Before that, one that needs no library of its own for dispatching tokens. Predictions that were not simulated stand behind
+    simulated steps: among many the one that errs the furthest would lead.
     """
-    ordered = sorted(finalists, key=lambda finalist: finalist.simulated_seconds)
+    known = [finalist for finalist in finalists if _is_listed(finalist) or finalist.simulated is not None]
+    known = sorted(known or finalists, key=lambda finalist: finalist.simulated_seconds)
+    others = [finalist for finalist in finalists if all(finalist is not other for other in known)]
+    ordered = [*known, *sorted(others, key=lambda finalist: finalist.seconds)]
     fastest = ordered[0].simulated_seconds
-    tied = [finalist for finalist in ordered if finalist.simulated_seconds <= fastest * (1.0 + TIE)]
+    tied = [finalist for finalist in known if finalist.simulated_seconds <= fastest * (1.0 + TIE)]
     leader = min(
         tied,
         key=lambda finalist: (

@@ -28,7 +28,7 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
-from moe_overlap.finalists import does_not_fit, in_order, simulated_finalists
+from moe_overlap.finalists import does_not_fit, in_order, simulated_finalists, simulated_until_ahead
 from moe_overlap.free_search import free_finalists, narrow_space, search_beyond
 from moe_overlap.free_sharding import search_sharding
 from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
@@ -91,6 +91,8 @@ MODULE_SETS = 1
 """The first so many sets of modules may be recomputed: each is captured on its own."""
 OVERLAPPED = 3
 """The overlap of so many of them is decided."""
+LONG_LISTS = 6
+"""Most plans that are simulated where states may wait on the host: their lists are long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -556,8 +558,10 @@ def _decided(
 ) -> tuple[list[Finalist], Tuned | None, Finalist, bool]:
     """The finalists in the order of their simulated steps, the overlap of the chosen one, and whether Ctrl-C came in between."""
     try:
-        few = OVERLAPPED if settings.target == "any" else len(finalists)  # Lists that move states are long.
-        finalists = [*simulated_finalists(finalists[:few], deadline), *finalists[few:]]
+        if settings.target == "any":
+            finalists = simulated_until_ahead(finalists, LONG_LISTS, deadline)
+        else:
+            finalists = simulated_finalists(finalists, deadline)
         # A search that takes all micro-batches for their mean answers with what it takes for the best.
         finalists = finalists if settings.averages else in_order(finalists)
         return finalists, *_overlapped(finalists, cluster, settings, deadline, options), False

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from moe_overlap.api import problem_of
-from moe_overlap.finalists import SIMULATED, in_order, simulated_finalists
+from moe_overlap.finalists import SIMULATED, in_order, simulated_finalists, simulated_until_ahead
 from moe_overlap.plan_search import SearchSettings, search_plan
 from moe_overlap.report.search import APART, Finalist, search_json
 from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan, simulate_step
@@ -84,6 +84,37 @@ def test_simulated_steps_order_the_plans() -> None:
     plans = [finalist("predicted", 0.0, 1.05), finalist("simulated", 0.02, 1.0), finalist("far", 0.08, None)]
     assert [plan.name for plan in in_order(plans)] == ["simulated", "predicted", "far"]
     assert all(plan.simulated is None for plan in simulated_finalists([finalist("late", 0.0, None)], time.monotonic()))
+
+
+def test_no_prediction_leads_that_another_simulated_step_has_put_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed forms of plans that keep states on the host may be too short: the fastest by prediction are simulated until one of
+    them is as fast as all others are predicted to be, and what was not simulated never leads."""
+    chosen = dataclasses.replace(searched("megatron-lm").chosen, simulated=None)
+    whole = chosen.prediction.predicted.step_seconds
+    played = {"short": 1.3, "even": 1.1, "middle": 1.2, "long": 1.0}
+    asked: list[str] = []
+
+    def finalist(name: str, share: float) -> Finalist:
+        predicted = dataclasses.replace(chosen.prediction.predicted, step_seconds=share * whole)
+        prediction = dataclasses.replace(chosen.prediction, predicted=predicted)
+        problem = dataclasses.replace(chosen.problem)
+        names[id(problem)] = name
+        return dataclasses.replace(chosen, name=name, prediction=prediction, problem=problem)
+
+    def listed(plan: object, problem: Problem) -> float:
+        asked.append(names[id(problem)])
+        return played[asked[-1]] * whole
+
+    names: dict[int, str] = {}
+    monkeypatch.setattr("moe_overlap.finalists.listed_seconds", listed)
+    plans = [finalist("middle", 1.05), finalist("short", 1.0), finalist("long", 1.15), finalist("even", 1.04)]
+    known = simulated_until_ahead(plans, 6)
+    assert asked == ["short", "even", "middle"], "the fourth is predicted to be slower than the second was simulated"
+    assert [plan.name for plan in in_order(known)] == ["even", "middle", "short", "long"]
+    asked.clear()
+    assert in_order(simulated_until_ahead(plans, 1))[0].name == "short", "predictions alone never lead"
+    assert asked == ["short"]
+    assert all(plan.simulated is None for plan in simulated_until_ahead(plans, 6, time.monotonic()))
 
 
 def test_a_flex_dispatcher_is_searched_with_ranks_that_exchange_tokens() -> None:
