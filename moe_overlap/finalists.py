@@ -26,6 +26,10 @@ of a plan whose states stay on the device was found to differ from its predictio
 (tests/unit/tuner/test_search_simulated.py)."""
 
 
+LONG_LISTS = 6
+"""Most plans that are simulated where states may wait on the host: their lists are long."""
+
+
 def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.inf) -> list[Finalist]:
     """The finalists with the simulated steps of those that are near the fastest.
 
@@ -36,15 +40,17 @@ def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.in
     return [_simulated(finalist, deadline) if finalist.seconds <= near else finalist for finalist in finalists]
 
 
-def simulated_until_ahead(finalists: Sequence[Finalist], most: int, deadline: float = math.inf) -> list[Finalist]:
+def simulated_until_ahead(
+    finalists: Sequence[Finalist], deadline: float = math.inf, most: int = LONG_LISTS
+) -> list[Finalist]:
     """The finalists with simulated steps, the fastest by prediction first, until no other is predicted to be faster.
 
     For plans whose lists are long, and whose steps may differ from their predictions by more than `SIMULATED`: states that wait
     on the host move while they are used.
 
     Args:
-        most: to simulate.
         deadline: of `time.monotonic`, behind which nothing more is simulated.
+        most: to simulate.
     """
     known, ahead = list(finalists), math.inf
     by_prediction = sorted(range(len(known)), key=lambda index: known[index].seconds)

@@ -91,8 +91,6 @@ MODULE_SETS = 1
 """The first so many sets of modules may be recomputed: each is captured on its own."""
 OVERLAPPED = 3
 """The overlap of so many of them is decided."""
-LONG_LISTS = 6
-"""Most plans that are simulated where states may wait on the host: their lists are long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -559,7 +557,7 @@ def _decided(
     """The finalists in the order of their simulated steps, the overlap of the chosen one, and whether Ctrl-C came in between."""
     try:
         if settings.target == "any":
-            finalists = simulated_until_ahead(finalists, LONG_LISTS, deadline)
+            finalists = simulated_until_ahead(finalists, deadline)
         else:
             finalists = simulated_finalists(finalists, deadline)
         # A search that takes all micro-batches for their mean answers with what it takes for the best.

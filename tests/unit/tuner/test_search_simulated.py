@@ -108,13 +108,13 @@ def test_no_prediction_leads_that_another_simulated_step_has_put_in_doubt(monkey
     names: dict[int, str] = {}
     monkeypatch.setattr("moe_overlap.finalists.listed_seconds", listed)
     plans = [finalist("middle", 1.05), finalist("short", 1.0), finalist("long", 1.15), finalist("even", 1.04)]
-    known = simulated_until_ahead(plans, 6)
+    known = simulated_until_ahead(plans)
     assert asked == ["short", "even", "middle"], "the fourth is predicted to be slower than the second was simulated"
     assert [plan.name for plan in in_order(known)] == ["even", "middle", "short", "long"]
     asked.clear()
-    assert in_order(simulated_until_ahead(plans, 1))[0].name == "short", "predictions alone never lead"
+    assert in_order(simulated_until_ahead(plans, most=1))[0].name == "short", "predictions alone never lead"
     assert asked == ["short"]
-    assert all(plan.simulated is None for plan in simulated_until_ahead(plans, 6, time.monotonic()))
+    assert all(plan.simulated is None for plan in simulated_until_ahead(plans, time.monotonic()))
 
 
 def test_a_flex_dispatcher_is_searched_with_ranks_that_exchange_tokens() -> None:
