@@ -69,7 +69,7 @@ from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearc
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, variant_plans
 from moe_overlap.tuner.write.argument_file import argument_file, layout_flags
 from moe_overlap.tuner.write.dispatcher_flags import FLAGS, by_dispatcher, with_dispatcher
-from moe_overlap.tuner.write.upstream_rules import upstream_plan_errors
+from moe_overlap.tuner.write.upstream_rules import is_upstream_plan
 from moe_overlap.tuner.write.upstream_values import values_of
 
 Target = Literal["moe-overlap", "megatron-lm", "any"]
@@ -458,7 +458,7 @@ def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts
         if target == "any":
             return True
         if target == "megatron-lm":
-            return not upstream_plan_errors(plan, settings_by(layout.dispatcher))
+            return is_upstream_plan(plan, settings_by(layout.dispatcher))
         try:
             refuse_unsupported(dataclasses.replace(plan, precision="fp32"))
         except ConfigError:

@@ -537,16 +537,20 @@ def _operator(
         collective = dataclasses.replace(op.collective, size=size, payload_bytes=payload)
     shape = tuple(sizes[(member.name, "shape", axis)] for axis in range(len(op.shape)))
     work = Expression() if collective is not None else flops(op.name, shape)
-    return dataclasses.replace(
-        op,
+    return Op(
         id=index,
-        reads=ids(member.reads),
-        writes=ids(member.writes),
+        name=op.name,
+        phase=op.phase,
+        operator=op.operator,
+        module=op.module,
+        cost_class=op.cost_class,
         shape=shape,
+        dtype=op.dtype,
         flops=work,
         bytes=moved,
-        collective=collective,
+        reads=ids(member.reads),
+        writes=ids(member.writes),
         after=(),
-        is_weight_gradient=False,
-        scales_with_load=False,
+        collective=collective,
+        is_recomputed=op.is_recomputed,
     )

@@ -33,6 +33,7 @@ from moe_overlap.tuner.capture.expression import Expression, Monomial
 from moe_overlap.tuner.capture.graph import CapturedModel, Layout, Part
 from moe_overlap.tuner.capture.scaling import (
     Degrees,
+    Products,
     Samples,
     Scaling,
     UndeterminedError,
@@ -44,6 +45,9 @@ PartKey = tuple[str, bool]
 """Kind, and whether of one sample."""
 Classes = tuple[tuple[str, tuple[Any, ...]], ...]
 """Blocks with their classes."""
+SampledValues = tuple[tuple[int, int], ...]
+"""Index of a sample, and the identity of a size there: captures repeat few sizes, each as one object, and hashing their numbers
+costs as much as the rest of a scaling. The samples hold the objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +163,11 @@ class Composer:
             for key, part in sample.parts.items():
                 self._blocks.setdefault(key, {}).update((block, None) for _, block in part.runs)
         self._scalings = Samples([sample.degrees for sample in samples])
-        # Keys name sizes by identity: the samples hold them.
-        self._known: dict[tuple[object, ...], Scaling] = {}
+        self._values: dict[PartKey, dict[Size, SampledValues]] = {}
+        self._known: dict[tuple[str, tuple[Any, ...], tuple[int, ...]], dict[SampledValues, Scaling]] = {}
+        """By block, its class, the samples whose sizes may follow the same sum, and values."""
+        self._shared: dict[tuple[Products, SampledValues], Scaling] = {}
+        """By products, and the values that pass through one sum."""
         self._composites: dict[tuple[PartKey, Classes, bool], Composite | NotComposableError | UndeterminedError] = {}
         # Embedding, head and dense layers are the same under many layouts; equal parts are one object, which is priced once.
         self._parts: dict[tuple[object, ...], tuple[Part, ...]] = {}
@@ -253,17 +260,30 @@ class Composer:
         whole = arranged(backbone, of_block)
         blocks = {named_op.name: block_of(named_op.op) for named_op in whole.ops}
         homes = {size: blocks.get(size[0]) or whole.home(size[0]) for size, _ in whole.sizes()}
-        sharing = {
-            block: [
+        values = self._sampled(key)
+        scalings: dict[Size, Scaling] = {}
+        for block in dict.fromkeys(homes.values()):
+            sharing = tuple(
                 index
                 for index, sample in enumerate(self._samples)
                 if key in sample.sizes and shares_sizes(block, layout, sample.layout, self._model)
-            ]
-            for block in set(homes.values())
-        }
-        return Composite.of(
-            whole, {size: self._scaling(key, size, block, sharing[block], layout) for size, block in homes.items()}
-        )
+            )
+            known = self._known.setdefault((block, self._class(block, layout), sharing), {})
+            for size in (size for size, home in homes.items() if home == block):
+                if values[size] not in known:
+                    known[values[size]] = self._scaling(key, size, block, sharing, layout)
+                scalings[size] = known[values[size]]
+        return Composite.of(whole, {size: scalings[size] for size in homes})
+
+    def _sampled(self, key: PartKey) -> dict[Size, SampledValues]:
+        """The values of every size of a part in all samples."""
+        if key not in self._values:
+            values: dict[Size, list[tuple[int, int]]] = {}
+            for index, sample in enumerate(self._samples):
+                for size, value in sample.sizes.get(key, {}).items():
+                    values.setdefault(size, []).append((index, id(value)))
+            self._values[key] = {size: tuple(of_size) for size, of_size in values.items()}
+        return self._values[key]
 
     def _scaling(self, key: PartKey, size: Size, block: str, sharing: Sequence[int], layout: Layout) -> Scaling:
         """The scaling of a size: over all samples that have it, else over those whose block is of the same class.
@@ -275,13 +295,12 @@ class Composer:
         values = {
             index: self._samples[index].sizes[key][size] for index in sharing if size in self._samples[index].sizes[key]
         }
-        # Captures repeat few sizes, each as one object; hashing their numbers costs as much as the rest of a scaling.
-        sizes = (products, tuple((index, id(value)) for index, value in values.items()))
-        if sizes in self._known:
-            return self._known[sizes]
+        shared = products, tuple((index, id(value)) for index, value in values.items())
+        if shared in self._shared:
+            return self._shared[shared]
         try:
-            self._known[sizes] = self._scalings.scaling(values, products)
-            return self._known[sizes]
+            self._shared[shared] = self._scalings.scaling(values, products)
+            return self._shared[shared]
         except UndeterminedError:
             wanted = self._class(block, layout)
             values = {

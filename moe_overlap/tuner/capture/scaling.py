@@ -86,9 +86,9 @@ def product(powers: Powers, values: Sequence[int]) -> Fraction:
     return Fraction(above, below)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Products:
-    """The products that sizes of a block may consist of, simplest first.
+    """The products that sizes of a block may consist of, simplest first; the two functions below make each once.
 
     Attributes:
         fixed: of coefficients that no tokens multiply, such as weights.
@@ -145,13 +145,26 @@ class Scaling:
         """
         values, total = degrees.values, []
         for monomial, sums in self.terms:
-            numbers = {sum((f * product(powers, values) for powers, f in terms), Fraction(0)) for terms in sums}
-            if len(numbers) != 1:
-                raise UndeterminedError(f"{len(numbers)} values are possible")
-            (number,) = numbers
+            number = _total(sums[0], values)
+            if any(_total(terms, values) != number for terms in sums[1:]):
+                raise UndeterminedError("several values are possible")
             if number:
                 total.append((monomial, number))
         return Expression(tuple(total))
+
+
+def _total(terms: Sum, values: Sequence[int]) -> Fraction:
+    """The value of a sum; reduced once at its end, since reducing every product costs more than the rest."""
+    above, below = 0, 1
+    for powers, factor in terms:
+        numerator, denominator = factor.as_integer_ratio()
+        for value, power in zip(values, powers, strict=True):
+            if power > 0:
+                numerator *= value**power
+            elif power < 0:
+                denominator *= value**-power
+        above, below = above * denominator + numerator * below, below * denominator
+    return Fraction(above, below)
 
 
 class Samples:

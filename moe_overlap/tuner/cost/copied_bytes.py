@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from moe_overlap.plan.instructions import COMPUTE, BufferId, BufferRole, Home, Instruction, parse_buffer
 
@@ -74,6 +75,7 @@ def _parts(names: Iterable[str]) -> Counter[BufferRole]:
     return Counter(parse_buffer(name).role for name in names if parse_buffer(name).home is Home.DEVICE)
 
 
+@cache
 def _rows_of(name: str) -> BufferId:
     """`drows.L3.m0.p1` -> `rows.L3.m0`: the whole buffer that this is a part of, or a part of the gradient of."""
     buffer = parse_buffer(name)

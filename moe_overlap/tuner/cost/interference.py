@@ -186,6 +186,7 @@ def partly_concurrent(slowdown: float) -> Concurrent:
     return seconds
 
 
+@cache
 def slowed_down(slowdown: float) -> Interference:
     """`partly_concurrent` as factors: beside n - 1 others a stream takes 1 + (n - 1) · slowdown times as long."""
     return Interference({word: (1.0 + slowdown * (word.count("1") - 1),) * word.count("1") for word in SETS})

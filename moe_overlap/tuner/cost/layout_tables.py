@@ -7,7 +7,7 @@ precision. Legend: N operators, L layouts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -156,13 +156,10 @@ class _Group:
             UndeterminedError: as `table`.
         """
         values = self._matrix.values([_degrees(request) for request in requests], b, s)[self._operator_rows]
-        tables = []
-        for sizes in np.ascontiguousarray(values.T):
-            key = (b, s, sizes.tobytes())
-            if key not in self._resized:
-                self._resized[key] = self._of_sizes(self._like(b, s), sizes.tolist())
-            tables.append(self._resized[key])
-        return tables
+        keys = [(b, s, sizes.tobytes()) for sizes in np.ascontiguousarray(values.T)]
+        new = {key: column for column, key in enumerate(keys) if key not in self._resized}
+        self._resized.update(zip(new, self._of_sizes(self._like(b, s), values[:, list(new.values())]), strict=True))
+        return [self._resized[key] for key in keys]
 
     def determined(self, request: Request, b: int, s: int) -> OpTable | None:
         """The operators under one layout; None where captured values do not decide them."""
@@ -186,19 +183,25 @@ class _Group:
             self._first[b, s] = tabulate(self._part, b, s)
         return self._first[b, s]
 
-    def _of_sizes(self, like: OpTable, sizes: Sequence[float]) -> OpTable:
-        """The table with the sizes of `_operator_rows`."""
-        left = iter(sizes)
+    def _of_sizes(self, like: OpTable, sizes: Floats) -> Iterator[OpTable]:
+        """The table with each column of the sizes of `_operator_rows`."""
+        ops, row = self._part.ops, 0
         moved, payloads, flops = [], [], []
-        shapes: list[tuple[float, ...]] = []
-        for op in self._part.ops:
-            moved.append(next(left))
+        cuts: list[slice] = []
+        for op in ops:
+            moved.append(sizes[row])
             if op.collective is not None:
-                payloads.append(next(left))
-                moved[-1] += payloads[-1]
-            shapes.append(tuple(next(left) for _ in op.shape))
-            flops.append(float(_flops(op, np.array(shapes[-1])[:, None], 1)[0]) if op.flops.terms else 0.0)
-        return resized(like, tuple(shapes), np.array(flops), np.array(moved), payloads)
+                row += 1
+                payloads.append(sizes[row])
+                moved[-1] = moved[-1] + sizes[row]
+            cuts.append(slice(row + 1, row + 1 + len(op.shape)))
+            flops.append(_flops(op, sizes[cuts[-1]], sizes.shape[1]))
+            row = cuts[-1].stop
+        all_flops, all_moved = np.array(flops), np.array(moved)
+        for column, numbers in enumerate(sizes.T.tolist()):
+            shapes = tuple(tuple(numbers[cut]) for cut in cuts)
+            sent = [float(payload[column]) for payload in payloads]
+            yield resized(like, shapes, all_flops[:, column], all_moved[:, column], sent)
 
     def table(self, requests: Sequence[Request], places: Sequence[int], b: int, s: int) -> LayoutTable:
         """The table of some layouts.

@@ -1,7 +1,8 @@
 """The rules across flags of unmodified Megatron-LM, for `--target megatron-lm`: what its parser and megatron-core 0.16.1 refuse.
 
     upstream_errors       every rule that the values of flags break
-    upstream_plan_errors  the same of a plan, behind what flags cannot say; in well under a millisecond, for a search
+    upstream_plan_errors  the same of a plan, behind what flags cannot say
+  is_upstream_plan      whether there are none; in well under a millisecond, for a search
 
 Every rule is a function that yields errors, each with flag, value, rule and fix. Sources: the checks of `validate_args`
 (megatron/training/arguments.py of Megatron-LM), and those of megatron-core's constructors: TransformerConfig,
@@ -110,6 +111,13 @@ def upstream_plan_errors(plan: Plan, settings: Values) -> list[ConfigError]:
     """
     unsaid = list(unsayable(plan))
     return unsaid or upstream_errors({**settings, **values_of_plan(plan)}, plan.world_size)
+
+
+def is_upstream_plan(plan: Plan, settings: Values) -> bool:
+    """Whether Megatron-LM runs a plan; of what it has no flag for, one thing is enough to say no."""
+    return next(unsayable(plan), None) is None and not upstream_errors(
+        {**settings, **values_of_plan(plan)}, plan.world_size
+    )
 
 
 # Ranks and widths
