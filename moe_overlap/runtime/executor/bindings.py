@@ -48,6 +48,7 @@ from moe_overlap.runtime.dispatch.capacity_chunks import join_chunks
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher
 from moe_overlap.runtime.executor.buffers import BATCH
 from moe_overlap.runtime.executor.precision import LayerPrecision
+from moe_overlap.runtime.executor.rotary import rotary_table, rotate_projection
 from moe_overlap.runtime.executor.segments import LayerDraws, Segment, recompute_by_the_list
 from moe_overlap.runtime.executor.state import (
     StepState,
@@ -92,6 +93,7 @@ class ChunkOperators:
         self._model, self._loss, self._dispatcher = model, loss, dispatcher
         self._layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         self._rotary = rotary_angles(model, sequence_length)
+        self._rotated = _rotated_projections(model, self._rotary)
         self._draws, self._precision = LayerDraws(model.config), LayerPrecision(model.config)
         for layer in model.decoder.layers:
             recompute_by_the_list(layer)
@@ -190,13 +192,14 @@ class ChunkOperators:
     # Attention, dense MLP
 
     def _attention(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
-        layer = self._layers[layer_of(operator)]
+        n = layer_of(operator)
+        layer, angles = self._layers[n], None if n in self._rotated else self._rotary
         mask = state.batches[micro_batch_of(i)].get("attention_mask")
         if mask is not None and i.partition:
             mask = mask.chunk(state.buffers.partitions(i))[i.partition[0]]
 
         def attend(hidden_SBH: Tensor) -> Tensor:
-            return TransformerLayer._forward_attention(layer, hidden_SBH, mask, rotary_pos_emb=self._rotary)[0]
+            return TransformerLayer._forward_attention(layer, hidden_SBH, mask, rotary_pos_emb=angles)[0]
 
         self._forward(i, operator, state, attend, [read_stem(i, R.HIDDEN)], [written_stem(i, R.ATTENDED)])
 
@@ -420,6 +423,15 @@ def rotary_angles(model: Any, sequence_length: int) -> Tensor | None:
     found = model.rotary_pos_emb(sequence_length)
     angles: Tensor = found[0] if isinstance(found, tuple) else found
     return angles
+
+
+def _rotated_projections(model: Any, angles: Tensor | None) -> frozenset[int]:
+    """Layers whose attention rotates queries and keys by a table of its own, from now on."""
+    if angles is None:
+        return frozenset()
+    table = rotary_table(angles, model.config)
+    layers = model.decoder.layers
+    return frozenset(layer.layer_number - 1 for layer in layers if rotate_projection(layer.self_attention, table))
 
 
 def _normed_of_gate(key: tuple[int, int, int], state: StepState) -> Tensor:

@@ -15,7 +15,7 @@ from megatron.training.plan_flags import arguments_of, layout_values
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.plan.overlap import NO_OVERLAP, StageOverlap
 from moe_overlap.plan.plan import Offload, Plan
-from moe_overlap.tuner.write.upstream_rules import upstream_errors, upstream_plan_errors
+from moe_overlap.tuner.write.upstream_rules import is_upstream_plan, upstream_errors, upstream_plan_errors
 from moe_overlap.tuner.write.upstream_values import (
     LAYERS_ARE_CUT,
     Values,
@@ -294,6 +294,7 @@ def test_a_plan_breaks_the_rules_that_its_flags_break() -> None:
         by_flags = [str(error) for error in upstream_errors(values_of(grouped(written)), plan.world_size)]
         by_plan = [str(error) for error in upstream_plan_errors(plan, values_of(grouped(own)))]
         assert by_plan == by_flags, seed
+        assert is_upstream_plan(plan, values_of(grouped(own))) == (not by_plan), seed
         outcomes.add(bool(by_plan))
     assert outcomes == {True, False}
 
@@ -304,7 +305,9 @@ def test_what_no_flag_says_is_refused_by_field() -> None:
     own = settings(plan, 0)
 
     def complaint(stages: tuple[object, ...]) -> str:
-        return str(upstream_plan_errors(dataclasses.replace(plan, stages=stages), own)[0])  # type: ignore[arg-type]
+        odd = dataclasses.replace(plan, stages=stages)  # type: ignore[arg-type]
+        assert not is_upstream_plan(odd, own)
+        return str(upstream_plan_errors(odd, own)[0])
 
     unlike = dataclasses.replace(second, micro_batch_size=2 * second.micro_batch_size)
     assert complaint((first, unlike, third)).startswith("plan stages[1].micro_batch_size: differs from stages[0]")
