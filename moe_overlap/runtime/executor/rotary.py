@@ -45,8 +45,10 @@ def rotate_projection(attention: Any, table: Tensor) -> bool:
         Whether it will: not where the rotation is another one, or does not come right behind the joint projection.
     """
     config = attention.config
-    norms = (getattr(attention, name, None) for name in ("q_layernorm", "k_layernorm"))
-    is_plain = type(attention) is SelfAttention and all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
+    if type(attention) is not SelfAttention:
+        return False
+    norms = attention.q_layernorm, attention.k_layernorm
+    is_plain = all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
     is_other = config.rotary_interleaved or config.apply_rope_fusion or config.fused_single_qkv_rope
     if not is_plain or is_other or config.attention_output_gate or config.test_mode:
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,12 +83,10 @@ def without_a_plan(search: Search) -> Outcome:
 
 
 def deaf(search: Search) -> Outcome:
+    signal.signal(signal.SIGPROF, signal.SIG_IGN)
     begun = time.process_time()
     while time.process_time() < begun + 30.0:
-        try:
-            sum(range(1000))
-        except KeyboardInterrupt:
-            continue
+        pass
     return outcome(2.0)
 
 
