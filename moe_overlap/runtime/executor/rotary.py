@@ -57,18 +57,20 @@ def rotate_projection(attention: Any, table: Tensor) -> bool:
         return False
     if config.no_rope_freq and config.no_rope_freq[attention.layer_number - 1]:
         return False
-    project, width = attention.get_query_key_value_tensors, attention.hidden_size_per_attention_head
+    width = attention.hidden_size_per_attention_head
 
     def rotated(hidden_SBH: Tensor, _other: None, *, split_qkv: bool, output_gate: bool) -> tuple[Tensor, ...]:
         assert split_qkv and not output_gate
-        mixed_SBGX, _ = project(hidden_SBH, split_qkv=False)
+        # Of the class: another executor of this model may have replaced the instance's.
+        mixed_SBGX, _ = SelfAttention.get_query_key_value_tensors(attention, hidden_SBH, split_qkv=False)
         assert mixed_SBGX.dtype == table.dtype, "the table has the precision of the projection"
         found: tuple[Tensor, ...] = RotateProjection.apply(mixed_SBGX.unflatten(3, (-1, width)), table)
         return found
 
     # On the instance, as a product's replacement is: what megatron-core does around the projection stays as it is.
+    if "get_query_key_value_tensors" not in vars(attention):
+        attention.register_forward_pre_hook(_refuse_angles, with_kwargs=True)
     attention.get_query_key_value_tensors = rotated
-    attention.register_forward_pre_hook(_refuse_angles, with_kwargs=True)
     return True
 
 

@@ -72,6 +72,14 @@ def test_another_rotation_stays_megatron_cores(flags: str) -> None:
     assert all(map(torch.equal, passed(attention, angles), expected))
 
 
+def test_another_executor_of_the_same_model_rotates_once() -> None:
+    attention, angles = attention_of(MOE)
+    expected = passed(attention, angles)
+    for _ in range(2):
+        assert rotate_projection(attention, rotary_table(angles, attention.config))
+    assert all(map(torch.equal, passed(attention, None), expected))
+
+
 def test_layers_without_positions_stay_without() -> None:
     attention, angles = attention_of(MOE)
     attention.config.no_rope_freq = [1, 0]
