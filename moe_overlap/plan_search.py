@@ -564,6 +564,8 @@ def _decided(
         finalists = finalists if settings.averages else in_order(finalists)
         return finalists, *_overlapped(finalists, cluster, settings, deadline, options), False
     except KeyboardInterrupt:
+        # Of unlike meshes the closed form is no answer, unless there is no other.
+        finalists = [finalist for finalist in finalists if not finalist.lacks_lists] or finalists
         return finalists, None, finalists[0], True
 
 
