@@ -300,8 +300,10 @@ class _Meshes:
             return tuple((layer, layer + 1) for layer in range(layers))
         graph = self.graph
         flops = {kind: float(len(graph.part(kind).ops)) for kind in graph.layer_kinds}
-        # Hidden states of one size cross every cut: what is left to decide is how equal the units are.
-        firsts = cluster(np.zeros((layers, layers)), np.array([flops[kind] for kind in graph.layer_kinds]), UNITS).value
+        # Hidden states of one size cross every cut: what is left to decide is how equal the units are. A unit of two layers may
+        # be far above the mean.
+        sizes = np.array([flops[kind] for kind in graph.layer_kinds])
+        firsts = cluster(np.zeros((layers, layers)), sizes, UNITS, delta=float(UNITS)).value
         assert firsts is not None
         return tuple(zip(firsts, (*firsts[1:], layers), strict=True))
 
