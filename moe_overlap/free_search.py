@@ -109,6 +109,7 @@ def search_beyond(
     # A space of sub-meshes alone says what is wrong with nodes that have none; a wider one goes without.
     if run is not None and task.space.meshes and (not task.space.frees_stages or _is_halved(run, task)):
         stopped = found.solution.status is Status.TIME_LIMIT
+        fastest = min([found.solution.objective, *([staged.solution.objective] if staged is not None else [])])
         # The same for every space with the same narrow one, so that a wider space finds no less.
         contexts = sorted({1, *(plan.layout.context for plan in narrow.ranked)})
         meshes = search_meshes(
@@ -118,6 +119,8 @@ def search_beyond(
             contexts=contexts,
             deadline=-math.inf if stopped else deadline,
             progress=progress,
+            # Where uniform plans are not in the space they are not known either.
+            known=fastest if task.space.uniform else math.inf,
         )
         staged = with_meshes(staged, meshes)
     return FreeSearch(uniform=found if task.space.uniform else _without_plans(found), staged=staged)

@@ -24,6 +24,7 @@ from moe_overlap.tuner.cost.links import axis_group, pair_group
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.pipeline.placement import SubMesh
 from moe_overlap.tuner.search.pipeline.sub_meshes import (
+    FAR,
     UNITS,
     MeshPlan,
     MeshSearch,
@@ -218,6 +219,17 @@ def test_the_full_space_is_never_slower(tmp_path: Path) -> None:
     assert any(line.startswith("not run ") and "transfers" in line for line in lines)
     assert any("programs over cuts and sub-meshes" in line for line in lines)
     json.dumps(search_json(full))
+
+
+def test_plans_far_slower_than_a_known_one_are_not_looked_for() -> None:
+    case, run = small()
+    best = searched().solution
+    same = search_meshes(case.task, run, known=best.objective)
+    assert same.solution.value == best.value
+    none = search_meshes(case.task, run, known=0.25 * best.objective / FAR)
+    assert none.solution.value is None and none.solution.status is Status.INFEASIBLE and none.ranked == ()
+    assert none.programs < same.programs <= searched().programs
+    assert 0.25 * best.objective <= none.solution.bound <= best.objective
 
 
 @pytest.mark.parametrize("layers", [3, 48, 49, 61, 96, 100])

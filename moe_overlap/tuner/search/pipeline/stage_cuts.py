@@ -104,11 +104,14 @@ def step_of_cuts(problem: CutProblem, stages: Sequence[CutStage]) -> float:
     return float(step_seconds(times, [problem.micro_batches] * len(stages), 1))
 
 
-def cut_stages(problem: CutProblem, time_limit: float = math.inf) -> Solution[tuple[CutStage, ...]]:
+def cut_stages(
+    problem: CutProblem, time_limit: float = math.inf, beat: float = math.inf
+) -> Solution[tuple[CutStage, ...]]:
     """Steps 1 to 4.
 
     Args:
         time_limit: seconds; the best so far is answered when they are over, with what is proven.
+        beat: where step 1 already proves that no plan is faster, that is the answer.
     """
     started = time.perf_counter()
     more = problem.micro_batches - 1
@@ -119,6 +122,9 @@ def cut_stages(problem: CutProblem, time_limit: float = math.inf) -> Solution[tu
     levels = np.unique(ways.seconds[np.isfinite(ways.seconds) & (ways.seconds >= lowest)])
     if not math.isfinite(lowest):
         return _solution(problem, None, math.inf, Status.INFEASIBLE, started)
+    least = float(behind[0, ways.all_devices])
+    if least + more * lowest >= beat:
+        return _solution(problem, None, least + more * lowest, Status.INFEASIBLE, started)
     # Step 2: 1, 2, 4, ... levels above the lowest.
     best, plan = math.inf, None
     reach, tried = 0, -1
@@ -132,7 +138,6 @@ def cut_stages(problem: CutProblem, time_limit: float = math.inf) -> Solution[tu
     if plan is None:
         return _solution(problem, None, math.inf, Status.INFEASIBLE, started)
     # Step 3.
-    least = float(behind[0, ways.all_devices])
     ways = ways.restricted(least + more * ways.fastest < best)
     ways = replace(ways, whole=ways.through(behind))
     ways = ways.restricted(ways.whole + more * np.maximum(ways.fastest, lowest) < best)
