@@ -1,7 +1,7 @@
 """The best choice of a pipeline without model chunks, by a dynamic program over labels: Mist's integer program, solved exactly.
 
 Contract. Problem and objective are stage_options.py's, with one chunk per stage and transfers that take equally long on every
-link (`applies`). The answer is the best of all choices, or within a gap of it; its seconds are `step_of_choice`'s.
+link (`applies`). The answer is the best of all choices; its seconds are `step_of_choice`'s.
 
 Label. Of the chains of pipeline.py, what the stages 0..k say to those behind them is seven numbers. m_s is what stage s does
 between its first and its last micro-batch. X and Y are what later stages add: the way of the first micro-batch to the end and
@@ -77,15 +77,12 @@ def applies(problem: PipelineProblem) -> bool:
     return problem.rules.virtual == 1 and bool((sent == sent[:1]).all())
 
 
-def choose_by_labels(
-    problem: PipelineProblem, rows: Sequence[Integers], beat: float, gap: float, deadline: float
-) -> Labelled:
+def choose_by_labels(problem: PipelineProblem, rows: Sequence[Integers], beat: float, deadline: float) -> Labelled:
     """Steps 1 to 3.
 
     Args:
         rows: [S] candidates of every stage that are looked at.
         beat: only what is faster is of interest.
-        gap: share of the objective that may be missing.
         deadline: of `time.perf_counter`.
     """
     assert applies(problem)
@@ -94,7 +91,7 @@ def choose_by_labels(
     best: Choice | None = None
     bound = -math.inf
     for most in (*BEAMS, None):
-        found = _run(problem, stages, rest, beat * (1.0 - gap), most, deadline)
+        found = _run(problem, stages, rest, beat, most, deadline)
         if found is None:
             return Labelled(best, beat, -math.inf, False)
         bound = found.bound
