@@ -16,12 +16,13 @@ def trained(variants: dict[str, str]) -> dict[str, tuple[list[tuple[Curve, str]]
     found = {}
     for name, flags in variants.items():
         library = RecordedGraphs()
-        runs = [_curve(flags, None), _curve(flags, library)]
+        runs = [curve_and_weights(flags), curve_and_weights(flags, library)]
         found[name] = (runs, library.captures, library.replays)
     return found
 
 
-def _curve(flags: str, library: RecordedGraphs | None) -> tuple[Curve, str]:
+def curve_and_weights(flags: str, library: RecordedGraphs | None = None, steps: int = STEPS) -> tuple[Curve, str]:
+    """Losses and norms of a run, and a hash of its last weights."""
     from moe_overlap.runtime.executor.execute import PlanExecutor
     from moe_overlap.runtime.executor.graphs import SegmentGraphs
 
@@ -30,7 +31,7 @@ def _curve(flags: str, library: RecordedGraphs | None) -> tuple[Curve, str]:
     if library is not None:
         graphs = SegmentGraphs(library, runner.context.weight_gradients, has_static_rows=True, warm_up_steps=1)
         runner = PlanExecutor(runner.context, graphs=graphs)
-    curve = [uneven_step(job, step, feed, runner) for step in range(STEPS)]
+    curve = [uneven_step(job, step, feed, runner) for step in range(steps)]
     digest = hashlib.sha256()
     for chunk in job.machinery.chunks:
         for parameter in chunk.parameters():
