@@ -9,11 +9,12 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from itertools import islice
 
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.report.search import Finalist
-from moe_overlap.tuner.cost.simulate.step import listed_seconds
+from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan
 from moe_overlap.tuner.search.dispatchers import LIBRARIES
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch
@@ -26,6 +27,8 @@ of a plan whose states stay on the device was found to differ from its predictio
 (tests/unit/tuner/test_search_simulated.py)."""
 
 
+UNLIKE = 3
+"""Most plans on unlike meshes that are simulated: the lists of all their ranks are."""
 LONG_LISTS = 6
 """Most plans that are simulated where states may wait on the host: their lists are long."""
 
@@ -46,20 +49,40 @@ def simulated_until_ahead(
     """The finalists with simulated steps, the fastest by prediction first, until no other is predicted to be faster.
 
     For plans whose lists are long, and whose steps may differ from their predictions by more than `SIMULATED`: states that wait
-    on the host move while they are used.
+    on the host move while they are used. A plan on unlike meshes is answered with its simulated lists or not at all.
 
     Args:
         deadline: of `time.monotonic`, behind which nothing more is simulated.
         most: to simulate.
+    Raises:
+        ConfigError: all plans are on unlike meshes, and of those that were simulated none fits.
     """
-    known, ahead = list(finalists), math.inf
-    by_prediction = sorted(range(len(known)), key=lambda index: known[index].seconds)
-    for index in by_prediction[:most]:
-        if known[index].seconds > ahead * (1.0 + TIE):
+    known: list[Finalist | None] = [*finalists]
+    by_prediction = sorted(range(len(known)), key=lambda index: finalists[index].seconds)
+    ahead, asked, unlike = math.inf, 0, 0
+    for index in by_prediction:
+        finalist = finalists[index]
+        if asked == most or finalist.seconds > ahead * (1.0 + TIE):
             break
-        known[index] = _simulated(known[index], deadline)
-        ahead = min(ahead, known[index].simulated_seconds)
-    return known
+        if finalist.lacks_lists and (unlike == UNLIKE or time.monotonic() >= deadline):
+            continue
+        asked, unlike = asked + 1, unlike + finalist.lacks_lists
+        simulated = known[index] = _with_lists(finalist) if finalist.lacks_lists else _simulated(finalist, deadline)
+        ahead = min(ahead, math.inf if simulated is None else simulated.simulated_seconds)
+    left = [finalist for finalist in known if finalist is not None and not finalist.lacks_lists]
+    if not left:
+        # Behind the deadline, too, one is needed.
+        untried = (finalists[index] for index in by_prediction if known[index] is not None)
+        left = [*islice(filter(None, map(_with_lists, untried)), 1)]
+    if not left:
+        raise ConfigError("the search", "", "no plan is left whose simulated lists fit", "use more GPUs")
+    return left
+
+
+def _with_lists(finalist: Finalist) -> Finalist | None:
+    """A plan on unlike meshes with the step and the bytes of its lists; None where it then does not fit."""
+    prediction = predict_plan(finalist.plan, finalist.problem)
+    return dataclasses.replace(finalist, prediction=prediction, lacks_lists=False) if prediction.fits else None
 
 
 def _simulated(finalist: Finalist, deadline: float) -> Finalist:

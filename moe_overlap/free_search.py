@@ -20,6 +20,7 @@ from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.report.search import Finalist
+from moe_overlap.tuner.cost.analytic import Prediction, prepare, price
 from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.problem import Problem
@@ -33,8 +34,6 @@ from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 
 FREED = 8
 """Uniform plans of whose ranks and stages the stages are freed."""
-UNLIKE = 3
-"""Plans on unlike meshes that are predicted: the lists of all their ranks are simulated."""
 PER_STAGE_GAP = 1e-3
 """Share of a step that the integer program may miss."""
 Bounding = Callable[[UniformLayout], Bounds]
@@ -110,6 +109,7 @@ def search_beyond(
     # A space of sub-meshes alone says what is wrong with nodes that have none; a wider one goes without.
     if run is not None and task.space.meshes and (not task.space.frees_stages or _is_halved(run, task)):
         stopped = found.solution.status is Status.TIME_LIMIT
+        fastest = min([found.solution.objective, *([staged.solution.objective] if staged is not None else [])])
         # The same for every space with the same narrow one, so that a wider space finds no less.
         contexts = sorted({1, *(plan.layout.context for plan in narrow.ranked)})
         meshes = search_meshes(
@@ -119,6 +119,8 @@ def search_beyond(
             contexts=contexts,
             deadline=-math.inf if stopped else deadline,
             progress=progress,
+            # Where uniform plans are not in the space they are not known either.
+            known=fastest if task.space.uniform else math.inf,
         )
         staged = with_meshes(staged, meshes)
     return FreeSearch(uniform=found if task.space.uniform else _without_plans(found), staged=staged)
@@ -173,14 +175,10 @@ def free_finalists(
     exchanges = all_to_all_costs(task.machine.cluster)
     candidates: list[Candidate] = [*search.uniform.ranked]
     candidates += search.staged.ranked if search.staged is not None else ()
-    unlike = 0
     for candidate in sorted(candidates, key=lambda each: each.seconds)[:keep]:
         template, model = task.templates(candidate.layout.tensor)
         plan = _plan_of(candidate, template, model)
         validate_plan(plan, model)
-        unlike += bool(plan.transfers)
-        if plan.transfers and unlike > UNLIKE:
-            continue
         problem = Problem(
             model=model,
             plan=plan,
@@ -189,13 +187,9 @@ def free_finalists(
             machine=replace(task.machine_of(candidate.layout), exchanges=exchanges),
             extrapolating=extrapolating,
         )
-        prediction = predict_plan(plan, problem)
+        prediction = closed_form(problem) if plan.transfers else predict_plan(plan, problem)
         step = prediction.predicted.step_seconds
-        # Of unlike meshes the lists are simulated: what waits for tiles is in no closed form.
-        # So are their bytes, which may then be more than the search has seen.
-        if plan.transfers and not prediction.fits:
-            continue
-        assert task.averages or plan.transfers or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
+        assert task.averages or math.isclose(step, candidate.seconds, rel_tol=1e-6), candidate.name
         refusal = refusal_of(plan)
         arguments: list[str] = []
         said: tuple[str, ...] = ()
@@ -212,9 +206,18 @@ def free_finalists(
                 arguments=tuple(arguments),
                 said=said,
                 refusal=refusal,
+                # What waits for tiles is in no closed form: simulating the lists of all ranks tells, where it matters.
+                lacks_lists=bool(plan.transfers),
             )
         )
     return finalists
+
+
+def closed_form(problem: Problem) -> Prediction:
+    """The prediction of a plan without its lists."""
+    plan, model, machine = problem.plan, problem.model, problem.machine
+    families = prepare(plan, model, problem.graphs, problem.features, machine.load)
+    return price(plan, model, families, machine, problem.features, problem.extrapolating)
 
 
 def _plan_of(candidate: Candidate, template: Plan, model: ModelDescription) -> Plan:

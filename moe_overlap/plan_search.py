@@ -491,6 +491,8 @@ def _decided(
         limits, seconds = settings.overlap_limits, settings.solver_seconds
         return finalists, decide_overlaps(finalists, hidden, read, cluster, limits, seconds, deadline, **options), False
     except KeyboardInterrupt:
+        # Of unlike meshes the closed form is no answer, unless there is no other.
+        finalists = [finalist for finalist in finalists if not finalist.lacks_lists] or finalists
         return finalists, Overlapped(chosen=finalists[0], tuned=None), True
 
 

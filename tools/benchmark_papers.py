@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -35,7 +36,7 @@ from moe_overlap.tuner.cost.hardware import Constants, shipped_constants
 from tools.bench import alpa_figures, mist_figures
 from tools.bench.paper_rows import Row, table
 from tools.bench.paper_searches import KeptSearches
-from tools.bench.paper_spaces import is_worse, rows
+from tools.bench.paper_spaces import is_worse, rows, search_all
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARE = "all-to-all share"
@@ -232,6 +233,9 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--cpu-seconds", type=float, default=600.0, help="of each search over plans; then the best so far"
     )
+    command.add_argument(
+        "--all-cpu-seconds", type=float, default=math.inf, help="of all searches together; what is left stays unknown"
+    )
     command.add_argument("--most-gpus", type=int, default=1024, help="cases of searches on more GPUs are left out")
     command.add_argument("--kept", type=Path, help="file of searches that are done: they are not done again")
     command.add_argument("--only-kept", action="store_true", help="search nothing; show what --kept has")
@@ -249,9 +253,16 @@ def rows_of(name: str, searches: KeptSearches, most_gpus: int) -> Iterator[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Predict what is asked for and print it; 1 where the widest space of a figure has a slower plan than another."""
     arguments = parser().parse_args(argv)
-    searches = KeptSearches(path=arguments.kept, cpu_seconds=arguments.cpu_seconds, only_kept=arguments.only_kept)
+    searches = KeptSearches(
+        path=arguments.kept,
+        cpu_seconds=arguments.cpu_seconds,
+        only_kept=arguments.only_kept,
+        budget=arguments.all_cpu_seconds,
+    )
     answer, worse = {}, []
-    for name in arguments.only or ("lancet", "comet", *SEARCHED):
+    names = arguments.only or ("lancet", "comet", *SEARCHED)
+    search_all([SEARCHED[name]() for name in names if name in SEARCHED], searches, arguments.most_gpus)
+    for name in names:
         done = []
         for row in rows_of(name, searches, arguments.most_gpus):
             print(row.case, file=sys.stderr)

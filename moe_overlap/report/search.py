@@ -47,6 +47,7 @@ class Finalist:
         arguments: the flags of the whole run; `said` are those that say the plan.
         refusal: why pretrain_moe.py refuses the plan; None where it, or the target, executes it.
         simulated: simulated seconds of the step over the predicted ones; None where the plan was not simulated.
+        lacks_lists: whether the prediction of a plan on unlike meshes is a closed form as yet, in which nothing waits for tiles.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Finalist:
     said: tuple[str, ...]
     refusal: str | None = None
     simulated: float | None = None
+    lacks_lists: bool = False
 
     @property
     def plan(self) -> Plan:

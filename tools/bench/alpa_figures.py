@@ -78,7 +78,8 @@ def spaces(family: str) -> Figure:
 
 def search_time() -> Figure:
     """One model over the number of GPUs."""
-    cases = tuple(job("gpt", "2.6b", gpus) for gpus in (8, 16, 32, 64))
+    paper = "compilation time grows linearly with the model and with the GPUs; at most several hours, with profiling"
+    cases = tuple(replace(job("gpt", "2.6b", gpus), paper=paper) for gpus in (8, 16, 32, 64))
     space = (Space(name="Alpa's", space=ALPA),)
     return Figure(name="Alpa, search time", spaces=space, cases=cases, columns=taken, widens=False)
 

@@ -11,6 +11,7 @@ Processor seconds count, not those of the clock: other programs may run beside.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -205,11 +206,14 @@ class KeptSearches:
         path: of a file with a line of JSON for each outcome; None: none is kept.
         cpu_seconds: limit of each search.
         only_kept: whether what is not there yet stays unknown, instead of being searched.
+        budget: processor seconds of all searches together, behind which what is not there yet stays unknown as well.
     """
 
     path: Path | None = None
     cpu_seconds: float = 600.0
     only_kept: bool = False
+    budget: float = math.inf
+    spent: float = 0.0
     searcher: Searcher | None = None
     _known: dict[str, Outcome] = field(default_factory=dict)
 
@@ -226,9 +230,10 @@ class KeptSearches:
         said = asdict(search) | {"words": [word.replace(f"@{ROOT}/", "@") for word in search.words]}
         key = _key(said, self.cpu_seconds)
         if key not in self._known:
-            if self.only_kept:
+            if self.only_kept or self.spent >= self.budget:
                 return None
-            self._known[key] = self._searched(search)
+            outcome = self._known[key] = self._searched(search)
+            self.spent += outcome.cpu_seconds + outcome.capture_cpu_seconds
             self._keep({"search": said, "limit": self.cpu_seconds, "outcome": asdict(self._known[key])})
         return self._known[key]
 

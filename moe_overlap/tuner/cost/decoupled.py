@@ -17,6 +17,7 @@ Source: Mist, section 5.1 and figure 10.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -252,7 +253,9 @@ class _Played:
         self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind, slots: Slots, sizes: UseBytes
     ) -> None:
         self._parts, self._kind, self.slots, self._sizes = parts, kind, slots, sizes
-        self._held: list[tuple[int, Floats, Floats, Floats]] = []
+        # Buffers in the order in which they were noted: the places, and [3, H, N] their begins, ends and bytes.
+        self._held_at: list[int] = []
+        self._held = np.empty((3, HELD, seconds.forward.shape[1]))
         # Updates in front of all uses may last as long as a forward pass.
         self._place = len(parts)
         self._loaded: dict[Use, list[tuple[str, Floats]]] = {}
@@ -393,7 +396,7 @@ class _Played:
                 away = self._on_host["gradients", index, 0]
                 taken = here["gradients"] * rest
                 room = self._gone["gradients"][-2]
-                self._fetched[index] = self._run("in", np.max([limit, away, room], axis=0), taken)
+                self._fetched[index] = self._run("in", np.maximum(np.maximum(limit, away), room), taken)
                 self._fetching[index] = self._fetched[index] - taken
                 if not self._kind.scatters:
                     ready = np.maximum(ready, self._fetched[index])
@@ -419,7 +422,7 @@ class _Played:
         leaving = self._gone["gradients" if use.backward else "activations"]
         gone = leaving[-1 if self._leaves is not None and self._leaves[0].backward == use.backward else -2]
         ready, here = self._ready.pop(use), self._of(use.index)
-        begin = np.max([self._free["compute"], ready, gone], axis=0)
+        begin = np.maximum(np.maximum(self._free["compute"], ready), gone)
         end = begin + here["backward" if use.backward else "forward"] * self.slots.of(place, "compute")
         end = self._beside_older(begin, end, here["sent_backward" if use.backward else "sent_forward"])
         self.leave()
@@ -489,23 +492,26 @@ class _Played:
     def _hold(self, what: str, index: int, start: Floats, end: Floats) -> None:
         """Note that a buffer of a part is on the device for a time."""
         size = getattr(self._sizes, what)[self._parts[index].row]
-        if size.any():
-            self._held.append((self._place, start, end, size))
+        if not size.any():
+            return
+        if len(self._held_at) == self._held.shape[1]:
+            self._held = np.concatenate([self._held, np.empty_like(self._held)], axis=1)
+        row = len(self._held_at)
+        self._held_at.append(self._place)
+        self._held[0, row], self._held[1, row], self._held[2, row] = start, end, size
 
     def peak_bytes(self, place: int, begin: Floats, end: Floats) -> Floats:
         """Peak bytes of buffers that come and go at the beginning and the end of a use, once two more have been advanced."""
-        recent, arrives = [], begin
-        for held_at, start, until, size in reversed(self._held):
-            if held_at < place - RECENT:
-                break
-            recent.append((start, until, size))
-            arrives = np.where(start < end, np.maximum(arrives, start), arrives)
-        at_begin = at_arrival = self._nothing
-        for start, until, size in recent:
-            at_begin = at_begin + size * ((start <= begin) & (begin < until))
-            at_arrival = at_arrival + size * ((start <= arrives) & (arrives < until))
+        recent = slice(bisect_left(self._held_at, place - RECENT), len(self._held_at))
+        start, until, size = self._held[:, recent][:, ::-1]
+        arrives = np.where(start < end, start, begin).max(axis=0, initial=-np.inf)
+        arrives = np.maximum(arrives, begin)
+        at_begin = (size * ((start <= begin) & (begin < until))).sum(axis=0)
+        at_arrival = (size * ((start <= arrives) & (arrives < until))).sum(axis=0)
         return np.maximum(at_begin, at_arrival)
 
 
 RECENT = 5
 """Uses whose buffers may still be on the device."""
+HELD = 64
+"""Buffers that there is room for at first."""

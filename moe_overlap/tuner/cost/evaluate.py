@@ -13,7 +13,7 @@ Legend: K kinds of part, N strategies, R runs, M shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -29,6 +29,7 @@ from moe_overlap.tuner.cost.stage import (
     StateRates,
     Strategy,
     UseBytes,
+    UseSeconds,
     is_decoupled,
     layer_terms,
     use_bytes,
@@ -43,6 +44,8 @@ PLAYED = ("forward", "backward", "first_extra", "tail", *(f"{name}_extra" for na
 """Seconds that are no sums over layers where parameter groups step by themselves."""
 SHORT = 4
 """Layers of a run that are played."""
+PlayKey = tuple[tuple[Part, ...], bool, bool]
+"""A stage that is played: its parts, whether it waits for no other, and whether its backward pass follows its forward pass."""
 FEW = 1 << 12
 """Numbers that are compared faster than the sets of kinds among them are found."""
 BLOCK = 1 << 16
@@ -157,7 +160,7 @@ class StageEvaluator:
         self._concurrent, self._fragmentation = concurrent, fragmentation
         self.terms: LayerTerms = layer_terms(kinds, strategy, rates, concurrent)
         self._decoupled = is_decoupled(strategy)
-        self._played: dict[tuple[tuple[Part, ...], bool, bool], list[PlayedStage]] = {}
+        self._played: dict[PlayKey, list[PlayedStage]] = {}
 
     def anew(self) -> StageEvaluator:
         """The same evaluator before it has answered anything."""
@@ -238,14 +241,11 @@ class StageEvaluator:
 
     def _decouple(self, shapes: StageShapes, activations: Floats, seconds: dict[str, Floats], buffers: Floats) -> None:
         """Put what is played in the place of sums, for strategies whose parameter groups step by themselves."""
-        short = np.minimum(shapes.counts, SHORT)
-        kept, which = np.unique(short, axis=1, return_inverse=True)
-        for column, counts in enumerate(kept.T):
-            places = np.flatnonzero(which == column)
+        for counts, shorter, places in _short(shapes):
             beyond = shapes.counts[:, places] - counts[:, None]
             longer = np.flatnonzero(beyond.any(axis=1))
             base = self._play(shapes, counts)
-            less = [self._play(shapes, counts - (np.arange(len(counts)) == run)) for run in longer]
+            less = [self._play(shapes, fewer) for fewer in shorter]
             for number, (members, *_) in enumerate(self._groups):
                 grid = np.ix_(members, places)
                 values = _extended(base[number], [of_group[number] for of_group in less], beyond[longer])
@@ -256,16 +256,115 @@ class StageEvaluator:
                 update = values["update_bytes"] - activations[grid]
                 buffers[grid] = np.maximum(values["buffer_bytes"], update)
 
-    def _play(self, shapes: StageShapes, counts: Sequence[float]) -> list[PlayedStage]:
+    def _play(self, shapes: StageShapes, counts: Floats) -> list[PlayedStage]:
         """A stage of so many parts in each run, for each group of strategies."""
-        parts = tuple(part for part, count in zip(shapes.runs, counts, strict=True) for _ in range(int(count)))
-        key = (parts, shapes.is_first, shapes.is_last)
+        key = _play_key(shapes, counts)
         if key not in self._played:
-            ahead = 0 if shapes.is_last else 1
-            self._played[key] = [
-                play_stage(parts, table, sizes, ahead, waits=not shapes.is_first) for _, table, sizes in self._groups
-            ]
+            self._played[key] = [_played(key, table, sizes) for _, table, sizes in self._groups]
         return self._played[key]
+
+    def unplayed(self, shapes: StageShapes) -> list[PlayKey]:
+        """The stages that `costs` would play for some shapes."""
+        if not self._decoupled.any():
+            return []
+        counts = [each for base, shorter, _ in _short(shapes) for each in (base, *shorter)]
+        keys = dict.fromkeys(_play_key(shapes, each) for each in counts)
+        return [key for key in keys if key not in self._played]
+
+    @property
+    def _kinship(self) -> object:
+        """Equal for evaluators whose strategies can be played in one go: a play asks which buffers no strategy has."""
+        return [
+            (table.kind, table.seconds.forward.shape[0], table.table.tobytes(), _buffers(sizes))
+            for _, table, sizes in self._groups
+        ]
+
+
+def play_together(wanted: Sequence[tuple[StageEvaluator, Sequence[PlayKey]]]) -> None:
+    """Play stages of several evaluators in one go: their strategies lie side by side, and what is played is the same.
+
+    A play is a long row of operations on few numbers each; most of its time is that of starting them.
+
+    Args:
+        wanted: evaluators, each with the plays that it will need (`unplayed`).
+    """
+    by_key: dict[PlayKey, list[StageEvaluator]] = {}
+    for evaluator, keys in wanted:
+        for key in keys:
+            by_key.setdefault(key, []).append(evaluator)
+    tables: dict[tuple[int, ...], list[tuple[SlotTable, UseBytes]]] = {}
+    for key, evaluators in by_key.items():
+        for members in _alike(evaluators):
+            own = tuple(id(member) for member in members)
+            if own not in tables:
+                tables[own] = _side_by_side(members)
+            together = [_played(key, table, sizes) for table, sizes in tables[own]]
+            ends = [np.cumsum([len(member._groups[n][0]) for member in members]) for n in range(len(together))]
+            for number, member in enumerate(members):
+                member._played[key] = [
+                    _lanes(played, slice(end[number] - len(group[0]), end[number]))
+                    for played, end, group in zip(together, ends, member._groups, strict=True)
+                ]
+
+
+def _alike(evaluators: Sequence[StageEvaluator]) -> list[list[StageEvaluator]]:
+    """Evaluators in groups that can be played together."""
+    groups: list[tuple[object, list[StageEvaluator]]] = []
+    for evaluator in dict.fromkeys(evaluators):
+        kinship = evaluator._kinship
+        members = next((members for known, members in groups if known == kinship), None)
+        if members is None:
+            groups.append((kinship, [evaluator]))
+        else:
+            members.append(evaluator)
+    return [members for _, members in groups]
+
+
+def _side_by_side(evaluators: Sequence[StageEvaluator]) -> list[tuple[SlotTable, UseBytes]]:
+    """Seconds and bytes of the uses of several evaluators, for each group of strategies."""
+    joint = []
+    for of_group in zip(*(evaluator._groups for evaluator in evaluators), strict=True):
+        first = of_group[0][1]
+        seconds = UseSeconds(**_beside([table.seconds for _, table, _ in of_group]))
+        sizes = UseBytes(**_beside([sizes for _, _, sizes in of_group]))
+        joint.append((SlotTable(seconds, first.kind, first.factors), sizes))
+    return joint
+
+
+def _beside(values: Sequence[UseSeconds] | Sequence[UseBytes]) -> dict[str, Floats]:
+    return {
+        field.name: np.concatenate([getattr(each, field.name) for each in values], axis=1)
+        for field in fields(values[0])
+    }
+
+
+def _lanes(played: PlayedStage, own: slice) -> PlayedStage:
+    """What was played for some of the strategies."""
+    return PlayedStage(**{field.name: getattr(played, field.name)[own].copy() for field in fields(PlayedStage)})
+
+
+def _buffers(sizes: UseBytes) -> list[bytes]:
+    """Which kinds of part have which buffers under any strategy."""
+    return [(getattr(sizes, field.name) != 0).any(axis=1).tobytes() for field in fields(UseBytes)]
+
+
+def _played(key: PlayKey, table: SlotTable, sizes: UseBytes) -> PlayedStage:
+    parts, is_first, is_last = key
+    return play_stage(parts, table, sizes, ahead=0 if is_last else 1, waits=not is_first)
+
+
+def _play_key(shapes: StageShapes, counts: Floats) -> PlayKey:
+    parts = tuple(part for part, count in zip(shapes.runs, counts, strict=True) for _ in range(int(count)))
+    return parts, shapes.is_first, shapes.is_last
+
+
+def _short(shapes: StageShapes) -> Iterator[tuple[Floats, list[Floats], NDArray[np.intp]]]:
+    """Parts of each run [R] that are played; the same with one part less in a run that is longer; the shapes they stand for."""
+    kept, which = np.unique(np.minimum(shapes.counts, SHORT), axis=1, return_inverse=True)
+    for column, counts in enumerate(kept.T):
+        places = np.flatnonzero(which == column)
+        longer = np.flatnonzero((shapes.counts[:, places] > counts[:, None]).any(axis=1))
+        yield counts, [counts - (np.arange(len(counts)) == run) for run in longer], places
 
 
 def _extended(base: PlayedStage, less: Sequence[PlayedStage], beyond: Floats) -> dict[str, Floats]:

@@ -27,6 +27,10 @@ from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout
 from moe_overlap.tuner.search.uniform_cost import Evaluated, UniformCosts
 
 Accepts = Callable[[UniformLayout, MemoryChoice], bool]
+TOGETHER = 12
+"""Layouts whose stages are played in one go."""
+Waiting = list[tuple[float, bool, UniformLayout]]
+"""A heap of layouts that are not evaluated yet: a bound, and whether it is that of the priced parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +125,7 @@ def search_uniform(
     begun = time.monotonic()
     machine = costs.task.machine
     capacity = machine.cluster.group_of(0).gpu.memory_gib * GIB / machine.memory.high
-    waiting = [
+    waiting: Waiting = [
         (bounds(layout).step_seconds(layout), False, layout)
         for layout in layouts
         if bounds(layout).needed_bytes(layout) <= capacity
@@ -130,6 +134,7 @@ def search_uniform(
     heapq.heapify(waiting)
     found = _Kept(keep, capacity, admits, known)
     done, status, is_interrupted = 0, Status.OPTIMAL, False
+    played: set[UniformLayout] = set()
     try:
         while waiting and waiting[0][0] <= found.bar:
             if time.monotonic() > deadline:
@@ -140,6 +145,10 @@ def search_uniform(
                 # Pricing the parts is cheaper than pricing stages: most layouts go no further.
                 heapq.heappush(waiting, (max(bound, costs.step_bound(layout)), True, layout))
                 continue
+            if costs.plays and layout not in played:
+                together = [layout, *_next(waiting, costs, found.bar, TOGETHER - 1)]
+                costs.play_ahead(together)
+                played.update(together)
             is_short = found.add(costs.evaluate(layout), accepts)
             if is_short and costs.task.modules:
                 found.add(costs.evaluate(layout, of_modules=True), accepts)
@@ -173,6 +182,20 @@ def search_uniform(
         ),
         is_interrupted=is_interrupted,
     )
+
+
+def _next(waiting: Waiting, costs: UniformCosts, bar: float, count: int) -> list[UniformLayout]:
+    """The layouts that will be evaluated next, if no plan that is found before rules them out; they stay where they are."""
+    taken: Waiting = []
+    while waiting and len(taken) < count and waiting[0][0] <= bar:
+        bound, is_priced, layout = heapq.heappop(waiting)
+        if is_priced:
+            taken.append((bound, is_priced, layout))
+        else:
+            heapq.heappush(waiting, (max(bound, costs.step_bound(layout)), True, layout))
+    for entry in taken:
+        heapq.heappush(waiting, entry)
+    return [layout for *_, layout in taken]
 
 
 def widened(narrow: UniformSearch, wide: UniformSearch, keep: int) -> UniformSearch:

@@ -33,7 +33,7 @@ from moe_overlap.tuner.cost.analytic import (
     one_way_seconds,
     setting_of,
 )
-from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes
+from moe_overlap.tuner.cost.evaluate import PlayKey, StageCosts, StageEvaluator, StageShapes, play_together
 from moe_overlap.tuner.cost.hardware import Features
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import PartCost, Setting
@@ -43,12 +43,14 @@ from moe_overlap.tuner.cost.memory import PartBytes, part_bytes
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds
 from moe_overlap.tuner.cost.slots import Part as StagePart
-from moe_overlap.tuner.cost.stage import Strategy
+from moe_overlap.tuner.cost.stage import Strategy, is_decoupled
 from moe_overlap.tuner.search.space import ON_HOST, MemoryChoice, SearchSpace, UniformLayout, recompute_of, uniform_plan
 
 Floats = NDArray[np.float64]
 ROUNDED = 1.0 - 1e-9
 """Factor of a bound whose sizes are computed in another order than those of the plan, which rounding must not put above it."""
+StagePlace = tuple[UniformLayout, Plan, int, Sequence[MemoryChoice]]
+"""A stage of a plan of a layout, by its index, with choices of recomputation."""
 SHARES = (0.0, 0.5, 1.0)
 """Shares of a state that may wait in host memory."""
 
@@ -181,6 +183,30 @@ class UniformCosts:
             needed_bytes=np.max(needed, axis=0),
         )
 
+    @property
+    def plays(self) -> bool:
+        """Whether some strategy's stages are played: pricing them takes long, and less for many layouts at once."""
+        return bool(is_decoupled(_strategy_arrays(self.strategies)).any())
+
+    def play_ahead(self, layouts: Sequence[UniformLayout]) -> None:
+        """Play the stages of several layouts in one go; `evaluate` of each then plays nothing."""
+        places: list[StagePlace] = []
+        for layout in layouts:
+            template, model = self.task.templates(layout.tensor)
+            plan = uniform_plan(template, model.num_layers, layout)
+            choices = recompute_choices(self.task, plan)
+            places += [(layout, plan, index, choices) for index in range(len(plan.stages))]
+        self.play_stages(places)
+
+    def play_stages(self, places: Sequence[StagePlace]) -> None:
+        """The same of single stages, each with what `stage_costs` will be asked for."""
+        wanted: dict[StageEvaluator, dict[PlayKey, None]] = {}
+        for layout, plan, index, recomputes in places:
+            prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
+            keys = prices.evaluator.unplayed(_shapes(prices, plan, index, recomputes))
+            wanted.setdefault(prices.evaluator, {}).update(dict.fromkeys(keys))
+        play_together([(evaluator, [*keys]) for evaluator, keys in wanted.items()])
+
     def stage_costs(
         self, layout: UniformLayout, plan: Plan, index: int, recomputes: Sequence[MemoryChoice]
     ) -> StageCosts:
@@ -240,6 +266,13 @@ class UniformCosts:
     def layer_kinds(self, layout: UniformLayout, plan: Plan) -> tuple[str, ...]:
         """The kind of every layer of the model."""
         return self._priced(layout, plan, self.task.templates(layout.tensor)[1], ()).kinds
+
+    def layer_seconds(self, layout: UniformLayout, plan: Plan, recomputes: Sequence[MemoryChoice]) -> dict[str, float]:
+        """Kind of a layer -> seconds of a micro-batch that is not recomputed, under the strategy that takes least."""
+        prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
+        terms = prices.evaluator.terms
+        seconds = (terms.forward_seconds + terms.backward_seconds).min(axis=1)
+        return {kind: float(seconds[prices.rows[kind, "none"]]) for kind in dict.fromkeys(prices.kinds)}
 
     def sent_seconds(self, layout: UniformLayout, plan: Plan) -> float:
         """Seconds of one transfer between two stages."""
@@ -464,11 +497,17 @@ def _strategies(space: SearchSpace) -> Iterator[tuple[int, Offload]]:
 
 
 def _strategy(stage: StagePlan, strategies: Sequence[tuple[int, Offload]]) -> Strategy:
+    return _strategy_arrays(strategies, stage.data * stage.context, stage.expert_data)
+
+
+def _strategy_arrays(
+    strategies: Sequence[tuple[int, Offload]], data: float = 1.0, expert_data: float = 1.0
+) -> Strategy:
     one = np.ones(len(strategies))
     offloads = [offload for _, offload in strategies]
     return Strategy(
-        data=one * stage.data * stage.context,
-        expert_data=one * stage.expert_data,
+        data=one * data,
+        expert_data=one * expert_data,
         zero_level=np.array([float(level) for level, _ in strategies]),
         offload_weights=np.array([offload.weights for offload in offloads]),
         offload_gradients=np.array([offload.gradients for offload in offloads]),

@@ -17,7 +17,18 @@ from moe_overlap.tuner.search.space import LEVELS, SEARCH_SPACES
 from tools.bench import alpa_figures, mist_figures
 from tools.bench.mist_figures import DIMENSIONS, FULL, HEURISTIC, MEAN, UNIFORM, averaged, losses
 from tools.bench.paper_searches import ROOT, KeptSearches, Machines, Outcome, Search, run
-from tools.bench.paper_spaces import AGAINST, Case, Figure, Space, gains, is_worse, rows, seconds_and_gains, sizes
+from tools.bench.paper_spaces import (
+    AGAINST,
+    Case,
+    Figure,
+    Space,
+    gains,
+    is_worse,
+    rows,
+    search_all,
+    seconds_and_gains,
+    sizes,
+)
 from tools.benchmark_papers import SEARCHED, main
 
 SPACE = SEARCH_SPACES["data"]
@@ -53,6 +64,26 @@ def test_what_is_kept_is_not_searched_again(tmp_path: Path) -> None:
     elsewhere = path.read_text().replace("@examples/tiny-gpt.args", "@examples/other.args")
     path.write_text(elsewhere)
     assert KeptSearches(path=path, cpu_seconds=99.0, only_kept=True).outcome(named) is None
+
+
+def test_few_gpus_are_searched_first_until_the_processor_seconds_are_spent() -> None:
+    asked: list[int] = []
+
+    def searched(search: Search) -> Outcome:
+        asked.append(search.machines.gpus)
+        return outcome(1.0, cpu=4.0)
+
+    def figure(*gpus: int) -> Figure:
+        cases = [Case(name=str(size), words=(), machines=Machines(gpu="L4", gpus=size)) for size in gpus]
+        return Figure(name="F", spaces=(FULL, MEAN), cases=tuple(cases), columns=gains)
+
+    figures = [figure(16, 2), figure(8, 64, 2)]
+    searches = KeptSearches(searcher=searched, budget=21.0)
+    search_all(figures, searches, most_gpus=32)
+    assert asked == [2, 2, 8, 8, 16, 16], "what two figures share is searched once, and 64 GPUs are too many"
+    assert searches.spent == 24.0
+    assert searches.outcome(figures[1].cases[1].search(FULL)) is None, "the budget is spent"
+    assert searches.outcome(figures[0].cases[0].search(FULL)) == outcome(1.0, cpu=4.0)
 
 
 def test_an_unknown_search_stays_unknown(tmp_path: Path) -> None:

@@ -90,8 +90,9 @@ def of_all(problem: PipelineProblem) -> tuple[float, tuple[int, ...]]:
 
 @pytest.mark.parametrize("closed_by_bound", [True, False])
 def test_choice_is_the_best_of_all(closed_by_bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the steps in front of the solver, and where the bound is of no use."""
+    """With the steps in front of the solver, and where neither the bound nor labels are of any use."""
     if not closed_by_bound:
+        monkeypatch.setattr(mist_milp, "applies", lambda problem: False)
         monkeypatch.setattr(mist_milp, "_bound", lambda relaxed, best, lowest, least, deadline: (0.0, True))
         monkeypatch.setattr(
             mist_milp, "_left", lambda relaxed, *_: [np.flatnonzero(np.isfinite(s)) for s in relaxed.chains]

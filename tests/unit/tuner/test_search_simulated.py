@@ -9,9 +9,11 @@ import time
 import pytest
 
 from moe_overlap.api import problem_of
-from moe_overlap.finalists import SIMULATED, in_order, simulated_finalists, simulated_until_ahead
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.finalists import SIMULATED, UNLIKE, in_order, simulated_finalists, simulated_until_ahead
 from moe_overlap.plan_search import SearchSettings, search_plan
 from moe_overlap.report.search import APART, Finalist, search_json
+from moe_overlap.tuner.cost.analytic import Prediction
 from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.space import MemoryChoice
@@ -115,6 +117,49 @@ def test_no_prediction_leads_that_another_simulated_step_has_put_in_doubt(monkey
     assert in_order(simulated_until_ahead(plans, most=1))[0].name == "short", "predictions alone never lead"
     assert asked == ["short"]
     assert all(plan.simulated is None for plan in simulated_until_ahead(plans, time.monotonic()))
+
+
+def test_plans_on_unlike_meshes_are_simulated_where_they_may_lead_and_not_shown_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their lists are those of all ranks: most of a search's time, if every such plan were simulated."""
+    chosen = dataclasses.replace(searched("megatron-lm").chosen, simulated=None)
+    asked: list[str] = []
+    names: dict[int, str] = {}
+
+    def finalist(name: str, seconds: float, lacks_lists: bool) -> Finalist:
+        problem = dataclasses.replace(chosen.problem)
+        names[id(problem)] = name
+        prediction = priced(seconds)
+        return dataclasses.replace(
+            chosen, name=name, problem=problem, prediction=prediction, lacks_lists=lacks_lists, simulated=None
+        )
+
+    def priced(seconds: float) -> Prediction:
+        predicted = dataclasses.replace(chosen.prediction.predicted, step_seconds=seconds)
+        return dataclasses.replace(chosen.prediction, predicted=predicted)
+
+    def listed(plan: object, problem: Problem) -> Prediction:
+        asked.append(names[id(problem)])
+        return full if asked[-1] == "full" else priced(1.1)
+
+    full = dataclasses.replace(priced(1.0), capacity_bytes=1)
+    monkeypatch.setattr("moe_overlap.finalists.predict_plan", listed)
+    monkeypatch.setattr("moe_overlap.finalists.listed_seconds", lambda plan, problem: 1.2)
+    unlike = [finalist("full", 1.0, True), finalist("tiles", 1.01, True), finalist("slow", 1.15, True)]
+    plans = [*unlike, finalist("alike", 1.02, False), finalist("late", 1.3, False)]
+    known = simulated_until_ahead(plans)
+    assert asked == ["full", "tiles"], "the third is predicted to be slower than the second was simulated"
+    assert [plan.name for plan in known] == ["tiles", "alike", "late"]
+    assert known[0].seconds == 1.1 and not any(plan.lacks_lists for plan in known)
+    asked.clear()
+    assert [plan.name for plan in simulated_until_ahead(plans, time.monotonic())] == ["alike", "late"] and not asked
+    assert [plan.name for plan in simulated_until_ahead(unlike, time.monotonic())] == ["tiles"], "one is needed"
+    with pytest.raises(ConfigError, match="no plan is left whose simulated lists fit"):
+        simulated_until_ahead(unlike[:1])
+    asked.clear()
+    many = [finalist(f"tiles {number}", 1.0 + number / 1000, True) for number in range(5)]
+    assert len(simulated_until_ahead(many)) == len(asked) == UNLIKE
 
 
 def test_a_flex_dispatcher_is_searched_with_ranks_that_exchange_tokens() -> None:

@@ -172,6 +172,14 @@ def test_no_time_is_a_plan_with_what_is_proven() -> None:
     assert solution.bound <= optimum <= solution.objective
 
 
+def test_what_is_proven_to_be_too_slow_is_not_looked_for() -> None:
+    problem = cluster_table(24, 4, 4)
+    optimum = cut_stages(problem).objective
+    slow = cut_stages(problem, beat=0.5 * optimum)
+    assert slow.value is None and slow.status == Status.INFEASIBLE and 0.5 * optimum <= slow.bound <= optimum
+    assert cut_stages(problem, beat=1.001 * optimum).objective == optimum
+
+
 @dataclass(frozen=True)
 class Stair:
     """A plan of a threshold."""

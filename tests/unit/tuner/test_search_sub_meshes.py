@@ -24,6 +24,8 @@ from moe_overlap.tuner.cost.links import axis_group, pair_group
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.pipeline.placement import SubMesh
 from moe_overlap.tuner.search.pipeline.sub_meshes import (
+    FAR,
+    UNITS,
     MeshPlan,
     MeshSearch,
     MeshStage,
@@ -217,3 +219,27 @@ def test_the_full_space_is_never_slower(tmp_path: Path) -> None:
     assert any(line.startswith("not run ") and "transfers" in line for line in lines)
     assert any("programs over cuts and sub-meshes" in line for line in lines)
     json.dumps(search_json(full))
+
+
+def test_plans_far_slower_than_a_known_one_are_not_looked_for() -> None:
+    case, run = small()
+    best = searched().solution
+    same = search_meshes(case.task, run, known=best.objective)
+    assert same.solution.value == best.value
+    none = search_meshes(case.task, run, known=0.25 * best.objective / FAR)
+    assert none.solution.value is None and none.solution.status is Status.INFEASIBLE and none.ranked == ()
+    assert none.programs < same.programs <= searched().programs
+    assert 0.25 * best.objective <= none.solution.bound <= best.objective
+
+
+@pytest.mark.parametrize("layers", [3, 48, 49, 61, 96, 100])
+def test_units_are_all_layers_and_no_more_than_there_may_be(layers: int) -> None:
+    """61 layers are those of DeepSeek-V3: a unit of two of them is far above the mean of 48."""
+    case, run = small()
+    search = _Meshes(case.task, run, (1,), (1,))
+    search.model = dataclasses.replace(search.model, num_layers=layers)
+    search.graph = dataclasses.replace(
+        search.graph, layer_kinds=tuple(itertools.islice(itertools.cycle(search.graph.layer_kinds), layers))
+    )
+    sizes = [end - first for first, end in search.units]
+    assert len(sizes) == min(layers, UNITS) and sum(sizes) == layers and max(sizes) - min(sizes) <= 1

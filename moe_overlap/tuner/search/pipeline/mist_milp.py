@@ -1,4 +1,4 @@
-"""The best choice of every stage's layers, devices and frontier point: Mist's mixed-integer program, exactly.
+"""The best choice of every stage's layers, devices and frontier point: what Mist's mixed-integer program decides, exactly.
 
 Contract: problem and objective are stage_options.py's. The answer is feasible, its objective is `step_of_choice` of it, and no
 choice is better than the bound. The solver's own objective of it agrees to AGREE, or an assertion fails. `choose_pipeline`
@@ -9,7 +9,8 @@ Steps of `choose_stages`.
    the best of them and of the caller's `start` is the one to beat.
 2. The bound meets it: this choice is the best, without a solver.
 3. The best choice so far is improved stage by stage. Only candidates stay through which the bound is below it. Of them the
-   integer program, by HiGHS.
+   labels of chain_labels.py, where pipelines have one chunk per stage and one link, as those of a layout have.
+4. Elsewhere, and where there are too many labels, the integer program, by HiGHS.
 
 The program has a variable for every term of the objective, and each of its maxima as rows, one per stage; all terms are linear
 in the choice z, so nothing is approximated. It is Mist's but for three things: first and last micro-batches are told apart,
@@ -23,7 +24,7 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from ortools.math_opt.python import mathopt
 
 from moe_overlap.tuner.cost.pipeline import transfer_waits, warm_up
+from moe_overlap.tuner.search.pipeline.chain_labels import applies, choose_by_labels
 from moe_overlap.tuner.search.pipeline.stage_options import (
     AdditiveBound,
     BoundedChoice,
@@ -54,6 +56,8 @@ Rows = list[NDArray[np.intp]]
 """[S] of the candidates that are left."""
 Terms = list[mathopt.LinearTypes]
 """[S] times in the program's units."""
+_Answering = Callable[["_Best", float, Status], Solution[Choice]]
+"""The best choice, a bound and a status -> the answer."""
 
 
 def choose_stages(
@@ -63,7 +67,7 @@ def choose_stages(
     gap: float = 0.0,
     beat: float = math.inf,
 ) -> Solution[Choice]:
-    """Steps 1 to 3.
+    """Steps 1 to 4.
 
     Args:
         start: a feasible choice to begin with, as the best uniform plan.
@@ -101,6 +105,15 @@ def choose_stages(
         best.offer(improved(problem, best.choice))
     limit = min(best.seconds, beat)
     rows = _left(relaxed, best, lowest, least.total, limit)
+    if applies(problem):
+        labelled = choose_by_labels(problem, rows, limit, gap, deadline)
+        if labelled.choice is not None:
+            best.offer(improved(problem, labelled.choice))
+        if labelled.is_complete:
+            return _answer(problem, best, min(max(bound, labelled.bound), limit), beat, True, answer)
+        limit = min(best.seconds, beat)
+        rows = _left(relaxed, best, lowest, least.total, limit)
+    # Step 4.
     program = _Program(problem, rows, lowest)
     result = program.solve(best.choice, deadline - time.perf_counter(), gap)
     if result.choice is not None:
@@ -108,13 +121,20 @@ def choose_stages(
         assert abs(seconds - result.objective) <= AGREE * seconds, (seconds, result.objective)
     # Candidates that were left out are in no choice below the limit.
     bound = min(max(bound, result.bound), limit)
+    return _answer(problem, best, bound, beat, result.is_complete, answer)
+
+
+def _answer(
+    problem: PipelineProblem, best: _Best, bound: float, beat: float, is_complete: bool, answer: _Answering
+) -> Solution[Choice]:
+    """The answer of step 3 or 4, with its status."""
     if best.seconds > beat:
         best = _Best(problem, None)
     if best.seconds <= bound * (1.0 + CLOSED):
         return answer(best, bound, Status.OPTIMAL)
-    if best.choice is None and result.is_complete:
+    if best.choice is None and is_complete:
         return answer(best, bound, Status.INFEASIBLE)
-    return answer(best, bound, Status.FEASIBLE if result.is_complete else Status.TIME_LIMIT)
+    return answer(best, bound, Status.FEASIBLE if is_complete else Status.TIME_LIMIT)
 
 
 def choose_pipeline(

@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -41,7 +42,7 @@ from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, MeshSearch
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout, recompute_of, uniform_plan
 from moe_overlap.tuner.search.uniform import RankedLayout
-from moe_overlap.tuner.search.uniform_cost import UniformCosts, needed_bytes, recompute_choices
+from moe_overlap.tuner.search.uniform_cost import StagePlace, UniformCosts, needed_bytes, recompute_choices
 
 Floats = NDArray[np.float64]
 Chunks = tuple[tuple[int, int], ...]
@@ -148,6 +149,10 @@ def search_stages(
     bound, status, done, candidates, kept = math.inf, Status.OPTIMAL, 0, 0, 0
     is_interrupted = False
     try:
+        if costs.plays and time.monotonic() <= deadline:
+            # Nothing is faster than the fastest uniform plan yet: later layouts may be ruled out.
+            likely = [layout for layout in layouts if costs.step_bound(layout) < fastest]
+            costs.play_stages([place for layout in likely for place in _Freed(costs, layout, None, fastest).places()])
         for layout in layouts:
             best = min(fastest, ranked[0].seconds if ranked else math.inf)
             if time.monotonic() > deadline:
@@ -256,8 +261,22 @@ class _Freed:
         self._sent = costs.sent_seconds(layout, self._plan) if layout.pipeline > 1 else 0.0
         self._priced: dict[object, StageCosts] = {}
         self.candidates = 0
-        lots = [self._candidates_of(index) for index in range(layout.pipeline)]
-        self.stages = [_joined(of_stage) for of_stage in lots] if all(lots) else []
+
+    @cached_property
+    def stages(self) -> list[_Candidates]:
+        """The candidates of every stage; none where a stage has none."""
+        lots = [self._candidates_of(index) for index in range(self._layout.pipeline)]
+        return [_joined(of_stage) for of_stage in lots] if all(lots) else []
+
+    def places(self) -> Iterator[StagePlace]:
+        """Stages that are likely to be priced, one for each that is played alike."""
+        known: set[object] = set()
+        for index in range(self._layout.pipeline):
+            for chunks in self._chunks_of(index, self._is_far_too_slow):
+                key = (index == 0, index == self._layout.pipeline - 1, self._runs_of(chunks))
+                if key not in known:
+                    known.add(key)
+                    yield self._layout, self._with(index, chunks), index, self._recomputes(index, chunks)
 
     def solve(self, seconds: float, gap: float, beat: float) -> Solution[Choice]:
         """Step 3."""
@@ -328,11 +347,15 @@ class _Freed:
 
     def _candidates_of(self, index: int) -> list[_Candidates]:
         """Steps 1 and 2 for a stage: what is left of each number of layers that fits."""
-        lots = (self._of_chunks(index, chunks) for chunks in self._chunks_of(index))
+        lots = (self._of_chunks(index, chunks) for chunks in self._chunks_of(index, self._is_too_slow))
         return [lot for lot in lots if lot is not None]
 
-    def _chunks_of(self, index: int) -> Iterator[Chunks]:
-        """The layers that a stage may have."""
+    def _chunks_of(self, index: int, is_too_slow: Callable[[int, int, int], bool]) -> Iterator[Chunks]:
+        """The layers that a stage may have.
+
+        Args:
+            is_too_slow: asked of a stage, its first layer and the one behind its last: then more of them are, too.
+        """
         if self._keeps_layers:
             yield self._plan.stages[index].chunks
             return
@@ -344,9 +367,19 @@ class _Freed:
             ):
                 if self._differ and not behind and last < self._num_layers:
                     continue
-                if self._is_too_slow(index, first, last):
+                if is_too_slow(index, first, last):
                     break
                 yield self._named(first, last)
+
+    def _is_far_too_slow(self, index: int, first: int, last: int) -> bool:
+        """The same as `_is_too_slow` of what layers compute alone, for which no stage is priced."""
+        micro_batches = self._plan.stages[index].gradient_accumulation_steps
+        return (micro_batches - 1) * sum(self._least[kind] for kind in self._kinds[first:last]) >= self._best
+
+    @cached_property
+    def _least(self) -> dict[str, float]:
+        """Seconds of a layer of each kind that is not recomputed, and whose states are there."""
+        return self._costs.layer_seconds(self._layout, self._plan, self._recomputes(0, self._plan.stages[0].chunks))
 
     def _is_too_slow(self, index: int, first: int, last: int) -> bool:
         """Whether no plan in which a stage has these layers is faster than the best."""
@@ -361,16 +394,21 @@ class _Freed:
 
     def _costs_of(self, index: int, chunks: Chunks) -> StageCosts:
         """[N, R] costs of a stage with some layers; equal layers at another place cost the same."""
-        kinds = tuple(
-            (kind, len(list(run))) for first, last in chunks for kind, run in groupby(self._kinds[first:last])
-        )
-        key = (index, kinds, len(chunks))
+        key = (index, self._runs_of(chunks), len(chunks))
         if key not in self._priced:
-            stages = list(self._plan.stages)
-            stages[index] = replace(stages[index], chunks=chunks)
-            plan = replace(self._plan, stages=tuple(stages))
-            self._priced[key] = self._costs.stage_costs(self._layout, plan, index, self._recomputes(index, chunks))
+            plan, recomputes = self._with(index, chunks), self._recomputes(index, chunks)
+            self._priced[key] = self._costs.stage_costs(self._layout, plan, index, recomputes)
         return self._priced[key]
+
+    def _runs_of(self, chunks: Chunks) -> tuple[tuple[str, int], ...]:
+        """Neighbouring layers of one kind, and how many they are."""
+        return tuple((kind, len(list(run))) for first, last in chunks for kind, run in groupby(self._kinds[first:last]))
+
+    def _with(self, index: int, chunks: Chunks) -> Plan:
+        """The plan of the layout with other layers in one of its stages."""
+        stages = list(self._plan.stages)
+        stages[index] = replace(stages[index], chunks=chunks)
+        return replace(self._plan, stages=tuple(stages))
 
     def _of_chunks(self, index: int, chunks: Chunks) -> _Candidates | None:
         """The candidates of a stage with some layers: those of the frontier, and that of the uniform plan."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -104,20 +104,27 @@ def step_of_cuts(problem: CutProblem, stages: Sequence[CutStage]) -> float:
     return float(step_seconds(times, [problem.micro_batches] * len(stages), 1))
 
 
-def cut_stages(problem: CutProblem, time_limit: float = math.inf) -> Solution[tuple[CutStage, ...]]:
+def cut_stages(
+    problem: CutProblem, time_limit: float = math.inf, beat: float = math.inf
+) -> Solution[tuple[CutStage, ...]]:
     """Steps 1 to 4.
 
     Args:
         time_limit: seconds; the best so far is answered when they are over, with what is proven.
+        beat: where step 1 already proves that no plan is faster, that is the answer.
     """
     started = time.perf_counter()
     more = problem.micro_batches - 1
     ways = _Ways.of(problem)
     # Step 1.
     lowest = float(ways.suffixes(ways.fastest, np.maximum)[0, ways.all_devices])
+    behind = ways.suffixes(ways.fastest, np.add)
     levels = np.unique(ways.seconds[np.isfinite(ways.seconds) & (ways.seconds >= lowest)])
     if not math.isfinite(lowest):
         return _solution(problem, None, math.inf, Status.INFEASIBLE, started)
+    least = float(behind[0, ways.all_devices])
+    if least + more * lowest >= beat:
+        return _solution(problem, None, least + more * lowest, Status.INFEASIBLE, started)
     # Step 2: 1, 2, 4, ... levels above the lowest.
     best, plan = math.inf, None
     reach, tried = 0, -1
@@ -131,10 +138,9 @@ def cut_stages(problem: CutProblem, time_limit: float = math.inf) -> Solution[tu
     if plan is None:
         return _solution(problem, None, math.inf, Status.INFEASIBLE, started)
     # Step 3.
-    least = float(ways.suffixes(ways.fastest, np.add)[0, ways.all_devices])
     ways = ways.restricted(least + more * ways.fastest < best)
-    through = ways.through() + more * np.maximum(ways.fastest, lowest)
-    ways = ways.restricted(through < best)
+    ways = replace(ways, whole=ways.through(behind))
+    ways = ways.restricted(ways.whole + more * np.maximum(ways.fastest, lowest) < best)
     levels = levels[least + more * levels < best]
     # Step 4.
     end = search_thresholds(levels, more, least, ways.shortest, best, started + time_limit)
@@ -195,6 +201,8 @@ class _Ways:
     fastest: Floats
     """[E] with any number of stages behind."""
     after: Integers
+    whole: Floats
+    """[E] lower bound of the sum of a whole pipeline with this stage in it."""
 
     @classmethod
     def of(cls, problem: CutProblem) -> _Ways:
@@ -230,6 +238,7 @@ class _Ways:
             seconds=edges[:, order],
             fastest=edges[:, order].min(axis=0),
             after=_states_after(problem.devices_of, problem.devices),
+            whole=np.full(len(start), -math.inf),
         )
 
     @property
@@ -248,18 +257,23 @@ class _Ways:
             seconds=self.seconds[:, kept],
             fastest=self.fastest[kept],
             after=self.after,
+            whole=self.whole[kept],
         )
 
     def suffixes(self, seconds: Floats, combine: Callable[[Floats, Floats], Floats]) -> Floats:
         """[nodes, W + 1] smallest sum (or maximum) of stages from a node to the end that take exactly the devices of a state."""
         result = np.full((self.end + 1, self.after.shape[1] + 1), math.inf)
         result[self.end, 0] = 0.0
+        # [nodes, O, W] the same by the state in front of a stage with each option: whole rows are gathered for the stages.
+        before = np.full((self.end + 1, *self.after.shape), math.inf)
+        before[self.end] = result[self.end][self.after]
         starts = np.searchsorted(self.first, np.arange(self.end + 1))
         for node in range(self.end - 1, -1, -1):
             own = slice(starts[node], starts[node + 1])
             if starts[node] < starts[node + 1]:
-                behind = result[self.stop[own, None], self.after[self.option[own]]]
+                behind = before[self.stop[own], self.option[own]]
                 result[node, :-1] = combine(seconds[own, None], behind).min(axis=0)
+                before[node] = result[node][self.after]
         return result
 
     def prefixes(self, seconds: Floats) -> Floats:
@@ -274,38 +288,43 @@ class _Ways:
             seconds=self.seconds[:, order],
             fastest=self.fastest[order],
             after=self.after,
+            whole=self.whole[order],
         )
         return backwards.suffixes(seconds[order], np.add)[::-1]
 
-    def through(self) -> Floats:
-        """[E] smallest sum of a whole pipeline with this stage in it, all stages being as fast as they can be."""
-        front, behind = self.prefixes(self.fastest), self.suffixes(self.fastest, np.add)
+    def through(self, behind: Floats) -> Floats:
+        """[E] smallest sum of a whole pipeline with this stage in it, all stages being as fast as they can be.
+
+        Args:
+            behind: the suffixes of these seconds, or of more stages: then sums may be too small.
+        """
+        front = self.prefixes(self.fastest)
         # With w devices in front of a stage, all - w are left to it and to those behind.
         states = self.after.shape[1]
-        left = self.after[:, self.all_devices - np.arange(states)]
+        left = behind[:, self.after[:, self.all_devices - np.arange(states)]]
         result = np.empty(len(self.first))
         step = max(1, CELLS // states)
         for begin in range(0, len(result), step):
             own = slice(begin, begin + step)
-            ways = front[self.first[own], :-1] + behind[self.stop[own, None], left[self.option[own]]]
+            ways = front[self.first[own], :-1] + left[self.stop[own], self.option[own]]
             result[own] = self.fastest[own] + ways.min(axis=1, initial=math.inf)
         return result
 
     def shortest(self, threshold: float, most: float = math.inf) -> _Plan | None:
         """The plan with the smallest sum of stages that take no longer than the threshold; None where no sum is below `most`."""
-        below = self.restricted(self.fastest <= threshold)
-        relaxed = below._shortest_of_any_length()
+        below = self.restricted((self.fastest <= threshold) & (self.whole < most))
+        behind = below.suffixes(below.fastest, np.add)
+        relaxed = below._shortest_of_any_length(behind)
         if relaxed is None or relaxed.total >= most:
             return None
         # A plan that is as fast with the stages that it has behind each is the shortest of all.
         if relaxed.edge_seconds == below._exact_seconds(relaxed.edges):
             return relaxed
         # Stages through which no plan leads would only make the tables of each length larger.
-        return below.restricted(below.through() < most)._shortest_by_length(threshold)
+        return below.restricted(below.through(behind) < most)._shortest_by_length(threshold)
 
-    def _shortest_of_any_length(self) -> _Plan | None:
-        """As fast as stages can be with any number of stages behind."""
-        sums = self.suffixes(self.fastest, np.add)
+    def _shortest_of_any_length(self, sums: Floats) -> _Plan | None:
+        """As fast as stages can be with any number of stages behind; sums are the suffixes of that."""
         node, state, chosen = 0, self.all_devices, []
         if not math.isfinite(sums[node, state]):
             return None
@@ -329,7 +348,7 @@ class _Ways:
             edges = np.flatnonzero(reached[self.stop] & np.isfinite(seconds))
             if not len(edges):
                 break
-            rest = sums[-1][self.stop[edges, None], self.after[self.option[edges]]]
+            rest = sums[-1][:, self.after][self.stop[edges], self.option[edges]]
             starts = np.searchsorted(self.first[edges], np.unique(self.first[edges]))
             table = np.full((self.end + 1, states + 1), math.inf)
             table[self.first[edges][starts], :-1] = np.minimum.reduceat(seconds[edges, None] + rest, starts, axis=0)

@@ -54,6 +54,8 @@ DEPTHS = (1, 2, 3)
 """Micro-batches in flight at which peaks are priced, beside the most that there may be."""
 SENT = 3
 """Most different seconds of a transfer in the state of the program: each further one makes it slower."""
+FAR = 1.25
+"""Plans that are slower than a known one by this factor are not looked for: no simulated step is so far from its closed form."""
 CUT_SECONDS = 20.0
 """Most seconds of one dynamic program: an interrupt is noticed when it returns."""
 
@@ -188,6 +190,7 @@ def search_meshes(
     contexts: Sequence[int] = (1,),
     deadline: float = math.inf,
     progress: Progress = lambda done, total, best: None,
+    known: float = math.inf,
 ) -> MeshSearch:
     """Search plans on sub-meshes.
 
@@ -195,6 +198,7 @@ def search_meshes(
         levels: of ZeRO that ways may have; 2 and 3 take ten times as long to price.
         contexts: context-parallel ranks that ways may have.
         deadline: of `time.monotonic`, behind which the best so far is the answer.
+        known: seconds of a plan.
     Raises:
         ConfigError: nodes cannot be halved into sub-meshes.
     """
@@ -211,7 +215,7 @@ def search_meshes(
             table = _Table(search, samples, restrictions)
             kept += int(np.isfinite(table.stable).sum())
             for restriction in restrictions:
-                lowest, answers, solved = table.solve(restriction, deadline)
+                lowest, answers, solved = table.solve(restriction, deadline, FAR * known)
                 bound, programs = min(bound, lowest), programs + solved
                 for stages in answers:
                     found.setdefault(stages, search.priced_plan(stages))
@@ -300,8 +304,10 @@ class _Meshes:
             return tuple((layer, layer + 1) for layer in range(layers))
         graph = self.graph
         flops = {kind: float(len(graph.part(kind).ops)) for kind in graph.layer_kinds}
-        # Hidden states of one size cross every cut: what is left to decide is how equal the units are.
-        firsts = cluster(np.zeros((layers, layers)), np.array([flops[kind] for kind in graph.layer_kinds]), UNITS).value
+        # Hidden states of one size cross every cut: what is left to decide is how equal the units are. A unit of two layers may
+        # be far above the mean.
+        sizes = np.array([flops[kind] for kind in graph.layer_kinds])
+        firsts = cluster(np.zeros((layers, layers)), sizes, UNITS, delta=float(UNITS)).value
         assert firsts is not None
         return tuple(zip(firsts, (*firsts[1:], layers), strict=True))
 
@@ -479,11 +485,23 @@ class _Table:
         )
         return replace(plan, pipeline_schedule="1f1b"), own
 
-    def solve(self, restriction: Restriction, deadline: float) -> tuple[float, list[tuple[MeshStage, ...]], int]:
-        """Step 3: a bound of all plans, the plans that were found, and how many programs were solved."""
+    def solve(
+        self, restriction: Restriction, deadline: float, beat: float
+    ) -> tuple[float, list[tuple[MeshStage, ...]], int]:
+        """Step 3: a bound of all plans, the plans that were found, and how many programs were solved.
+
+        Args:
+            beat: seconds; where the bound is above it no plan is looked for.
+        """
         bound, plans, programs = math.inf, [], 0
         for allowed in self._allowed(restriction):
             limit = min(CUT_SECONDS, max(0.0, deadline - time.monotonic()))
+            # The bound comes first: it tells where a plan is worth looking for.
+            stable = self._problem(self.stable, allowed, restriction)
+            lowest = cut_stages(replace(stable, micro_batches=self._least_weight()), limit, beat).bound
+            bound, programs = min(bound, lowest), programs + 1
+            if lowest >= beat:
+                continue
             solution = cut_stages(self._problem(self.spread, allowed, restriction), limit)
             programs += 1
             if solution.value is None:
@@ -495,9 +513,6 @@ class _Table:
                     other = self._of_length(count, limit)
                     programs += 1
                     plans += [] if other is None else [self._stages(other)]
-            stable = self._problem(self.stable, allowed, restriction)
-            bound = min(bound, cut_stages(replace(stable, micro_batches=self._least_weight()), limit).bound)
-            programs += 1
         return bound, plans, programs
 
     def _least_weight(self) -> int:
