@@ -44,6 +44,7 @@ from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds
 from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import Strategy, is_decoupled
+from moe_overlap.tuner.search.bounds import pipelined
 from moe_overlap.tuner.search.space import ON_HOST, MemoryChoice, SearchSpace, UniformLayout, recompute_of, uniform_plan
 
 Floats = NDArray[np.float64]
@@ -203,7 +204,7 @@ class UniformCosts:
         wanted: dict[StageEvaluator, dict[PlayKey, None]] = {}
         for layout, plan, index, recomputes in places:
             prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
-            keys = prices.evaluator.unplayed(_shapes(prices, plan, index, recomputes))
+            keys = prices.evaluator.unplayed(_shapes(prices, plan, index, recomputes, self.held(plan, index)))
             wanted.setdefault(prices.evaluator, {}).update(dict.fromkeys(keys))
         play_together([(evaluator, [*keys]) for evaluator, keys in wanted.items()])
 
@@ -368,27 +369,6 @@ class UniformCosts:
             table = self._table(part, layout, plan)
             self._sizes[key] = part_bytes(table, samples, length, captured, features, load)
         return self._sizes[key]
-
-
-def pipelined(through: float, layout: UniformLayout, micro_batches: int) -> float:
-    """Lower bound of a step, however the stages divide a micro-batch's seconds C among them.
-
-    The chains of pipeline.py, weighted so that all stages count as much, give for 1F1B with G > S that of equal stages. With
-    fewer micro-batches the chains Σ_(j<s) t_j + G t_s are least where t_s falls by 1 - 1 / G from stage to stage. Interleaved, a
-    chain takes t_s / v another G v - 1 - (S - 1 - s) times at least, which is least where all of these products are equal.
-
-    Args:
-        through: C, seconds of one micro-batch over all stages.
-    """
-    stages, virtual = layout.pipeline, layout.virtual
-    if virtual == 1 and micro_batches > stages:
-        return through * (micro_batches + stages - 1) / stages
-    if virtual == 1:
-        return through / (1.0 - (1.0 - 1.0 / micro_batches) ** stages)
-    if micro_batches < stages:
-        return micro_batches * through / stages
-    passes = (micro_batches * virtual - stages + stage for stage in range(stages))
-    return through / virtual * (1.0 + 1.0 / sum(1.0 / each for each in passes))
 
 
 Row = tuple[str, str]
