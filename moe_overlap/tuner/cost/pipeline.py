@@ -20,8 +20,8 @@ stages and for equal stages, and within 1 % for most others (tests/unit/tuner/te
 First and last passes. The first forward pass ends late by D: `first` where its input is there from the start, and by `waited`
 where it has waited for it, as updates are made while it waits; D_i = max(D_(i-1) + waited_i / v, first_i - Σ_(j<i) f_j). What
 updates leave behind slows down the passes after it, by `behind` in all, where the stage has not waited: stages behind see D_i,
-the passes of the stage itself max(D_i, first_i + behind_i - Σ_(j<i) f_j). The last backward pass takes longer by `drain`, and `tail`
-seconds later all is reduced and copied: the end is that of the latest stage.
+the passes of the stage itself max(D_i, first_i + behind_i - Σ_(j<i) f_j). The last backward pass takes longer by `drain`, and
+`tail` seconds later all is reduced and copied: the end is that of the latest stage.
 
 Stages of unlike shape cut a step into G_i micro-batches each: stage s waits for G_j / G_s micro-batches of stage j where those
 are smaller. Before all that, transfers between stages lengthen their passes; behind it comes the update of the slowest optimizer.
