@@ -6,7 +6,8 @@
 3. The fastest are written as flags and read again as any command line is: what rules across flags refuse is no answer, and each
    is predicted as tools/predict.py predicts it. Those near the fastest are simulated, and the simulated steps order them. Of
    those within `TIE` of the fastest the one that needs the least memory leads.
-4. For this runtime the overlap of the first few is decided (`--overlap-only`); the shortest step is the answer.
+4. For this runtime the overlap of the first few is decided, and of layouts that are fast with overlap only
+   (overlapped_search.py); the shortest step is the answer.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Unpack
 
 from megatron.training.cli.arguments import expand_files
 from megatron.training.cli.sizes import describe_model
-from megatron.training.plan_flags import arguments_of, layout_values, with_values
-from moe_overlap.api import Options, busiest_load, machine_for, problem_of, tune
+from megatron.training.plan_flags import with_values
+from moe_overlap.api import Options, busiest_load, machine_for, problem_of
 from moe_overlap.changes import changes_of
 from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
@@ -32,15 +33,16 @@ from moe_overlap.finalists import does_not_fit, in_order, listed_alone, simulate
 from moe_overlap.free_search import free_finalists, narrow_space, search_beyond
 from moe_overlap.free_sharding import search_sharding
 from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
+from moe_overlap.overlapped_search import SCREENED, Overlapped, Reading, decide_overlaps
 from moe_overlap.plan.capabilities import refuse_unsupported, shares_scales
 from moe_overlap.plan.overlap import SearchLimits
-from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Precision, Recompute
+from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute
 from moe_overlap.plan.serialize import content_sha256
 from moe_overlap.report.search import Finalist, PlanSearch
-from moe_overlap.report.tuning import REPLACED, Tuned
+from moe_overlap.search_flags import PlansAsFlags, Target, with_precision, without_layout
 from moe_overlap.sharded_search import Processes, job_sha256, search_shards
 from moe_overlap.shards import Refused, Shard, share_of
-from moe_overlap.tuner.capture.cache import PRECISIONS, CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
+from moe_overlap.tuner.capture.cache import CaptureFiles, Graphs, cache_folder, cpu_graphs, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.capture.library import Libraries
 from moe_overlap.tuner.capture.request import Request
@@ -50,7 +52,7 @@ from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.dispatchers import FIRST, LIBRARIES, Side, runs, search_dispatchers
 from moe_overlap.tuner.search.fitting import module_sets
-from moe_overlap.tuner.search.layer.candidates import PLAIN
+from moe_overlap.tuner.search.hidden import HiddenLayout, search_hidden
 from moe_overlap.tuner.search.part_tables import PartTables
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
@@ -67,30 +69,19 @@ from moe_overlap.tuner.search.space import (
 )
 from moe_overlap.tuner.search.uniform import Accepts, RankedLayout, UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, variant_plans
-from moe_overlap.tuner.write.argument_file import argument_file, layout_flags
-from moe_overlap.tuner.write.dispatcher_flags import FLAGS, by_dispatcher, with_dispatcher
+from moe_overlap.tuner.write.argument_file import layout_flags
+from moe_overlap.tuner.write.dispatcher_flags import by_dispatcher, with_dispatcher
 from moe_overlap.tuner.write.upstream_rules import is_upstream_plan
 from moe_overlap.tuner.write.upstream_values import values_of
 
-Target = Literal["moe-overlap", "megatron-lm", "any"]
 SPACES = ("megatron", "recompute")
 """Search spaces of plans that are executed."""
 BEYOND = tuple(name for name in SEARCH_SPACES if name not in SPACES)
 """Search spaces with plans that no runtime executes today."""
 KEPT = 20
 """Layouts that are ranked and read again as flags."""
-DECIDED = "the search decides it"
-BY_HAND = ("--moe-overlap-", "--defer-weight-gradients", "--max-deferred-bytes")
-"""Flags that overlap by hand; prefixes."""
-OF_DEVICE = ("--moe-overlap-device-connections", "--moe-overlap-nccl-ctas")
-"""Flags of the same group that no search decides."""
-PRECISION_FIELDS = {"optimizer.bf16", *(f"precision.{name}" for name in ("fp16", "fp8", "fp8_recipe", "fp4"))}
-OF_PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-")
-"""Flags of the precision; prefixes."""
 MODULE_SETS = 1
 """The first so many sets of modules may be recomputed: each is captured on its own."""
-OVERLAPPED = 3
-"""The overlap of so many of them is decided."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,17 +128,12 @@ def search_plan(
         ShardsMissingError: with a shard, where answers of the others are not there yet.
     """
     begun = time.monotonic()
-    require_equal_groups(cluster)
-    bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
-    bare = with_precision(bare, options.get("precision"))
-    bare, further = with_dispatcher(bare, cluster, settings.frees_dispatcher)
-    job = _by(_described(words, bare, cluster, options), FIRST if further else "")
+    bare, dropped, further, job = _asked(words, cluster, settings, options)
     libraries = libraries or Libraries(CaptureFiles(cache_folder(), options.get("tell")))
     on_cpu = cluster.measured is not None and cluster.measured.device == "cpu"
     graphs = options.get("graphs") or (partial(cpu_graphs, tell=options.get("tell")) if on_cpu else libraries.graphs)
-    options = given_options = Options(**{**options, "graphs": graphs})
-    flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
-    job = dataclasses.replace(job, flags=flags)
+    # Plans are read from flags of their own, which stand in no file that names the model.
+    options = given_options = Options(**{**options, "graphs": graphs, "name": job.model.name})
     space = _space(settings)
     task, bounds = _task(job, cluster, narrow_space(space), graphs, options, settings.averages)
     run = _run_of(job, cluster)
@@ -156,7 +142,7 @@ def search_plan(
     if graphs == libraries.graphs:
         task = _captured_ahead(task, job, layouts, libraries)
     accepts = _accepted(task, settings.target, bare)
-    said = _Said(task, bare, settings.target, cluster.gpus)
+    said = PlansAsFlags(task, bare, settings.target, cluster.gpus)
 
     def side(dispatcher: Dispatcher) -> Side:
         under = _by(job, dispatcher)
@@ -200,14 +186,18 @@ def search_plan(
         finalists = _finalists(found, said, cluster, options)
     if found.solution.status is Status.TIME_LIMIT or is_interrupted:
         deadline = -math.inf
-    finalists, tuned, chosen, is_late = _decided(finalists, cluster, settings, deadline, options)
+    hidden = partial(search_hidden, found, layouts, task, bounds, SCREENED, accepts=accepts, admits=admits)
+    read = partial(said.finalist, cluster=cluster, options=options)
+    finalists, answered, is_late = _decided(finalists, hidden, read, cluster, settings, deadline, options)
+    chosen = answered.chosen
     answer = PlanSearch(
         target=settings.target,
         space=space.name,
         cluster=cluster,
         words=tuple(bare),
         chosen=chosen,
-        tuned=tuned,
+        tuned=answered.tuned,
+        screened=answered.screened,
         others=tuple(finalist for finalist in finalists if finalist is not chosen),
         found=found,
         refused=tuple(said.refused),
@@ -220,6 +210,23 @@ def search_plan(
         dispatchers=outcomes,
     )
     return _with_changes(answer, words, given_options, options)
+
+
+def _asked(
+    words: Sequence[str], cluster: Cluster, settings: SearchSettings, options: Options
+) -> tuple[list[str], dict[str, str], tuple[Dispatcher, ...], Job]:
+    """The user's flags without their layout, those that are dropped, the dispatchers that are searched, and the job.
+
+    Raises:
+        ConfigError: the flags are wrong whatever the layout, or nodes differ.
+    """
+    require_equal_groups(cluster)
+    bare, dropped = without_layout(tuple(expand_files(words)), settings.target)
+    bare = with_precision(bare, options.get("precision"))
+    bare, further = with_dispatcher(bare, cluster, settings.frees_dispatcher)
+    job = _by(_described(words, bare, cluster, options), FIRST if further else "")
+    flags = {name: values for name, values in job.flags.items() if name not in layout_flags() | dropped.keys()}
+    return bare, dropped, further, dataclasses.replace(job, flags=flags)
 
 
 def _with_changes(answer: PlanSearch, words: Sequence[str], given: Options, options: Options) -> PlanSearch:
@@ -235,32 +242,6 @@ def _with_changes(answer: PlanSearch, words: Sequence[str], given: Options, opti
     own = grouped(tuple(expand_files(words)))
     changes = changes_of(own, answer.written.flags, answer.baseline, answer.cluster, **precise)
     return dataclasses.replace(answer, changes=changes)
-
-
-def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dict[str, str]]:
-    """The user's flags without those that a plan decides, and those that the target does otherwise with the reason."""
-    flags = grouped(words)
-    dropped = {name: reason for name, reason in REPLACED.items() if name in flags and target != "megatron-lm"}
-    dropped |= {
-        name: DECIDED for name in flags if name == "--plan" or (name.startswith(BY_HAND) and name not in OF_DEVICE)
-    }
-    gone = layout_flags()
-    kept = [(name, values) for name, values in flags.items() if name not in gone and name not in dropped]
-    if "--global-batch-size" not in flags:
-        # The default is a micro-batch on every rank: it would depend on what is searched.
-        raise ConfigError("--global-batch-size", "", "is not among the flags", "add it: a plan is for one batch")
-    return [word for name, values in kept for word in (name, *values)], dropped
-
-
-def with_precision(words: Sequence[str], precision: Precision | None) -> list[str]:
-    """The flags with those of another precision in the place of their own."""
-    if precision is None:
-        return list(words)
-    values = dataclasses.asdict(PRECISIONS[precision])
-    fields = {f"precision.{name}": value for name, value in values.items() if name.startswith(("fp8", "fp4", "fp16"))}
-    said = arguments_of({**fields, "optimizer.bf16": precision != "fp16"})
-    others = {name: each for name, each in grouped(words).items() if not name.startswith(OF_PRECISION)}
-    return [*(word for name, each in others.items() for word in (name, *each)), *said]
 
 
 def _by(job: Job, dispatcher: str) -> Job:
@@ -468,68 +449,7 @@ def _accepted(task: UniformTask, target: Target, bare: Sequence[str]) -> Accepts
     return accepts
 
 
-class _Said:
-    """Plans as flags, which are read again before a plan is kept: rules across flags are asked where they stand.
-
-    Attributes:
-        refused: names of plans that a rule refuses, with the rule.
-    """
-
-    def __init__(self, task: UniformTask, bare: Sequence[str], target: Target, gpus: int) -> None:
-        self._task, self._bare, self._gpus = task, bare, gpus
-        self._target: Literal["moe-overlap", "megatron-lm"] = (
-            "megatron-lm" if target == "megatron-lm" else "moe-overlap"
-        )
-        self._known: dict[str, bool] = {}
-        self.refused: list[tuple[str, str]] = []
-
-    def flags(self, ranked: RankedLayout) -> tuple[list[str], tuple[str, ...]]:
-        """The flags of the run, and among them those that say the plan.
-
-        Raises:
-            ConfigError: Megatron-LM refuses them.
-        """
-        template, model = self._task.templates(ranked.layout.tensor)
-        plan = uniform_plan(template, model.num_layers, ranked.layout, ranked.memory)
-        return self.of_plan(ranked.layout.dispatcher, plan, model)
-
-    def of_plan(self, dispatcher: str, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
-        """The same of any plan whose stages have one shape.
-
-        Raises:
-            ConfigError: Megatron-LM refuses them.
-        """
-        values = layout_values(plan, model.mtp_layers)
-        values = {path: value for path, value in values.items() if path not in PRECISION_FIELDS}
-        # The precision is said as the user says it: a plan knows no recipe.
-        precise = [(name, each) for name, each in grouped(self._bare).items() if name.startswith(OF_PRECISION)]
-        said = [*arguments_of(values), *(word for name, each in precise for word in (name, *each))]
-        said += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher else ()
-        return argument_file(self._bare, plan, said, self._target).arguments, tuple(said)
-
-    def read(self, dispatcher: str, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
-        """The same, read as any command line is.
-
-        Raises:
-            ConfigError: Megatron-LM or rules across flags refuse them.
-        """
-        arguments, said = self.of_plan(dispatcher, plan, model)
-        read_job(arguments, self._gpus)
-        return arguments, said
-
-    def is_read(self, ranked: RankedLayout) -> bool:
-        """Whether a plan's flags are accepted; what refuses it is noted."""
-        if ranked.name not in self._known:
-            try:
-                read_job(self.flags(ranked)[0], self._gpus)
-                self._known[ranked.name] = True
-            except ConfigError as error:
-                self._known[ranked.name] = False
-                self.refused.append((ranked.name, str(error)))
-        return self._known[ranked.name]
-
-
-def _finalists(found: UniformSearch, said: _Said, cluster: Cluster, options: Options) -> list[Finalist]:
+def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, options: Options) -> list[Finalist]:
     """The ranked plans, read from their flags and predicted, in the order of the search.
 
     Raises:
@@ -537,24 +457,27 @@ def _finalists(found: UniformSearch, said: _Said, cluster: Cluster, options: Opt
     """
     finalists = []
     for ranked in found.ranked:
-        arguments, words = said.flags(ranked)
-        problem = problem_of(arguments, cluster, options)
-        prediction = predict_plan(problem.plan, problem)
-        if not prediction.fits:
-            said.refused.append((ranked.name, f"{prediction.memory_verdict}: {prediction.overflow[0]}"))
+        finalist = said.finalist(ranked, cluster, options)
+        if not finalist.prediction.fits:
+            verdict = f"{finalist.prediction.memory_verdict}: {finalist.prediction.overflow[0]}"
+            said.refused.append((ranked.name, verdict))
             continue
-        finalists.append(
-            Finalist(name=ranked.name, problem=problem, prediction=prediction, arguments=tuple(arguments), said=words)
-        )
+        finalists.append(finalist)
     if not finalists:
         raise ConfigError("the search", "", f"no plan is left: {said.refused[-1][1]}", "use more GPUs")
     return finalists
 
 
 def _decided(
-    finalists: list[Finalist], cluster: Cluster, settings: SearchSettings, deadline: float, options: Options
-) -> tuple[list[Finalist], Tuned | None, Finalist, bool]:
-    """The finalists in the order of their simulated steps, the overlap of the chosen one, and whether Ctrl-C came in between."""
+    finalists: list[Finalist],
+    hidden: Callable[..., Sequence[HiddenLayout]],
+    read: Reading,
+    cluster: Cluster,
+    settings: SearchSettings,
+    deadline: float,
+    options: Options,
+) -> tuple[list[Finalist], Overlapped, bool]:
+    """The finalists in the order of their simulated steps, the fastest with its overlap, and whether Ctrl-C came in between."""
     try:
         if settings.target == "any":
             finalists = simulated_until_ahead(finalists, deadline)
@@ -562,32 +485,14 @@ def _decided(
             finalists = simulated_finalists(finalists, deadline)
         # A search that takes all micro-batches for their mean answers with what it takes for the best.
         finalists = finalists if settings.averages else in_order(finalists)
-        return finalists, *_overlapped(finalists, cluster, settings, deadline, options), False
+        if settings.target != "moe-overlap":
+            return finalists, Overlapped(chosen=finalists[0], tuned=None), False
+        hidden = partial(hidden, deadline=deadline, progress=settings.progress)
+        limits, seconds = settings.overlap_limits, settings.solver_seconds
+        return finalists, decide_overlaps(finalists, hidden, read, cluster, limits, seconds, deadline, **options), False
     except KeyboardInterrupt:
-        return (kept := listed_alone(finalists)), None, kept[0], True
-
-
-def _overlapped(
-    finalists: Sequence[Finalist], cluster: Cluster, settings: SearchSettings, deadline: float, options: Options
-) -> tuple[Tuned | None, Finalist]:
-    """The overlap of the first few plans, and which of them is then the fastest.
-
-    Returns:
-        None where nothing is overlapped, with the first plan.
-    """
-    best, chosen, shortest = None, finalists[0], finalists[0].simulated_seconds
-    if settings.target != "moe-overlap":
-        return None, chosen
-    for finalist in finalists[:OVERLAPPED]:
-        if finalist.plan.stages[0].expert * finalist.plan.stages[0].expert_tensor == 1 or time.monotonic() > deadline:
-            continue
-        try:
-            tuned = tune(finalist.arguments, cluster, settings.overlap_limits, settings.solver_seconds, **options)
-        except ConfigError:
-            continue  # The rules of overlap refuse the plan; it stays what it is.
-        if tuned.chosen.name != PLAIN and tuned.chosen.fits and tuned.chosen.seconds < shortest:
-            best, chosen, shortest = tuned, finalist, tuned.chosen.seconds
-    return best, chosen
+        finalists = listed_alone(finalists)
+        return finalists, Overlapped(chosen=finalists[0], tuned=None), True
 
 
 def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Prediction | None:

@@ -24,9 +24,9 @@ from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.serialize import save_plan
 from moe_overlap.plan_search import SearchSettings, Target, search_plan
-from moe_overlap.report.answer import Answer, answer_lines, plan_sentence, runner_up
+from moe_overlap.report.answer import Answer, answer_lines, plan_sentence
 from moe_overlap.report.prediction import prediction_json
-from moe_overlap.report.search import PlanSearch
+from moe_overlap.report.search import PlanSearch, answer_of
 from moe_overlap.report.search_folder import write_answer
 from moe_overlap.report.tuning import Tuned
 from moe_overlap.tuner.cost.analytic import Prediction
@@ -148,9 +148,7 @@ class TunedPlan:
     def __repr__(self) -> str:
         """The answer that tools/autotune.py prints, without files."""
         search = self.search
-        others = [runner_up(other.name, other.prediction, search.chosen.prediction) for other in search.others]
-        answer = Answer(plan=search.plan, prediction=search.prediction, cluster=search.cluster, runners_up=others)
-        return "\n".join(answer_lines(answer))
+        return "\n".join(answer_lines(answer_of(search)))
 
     def _repr_html_(self) -> str:
         return _html(repr(self), self.frame)

@@ -299,6 +299,7 @@ def settings_of(config: Config, plan: Plan) -> Settings:
         clip_grad=config.optimizer.clip_grad,
         counts_zero_gradients=config.logging.log_num_zeros_in_grad,
         timeout=datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes),
+        captures_graphs=config.overlap.moe_overlap_cuda_graphs,
         nccl_ctas=_nccl_ctas(config, plan),
     )
 

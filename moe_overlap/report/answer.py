@@ -56,8 +56,10 @@ class Answer:
         chosen: the sentence on what runs; default `plan_sentence`.
         train_tokens: tokens of the whole training, where the user named or the flags imply them.
         runners_up: the best first; three are shown.
+        compared_seconds: of the plan's step, that those of runners-up are compared with; default the predicted ones.
         try_next: sentences; where there are none, those of `suggestions`.
         is_upstream: whether unmodified Megatron-LM runs the plan, for which this fork's overlap is no advice.
+        is_searched: whether a search found the plan: what it decides is no advice.
     """
 
     plan: Plan
@@ -66,8 +68,10 @@ class Answer:
     chosen: str = ""
     train_tokens: float | None = None
     runners_up: Sequence[RunnerUp] = ()
+    compared_seconds: float | None = None
     try_next: Sequence[str] = ()
     is_upstream: bool = False
+    is_searched: bool = False
 
 
 def answer_lines(answer: Answer) -> list[str]:
@@ -75,9 +79,8 @@ def answer_lines(answer: Answer) -> list[str]:
     prediction = answer.prediction
     lines = [*figure_lines(answer), _line("waiting", _waiting(prediction)), *beware_lines(prediction)]
     lines += [_line("runner-up", _runner_up(other, answer)) for other in answer.runners_up[:SHOWN_RUNNERS_UP]]
-    lines += [
-        _line("try next", text) for text in answer.try_next or suggestions(answer.plan, prediction, answer.is_upstream)
-    ]
+    suggested = suggestions(answer.plan, prediction, answer.is_upstream, answer.is_searched)
+    lines += [_line("try next", text) for text in answer.try_next or suggested]
     return lines
 
 
@@ -264,7 +267,7 @@ def cost_terms(other: Mapping[str, float], chosen: Mapping[str, float]) -> str:
 def _runner_up(other: RunnerUp, answer: Answer) -> str:
     if other.seconds is None:
         return f"{other.name}: {other.why}"
-    chosen = answer.prediction.predicted.step_seconds
+    chosen = answer.compared_seconds or answer.prediction.predicted.step_seconds
     expected = answer.prediction.expected_error
     change = other.seconds / chosen - 1
     # The prediction cannot tell them apart, and says so.
@@ -272,8 +275,11 @@ def _runner_up(other: RunnerUp, answer: Answer) -> str:
     return f"{other.name}: {other.seconds:.3f} s ({100 * change:+.1f} %{tie}): {other.why}"
 
 
-def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False) -> list[str]:
-    """What may be worth a look, from what a plan waits for or lacks; the largest term decides, and none below a twentieth."""
+def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False, is_searched: bool = False) -> list[str]:
+    """What may be worth a look, from what a plan waits for or lacks; the largest term decides, and none below a twentieth.
+
+    Behind a search only what it cannot decide is advice: the batch, and who runs the plan.
+    """
     if prediction.remedy is not None:
         remedy = prediction.remedy
         cost = f"{remedy.step_seconds:.3f} s a step ({100 * remedy.slower_by:+.1f} %), up to {remedy.high_bytes / GIB:.1f} GiB"
@@ -286,16 +292,23 @@ def suggestions(plan: Plan, prediction: Prediction, is_upstream: bool = False) -
     name = max(terms, key=lambda term: terms[term])
     if terms[name] < WORTH_A_LOOK * seconds:
         return []
+    ours = "this fork's, --target both says what it gains"
     advice = {
         "bubble": "more micro-batches or fewer stages"
         if len(stage.chunks) > 1
         else "model chunks on every stage (--num-virtual-stages-per-pipeline-rank 2), or more micro-batches",
-        "exposed expert": "an overlap of all-to-alls: "
-        + ("this fork's, --target both says what it gains" if is_upstream else "tools/autotune.py --overlap-only"),
+        "exposed expert": f"an overlap of all-to-alls: {ours if is_upstream else 'tools/autotune.py --overlap-only'}",
         "exposed tensor": "fewer tensor ranks, if memory allows",
         "exposed context": "fewer context ranks, if memory allows",
         "exposed data": "--overlap-grad-reduce and --overlap-param-gather, or a larger global batch",
         "exposed transfer": "fewer stages, or larger micro-batches",
     }
+    if is_searched:
+        batch = "a larger global batch, if the training allows it"
+        advice = {"bubble": batch, "exposed data": batch} | (
+            {"exposed expert": advice["exposed expert"]} if is_upstream else {}
+        )
+        if name not in advice:
+            return []
     share = f"{name} takes {_share(terms[name] / seconds)} of the step"
     return [f"{advice.get(name, 'another layout')}: {share}"]

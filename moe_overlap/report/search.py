@@ -81,6 +81,29 @@ class Finalist:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Screened:
+    """A layout that was looked at for the all-to-alls that it may hide.
+
+    Attributes:
+        way: to overlap.
+        least_seconds: of its step, if all that can be hidden were.
+        seconds: simulated, of the simplest plan of that way; None where it does not fit or a rule refuses it.
+        refused: why there is none.
+    """
+
+    name: str
+    way: str
+    least_seconds: float
+    seconds: float | None
+    refused: str = ""
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """The fastest first; those without a plan behind them."""
+        return math.inf if self.seconds is None else self.seconds, self.least_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSearch:
     """The chosen plan, what else was looked at, and how to run it.
 
@@ -95,6 +118,7 @@ class PlanSearch:
         staged: the search over plans of unlike stages; None where there was none.
         is_interrupted: whether Ctrl-C ended it early.
         dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
+        screened: layouts that were looked at for the all-to-alls that they may hide, the fastest first.
         changes: what the plan changes in the user's own layout, the largest gain first.
         sharding: the best sharding of every operator, whoever executes it; None where the space does not ask for it.
     """
@@ -112,6 +136,7 @@ class PlanSearch:
     dropped: Mapping[str, str]
     seconds: float
     staged: StageSearch | None = None
+    screened: tuple[Screened, ...] = ()
     changes: tuple[Change, ...] = ()
     is_interrupted: bool = False
     dispatchers: tuple[DispatcherOutcome, ...] = ()
@@ -200,6 +225,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
             }
             for other in search.others
         ],
+        "overlap_screened": [dataclasses.asdict(layout) for layout in search.screened],
         "refused": [{"name": name, "rule": rule} for name, rule in search.refused],
         "frontier": [
             {"name": plan.name, "step_seconds": plan.seconds, "needed_bytes": plan.needed_bytes}
@@ -287,29 +313,63 @@ def search_lines(search: PlanSearch, folder: Path, files: Sequence[str], train_t
     Args:
         folder, files: where the answer is written, and under which names.
     """
-    prediction = search.prediction
+    return [*answer_lines(answer_of(search, train_tokens)), *closing_lines(search, folder, files)]
+
+
+def answer_of(search: PlanSearch, train_tokens: float | None = None) -> Answer:
+    """The answer about the chosen plan; runners-up stand in their order, with simulated steps where they were simulated."""
     # Of unlike meshes no stage stands for the others.
     sentence = search.chosen.name if search.plan.transfers else plan_sentence(search.plan)
-    lines = answer_lines(
-        Answer(
-            plan=search.plan,
-            prediction=prediction,
-            cluster=search.cluster,
-            chosen=f"{sentence}, for unmodified Megatron-LM" if search.target == "megatron-lm" else sentence,
-            train_tokens=train_tokens,
-            runners_up=[runner_up(other.name, other.prediction, search.chosen.prediction) for other in search.others],
-            try_next=[] if search.refusal is None else [EXECUTED],
-            is_upstream=search.target == "megatron-lm",
-        )
+    others = [
+        dataclasses.replace(runner_up(other.name, other.prediction, search.prediction), seconds=other.simulated_seconds)
+        for other in search.others
+    ]
+    return Answer(
+        plan=search.plan,
+        prediction=search.prediction,
+        cluster=search.cluster,
+        chosen=f"{sentence}, for unmodified Megatron-LM" if search.target == "megatron-lm" else sentence,
+        train_tokens=train_tokens,
+        runners_up=others,
+        compared_seconds=None if search.tuned is not None else search.chosen.simulated_seconds,
+        try_next=[] if search.refusal is None else [EXECUTED],
+        is_upstream=search.target == "megatron-lm",
+        is_searched=True,
     )
-    return [*lines, *closing_lines(search, folder, files)]
 
 
 def detail_lines(search: PlanSearch) -> list[str]:
     """What --verbose adds: every change of the user's flags, the plans that rules refuse, and what no layout shards."""
     changes = [] if search.baseline is None else change_lines(search.changes, search.baseline)
     sharding = [] if search.sharding is None else sharding_details(search.sharding)
-    return [*changes, *sharding, *(f"{'refused':<12}{name}: {rule}" for name, rule in search.refused)]
+    return [
+        *changes,
+        *_screened_lines(search.screened),
+        *sharding,
+        *refused_lines(search.refused),
+    ]
+
+
+def refused_lines(refused: Sequence[tuple[str, str]]) -> list[str]:
+    """The plans that rules refuse: a line for each flag, with the first of its plans."""
+    by_flag: dict[str, list[tuple[str, str]]] = {}
+    for name, rule in refused:
+        by_flag.setdefault(rule.split(maxsplit=1)[0].rstrip(":"), []).append((name, rule))
+    lines = []
+    for plans in by_flag.values():
+        (name, rule), more = plans[0], len(plans) - 1
+        others = f" (and {more:,} more plan{'s' * (more > 1)} for this flag: --json)" if more else ""
+        lines.append(f"{'refused':<12}{name}: {rule}{others}")
+    return lines
+
+
+def _screened_lines(screened: Sequence[Screened]) -> list[str]:
+    """Layouts that may gain by overlap, and what the simplest plan of each takes."""
+    lines = []
+    for layout in screened:
+        took = layout.refused if layout.seconds is None else f"{layout.seconds:.3f} s in its simplest form"
+        lines.append(f"{'overlapped':<12}{layout.name}, {layout.way}: at least {layout.least_seconds:.3f} s; {took}")
+    return lines
 
 
 def closing_lines(search: PlanSearch, folder: Path, files: Sequence[str]) -> list[str]:

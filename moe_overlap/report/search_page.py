@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_overlap.report.answer import Answer, RunnerUp, runner_up
+from moe_overlap.report.answer import RunnerUp
 from moe_overlap.report.html import CandidateRow, Report
-from moe_overlap.report.search import PlanSearch
+from moe_overlap.report.search import PlanSearch, answer_of
 from moe_overlap.report.sensitivity import Competitor, memory_sensitivity, network_sensitivity, skew_sensitivity
 from moe_overlap.tuner.cost.simulate.step import SimulatedStep, simulate_step
 from moe_overlap.tuner.search.layer.candidates import few_micro_batches
@@ -31,14 +31,7 @@ def search_report(search: PlanSearch, plans: Sequence[Competitor], train_tokens:
             network or the routing differ. The first is simulated.
     """
     chosen, prediction = search.chosen, search.prediction
-    runners_up = [runner_up(other.name, other.prediction, chosen.prediction) for other in search.others]
-    answer = Answer(
-        plan=search.plan,
-        prediction=prediction,
-        cluster=search.cluster,
-        train_tokens=train_tokens,
-        runners_up=runners_up,
-    )
+    answer = answer_of(search, train_tokens)
     rows = [
         CandidateRow(
             name=chosen.name,
@@ -46,7 +39,7 @@ def search_report(search: PlanSearch, plans: Sequence[Competitor], train_tokens:
             needed_bytes=prediction.fullest.needed_bytes,
             is_chosen=True,
         ),
-        *_rows(search, runners_up),
+        *_rows(search, answer.runners_up),
     ]
     frontier = [(plan.name, plan.seconds, plan.needed_bytes) for plan in search.found.frontier]
     sensitivities = [
@@ -66,7 +59,7 @@ def _rows(search: PlanSearch, runners_up: Sequence[RunnerUp]) -> list[CandidateR
     """The finalists, the rest of the frontier, and what rules refuse."""
     finalists = [
         CandidateRow(
-            name=other.name, seconds=other.seconds, needed_bytes=other.prediction.fullest.needed_bytes, note=why.why
+            name=other.name, seconds=why.seconds, needed_bytes=other.prediction.fullest.needed_bytes, note=why.why
         )
         for other, why in zip(search.others, runners_up, strict=True)
     ]

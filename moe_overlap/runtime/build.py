@@ -7,8 +7,9 @@ a fault in it cannot reach such a run.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.expert_load import ExpertLoad
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.plan.overlap import StageOverlap
@@ -44,6 +46,7 @@ class Settings:
         clip_grad: bound of the gradient norm; 0 leaves the gradients alone.
         counts_zero_gradients: whether every step counts its zero gradients, for the log.
         timeout: of every collective of the run's groups.
+        captures_graphs: whether segments of static shapes run as captured CUDA graphs.
         nccl_ctas: most thread blocks of an NCCL kernel that runs beside others; None: as many as all find a place with.
     """
 
@@ -53,6 +56,7 @@ class Settings:
     clip_grad: float
     counts_zero_gradients: bool
     timeout: datetime.timedelta
+    captures_graphs: bool = False
     nccl_ctas: int | None = None
 
 
@@ -98,7 +102,7 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     1. Groups: every rank creates all groups of the plan in one order, as NCCL and gloo demand.
     2. Model: seeded by the rank's place in its groups, because stages, tensor ranks and expert ranks draw different weights.
     3. Weight gradients: products are split before DDP wraps them, because DDP decides on its hooks when it is built.
-    4. DDP: buckets begin where the plan reduces parameter groups apart.
+    4. DDP: buckets begin where the plan reduces parameter groups apart. Captured graphs meet the stream that it is built on.
     5. Optimizer: shards the buffers of DDP, hence last.
     """
     groups = build_groups(plan, settings.timeout, settings.nccl_ctas)  # 1
@@ -112,7 +116,9 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
     queue = WeightGradQueue(overlap.max_deferred_bytes or None, recorder.begin)  # 3
     deferred = _split_deferred_products(modules, overlap, queue)
     marks = _bucket_marks(modules, overlap)  # 4
-    chunks = builders.wrap(modules, groups.collection, marks, weight_gradients_come_later=deferred)
+    stream = torch.cuda.Stream() if settings.captures_graphs else None
+    with _current(stream):
+        chunks = builders.wrap(modules, groups.collection, marks, weight_gradients_come_later=deferred)
     optimizer = MegatronLayerwiseOptimizer(  # 5
         builders.optimizer(chunks, groups.collection), chunks, settings.clip_grad, settings.counts_zero_gradients
     )
@@ -127,7 +133,21 @@ def build_context(plan: Plan, model: ModelDescription, settings: Settings, build
         clock=clock,
         weight_gradients=queue,
         bucket_reduction=_bucket_reduction(plan, chunks),
+        graph_stream=stream,
     )
+
+
+@contextlib.contextmanager
+def _current(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Make a stream current inside, behind what the present one was given and before what it will be given."""
+    if stream is None:
+        yield
+        return
+    present = torch.cuda.current_stream()
+    stream.wait_stream(present)
+    with torch.cuda.stream(stream):
+        yield
+    present.wait_stream(stream)
 
 
 def make_runner(context: RunContext) -> StepRunner:
@@ -137,6 +157,9 @@ def make_runner(context: RunContext) -> StepRunner:
     one kind would wait for ever for messages of the other.
     """
     if not any(stage.overlap.is_listed for stage in context.plan.stages):
+        if context.graph_stream is not None:
+            rule = "captures the operators of instruction lists, and this run follows none"
+            raise ConfigError("--moe-overlap-cuda-graphs", "", rule, "drop it, or overlap something")
         return MegatronStepRunner(context)
     from moe_overlap.runtime.executor.execute import PlanExecutor
 

@@ -48,6 +48,7 @@ class RunContext:
         clock: seed and micro-batch of the gates' draws; gates that draw hold the same object.
         weight_gradients: takes the weight gradients that the list computes later; stays empty where none are deferred.
         bucket_reduction: reduces gradients among the passes; None where DDP reduces them behind the passes.
+        graph_stream: where segments of static shapes are captured as CUDA graphs, and DDP was built; None: none are.
     """
 
     plan: Plan
@@ -60,6 +61,7 @@ class RunContext:
     clock: DrawClock
     weight_gradients: WeightGradQueue
     bucket_reduction: BucketReduction | None
+    graph_stream: torch.cuda.Stream | None = None
 
     @property
     def stage(self) -> StagePlan:

@@ -53,6 +53,15 @@ class Problem:
         """The machines; all of their GPUs run."""
         return self.machine.cluster
 
+    def run_by(self, plan: Plan) -> Problem:
+        """The same problem as a run of a plan meets it.
+
+        Instruction lists gather weights behind the update: a run that follows them goes without `--overlap-param-gather`.
+        """
+        if not plan.transfers and not any(stage.overlap.is_listed for stage in plan.stages):
+            return self
+        return replace(self, features=replace(self.features, overlap_param_gather=False))
+
     def refined_by(self, refined: Refined) -> Problem:
         """The same problem at prices that traces refine."""
         return replace(self, machine=replace(self.machine, refined=refined))

@@ -33,13 +33,18 @@ MODEL = """
     --log-interval 1000000 --micro-batch-size 4
 """
 OURS = "--moe-token-dispatcher-type irregular --moe-gate random"
+STATIC = "--moe-token-dispatcher-type irregular --moe-gate hash --moe-expert-capacity-factor 1.25"
+STATIC += " --moe-pad-expert-input-to-capacity --moe-overlap-micro-batches 2 --defer-weight-gradients"
 RUNS = {
     "plain": "--moe-token-dispatcher-type alltoall --moe-router-force-load-balancing",
     "irregular all-to-all": OURS,
     "deferred weight gradients": f"{OURS} --defer-weight-gradients",
     "2 partitions": f"{OURS} --moe-overlap-partitions 2",
     "2 partitions, deferred": f"{OURS} --moe-overlap-partitions 2 --defer-weight-gradients",
+    "static capacity": STATIC,
 }
+if not REHEARSED:
+    RUNS["static capacity, captured graphs"] = f"{STATIC} --moe-overlap-cuda-graphs"
 
 
 def median_step(name: str, ranks: int, folder: Path) -> float:

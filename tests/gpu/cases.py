@@ -16,6 +16,7 @@ IRREGULAR = "--moe-token-dispatcher-type irregular --moe-gate topk"
 EP, PP, TWO = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--moe-overlap-partitions 2"
 DEFER, PAIRS = "--defer-weight-gradients", "--moe-overlap-micro-batches 2"
 CAPACITY = "--moe-expert-capacity-factor 1.0"
+STATIC, GRAPHS = f"{CAPACITY} --moe-pad-expert-input-to-capacity", "--moe-overlap-cuda-graphs"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 EXACT, HALF = 1e-4, 2e-2
@@ -29,6 +30,7 @@ class Case:
     Attributes:
         ranks: as many GPUs, or gloo processes.
         tensor: tensor-parallel ranks, which decide how the vocabulary is padded.
+        on_gpu: flags that GPUs get and CPUs do not.
     """
 
     name: str
@@ -36,10 +38,12 @@ class Case:
     flags: str
     tolerance: float = EXACT
     tensor: int = 1
+    on_gpu: str = ""
 
-    def words(self) -> list[str]:
+    def words(self, device: str = "cuda") -> list[str]:
         """Its command line; the padded vocabulary is that of all cases."""
-        return [*MODEL, "--make-vocab-size-divisible-by", str(512 // self.tensor), *self.flags.split()]
+        more = self.on_gpu.split() if device == "cuda" else []
+        return [*MODEL, "--make-vocab-size-divisible-by", str(512 // self.tensor), *self.flags.split(), *more]
 
 
 CASES = (
@@ -60,7 +64,9 @@ CASES = (
     Case("two micro-batches", 2, f"{EP} {IRREGULAR} {PAIRS} {DEFER}"),
     Case("chunks of capacity", 2, f"{EP} {IRREGULAR} {CAPACITY} --moe-overlap-capacity-chunks 2"),
     Case("capacity passed between partitions", 2, f"{EP} {IRREGULAR} {CAPACITY} {TWO}"),
-    Case("static capacity", 2, f"{EP} {IRREGULAR} {CAPACITY} --moe-pad-expert-input-to-capacity {DEFER}"),
+    Case("static capacity", 2, f"{EP} {IRREGULAR} {STATIC} {DEFER}"),
+    Case("captured graphs", 2, f"{EP} {IRREGULAR} {STATIC} {PAIRS} {DEFER}", on_gpu=GRAPHS),
+    Case("captured graphs, partitions, bf16", 2, f"{EP} {IRREGULAR} {TWO} {DEFER} --bf16", HALF, on_gpu=GRAPHS),
     Case("rows summed in a fixed order", 2, f"{EP} {IRREGULAR} {TWO} {DEFER} --deterministic-mode"),
     Case("gradient pieces", 2, f"{EP} {IRREGULAR} {TWO} {DEFER} --overlap-grad-reduce --ddp-bucket-size 20000"),
     Case("pipeline", 2, f"{PP} --moe-token-dispatcher-type alltoall"),

@@ -45,14 +45,15 @@ def main(argv: Sequence[str]) -> int:
         case = BY_NAME[name]
         saves = not (folder / WEIGHTS).exists()
         start = ["--save"] if saves else ["--finetune", "--resume-with-changes", "--ckpt-step", "0", "--load"]
-        words = [*case.words(), "--train-iters", str(steps), *start, str(folder / WEIGHTS)]
+        device = device_of_this_process().type
+        words = [*case.words(device), "--train-iters", str(steps), *start, str(folder / WEIGHTS)]
         log = ["--log-json", str(folder / "log.jsonl")]
         parsed = parse([*words, *log])
         validate(parsed.config, case.ranks)
         settle_environment(parsed.config, os.environ)
         torch.use_deterministic_algorithms(parsed.config.training.deterministic_mode)
         process = process or start_process(parsed.config)
-        log[1] = str(log_of(folder, device_of_this_process().type, case))
+        log[1] = str(log_of(folder, device, case))
         loop = assemble(parse([*words, *log]), process.rank)
         if saves:
             loop.save_now()

@@ -132,7 +132,12 @@ def _uneven(feed: Any) -> Iterator[Any]:
 
 
 def _step(job: Any, step: int, feed: Any) -> tuple[float, float]:
-    result = job.machinery.runner.run(job.schedule.instructions, feed, step)
+    return uneven_step(job, step, feed, job.machinery.runner)
+
+
+def uneven_step(job: Any, step: int, feed: Any, runner: Any) -> tuple[float, float]:
+    """Loss and gradient norm of one step of a job by a runner of its own."""
+    result = runner.run(job.schedule.instructions, feed, step)
     job.machinery.scheduler.step(increment=job.schedule.global_batch_size)
     return result.loss, result.grad_norm
 

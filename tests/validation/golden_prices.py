@@ -158,6 +158,9 @@ CASES: Mapping[str, Case] = {
         "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --grad-reduce-in-bf16"
     ),
     "MoE, two partitions of a micro-batch": Case(f"{MOE} {SHARDED} {EIGHT} {LISTED} --moe-overlap-partitions 2"),
+    "MoE, two partitions in 8 bits": Case(
+        f"{MOE} {SHARDED} {EIGHT} {LISTED} --moe-overlap-partitions 2 --fp8-format e4m3 --fp8-recipe mxfp8", gpu="B200"
+    ),
     "MoE, deferred weight gradients in a pipeline": Case(
         f"{MOE} {SHARDED} {EIGHT} {LISTED} --pipeline-model-parallel-size 2 --defer-weight-gradients "
         "--max-deferred-bytes 100000000000"

@@ -552,6 +552,9 @@ class OverlapConfig:
     moe_overlap_nccl_ctas: int | None = None
     """Thread blocks of an NCCL kernel that runs beside others; default NCCL_MAX_CTAS where that is set, else a ninth of the GPU's
     multiprocessors, at most 32."""
+    moe_overlap_cuda_graphs: bool = flag(False, needs="CUDA")
+    """Replay the operators of overlapping layers whose shapes never change as CUDA graphs: attention and gates; experts
+    too, with --moe-pad-expert-input-to-capacity. Captured once, in the fourth step."""
     trace: str | None = None
     """Write the measured spans of the last step as a Perfetto trace, all ranks in one file."""
 

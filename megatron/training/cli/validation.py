@@ -6,6 +6,7 @@ Each rule is a small function whose name states what must hold; the files of rul
 from __future__ import annotations
 
 from megatron.training.cli.config import Config
+from megatron.training.cli.rules.graphs import graphs_capture_what_repeats
 from megatron.training.cli.rules.model import ATTENTION_RULES, MODEL_RULES
 from megatron.training.cli.rules.moe import MOE_RULES, OVERLAP_RULES
 from megatron.training.cli.rules.parallel import PARALLEL_RULES, check_world, sizes_are_positive
@@ -24,7 +25,7 @@ def validate(config: Config, world_size: int | None) -> None:
     """
     before, after = (
         (sizes_are_positive, *MODEL_RULES, *ATTENTION_RULES, *MOE_RULES),
-        (*RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES),
+        (*RUN_RULES, *PRECISION_RULES, *OVERLAP_RULES, graphs_capture_what_repeats),
     )
     for rule in (*before, *PARALLEL_RULES, *after):
         rule(config)

@@ -74,7 +74,7 @@ def check_lifetimes(instructions: Sequence[Instruction], recorded: Uses) -> None
 
 def _unsafe_uses(instructions: Sequence[Instruction]) -> list[tuple[int, str]]:
     """Place and buffer of every foreign use that is not harmless by itself."""
-    order = _Order(instructions)
+    order = StreamOrder(instructions)
     ends = last_uses(instructions)
     live: dict[str, _Live] = {}
     uses: list[tuple[int, str]] = []
@@ -104,7 +104,7 @@ def _unsafe_uses(instructions: Sequence[Instruction]) -> list[tuple[int, str]]:
     return uses
 
 
-class _Order:
+class StreamOrder:
     """Which instructions have ended when another one starts: a clock per instruction counts those of every stream."""
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:

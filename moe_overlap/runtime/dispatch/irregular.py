@@ -25,7 +25,7 @@ T tokens, E experts of the layer, H elements per token, N rows, X columns of a p
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -365,6 +365,11 @@ class IrregularDispatcher:
         sources_QPL = (((capacity,) * local,) * ranks,) * self.wires.tensor.size
         counts = Counts((capacity,) * experts, sources_QPL, self.wires.tensor.rank)
         return Handle(name, map_TE, to_expert_E, flat, places_N, probs_dtype, self.take_tags(), Known(counts), tokens_N)
+
+    def opened_again(self, handle: Handle) -> Handle:
+        """The handle of a pass whose decisions stand in the tensors of another one's: with tags and counts of its own."""
+        arriving = handle.arriving if self.static_capacity else None
+        return replace(handle, tag=self.take_tags(), arriving=arriving)
 
     def take_tags(self) -> int:
         """Reserve the tags of a new handle and return the first; all ranks open their handles in the same order."""

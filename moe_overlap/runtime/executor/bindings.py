@@ -47,6 +47,7 @@ from moe_overlap.plan.operators import (
 from moe_overlap.runtime.dispatch.capacity_chunks import join_chunks
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher
 from moe_overlap.runtime.executor.buffers import BATCH
+from moe_overlap.runtime.executor.graphs import ReplayedSegment, SegmentGraphs
 from moe_overlap.runtime.executor.precision import LayerPrecision
 from moe_overlap.runtime.executor.rotary import rotary_table, rotate_projection
 from moe_overlap.runtime.executor.segments import LayerDraws, Segment, recompute_by_the_list
@@ -69,6 +70,8 @@ from moe_overlap.runtime.routing.state import RoutingState
 from moe_overlap.runtime.spans import SpanRecorder
 from moe_overlap.runtime.step import Batch
 
+ROUTING = "routing"
+"""What a gate leaves aside besides the handles of its partitions: the routing state, which a captured graph writes."""
 Binding = Callable[[Instruction, OperatorId, StepState], None]
 """Runs one operator of a model chunk, forward or backward."""
 
@@ -79,6 +82,7 @@ class ChunkOperators:
     Args:
         model: the GPTModel of the chunk, without wrappers around its modules.
         loss: from per-token losses [B, S] and their micro-batch to (loss, [sum, tokens]).
+        graphs: captures the segments that the list says; None: none is captured.
     """
 
     def __init__(
@@ -88,8 +92,9 @@ class ChunkOperators:
         loss: Callable[[Tensor, Batch], tuple[Tensor, Tensor]],
         dispatcher: IrregularDispatcher,
         recorder: SpanRecorder,
+        graphs: SegmentGraphs | None = None,
     ) -> None:
-        self._recorder = recorder
+        self._recorder, self._graphs = recorder, graphs
         self._model, self._loss, self._dispatcher = model, loss, dispatcher
         self._layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         self._rotary = rotary_angles(model, sequence_length)
@@ -127,6 +132,7 @@ class ChunkOperators:
         place = place_of(instruction, operator)
         if operator.phase is BACKWARD:
             self._backward_of[operator.kind](instruction, operator, state)
+            self._copy_out(instruction, state)
             return
         run = partial(self._forward_of[operator.kind], instruction, operator, state)
         if operator.phase is RECOMPUTE:
@@ -141,11 +147,29 @@ class ChunkOperators:
         precision = self._precision.first(operator.layer, repeated)
         with drawing, precision, torch.set_grad_enabled(with_graph):
             run()
+        self._copy_out(instruction, state)
         if not with_graph:
             del state.segments[place]
             # The recomputation opens a handle of its own; merge is the last to need that of a pass without graph.
             if operator.kind is MERGE:
                 del state.handles[(layer_of(operator), *place[2:])]
+
+    def _segment(
+        self,
+        i: Instruction,
+        run: Callable[..., Any],
+        inputs: Sequence[Tensor | None],
+        aside: dict[Any, Any] | None = None,
+    ) -> Segment | ReplayedSegment:
+        """One forward operator; the list may have it replayed by a graph."""
+        if self._graphs is None or not torch.is_grad_enabled():
+            return Segment(run, inputs, aside)
+        return self._graphs.segment(i, run, inputs, {} if aside is None else aside)
+
+    def _copy_out(self, i: Instruction, state: StepState) -> None:
+        """Copy what a transfer sends out of a graph's memory, which is free for the next micro-batch before it has gone."""
+        for name in self._graphs.sent(i) if self._graphs is not None else ():
+            state.buffers.replace(name, torch.clone)
 
     # Embedding, head
 
@@ -198,13 +222,16 @@ class ChunkOperators:
         if mask is not None and i.partition:
             mask = mask.chunk(state.buffers.partitions(i))[i.partition[0]]
 
-        def attend(hidden_SBH: Tensor) -> Tensor:
+        def attend(hidden_SBH: Tensor, mask: Tensor | None) -> Tensor:
             return TransformerLayer._forward_attention(layer, hidden_SBH, mask, rotary_pos_emb=angles)[0]
 
-        self._forward(i, operator, state, attend, [read_stem(i, R.HIDDEN)], [written_stem(i, R.ATTENDED)])
+        segment = self._segment(i, attend, [state.buffers.read(i, read_stem(i, R.HIDDEN)), mask])
+        state.segments[place_of(i, operator)] = segment
+        state.buffers.write(i, written_stem(i, R.ATTENDED), segment.outputs[0])
 
     def _attention_backward(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
-        self._backward(i, operator, state, [read_stem(i, R.D_ATTENDED)], [written_stem(i, R.D_HIDDEN)])
+        # The mask, an input like the hidden states, has no gradient.
+        self._backward(i, operator, state, [read_stem(i, R.D_ATTENDED)], [written_stem(i, R.D_HIDDEN), ""])
 
     def _mlp(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         layer = self._layers[layer_of(operator)]
@@ -219,10 +246,12 @@ class ChunkOperators:
     def _gate(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
         n = layer_of(operator)
         layer, keys = self._layers[n], travelling(i, n, i.writes, R.ROWS)
+        opened: dict[Any, Any] = {}
 
         def route(hidden_SBH: Tensor) -> tuple[Tensor, ...]:
             normed_SBH = TransformerLayer._forward_pre_mlp_layernorm(layer, hidden_SBH)
             routed_TE = self._route(layer.mlp, normed_SBH, i, state, n)
+            opened[ROUTING] = state.routing.get((n, micro_batch_of(i)))
             samples, rows = normed_SBH.shape[BATCH], []
             sent = layer.mlp.fc1_latent_proj(normed_SBH)[0] if layer.config.moe_latent_size else normed_SBH
             # A gate may decide on the whole micro-batch while its rows travel in partitions: samples are told apart
@@ -233,15 +262,18 @@ class ChunkOperators:
                 routing = state.routing.get((n, micro_batch_of(i)))
                 most_rows = self._most_rows(layer.mlp, map_TE.shape[0], routing)
                 capacity = self._static_capacity(layer.mlp, routing)
-                packed, state.handles[key] = self._dispatcher.permute(
+                packed, opened[key[2]] = self._dispatcher.permute(
                     x_TH, probs_TE, map_TE, f"L{n}.moe", most_rows, capacity
                 )
                 rows.append(packed)
             # An output, too: the shared expert's gradient returns through it, and the norm runs backward once for both.
             return (*rows, normed_SBH)
 
-        segment = Segment(route, [state.buffers.read(i, read_stem(i, R.ATTENDED))])
+        segment = self._segment(i, route, [state.buffers.read(i, read_stem(i, R.ATTENDED))], opened)
         *rows, normed_SBH = segment.outputs
+        for key in keys:
+            handle = segment.aside[key[2]]
+            state.handles[key] = handle if segment.aside is opened else self._dispatcher.opened_again(handle)
         if not (writes(i, R.COUNTS) or self._dispatcher.static_capacity):
             # Nothing leaves the rank: there is no count instruction, and the counts are known at once.
             self._dispatcher.start_counts(state.handles[keys[0]]).wait()
@@ -263,7 +295,9 @@ class ChunkOperators:
         if routing is None:
             parts = state.buffers.partitions(i)
             samples, number = normed_SBH.shape[BATCH] * parts, state.first_micro_batch + micro_batch_of(i)
-            routing = moe.router.begin(normed_SBH.shape[0], samples, parts, seed=state.seed, micro_batch=number)
+            sizes = (normed_SBH.shape[0], samples, parts)
+            # Nobody reads the log of the losses in a listed run.
+            routing = moe.router.begin(*sizes, seed=state.seed, micro_batch=number, logs=False)
             state.routing[(layer, micro_batch_of(i))] = routing
         return moe.router.route(normed_SBH, routing, partition_of(i))
 
@@ -295,7 +329,7 @@ class ChunkOperators:
         segment = state.segments.pop(place_of(i, operator))
         for key in keys:
             del state.handles[key]
-        dnormed_SBH = torch.cat(dnormed, dim=BATCH) if dnormed else None
+        dnormed_SBH = None if not dnormed else dnormed[0] if len(dnormed) == 1 else torch.cat(dnormed, dim=BATCH)
         state.buffers.add(i, written_stem(i, R.D_ATTENDED), segment.backward(*drows, dnormed_SBH)[0])
 
     def _shared(self, i: Instruction, operator: OperatorId, state: StepState) -> None:
@@ -303,7 +337,7 @@ class ChunkOperators:
         normed = state.normed.pop(key, None)
         if normed is None:
             normed = _normed_of_gate(key, state)
-        segment = Segment(lambda x: MoELayer.shared_experts_compute(layer.mlp, x), [normed])
+        segment = self._segment(i, lambda x: MoELayer.shared_experts_compute(layer.mlp, x), [normed])
         state.segments[place_of(i, operator)] = segment
         state.buffers.write(i, written_stem(i, R.SHARED), segment.outputs[0])
 
@@ -349,7 +383,7 @@ class ChunkOperators:
         if (n, micro_batch_of(i)) in state.chunks:
             returned = [join_chunks(state.chunks[n, micro_batch_of(i)], returned)]
         shared_SBH = state.buffers.read(i, read_stem(i, R.SHARED)) if reads(i, R.SHARED) else None
-        segment = Segment(merge, [*returned, state.buffers.read(i, read_stem(i, R.ATTENDED)), shared_SBH])
+        segment = self._segment(i, merge, [*returned, state.buffers.read(i, read_stem(i, R.ATTENDED)), shared_SBH])
         state.segments[place_of(i, operator)] = segment
         state.buffers.write(i, written_stem(i, R.HIDDEN), segment.outputs[0])
 
@@ -401,7 +435,7 @@ class ChunkOperators:
         reads: Sequence[str],
         writes: Sequence[str],
     ) -> None:
-        segment = Segment(run, [state.buffers.read(i, stem) if stem else None for stem in reads])
+        segment = self._segment(i, run, [state.buffers.read(i, stem) if stem else None for stem in reads])
         state.segments[place_of(i, operator)] = segment
         for stem, output in zip(writes, segment.outputs, strict=True):
             state.buffers.write(i, stem, output)

@@ -61,6 +61,10 @@ class Buffers:
         for name, part in zip(names, gradient.chunk(len(names), dim=BATCH), strict=True):
             self._tensors[name] = self._tensors[name] + part if name in self._tensors else part
 
+    def replace(self, name: str, by: Callable[[Tensor], Tensor]) -> None:
+        """Put what a function makes of a tensor in its place."""
+        self._tensors[name] = by(self._tensors[name])
+
     def named(self, names: Iterable[str]) -> list[Tensor]:
         """The tensors that stand under these names now."""
         return [self._tensors[name] for name in names if name in self._tensors]

@@ -28,6 +28,7 @@ from moe_overlap.runtime.context import RunContext
 from moe_overlap.runtime.dispatch.irregular import IrregularDispatcher, Wires
 from moe_overlap.runtime.executor.bindings import ChunkOperators, set_aux_loss_scale
 from moe_overlap.runtime.executor.buffers import Buffers
+from moe_overlap.runtime.executor.graphs import CudaGraphs, SegmentGraphs, refuse_uncapturable
 from moe_overlap.runtime.executor.state import StepState
 from moe_overlap.runtime.executor.streams import ChannelStreams, HostOrder, Streams
 from moe_overlap.runtime.groups import StageGroups
@@ -100,12 +101,19 @@ class PlanExecutor:
         context: this rank's part of the run.
         waits: wait for every all-to-all where it is started, so that nothing overlaps: the control of a benchmark.
         streams: what instructions run on; those of the device unless given.
+        graphs: captures segments; CUDA's where the run asks for it unless given.
     Attributes:
         context: this rank's part of the run.
         dispatcher: carries every all-to-all of tokens, of all chunks.
     """
 
-    def __init__(self, context: RunContext, waits: bool = False, streams: Streams | None = None) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        waits: bool = False,
+        streams: Streams | None = None,
+        graphs: SegmentGraphs | None = None,
+    ) -> None:
         self.context, self._waits = context, waits
         self._chunks, self._optimizer, self._recorder = list(context.chunks), context.optimizer, context.recorder
         self._update = StepUpdate(context)
@@ -125,8 +133,13 @@ class PlanExecutor:
         # DDP takes the mean over the ranks that share a sequence, too; each has a part of the sum.
         self._context_size = context.groups.collection.cp.size()
         loss = _summed_loss if self._per_token else _mean_loss
+        self._graphs = graphs
+        if graphs is None and context.graph_stream is not None:
+            refuse_uncapturable(context)
+            self._graphs = SegmentGraphs(CudaGraphs(context.graph_stream), self._queue, self.dispatcher.static_capacity)
         self._operators = [
-            ChunkOperators(model, sequence_length, loss, self.dispatcher, self._recorder) for model in context.models
+            ChunkOperators(model, sequence_length, loss, self.dispatcher, self._recorder, self._graphs)
+            for model in context.models
         ]
         self._collectives = LayerCollectives(self._recorder, channels_inside(context.groups.collection))
         self._transfers = StageTransfers(
@@ -146,6 +159,8 @@ class PlanExecutor:
         state = self._state(instructions, batches, step)
         device = next(self._chunks[0].parameters()).device
         set_aux_loss_scale(state.loss_scale, device)
+        if self._graphs is not None:
+            self._graphs.begin(instructions)
         with self._collectives.recorded():
             self._follow(instructions, state)
         get_moe_layer_wise_logging_tracker().clear()

@@ -29,12 +29,17 @@ from torch import Tensor
 class Segment:
     """One call of a function under autograd, with its graph cut at both ends; without gradients, no graph at all.
 
+    Args:
+        aside: what the function leaves besides its outputs: kept, and nothing else.
     Attributes:
         outputs: what the function returned, detached from nothing: consumers cut it at their own inputs.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], inputs: Sequence[Tensor | None], aside: dict[Any, Any] | None = None
+    ) -> None:
         with_graph = torch.is_grad_enabled()
+        self.aside = {} if aside is None else aside
         self._inputs = [
             x.detach().requires_grad_(with_graph and x.is_floating_point()) if x is not None else None for x in inputs
         ]

@@ -19,6 +19,7 @@ from moe_overlap.plan.operators import DISPATCH, OperatorId, OperatorKind
 from moe_overlap.runtime.dispatch.capacity_chunks import CapacityChunk, capacity_chunks
 from moe_overlap.runtime.dispatch.irregular import Handle, IrregularDispatcher
 from moe_overlap.runtime.executor.buffers import Buffers, is_part
+from moe_overlap.runtime.executor.graphs import ReplayedSegment
 from moe_overlap.runtime.executor.segments import Segment
 from moe_overlap.runtime.state.update import UpdateState
 from moe_overlap.runtime.step import Batch
@@ -41,7 +42,7 @@ class StepState:
     """Number of this step's first micro-batch in the run."""
     recomputed: frozenset[str] = frozenset()
     """Names of the operators that the backward pass runs a second time."""
-    segments: dict[Place, Segment] = field(default_factory=dict)
+    segments: dict[Place, Segment | ReplayedSegment] = field(default_factory=dict)
     handles: dict[tuple[int, int, int], Any] = field(default_factory=dict)
     """Dispatcher handles by layer, micro-batch, partition."""
     chunks: dict[tuple[int, int], Sequence[CapacityChunk]] = field(default_factory=dict)

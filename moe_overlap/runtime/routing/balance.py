@@ -42,6 +42,7 @@ class BalanceTotals:
         valid_tokens: of the micro-batch, padding left out; at least 1.
         factor_BE: gradient of all balancing losses with respect to a score, loss scale left out; None until `close_balance`.
         values: what the losses are without their coefficients, by logged name; filled by `close_balance`.
+        logs: whether they are formed at all: nothing but a log reads them.
     """
 
     counts_BE: Tensor
@@ -50,9 +51,12 @@ class BalanceTotals:
     valid_tokens: Tensor
     factor_BE: Tensor | None = None
     values: dict[str, Tensor] = field(default_factory=dict)
+    logs: bool = True
 
 
-def open_balance(router: TopKRouter, sequence: int, samples: int, padding_SB: Tensor | None) -> BalanceTotals:
+def open_balance(
+    router: TopKRouter, sequence: int, samples: int, padding_SB: Tensor | None, logs: bool = True
+) -> BalanceTotals:
     """Open empty sums for one micro-batch of S positions and B samples."""
     device = router.weight.device
     valid = torch.full((), sequence * samples, device=device) if padding_SB is None else (~padding_SB).sum()
@@ -62,6 +66,7 @@ def open_balance(router: TopKRouter, sequence: int, samples: int, padding_SB: Te
         scores_BE=torch.zeros(shape, dtype=torch.float32, device=device),
         squares=torch.zeros((), dtype=torch.float32, device=device),
         valid_tokens=valid.clamp(min=1),
+        logs=logs,
     )
 
 
@@ -107,7 +112,7 @@ def z_loss_share(
 @torch.no_grad()
 def close_balance(router: TopKRouter, totals: BalanceTotals) -> None:
     """After the last partition: form the losses, log them, and make the gradients known."""
-    if router.config.moe_z_loss_coeff is not None:
+    if router.config.moe_z_loss_coeff is not None and totals.logs:
         _log(router, totals, Z_LOSS, totals.squares / totals.valid_tokens, group=None)
     if not router.is_aux_loss_enabled():
         return
@@ -133,7 +138,8 @@ def close_balance(router: TopKRouter, totals: BalanceTotals) -> None:
             counts, tokens = router.global_tokens_per_expert / router.ga_steps, far_E.sum() / router.topk
         # A micro-batch of padding alone has no tokens, and no loss either.
         weight = counts * router.num_experts / (router.topk * tokens.clamp(min=1).square()) / terms
-        _log(router, totals, name, (totals.scores_BE * weight).sum(), group, has_dp=kind == "global_aux_loss")
+        if totals.logs:
+            _log(router, totals, name, (totals.scores_BE * weight).sum(), group, has_dp=kind == "global_aux_loss")
         local_tokens = local / router.topk if router.calculate_per_token_loss else 1
         totals.factor_BE += coefficient * local_tokens * weight
 

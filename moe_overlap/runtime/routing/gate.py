@@ -122,6 +122,7 @@ class Gate(TopKRouter):
         micro_batch: int = 0,
         padding_SB: Tensor | None = None,
         recording: bool | None = None,
+        logs: bool = True,
     ) -> RoutingState:
         """Start a micro-batch.
 
@@ -131,6 +132,7 @@ class Gate(TopKRouter):
             seed, micro_batch: seed and micro-batch of the draws; `first_micro_batch` says how micro-batches are numbered.
             padding_SB: bool, true where a token is padding.
             recording: whether losses and counts are kept; default: in training.
+            logs: whether the losses' values are formed for megatron-core's log, their gradients aside.
         Raises:
             ConfigError: several partitions at a gate that needs the whole micro-batch.
         """
@@ -140,7 +142,7 @@ class Gate(TopKRouter):
         has_losses = self.is_aux_loss_enabled() or self.config.moe_z_loss_coeff is not None
         totals = None
         if recording and self.training and has_losses:
-            totals = open_balance(self, sequence, samples, padding_SB)
+            totals = open_balance(self, sequence, samples, padding_SB, logs)
         return RoutingState(
             sequence=sequence,
             samples=samples,

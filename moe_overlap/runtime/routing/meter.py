@@ -57,7 +57,8 @@ class RouterMeter:
 
     def take(self) -> Tensor:
         """Return the sums [2E + 2] and begin anew."""
-        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        sums = self._sums.clone()
+        self._sums.zero_()  # in place: captured graphs add to it where it lies
         return sums
 
 

@@ -13,8 +13,9 @@ it was computed from) and then announced (DDP may start to reduce its bucket). W
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,16 @@ class _Entry:
     held: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Put:
+    """The arguments of `WeightGradQueue.put`."""
+
+    name: str
+    compute: Callable[[], None]
+    held: tuple[Tensor, ...]
+    announce: Callable[[], None]
+
+
 class WeightGradQueue:
     """Computations of weight gradients by operator name (`L0.attention.qkv.dW`).
 
@@ -65,6 +76,7 @@ class WeightGradQueue:
         self._held = _Storages()
         self._put: Counter[str] = Counter()
         self._announced: Counter[str] = Counter()
+        self._aside: list[Put] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -88,11 +100,24 @@ class WeightGradQueue:
             held: tensors that `compute` keeps alive, parameters left out.
             announce: is called after `compute`; may start collectives.
         """
+        if self._aside is not None:
+            self._aside.append(Put(name, compute, tuple(held), announce))
+            return
         self._put[name] += 1
         self._entries[self._next_number] = _Entry(name, self._operator, compute, announce, tuple(held))
         self._numbers[name].append(self._next_number)
         self._next_number += 1
         self._held.add(held)
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[list[Put]]:
+        """Inside, what is put goes to the list that this yields: who captures a backward pass puts it at every replay."""
+        assert self._aside is None, "one capture at a time"
+        self._aside = []
+        try:
+            yield self._aside
+        finally:
+            self._aside = None
 
     def begin_operator(self) -> None:
         """Check the bytes of all that waits. What is put until the next call belongs to one operator of the list.

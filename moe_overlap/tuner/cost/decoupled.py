@@ -8,8 +8,9 @@ from earlier slots does so as long as both run.
 2. What a use needs is loaded while the use before it computes, and waits for the end of the last use that has ended.
 3. Saved activations leave behind a forward use, gradients behind a backward use.
 4. A use waits for what left two uses before.
-5. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Once by a stage that
-   waits for no other, and once by one that waits in front of forward passes and its last backward pass.
+5. A few micro-batches are played: the first, one that every further one repeats (`stable`), and the last. Once without updates,
+   whose copies would slow down the one that stands for many; once with them, which tells what they add to the first pass and
+   leave behind for later ones; and once by a stage that waits in front of forward passes and its last backward pass.
 
 Legend: K kinds of parts, N strategies. `simulate/engine.py` is the slow twin.
 Source: Mist, section 5.1 and figure 10.
@@ -44,9 +45,11 @@ class PlayedStage:
         forward, backward: of a micro-batch that all further ones repeat.
         first: of the first forward pass of a chunk beyond a part of `forward`, with the updates in front of it.
         enter: of all passes from there to the first one of the last chunk beyond such parts.
+        behind: of the passes after those beyond what they take without updates, which leave copies and collectives behind.
         waited: of the first forward pass beyond `forward`, where the stage has waited for its input long enough for every update.
         again: of a forward pass right behind another one, beyond `forward`.
-        turn: of the first backward pass beyond `backward`: no sum of gradients is there yet.
+        turn: of the first backward pass beyond `backward`: no sum of gradients is there yet. On the first stage with what slows
+            down the passes from there on: copies that updates have left behind.
         drain: of the last backward pass beyond `backward`; all stages but the last have waited for it.
         rush: the same where it is right behind another one, and has not waited.
         tail: from its end until everything has been reduced and copied.
@@ -58,6 +61,7 @@ class PlayedStage:
     backward: Floats
     first: Floats
     enter: Floats
+    behind: Floats
     waited: Floats
     again: Floats
     turn: Floats
@@ -88,12 +92,14 @@ def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: 
     filling = order[: directions.index("backward")]
     emptying = order[len(order) - directions[::-1].index("forward") + 1 :]
 
-    def run(*noted: str) -> _Run:
-        played = _Played(parts, table.seconds, table.kind, slots, sizes)
+    def run(*noted: str, updates: bool = True) -> _Run:
+        played = _Played(parts, table.seconds, table.kind, slots, sizes, updates)
         return _Run(played, parts, sizes, ahead, emptying, noted)
 
     # Memory: beside updates there is most where nothing waits, and gradients on their way are most where the stage has waited.
-    busy = run(UPDATING) if ahead else run(UPDATING, PASSING)
+    updating = run(UPDATING)
+    updating.play(forward_waits=False, drains=False)
+    busy = run(updates=False) if ahead else run(PASSING, updates=False)
     busy.play(forward_waits=False, drains=False)
     idle = busy
     # The only stage of a pipeline never waits for another.
@@ -110,28 +116,36 @@ def play_stage(parts: Sequence[Part], table: SlotTable, sizes: UseBytes, ahead: 
     }
     nothing = np.zeros_like(forward)
 
-    def beyond(steps: Sequence[Step]) -> Floats:
+    def beyond(steps: Sequence[Step], played: _Run = busy) -> Floats:
         """Seconds of some passes of a chunk beyond the usual ones."""
-        return sum((busy.taken[step] - usual[step] for step in steps), start=nothing)
+        return sum((played.taken[step] - usual[step] for step in steps), start=nothing)
 
     entered = max(number for number, step in enumerate(filling) if step.micro_batch == 0) + 1
     # Where no pass follows, those between the chunks' first ones stand for more of them in longer pipelines.
     followed = filling[entered:] or [step for step in filling if step.micro_batch > 0]
     again, rush = (beyond(steps) * len(chunks) / max(1, len(steps)) for steps in (followed, emptying))
     ends = idle if ahead else busy
+
+    def slowed(steps: Sequence[Step]) -> Floats:
+        """Seconds by which what updates leave behind slows down some passes."""
+        return sum((updating.taken[step] - busy.taken[step] for step in steps), start=nothing)
+
+    # The first stage always does all its updates. The passes that it makes before it has waited for a gradient are told apart.
+    turned = len(filling) if ahead and not waits else len(order)
     return PlayedStage(
         forward=forward,
         backward=backward,
-        first=beyond(order[:1]),
-        enter=beyond(filling[1:entered]),
+        first=beyond(order[:1], updating),
+        enter=beyond(filling[1:entered], updating),
+        behind=slowed(order[entered:turned]),
         waited=idle.mean("forward", range(1)) - forward if waits else nothing,
         again=again,
-        turn=(busy if ahead else idle).mean("backward", range(1)) - backward,
+        turn=(busy if ahead else idle).mean("backward", range(1)) - backward + slowed(order[turned:]),
         drain=ends.mean("backward", range(slots.last, slots.last + 1)) - backward,
         rush=rush,
         tail=ends.played.ended - ends.ends[order[-1]],
-        buffer_bytes=np.max([*busy.later, *idle.later], axis=0),
-        update_bytes=np.max([*busy.early, *idle.early], axis=0),
+        buffer_bytes=np.max([*updating.later, *busy.later, *idle.later], axis=0),
+        update_bytes=np.max(updating.early, axis=0),
     )
 
 
@@ -250,7 +264,7 @@ class _Played:
     """When the channels of a stage are free, and what has left it; arrays of [N]."""
 
     def __init__(
-        self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind, slots: Slots, sizes: UseBytes
+        self, parts: Sequence[Part], seconds: UseSeconds, kind: ListKind, slots: Slots, sizes: UseBytes, updates: bool
     ) -> None:
         self._parts, self._kind, self.slots, self._sizes = parts, kind, slots, sizes
         # Buffers in the order in which they were noted: the places, and [3, H, N] their begins, ends and bytes.
@@ -277,6 +291,11 @@ class _Played:
         self._used: set[int] = set()
         self._on_host: dict[tuple[str, int, int], Floats] = {}
         self._fetched: dict[int, Floats] = {}
+        self._updates = updates
+        if not updates:
+            self._stepped = dict.fromkeys(range(len(parts)), nothing)
+            self._on_host = {("weights", index, 0): nothing for index in range(len(parts))}
+            self._used = set(range(len(parts)))
         self._pending: list[tuple[Use, Floats, int]] = []
         self._leaves: tuple[Use, Floats, int] | None = None
 
@@ -287,7 +306,7 @@ class _Played:
 
     def begin(self, use: Use) -> None:
         """Write what stands in front of the first use."""
-        if not self._kind.offloads_weights:
+        if self._updates and not self._kind.offloads_weights:
             self._update_all()
         self.load(use, None)
 
@@ -428,7 +447,7 @@ class _Played:
         self.leave()
         if behind is not None and not waits:
             self.load(behind, place)
-        if not self._kind.offloads_weights and not use.backward and use.micro_batch == 0:
+        if self._updates and not self._kind.offloads_weights and not use.backward and use.micro_batch == 0:
             self._shared = self._shared + end - begin
             end = np.maximum(end, self._shared) if use.index == len(self._parts) - 1 else end
         end = self._step_beside(begin, end)

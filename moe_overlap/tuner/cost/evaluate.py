@@ -38,7 +38,7 @@ from moe_overlap.tuner.cost.stage import (
 
 Floats = NDArray[np.float64]
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "fragmentation")
-EDGES = ("enter", "waited", "again", "turn", "drain", "rush")
+EDGES = ("enter", "behind", "waited", "again", "turn", "drain", "rush")
 """What only stages have whose parameter groups step by themselves."""
 PLAYED = ("forward", "backward", "first_extra", "tail", *(f"{name}_extra" for name in EDGES))
 """Seconds that are no sums over layers where parameter groups step by themselves."""
@@ -84,6 +84,7 @@ class StageCosts:
     backward_seconds: Floats
     first_extra_seconds: Floats
     enter_extra_seconds: Floats
+    behind_extra_seconds: Floats
     waited_extra_seconds: Floats
     again_extra_seconds: Floats
     turn_extra_seconds: Floats

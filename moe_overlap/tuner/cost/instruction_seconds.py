@@ -71,6 +71,7 @@ from moe_overlap.tuner.cost.links import (
     pair_group,
     point_to_point_use,
 )
+from moe_overlap.tuner.cost.listed_operators import as_listed, quantizing_seconds
 from moe_overlap.tuner.cost.machine import Machine, concurrency
 from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.stage import state_seconds
@@ -384,20 +385,23 @@ class StagePrices:
     def _priced(self, row: int, pieces: int) -> dict[Key, float]:
         if (row, pieces) not in self._by_size:
             table, cost = self._sized(row, pieces)
-            self._by_size[row, pieces] = operator_seconds(
-                table, self.priced.setting, cost, self.stage.overlap.is_listed
-            )
+            setting = self.priced.setting
+            again = quantizing_seconds(table, setting) if pieces > 1 else 0.0
+            self._by_size[row, pieces] = operator_seconds(table, setting, cost, self.stage.overlap.is_listed, again)
         return self._by_size[row, pieces]
 
     def _sized(self, row: int, pieces: int) -> tuple[OpTable, PartCost]:
         """The operators and the cost of a part of the model at the size of one of so many partitions."""
         table, cost = self.priced.family.tables[row], self.priced.parts[row]
+        samples, length = self.stage.micro_batch_size, self.plan.sequence_length
+        # One stage that overlaps puts every stage on the executor.
+        is_listed = any(stage.overlap.is_listed for stage in self.plan.stages)
+        part = as_listed(table.part) if is_listed else table.part
         # Not a share of the whole: smaller products are less efficient, which is what partitioning costs.
-        if pieces > 1:
-            samples, length = self.stage.micro_batch_size, self.plan.sequence_length
+        if pieces > 1 or part is not table.part:
             divided = samples % pieces == 0
             sizes = (samples // pieces, length) if divided else (samples, length // pieces)
-            table = tabulate(table.part, *sizes)
+            table = tabulate(part, *sizes)
             cost = cost_of(table, self.priced.setting)
         return table, cost
 

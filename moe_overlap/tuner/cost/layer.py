@@ -289,15 +289,16 @@ BESIDE: dict[str, str] = {COUNT: GATE, DISPATCH: GATE, COMBINE: MERGE}
 
 
 def operator_seconds(
-    table: OpTable, setting: Setting, cost: PartCost, hides_exchanges: bool = False
+    table: OpTable, setting: Setting, cost: PartCost, hides_exchanges: bool = False, more: Floats | float = 0.0
 ) -> dict[Key, float]:
     """Seconds of every operator of a part.
 
     Args:
         cost: of the part in this setting.
         hides_exchanges: whether a list puts its all-to-alls beside computation.
+        more: [ops] seconds that the part's cost does not have.
     """
-    seconds = computing_seconds(table, setting, cost, hides_exchanges)
+    seconds = computing_seconds(table, setting, cost, hides_exchanges) + more
     total: dict[Key, float] = defaultdict(float)
     for op in table.ops:
         total[_key(table.part, op)] += float(seconds[op.id])

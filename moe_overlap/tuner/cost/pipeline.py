@@ -18,8 +18,10 @@ s. Chains that change stages elsewhere are left out: the formula is never above 
 stages and for equal stages, and within 1 % for most others (tests/unit/tuner/test_cost_pipeline.py).
 
 First and last passes. The first forward pass ends late by D: `first` where its input is there from the start, and by `waited`
-where it has waited for it, as updates are made while it waits; D_i = max(D_(i-1) + waited_i / v, first_i - Σ_(j<i) f_j). The last
-backward pass takes longer by `drain`, and `tail` seconds later all is reduced and copied: the end is that of the latest stage.
+where it has waited for it, as updates are made while it waits; D_i = max(D_(i-1) + waited_i / v, first_i - Σ_(j<i) f_j). What
+updates leave behind slows down the passes after it, by `behind` in all, where the stage has not waited: stages behind see D_i,
+the passes of the stage itself max(D_i, first_i + behind_i - Σ_(j<i) f_j). The last backward pass takes longer by `drain`, and
+`tail` seconds later all is reduced and copied: the end is that of the latest stage.
 
 Stages of unlike shape cut a step into G_i micro-batches each: stage s waits for G_j / G_s micro-batches of stage j where those
 are smaller. Before all that, transfers between stages lengthen their passes; behind it comes the update of the slowest optimizer.
@@ -55,6 +57,8 @@ class StageTimes:
     """Seconds of the first forward pass beyond `forward`, its input there from the start, with the updates in front of it."""
     enter: Seconds = 0.0
     """Seconds of the forward passes from there to the first one of the last chunk beyond `forward`; two micro-batches in turn."""
+    behind: Seconds = 0.0
+    """Seconds by which copies and collectives that updates leave behind slow down all passes after those."""
     waited: Seconds = 0.0
     """The same where the stage has waited for its input."""
     again: Seconds = 0.0
@@ -207,14 +211,15 @@ def _longest_chain(stages: Sequence[StageTimes], micro_batches: Sequence[int], c
 def _ends(
     stages: Sequence[StageTimes], forward: Sequence[Seconds], backward: Sequence[Seconds], virtual: int
 ) -> tuple[list[Seconds], list[Seconds], list[Seconds]]:
-    """[S] when first forward passes end; what is left behind each last backward pass, here and in front; and with that pass."""
+    """[S] when first forward passes end, with what slows down those behind them; what is left behind each last backward pass,
+    here and in front; and with that pass."""
     passed, delay = forward[0], stages[0].first
-    come, left = [passed + delay], [stages[0].tail]
+    come, left = [passed + np.maximum(delay, delay + stages[0].behind)], [stages[0].tail]
     gone = [backward[0] + (stages[0].drain / virtual + left[0])]
     for f, b, stage in zip(forward[1:], backward[1:], stages[1:], strict=True):
         delay = np.maximum(delay + stage.waited / virtual, stage.first - passed)
         passed = passed + f
-        come.append(passed + delay)
+        come.append(np.maximum(passed + delay, f + (stage.first + stage.behind)))
         left.append(np.maximum(stage.tail, gone[-1]))
         gone.append(b + (stage.drain / virtual + left[-1]))
     return come, left, gone

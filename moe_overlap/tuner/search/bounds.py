@@ -30,7 +30,6 @@ from moe_overlap.tuner.cost.operators import LOW_PRECISIONS, low_precision_rate
 from moe_overlap.tuner.cost.pipeline import in_flight
 from moe_overlap.tuner.cost.router import reached_places
 from moe_overlap.tuner.search.space import SearchSpace, UniformLayout
-from moe_overlap.tuner.search.uniform_cost import pipelined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +127,27 @@ class Bounds:
             )
             rows, share = rows * ranks / choices, blocks / ranks
         return 2.0 * passes * float(all_to_all_seconds(rows, group, rates, share))
+
+
+def pipelined(through: float, layout: UniformLayout, micro_batches: int) -> float:
+    """Lower bound of a step, however the stages divide a micro-batch's seconds C among them.
+
+    The chains of pipeline.py, weighted so that all stages count as much, give for 1F1B with G > S that of equal stages. With
+    fewer micro-batches the chains Σ_(j<s) t_j + G t_s are least where t_s falls by 1 - 1 / G from stage to stage. Interleaved, a
+    chain takes t_s / v another G v - 1 - (S - 1 - s) times at least, which is least where all of these products are equal.
+
+    Args:
+        through: C, seconds of one micro-batch over all stages.
+    """
+    stages, virtual = layout.pipeline, layout.virtual
+    if virtual == 1 and micro_batches > stages:
+        return through * (micro_batches + stages - 1) / stages
+    if virtual == 1:
+        return through / (1.0 - (1.0 - 1.0 / micro_batches) ** stages)
+    if micro_batches < stages:
+        return micro_batches * through / stages
+    passes = (micro_batches * virtual - stages + stage for stage in range(stages))
+    return through / virtual * (1.0 + 1.0 / sum(1.0 / each for each in passes))
 
 
 _flops = lru_cache(training_flops_per_token)

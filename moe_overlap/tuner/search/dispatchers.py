@@ -28,11 +28,11 @@ from moe_overlap.tuner.cost.hardware import Dispatcher
 from moe_overlap.tuner.cost.interference import Interference
 from moe_overlap.tuner.cost.layer import PartCost, Setting
 from moe_overlap.tuner.cost.operators import CostClassCode, OpTable
-from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.bounds import Bounds, pipelined
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import UniformLayout, chunks_of
 from moe_overlap.tuner.search.uniform import Accepts, Progress, RankedLayout, UniformSearch, search_uniform, widened
-from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask, pipelined
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
 
 FIRST: Dispatcher = "alltoall"
 """The dispatcher that goes with every setting, and that the others are compared with."""

@@ -248,9 +248,11 @@ class MemoryChoice:
 
     Attributes:
         layers: of every chunk that are recomputed as a whole; with modules, all layers recompute those.
+        every_layer: all layers are, where chunks have unlike numbers of them and no one number says it.
     """
 
     layers: int = 0
+    every_layer: bool = False
     modules: tuple[str, ...] = ()
     zero_level: int = 1
     offload: Offload = Offload()
@@ -260,6 +262,7 @@ class MemoryChoice:
         """The decisions that are none of the defaults."""
         shown = [f"recompute {', '.join(self.modules)}"] if self.modules else []
         shown += [f"recompute {self.layers} layer{'s' * (self.layers > 1)} of a chunk"] if self.layers else []
+        shown += ["recompute every layer"] if self.every_layer else []
         shown += [f"ZeRO-{self.zero_level}"] if self.zero_level != 1 else []
         shares = [("weights", self.offload.weights), ("gradients", self.offload.gradients)]
         shares += [("optimizer", self.offload.optimizer), ("activations", self.offload.activations)]
@@ -313,6 +316,8 @@ def recompute_of(memory: MemoryChoice, chunks: Sequence[tuple[int, int]]) -> Rec
     longest = max(last - first for first, last in chunks)
     if memory.modules:
         return Recompute(layers=longest, granularity="selective", modules=memory.modules)
+    if memory.every_layer:
+        return Recompute(layers=1, granularity="uniform")
     if memory.layers:
         return Recompute(layers=min(memory.layers, longest), granularity="full")
     return Recompute()

@@ -44,6 +44,7 @@ from moe_overlap.tuner.cost.operators import OpTable, tabulate
 from moe_overlap.tuner.cost.pipeline import PipelineRules, StageTimes, in_flight, pipeline_seconds
 from moe_overlap.tuner.cost.slots import Part as StagePart
 from moe_overlap.tuner.cost.stage import Strategy, is_decoupled
+from moe_overlap.tuner.search.bounds import pipelined
 from moe_overlap.tuner.search.space import ON_HOST, MemoryChoice, SearchSpace, UniformLayout, recompute_of, uniform_plan
 
 Floats = NDArray[np.float64]
@@ -203,7 +204,7 @@ class UniformCosts:
         wanted: dict[StageEvaluator, dict[PlayKey, None]] = {}
         for layout, plan, index, recomputes in places:
             prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
-            keys = prices.evaluator.unplayed(_shapes(prices, plan, index, recomputes))
+            keys = prices.evaluator.unplayed(_shapes(prices, plan, index, recomputes, self.held(plan, index)))
             wanted.setdefault(prices.evaluator, {}).update(dict.fromkeys(keys))
         play_together([(evaluator, [*keys]) for evaluator, keys in wanted.items()])
 
@@ -216,7 +217,7 @@ class UniformCosts:
             plan: what it says of recomputation and of states is not looked at.
         """
         prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
-        return prices.evaluator.costs(_shapes(prices, plan, index, recomputes))
+        return prices.evaluator.costs(_shapes(prices, plan, index, recomputes, self.held(plan, index)))
 
     def many_stage_costs(
         self,
@@ -240,7 +241,7 @@ class UniformCosts:
         prices = self._priced(layout, places[0][0], self.task.templates(layout.tensor)[1], [MemoryChoice(layers=1)])
         lots: dict[object, list[tuple[int, StageShapes]]] = {}
         for place, ((plan, index), choices) in enumerate(zip(places, recomputes, strict=True)):
-            shapes = _shapes(prices, plan, index, choices)
+            shapes = _shapes(prices, plan, index, choices, self.held(plan, index))
             key = (shapes.runs, shapes.is_first, shapes.is_last, shapes.boundary_bytes)
             lots.setdefault(key, []).append((place, shapes))
         result: list[StageCosts | None] = [None] * len(places)
@@ -256,6 +257,12 @@ class UniformCosts:
                 columns = slice(first, first + shapes.counts.shape[1] * len(flying))
                 result[place], first = costs.some(columns), columns.stop
         return [costs for costs in result if costs is not None], prices.boundary_bytes
+
+    def held(self, plan: Plan, index: int) -> float:
+        """Micro-batches whose activations a stage holds at once."""
+        stage = plan.stages[index]
+        sizes = tuple(end - first for first, end in stage.chunks)
+        return in_flight(len(plan.stages), index, stage.gradient_accumulation_steps, sizes)
 
     def layer_kinds(self, layout: UniformLayout, plan: Plan) -> tuple[str, ...]:
         """The kind of every layer of the model."""
@@ -287,7 +294,7 @@ class UniformCosts:
     def _all_stages(self, layout: UniformLayout, plan: Plan, recomputes: Sequence[MemoryChoice]) -> list[StageCosts]:
         """[S] costs of every stage, [N, R] each."""
         prices = self._priced(layout, plan, self.task.templates(layout.tensor)[1], recomputes)
-        return _stage_costs(prices, plan, recomputes)
+        return _stage_costs(prices, plan, recomputes, [self.held(plan, index) for index in range(len(plan.stages))])
 
     def _priced(
         self, layout: UniformLayout, plan: Plan, model: ModelDescription, recomputes: Sequence[MemoryChoice]
@@ -364,27 +371,6 @@ class UniformCosts:
         return self._sizes[key]
 
 
-def pipelined(through: float, layout: UniformLayout, micro_batches: int) -> float:
-    """Lower bound of a step, however the stages divide a micro-batch's seconds C among them.
-
-    The chains of pipeline.py, weighted so that all stages count as much, give for 1F1B with G > S that of equal stages. With
-    fewer micro-batches the chains Σ_(j<s) t_j + G t_s are least where t_s falls by 1 - 1 / G from stage to stage. Interleaved, a
-    chain takes t_s / v another G v - 1 - (S - 1 - s) times at least, which is least where all of these products are equal.
-
-    Args:
-        through: C, seconds of one micro-batch over all stages.
-    """
-    stages, virtual = layout.pipeline, layout.virtual
-    if virtual == 1 and micro_batches > stages:
-        return through * (micro_batches + stages - 1) / stages
-    if virtual == 1:
-        return through / (1.0 - (1.0 - 1.0 / micro_batches) ** stages)
-    if micro_batches < stages:
-        return micro_batches * through / stages
-    passes = (micro_batches * virtual - stages + stage for stage in range(stages))
-    return through / virtual * (1.0 + 1.0 / sum(1.0 / each for each in passes))
-
-
 Row = tuple[str, str]
 """Kind and variant of recomputation of a part."""
 
@@ -405,18 +391,25 @@ class _Prices:
 
 
 def recompute_choices(task: UniformTask, plan: Plan) -> list[MemoryChoice]:
-    """[R] Nothing, and whole layers of every chunk."""
-    if not task.space.recomputes:
-        return [MemoryChoice()]
-    longest = max(last - first for stage in plan.stages for first, last in stage.chunks)
+    """[R] Nothing, and whole layers of every chunk: as many as the shortest has, or all."""
     # megatron-core refuses whole layers beside its overlap of two micro-batches.
-    most = 0 if task.features.overlap_experts else longest
-    return [MemoryChoice(layers=layers) for layers in range(0, most + 1, max(1, most) if task.space.all_layers else 1)]
+    if not task.space.recomputes or task.features.overlap_experts:
+        return [MemoryChoice()]
+    sizes = {last - first for stage in plan.stages for first, last in stage.chunks if last > first}
+    every = [MemoryChoice(every_layer=True)] if len(sizes) > 1 else []
+    most = min(sizes, default=0)
+    if task.space.all_layers:
+        return [MemoryChoice(), *(every or [MemoryChoice(layers=most)])]
+    return [*(MemoryChoice(layers=layers) for layers in range(most + 1)), *every]
 
 
 def _variants(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
-    """The choices that differ in what a single layer recomputes."""
-    return list(dict.fromkeys(replace(choice, layers=min(choice.layers, 1)) for choice in choices))
+    """The choices that differ in what a single layer recomputes.
+
+    All layers are variants of the same parts as one; those that predict further tokens are captured in all variants.
+    """
+    again = (replace(each, layers=int(each.layers > 0 or each.every_layer), every_layer=False) for each in choices)
+    return list(dict.fromkeys(again))
 
 
 def module_choices(task: UniformTask) -> list[MemoryChoice]:
@@ -503,12 +496,18 @@ def _strategy_arrays(
     )
 
 
-def _stage_costs(prices: _Prices, plan: Plan, recomputes: Sequence[MemoryChoice]) -> list[StageCosts]:
-    """[S] costs of every stage, [N, R] each."""
+def _stage_costs(
+    prices: _Prices, plan: Plan, recomputes: Sequence[MemoryChoice], held: Sequence[float]
+) -> list[StageCosts]:
+    """[S] costs of every stage, [N, R] each.
+
+    Args:
+        held: [S] micro-batches whose activations a stage holds at once.
+    """
     costs: list[StageCosts] = []
     known: dict[object, StageCosts] = {}
     for index in range(len(plan.stages)):
-        shapes = _shapes(prices, plan, index, recomputes)
+        shapes = _shapes(prices, plan, index, recomputes, held[index])
         key = (shapes.runs, shapes.counts.tobytes(), shapes.in_flight.tobytes(), shapes.is_first, shapes.is_last)
         if key not in known:
             known[key] = prices.evaluator.costs(shapes)
@@ -516,7 +515,7 @@ def _stage_costs(prices: _Prices, plan: Plan, recomputes: Sequence[MemoryChoice]
     return costs
 
 
-def _shapes(prices: _Prices, plan: Plan, index: int, recomputes: Sequence[MemoryChoice]) -> StageShapes:
+def _shapes(prices: _Prices, plan: Plan, index: int, recomputes: Sequence[MemoryChoice], held: float) -> StageShapes:
     """A stage under every choice of recomputation: its parts in the order of a forward pass."""
     stage, last = plan.stages[index], len(plan.stages[index].chunks) - 1
     runs: list[StagePart] = []
@@ -534,25 +533,26 @@ def _shapes(prices: _Prices, plan: Plan, index: int, recomputes: Sequence[Memory
         for kind, layers in groupby(prices.kinds[first:end]):
             size = len(list(layers))
             # The first layers of a chunk are recomputed: so many of this run.
-            again = [min(size, max(0, choice.layers - (place - first))) for choice in recomputes]
+            again = [
+                size if choice.every_layer else min(size, max(0, choice.layers - (place - first)))
+                for choice in recomputes
+            ]
             for variant, count in _by_variant(size, again, recomputes):
                 if any(count):
                     add(StagePart(prices.rows[kind, variant], chunk), count)
             place += size
     if index == plan.mtp_stage:
         for number, kind in enumerate(prices.predictions):
-            for variant, count in _by_variant(1, [0] * len(recomputes), recomputes):
+            for variant, count in _by_variant(1, [int(choice.every_layer) for choice in recomputes], recomputes):
                 if any(count):
                     row = prices.rows[prediction_row(number, kind), variant]
                     add(StagePart(row, last, held_once=True), count)
     if index == plan.loss_stage:
         add(StagePart(prices.rows["head", "none"], last, is_layer=False, held_once=True), everywhere)
-    sizes = tuple(end - first for first, end in stage.chunks)
-    flying = in_flight(len(plan.stages), index, stage.gradient_accumulation_steps, sizes)
     return StageShapes(
         runs=tuple(runs),
         counts=np.array(counts),
-        in_flight=np.full(len(recomputes), flying),
+        in_flight=np.full(len(recomputes), held),
         is_first=index == 0,
         is_last=index == len(plan.stages) - 1,
         # The only stage of a pipeline sends no hidden states.

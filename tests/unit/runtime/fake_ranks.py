@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from moe_overlap.runtime import step
 from moe_overlap.runtime.dispatch.irregular import CountAllToAll
 from moe_overlap.runtime.dispatch.wire import AllToAll
 from moe_overlap.runtime.executor import execute
+from moe_overlap.runtime.executor.graphs import GraphLibrary, SegmentGraphs
 
 LAYERS = 2
 MODEL = f"""
@@ -204,10 +205,24 @@ def executor_of(flags: str) -> tuple[Any, tuple[Instruction, ...], Any]:
     return job.machinery.runner, tuple(job.schedule.instructions), job.batches("train", 0)
 
 
-def run_step(flags: str) -> tuple[DeviceMode, tuple[Instruction, ...]]:
-    """One step of the executor on the pretended device; its list."""
+def run_step(
+    flags: str, graphs: Callable[[DeviceMode], GraphLibrary] | None = None
+) -> tuple[DeviceMode, tuple[Instruction, ...]]:
+    """One step of the executor on the pretended device; its list.
+
+    Args:
+        graphs: makes the library that captures its segments: the step is the third then, which replays them.
+    """
     runner, instructions, feed = executor_of(flags)
     device = DeviceMode()
+    if graphs is not None:
+        queue, is_static = runner.context.weight_gradients, runner.dispatcher.static_capacity
+        captured = SegmentGraphs(graphs(device), queue, is_static, warm_up_steps=1)
+        runner = execute.PlanExecutor(runner.context, graphs=captured)
+        for number in range(2):
+            runner.run(instructions, feed, number)
+        device.kernels.clear()
+        device.operators.clear()
     with pytest.MonkeyPatch.context() as patch:
         place_at, to_host, start = runner.recorder.place_at, CountAllToAll.to_host, CountAllToAll.start
 

@@ -44,6 +44,7 @@ OWN_FLAGS = {
     "max_deferred_bytes",
     "moe_gate",
     "moe_overlap_capacity_chunks",
+    "moe_overlap_cuda_graphs",
     "moe_overlap_device_connections",
     "moe_overlap_micro_batches",
     "moe_overlap_nccl_ctas",

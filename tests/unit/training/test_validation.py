@@ -27,6 +27,35 @@ OVERLAP = (
     "--hidden-dropout 0 --attention-dropout 0"
 )
 DROPLESS = OVERLAP.replace("--moe-gate topk ", "")
+GRAPHS = f"{OVERLAP} --defer-weight-gradients --moe-overlap-cuda-graphs"
+INSIDE = "its collectives run inside operators, and a graph holds none"
+DRAWS = "a graph would draw the same numbers in every micro-batch"
+NOT_IN_GRAPHS = (
+    (f"{TP2} --sequence-parallel", 2, f"--tensor-model-parallel-size 2: {INSIDE}", "use 1"),
+    ("--context-parallel-size 2", 2, f"--context-parallel-size 2: {INSIDE}", "use 1"),
+    ("--expert-tensor-parallel-size 2", 4, f"--expert-tensor-parallel-size 2: {INSIDE}", "use 1"),
+    (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        2,
+        "--recompute-granularity full: graphs hold what recomputation would free",
+        "drop it",
+    ),
+    ("--hidden-dropout 0.1", 2, f"--hidden-dropout 0.1: {DRAWS}", "use 0"),
+    ("--attention-dropout 0.1", 2, f"--attention-dropout 0.1: {DRAWS}", "use 0"),
+    ("--moe-gate random", 2, f"--moe-gate random: {DRAWS}", "use hash"),
+    (
+        "--fp8-format e4m3 --fp8-recipe tensorwise --bf16",
+        2,
+        "--fp8-format e4m3: scales of products in 8 and 4 bits are kept by the host",
+        "drop it",
+    ),
+    (
+        "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+        2,
+        "--moe-router-load-balancing-type global_aux_loss: the host counts the micro-batches over which this loss is averaged",
+        "use seq_aux_loss",
+    ),
+)
 
 PREDICTION = "--mtp-num-layers 2 --position-embedding-type rope"
 
@@ -408,6 +437,22 @@ RULES = [
         2,
         "--overlap-param-gather: --defer-weight-gradients gathers weights at the end of the step; "
         "hooks would send them among the first exchanges of the next; drop it or --defer-weight-gradients",
+    ),
+    (
+        "--moe-overlap-cuda-graphs",
+        1,
+        "--moe-overlap-cuda-graphs: captures the operators of instruction lists, and nothing is overlapped; "
+        "drop it, or add --defer-weight-gradients",
+    ),
+    *(
+        (f"{GRAPHS} {flag}", ranks, f"{said}; {fix} or drop --moe-overlap-cuda-graphs")
+        for flag, ranks, said, fix in NOT_IN_GRAPHS
+    ),
+    (
+        f"{GRAPHS.replace('--moe-gate topk ', '')}",
+        2,
+        "--moe-overlap-cuda-graphs: megatron-core's router logs its losses where a graph must not keep them; "
+        "add --moe-gate topk",
     ),
     (
         "--hidden-size 66",

@@ -118,6 +118,14 @@ def test_edges_of_later_stages_hide_in_the_bubble() -> None:
     assert closed(forward, backward, 8, 1, first=half) - bare == pytest.approx(0.5)
     assert closed(forward, backward, 8, 1, first=[0.0, 0.5, 0.5, 0.5]) == bare
     assert closed(forward, backward, 8, 1, tail=half) - bare == pytest.approx(0.5)
+    # What slows down a stage's passes is hidden where it has waited longer than that.
+    assert closed(forward, backward, 8, 1, behind=[6.0, 1.0, 2.0, 3.0]) == bare
+    assert closed(forward, backward, 8, 1, behind=[0.0, 0.0, 0.0, 3.25]) - bare == pytest.approx(0.25)
+    assert closed(forward, backward, 8, 1, first=half, behind=[0.0, 0.0, 0.0, 3.0]) - bare == pytest.approx(0.5)
+    assert closed([1.0], [2.0], 8, 1, behind=[0.5]) - closed([1.0], [2.0], 8, 1) == pytest.approx(0.5)
+    assert closed(forward, [6.0, *backward[1:]], 8, 1, behind=[6.5, 0.0, 0.0, 0.0]) - closed(
+        forward, [6.0, *backward[1:]], 8, 1
+    ) == pytest.approx(0.5)
     assert closed(forward, backward, 8, 1, waited=half) - bare == pytest.approx(1.5)
     assert closed(forward, backward, 8, 1, drain=half) - bare == pytest.approx(2.0)
 
@@ -211,9 +219,10 @@ def by_hand(
         there = back = 0.0
         for i in range(size - 1, s, -1):
             there, back = there + f[i], back + (b[i] + stages[i].turn / v)
-        own, last = sum(f[: s + 1]) + delays[s] + warm * again, there + gone[-1]
+        come = [max(sum(f[: i + 1]) + delays[i], f[i] + (stages[i].first + stages[i].behind)) for i in range(size)]
+        own, last = come[s] + warm * again, there + gone[-1]
         behind = gone[-1] if s == size - 1 else b[s] + warm * rush + left[s]
-        begun = max(own, sum(f) + delays[-1] + back)
+        begun = max(own, come[-1] + back)
         if steady:
             chains.append(cycles + (begun + here.turn + steady * (f[s] + b[s]) + max(behind, last)))
         else:
@@ -225,7 +234,7 @@ def random_stage(draw: np.random.Generator, size: int | None = None) -> StageTim
     return StageTimes(
         forward=draw.uniform(0.5, 2, size),
         backward=draw.uniform(1, 3, size),
-        **{name: draw.uniform(0, 2, size) for name in ("first", "enter", "waited", "turn", "drain", "tail")},
+        **{name: draw.uniform(0, 2, size) for name in ("first", "enter", "behind", "waited", "turn", "drain", "tail")},
         **{name: draw.uniform(-0.3, 0.6, size) for name in ("again", "rush")},
     )
 

@@ -303,6 +303,12 @@ def test_written_flags_bear_the_name_of_the_model(tmp_path: Path) -> None:
     found = search_plan(SMALL, H100, SearchSettings(target="megatron-lm"), **{**OPTIONS, "name": "tiny-mixtral"})
     write_search(tmp_path, found)
     assert (tmp_path / "megatron_args.txt").read_text().startswith(f"# tiny-mixtral on {H100.gpus} × H100\n")
+    # A file of flags names it, too.
+    (tmp_path / "phi-moe.args").write_text("\n".join(SMALL))
+    found = search_plan([f"@{tmp_path / 'phi-moe.args'}"], H100, SearchSettings(target="megatron-lm"), **OPTIONS)
+    write_search(tmp_path / "by-file", found)
+    assert (tmp_path / "by-file" / "megatron_args.txt").read_text().startswith(f"# phi-moe on {H100.gpus} × H100\n")
+    assert found.plan.model.name == "phi-moe"
 
 
 def test_a_batch_must_be_named() -> None:

@@ -166,6 +166,22 @@ def test_suggestions_follow_the_largest_term() -> None:
     assert overlap.endswith("tools/autotune.py --overlap-only: exposed expert takes 30.0 % of the step")
 
 
+def test_a_search_advises_nothing_that_it_decides() -> None:
+    """Layout and overlap were searched: what is left are the batch, and who runs the plan."""
+    step = predicted().predicted.step_seconds
+
+    def advice(is_upstream: bool = False, **shares: float) -> list[str]:
+        terms = dict.fromkeys(predicted().breakdown, 0.0) | {
+            f"{name}_seconds": part * step for name, part in shares.items()
+        }
+        prediction = dataclasses.replace(predicted(), breakdown=terms)
+        return suggestions(planned(), prediction, is_upstream, is_searched=True)
+
+    assert advice(exposed_expert=0.3) == advice(exposed_tensor=0.3) == advice(exposed_transfer=0.2) == []
+    assert advice(bubble=0.2) == ["a larger global batch, if the training allows it: bubble takes 20.0 % of the step"]
+    assert advice(exposed_expert=0.3, is_upstream=True)[0].startswith("an overlap of all-to-alls: this fork's")
+
+
 def test_a_plan_in_a_sentence() -> None:
     plan = planned()
     assert plan_sentence(plan) == "TP 2 EP 8 DP 8, 4 stages, micro-batch 1 × 32, ZeRO-1, no recomputation"

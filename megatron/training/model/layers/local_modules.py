@@ -179,6 +179,7 @@ class GroupedExperts(SequentialMLP):
         super().__init__(*args, **kwargs)
         experts: Any = self._modules["local_experts"]
         self.local_experts = AscendingExperts(experts)
+        self._ends: dict[tuple[int, ...], Tensor] = {}
 
     def forward(self, rows_TH: Tensor, tokens_per_expert: Tensor, probs_T: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run every expert on its rows.
@@ -192,7 +193,7 @@ class GroupedExperts(SequentialMLP):
         """
         if self.config.add_bias_linear or self.config.moe_apply_probs_on_input or rows_TH.shape[0] == 0:
             return super().forward(rows_TH, tokens_per_expert, probs_T)
-        ends_E = _without_waiting(tokens_per_expert.cumsum(0, dtype=torch.int32), rows_TH.device)
+        ends_E = self._ends_of(tokens_per_expert, rows_TH.device)
         hidden_TI = self.grouped_product(rows_TH, [expert.linear_fc1 for expert in self.local_experts], ends_E)
         if self.config.gated_linear_unit:
             gate_TI, up_TI = hidden_TI.chunk(2, dim=-1)
@@ -204,6 +205,16 @@ class GroupedExperts(SequentialMLP):
             hidden_TI = self.config.activation_func(hidden_TI)
         hidden_TI = (hidden_TI * probs_T.unsqueeze(-1)).to(rows_TH.dtype)
         return self.grouped_product(hidden_TI, [expert.linear_fc2 for expert in self.local_experts], ends_E), None
+
+    def _ends_of(self, tokens_per_expert: Tensor, device: torch.device) -> Tensor:
+        """Where the rows of each expert end: int32, on the device of the rows."""
+        if tokens_per_expert.is_cuda or not self.config.moe_pad_expert_input_to_capacity:
+            return _without_waiting(tokens_per_expert.cumsum(0, dtype=torch.int32), device)
+        # The same few numbers in every micro-batch: a captured graph must not copy them from memory that the host frees.
+        key = tuple(tokens_per_expert.tolist())
+        if key not in self._ends:
+            self._ends[key] = _without_waiting(tokens_per_expert.cumsum(0, dtype=torch.int32), device)
+        return self._ends[key]
 
     def grouped_product(self, rows: Tensor, linears: list[torch.nn.Module], ends_E: Tensor) -> Tensor:
         """Each expert's rows times its weight, transposed; a method, so that its backward pass can be replaced.

@@ -99,7 +99,8 @@ class Compressed:
 def sample_blocks(plan: Plan, stage: int) -> Blocks:
     """A few passes in which every kind of block of a stage stands, those that complete its gradients at the end."""
     chunks = range(len(plan.stages[stage].chunks))
-    if any(len(block) > 1 for block in pipeline_blocks(plan, stage)):
+    if plan.stages[stage].overlap.micro_batches_in_flight > 1:
+        # Also where this stage runs no pair, as it has too few micro-batches: a stage behind it that is priced alike may.
         # The fewest micro-batches with every kind of block: a lone forward pass, a pair, a lone backward pass, and the
         # one behind which gradients are complete.
         first, second, third = (Step("forward", 0, m) for m in range(3))

@@ -129,6 +129,7 @@ def price_stages(plan: Plan, problem: Problem) -> list[StagePrices]:
     Raises:
         ConfigError: a fused layer has no block left to compute, or its GPU's number of blocks is not known.
     """
+    problem = problem.run_by(plan)
     model, graphs, machine = problem.model, problem.graphs, problem.machine
     refuse_unpriced(plan, machine.cluster)
     place: dict[int, tuple[Priced, int]] = {}
@@ -444,6 +445,7 @@ def predict_plan(plan: Plan, problem: Problem) -> Prediction:
     Raises:
         ConfigError: the plan uses a field that is not lowered yet.
     """
+    problem = problem.run_by(plan)
     model, machine, features = problem.model, problem.machine, problem.features
     families = prepare(plan, model, problem.graphs, features, machine.load)
     analytic = price(plan, model, families, machine, features, problem.extrapolating)

@@ -35,6 +35,7 @@ from moe_overlap.tuner.cost.instruction_seconds import StagePrices
 from moe_overlap.tuner.cost.layer import operator_seconds
 from moe_overlap.tuner.cost.simulate.step import predict_plan, price_stages
 from moe_overlap.tuner.problem import LIMIT_FLAGS, Problem
+from moe_overlap.tuner.search.hidden import Way
 from moe_overlap.tuner.search.layer.mechanisms import Mix, entries_of, with_entries
 from moe_overlap.tuner.search.layer.partition_ranges import PartitionedPlan, partition_ranges
 from moe_overlap.tuner.search.layer.slots import shortened, with_slots
@@ -128,7 +129,7 @@ class Candidates:
             make = functools.partial(self._uniform_plan, capacity_chunks=degree)
             yield self._candidate(f"Tutel-style, {degree} chunks", make)
         yield (partitioned := self._try("partitions", self._partitioned))
-        yield (pairs := self._candidate("two micro-batches", functools.partial(self._uniform_plan, micro_batches=2)))
+        yield (pairs := self.simplest(Way.PAIRS))
         # Ranges are priced for one micro-batch after the other (`_check` of partition_ranges.py); in pairs the same
         # ranges are only simulated.
         if partitioned.ranges is not None and not pairs.refused:
@@ -140,6 +141,13 @@ class Candidates:
             if not pairs.refused:
                 make = functools.partial(self._best_range_word, count, 2)
                 yield self._candidate(f"two micro-batches in {count} equal partitions", make)
+
+    def simplest(self, way: Way) -> Candidate:
+        """The plan of a way to overlap that takes no search: two micro-batches at a time, or the fewest equal partitions."""
+        if way is Way.PAIRS:
+            return self._candidate(str(way), functools.partial(self._uniform_plan, micro_batches=2))
+        fewest = next(iter(self._partition_counts()), 2)
+        return self._candidate(f"{fewest} equal partitions", functools.partial(self._best_range_word, fewest, 1))
 
     def of_plan(self, name: str, plan: Plan) -> Candidate:
         """A plan that defers no weight gradients, predicted."""

@@ -116,6 +116,8 @@ class _Stage:
     turn: Floats
     waited: Floats
     first: Floats
+    late: Floats
+    """How late the first forward pass ends, what slows down those behind it counted to it."""
     drain: Floats
     tail: Floats
     optimizer: Floats
@@ -149,6 +151,7 @@ class _Stage:
             turn=column["turn"],
             waited=column["waited"],
             first=column["first"],
+            late=column["first"] + column["behind"],
             drain=column["drain"],
             tail=column["tail"],
             optimizer=stage.optimizer[rows],
@@ -160,7 +163,7 @@ class _Stage:
         )
 
 
-_NEEDED = ("forward", "backward", "turn", "waited", "first", "drain", "tail", "again", "rush")
+_NEEDED = ("forward", "backward", "turn", "waited", "first", "behind", "drain", "tail", "again", "rush")
 
 
 def _radix(problem: PipelineProblem) -> list[int]:
@@ -183,7 +186,10 @@ def _extended(labels: Floats, stage: _Stage, rows: Integers, columns: Integers) 
     forward, backward, turn = stage.forward[columns], stage.backward[columns], stage.turn[columns]
     middle = stage.middle[columns]
     result = np.empty_like(before)
-    come = result[COME] = forward + np.maximum(before[COME] + stage.waited[columns], stage.first[columns])
+    passed = forward + np.maximum(before[COME] + stage.waited[columns], stage.first[columns])
+    # What slows down the passes behind the first one is no delay of later stages.
+    come = np.maximum(passed, forward + stage.late[columns])
+    result[COME] = come if stage.is_last else passed
     left = np.maximum(stage.tail[columns], before[GONE])
     gone = result[GONE] = backward + stage.drain[columns] + left
     own = come + stage.ahead[columns]

@@ -268,17 +268,21 @@ class _Program:
         """As in pipeline.py: when first forward passes end, what is left behind each last backward pass, and with that pass."""
         virtual = self._problem.rules.virtual
         passed, delay = self._forward[0], self._chosen(0, "first")
-        come, left = [passed + delay], [self._chosen(0, "tail")]
+        come, left = [passed + self._largest([delay, self._late(0)])], [self._chosen(0, "tail")]
         gone: Terms = []
         for i, (forward, backward) in enumerate(zip(self._forward, self._backward, strict=True)):
             if i:
                 waited = delay + self._chosen(i, "waited") / virtual
                 delay = self._largest([waited, self._chosen(i, "first") - passed])
                 passed = passed + forward
-                come.append(passed + delay)
+                come.append(self._largest([passed + delay, forward + self._late(i)]))
                 left.append(self._largest([self._chosen(i, "tail"), gone[-1]]))
             gone.append(backward + self._chosen(i, "drain") / virtual + left[-1])
         return come, left, gone
+
+    def _late(self, i: int) -> mathopt.LinearTypes:
+        """How late a stage's first forward pass ends, what slows down those behind it counted to it."""
+        return self._chosen(i, "first") + self._chosen(i, "behind")
 
     def _chain(
         self,

@@ -331,8 +331,10 @@ class _Freed:
         if self._uniform is None:
             return None
         memory = self._uniform.memory
-        longest = max(last - first for first, last in self._plan.stages[index].chunks)
-        return replace(memory, layers=min(memory.layers, longest))
+        sizes = {last - first for first, last in self._plan.stages[index].chunks}
+        if memory.every_layer and len(sizes) == 1:
+            return replace(memory, layers=max(sizes), every_layer=False)
+        return replace(memory, layers=min(memory.layers, max(sizes)))
 
     def _named(self, first: int, last: int) -> Chunks:
         """A range of layers; where all layers are alike, the first of as many."""
@@ -444,7 +446,8 @@ class _Freed:
     def _row_of(self, memory: MemoryChoice, recomputes: Sequence[MemoryChoice]) -> int:
         """The row of a decision."""
         strategy = self._costs.strategies.index((memory.zero_level, memory.offload))
-        return strategy * len(recomputes) + recomputes.index(MemoryChoice(layers=memory.layers, modules=memory.modules))
+        again = MemoryChoice(layers=memory.layers, every_layer=memory.every_layer, modules=memory.modules)
+        return strategy * len(recomputes) + recomputes.index(again)
 
 
 def _flat(times: StageTimes, size: int) -> StageTimes:

@@ -79,7 +79,7 @@ def objective_columns(times: StageTimes, optimizer: Floats, stage: int, stages: 
     # The last stage hides nothing for stages behind it: its forward and backward seconds count as a sum, unless chunks of
     # stages in front come behind it.
     halves = [times.stable] if is_last and not passes_again else [times.forward, times.backward]
-    columns = [*halves, times.first, times.turn, times.drain, times.tail, optimizer]
+    columns = [*halves, times.first, times.first + times.behind, times.turn, times.drain, times.tail, optimizer]
     columns += [times.waited] if stage else []
     # Only these pass several micro-batches in one direction.
     columns += [times.again, times.rush] if not is_last or passes_again else []

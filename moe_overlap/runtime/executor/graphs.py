@@ -1,0 +1,407 @@
+"""CUDA graphs of autograd segments: an operator's forward and its backward pass, each captured once and then one launch.
+
+Which instructions are captured, and in which slot of memory, says the list (plan/lowering/captured.py). What holds here:
+
+1. Warm-up. The first steps run as they always do: libraries load their kernels and make their workspaces then, not in a capture.
+2. A graph is captured where the list first comes to its operator in its slot, and replayed at once: a capture runs nothing. The
+   host waits for nothing in it, so other ranks are not held up.
+3. Memory. A graph's inputs, outputs, gradients and what autograd saves are referenced here for good: nothing that is captured
+   later gets their memory. But they may lie where a graph that was captured earlier has put something for itself, and its
+   replay destroys them. So graphs share a pool only where they are replayed in the order of their captures, and nothing that one
+   has left is needed when the first of them comes again: those of one slot, whose order the list vouches for. Weight gradients
+   leave nothing in their pool and may come in any order: they have one.
+4. Inputs. What another graph of the slot has left is read where it lies. Anything else is copied to where the capture read it.
+5. Gradients of inputs come from `torch.autograd.grad`, which a capture can hold; those of parameters are added to DDP's sums as
+   a part of the graph, where DDP's hook would add them. The sums must not move: `begin` checks it.
+6. Weight gradients that were put off come into the queue anew at every replay, each a graph of its own. They read the slot's
+   memory: the list frees it behind them, and a gradient that comes too late is an error, as is a backward pass.
+7. Everything else that an operator leaves behind (a gate's handles) is what its capture left, with the same tensors.
+
+Not captured: communication, which stays an instruction, embedding and head, evaluations. What a graph would freeze wrongly
+(draws, 8-bit scales, collectives inside operators, recomputation) is refused by flag (megatron/training/cli/rules/graphs.py). Not
+yet run on hardware: tests have a stand-in that records operators, runs them again in the same memory, and destroys what is free.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.plan.instructions import Instruction
+from moe_overlap.plan.lowering.captured import CapturedList, Slot, captured_list
+from moe_overlap.runtime.context import RunContext
+from moe_overlap.runtime.executor.segments import Segment
+from moe_overlap.runtime.routing.gate import Gate
+from moe_overlap.runtime.weight_grad.delayed_linear import can_delay
+from moe_overlap.runtime.weight_grad.queue import DeferralError, Put, WeightGradQueue
+
+WARM_UP_STEPS = 3
+"""Steps before the first capture, as upstream's --cuda-graph-warmup-steps."""
+
+T = TypeVar("T")
+
+
+class GraphLibrary(Protocol):
+    """A library that captures and replays."""
+
+    def prepare(self) -> None:
+        """Free what memory can be freed; between steps, before the first capture."""
+
+    def new_pool(self) -> Any:
+        """A pool that captures take memory from, and that hands out what nobody refers to any more."""
+
+    def capture(self, run: Callable[[], T], pool: Any) -> tuple[Callable[[], None], T]:
+        """Capture what `run` launches. Returns the function that replays it on the current stream, and what `run` returned."""
+
+
+class CudaGraphs:
+    """torch's CUDA graphs. Not yet run on hardware.
+
+    Args:
+        stream: of all captures, and the one that DDP was built on. Autograd runs an operator on the stream that was current when
+            it was made: backward operators on that of their forward operators, sums of gradients on that of DDP. A capture that
+            met another stream there would fail.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def prepare(self) -> None:
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], T], pool: Any) -> tuple[Callable[[], None], T]:
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        # Not by torch.cuda.graph, which waits for the device: transfers are under way, whose peers may wait for this rank.
+        # A collection could free another graph, which is forbidden now.
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads (NCCL's watchdog) may ask the driver whatever they like meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        return graph.replay, result
+
+
+def refuse_uncapturable(context: RunContext) -> None:
+    """Refuse modules that do something on the host in every pass: a replay does not repeat it.
+
+    Raises:
+        ConfigError: a router is megatron-core's own, or Transformer Engine's split of weight gradients is on.
+    """
+    modules = [module for chunk in context.chunks for module in chunk.modules()]
+    if any(isinstance(module, TopKRouter) and not isinstance(module, Gate) for module in modules):
+        rule = "megatron-core's router logs its losses where a graph must not keep them"
+        raise ConfigError("--moe-overlap-cuda-graphs", "", rule, "add --moe-gate topk, or write a gate into the plan")
+    if any(can_delay(module) for module in modules):
+        rule = "Transformer Engine puts weight gradients aside itself, which a replay does not repeat"
+        raise ConfigError("--defer-weight-gradients", "", rule, "drop it or --moe-overlap-cuda-graphs")
+
+
+class SegmentGraphs:
+    """The graphs of one rank.
+
+    Args:
+        queue: takes the weight gradients that captured backward passes put off.
+        has_static_rows: whether every expert's input is padded to its capacity.
+        warm_up_steps: at least 1.
+    """
+
+    def __init__(
+        self,
+        library: GraphLibrary,
+        queue: WeightGradQueue,
+        has_static_rows: bool,
+        warm_up_steps: int = WARM_UP_STEPS,
+    ) -> None:
+        assert warm_up_steps >= 1, "kernels are loaded, and buffers made, in a step without graphs"
+        self.library, self.queue = library, queue
+        self._has_static_rows, self._left = has_static_rows, warm_up_steps
+        self._lists: dict[int, tuple[Sequence[Instruction], CapturedList]] = {}  # by identity: a run has few lists
+        self._listed = CapturedList({}, {})
+        self._slots: dict[Slot, CapturedSlot] = {}
+        self._gradient_pool: Any = None
+        self._sums: dict[int, tuple[torch.nn.Parameter, int, int]] = {}
+
+    def begin(self, instructions: Sequence[Instruction]) -> None:
+        """Begin a training step.
+
+        Raises:
+            RuntimeError: a parameter or its sum of gradients has moved since it was captured.
+        """
+        for parameter, at, sum_at in self._sums.values():
+            if (parameter.data_ptr(), _sum_of(parameter).data_ptr()) != (at, sum_at):
+                raise RuntimeError("captured graphs: a parameter or its sum of gradients was moved in memory")
+        self._listed = CapturedList({}, {})
+        if self._left:
+            self._left -= 1
+            return
+        if self._gradient_pool is None:
+            self.library.prepare()
+            self._gradient_pool = self.library.new_pool()
+        if id(instructions) not in self._lists:
+            self._lists[id(instructions)] = (instructions, captured_list(instructions, self._has_static_rows))
+        self._listed = self._lists[id(instructions)][1]
+
+    def sent(self, i: Instruction) -> tuple[str, ...]:
+        """Buffers of the slot that an instruction has written for another stage: they must be copied out."""
+        return self._listed.sent.get(i.id, ())
+
+    def segment(
+        self, i: Instruction, run: Callable[..., Any], inputs: Sequence[Tensor | None], aside: dict[Any, Any]
+    ) -> Segment | ReplayedSegment:
+        """Run a forward operator with gradients: as a graph where the list says so.
+
+        Args:
+            run, inputs: as of `Segment`.
+            aside: what `run` leaves besides its outputs; of a graph, what its capture left.
+        """
+        slot = self._listed.slots.get(i.id)
+        if slot is None:
+            return Segment(run, inputs, aside)
+        if slot not in self._slots:
+            self._slots[slot] = CapturedSlot(self.library.new_pool())
+        operators, key = self._slots[slot].operators, (i.name, i.partition)
+        if key not in operators:
+            operators[key] = CapturedOperator(self, self._slots[slot], i.name, run, inputs, aside)
+        return operators[key].forward(inputs)
+
+    def capture_gradient(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Capture a weight gradient that was put off; returns its replay."""
+        return self.library.capture(compute, self._gradient_pool)[0]
+
+    def add_to_sums(self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        """Inside a capture: add gradients where DDP's hook adds them."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            total = _sum_of(parameter)
+            self._sums[id(parameter)] = (parameter, parameter.data_ptr(), total.data_ptr())
+            # A product that adds its own gradient says so, and returns what stands for one.
+            added: bool = parameter.grad_added_to_main_grad  # type: ignore[attr-defined]
+            if gradient is not None and (not added or getattr(parameter, "zero_out_wgrad", False)):
+                total.add_(gradient)
+
+
+@dataclass(slots=True)
+class CapturedSlot:
+    """The graphs of one slot, by operator and partition.
+
+    Attributes:
+        pool: of their memory.
+        owned: addresses of the storages that are the slot's.
+    """
+
+    pool: Any
+    owned: set[int] = field(default_factory=set)
+    operators: dict[tuple[str, tuple[int, ...]], CapturedOperator] = field(default_factory=dict)
+
+
+class CapturedOperator:
+    """An operator in one slot: its forward graph, and from its first backward pass on the backward graph, too.
+
+    Attributes:
+        generation: replays of the forward graph so far; a pass belongs to one of them.
+    """
+
+    def __init__(
+        self,
+        graphs: SegmentGraphs,
+        slot: CapturedSlot,
+        name: str,
+        run: Callable[..., Any],
+        inputs: Sequence[Tensor | None],
+        aside: dict[Any, Any],
+    ) -> None:
+        self._graphs, self._slot, self.name, self.aside = graphs, slot, name, aside
+        self.generation = 0
+        self._inputs = [None if x is None else StaticTensor(x, slot.owned) for x in inputs]
+        self._leaves = [
+            None if place is None else place.inside.requires_grad_(place.tensor.is_floating_point())
+            for place in self._inputs
+        ]
+        self._replay, returned = graphs.library.capture(lambda: run(*self._leaves), slot.pool)
+        self._outputs: tuple[Any, ...] = returned if isinstance(returned, tuple) else (returned,)
+        self._own(self._outputs)
+        self._backward: CapturedBackward | None = None
+
+    def forward(self, inputs: Sequence[Tensor | None]) -> ReplayedSegment:
+        """Replay the forward graph on these inputs."""
+        _fill(self._inputs, inputs, self.name)
+        self._replay()
+        self.generation += 1
+        return ReplayedSegment(self, self.generation, self._outputs, self.aside)
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Replay the backward graph on these gradients of the outputs, None where nothing depends on one."""
+        needed = [isinstance(x, Tensor) and x.requires_grad for x in self._outputs]
+        given = [g if is_needed else None for g, is_needed in zip(gradients, needed, strict=True)]
+        if self._backward is None:
+            self._backward = self._capture_backward(given)
+        captured = self._backward
+        _fill(captured.inputs, given, self.name)
+        captured.replay()
+        generation = self.generation
+        for put in captured.puts:
+            self._graphs.queue.put(put.name, self._late(put, generation), put.held, announce=put.announce)
+        return captured.results
+
+    def _capture_backward(self, given: Sequence[Tensor | None]) -> CapturedBackward:
+        places = [None if g is None else StaticTensor(g, self._slot.owned) for g in given]
+        pairs = [(x, p.inside) for x, p in zip(self._outputs, places, strict=True) if p is not None]
+        outputs, filled = [x for x, _ in pairs], [gradient for _, gradient in pairs]
+        leaves = [x for x in self._leaves if x is not None and x.requires_grad]
+        parameters = list(_parameters_of(outputs))
+
+        def run() -> list[Tensor | None]:
+            # The graph of autograd stays: what it saved would else go back to the pool, and a replay reads it.
+            found = torch.autograd.grad(outputs, [*leaves, *parameters], filled, retain_graph=True, allow_unused=True)
+            self._graphs.add_to_sums(parameters, found[len(leaves) :])
+            return list(found[: len(leaves)])
+
+        with self._graphs.queue.set_aside() as puts:
+            replay, found = self._graphs.library.capture(run, self._slot.pool)
+        self._own(found)
+        rest = iter(found)
+        results = tuple(next(rest) if x is not None and x.requires_grad else None for x in self._leaves)
+        return CapturedBackward(places, replay, results, [CapturedGradient(put) for put in puts])
+
+    def _late(self, put: CapturedGradient, generation: int) -> Callable[[], None]:
+        def compute() -> None:
+            if generation != self.generation:
+                raise DeferralError(f"{put.name}: its operands were overwritten by a later micro-batch")
+            put.compute(self._graphs)
+
+        return compute
+
+    def _own(self, tensors: Sequence[Any]) -> None:
+        self._slot.owned.update(x.untyped_storage().data_ptr() for x in tensors if isinstance(x, Tensor))
+
+
+class ReplayedSegment:
+    """One pass through a captured operator, in the place of a `Segment`.
+
+    Attributes:
+        outputs: in the slot's memory, with nothing of autograd.
+        aside: as of `Segment`.
+    """
+
+    def __init__(
+        self, operator: CapturedOperator, generation: int, outputs: tuple[Any, ...], aside: dict[Any, Any]
+    ) -> None:
+        self._operator, self._generation, self.aside = operator, generation, aside
+        self.outputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in outputs)
+
+    def backward(self, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """As of `Segment`."""
+        operator = self._operator
+        assert self._generation == operator.generation, f"{operator.name}: a later micro-batch has taken its slot"
+        self.outputs = ()
+        return operator.backward(gradients)
+
+
+@dataclass(slots=True)
+class CapturedBackward:
+    """A backward graph: where its gradients are read, what it leaves, and the weight gradients that it puts off."""
+
+    inputs: Sequence[StaticTensor | None]
+    replay: Callable[[], None]
+    results: tuple[Tensor | None, ...]
+    puts: Sequence[CapturedGradient]
+
+
+@dataclass(slots=True)
+class CapturedGradient:
+    """A weight gradient that was put off; its computation is captured when it is first due."""
+
+    put: Put
+    _replay: Callable[[], None] | None = field(default=None, init=False)
+
+    @property
+    def name(self) -> str:
+        """Its operator."""
+        return self.put.name
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """What it is computed from."""
+        return self.put.held
+
+    @property
+    def announce(self) -> Callable[[], None]:
+        """Tells DDP."""
+        return self.put.announce
+
+    def compute(self, graphs: SegmentGraphs) -> None:
+        """Add it to DDP's sum."""
+        if self._replay is None:
+            self._replay = graphs.capture_gradient(self.put.compute)
+        self._replay()
+
+
+class StaticTensor:
+    """Where a graph reads one of its inputs.
+
+    Args:
+        like: the first of them: what the slot owns is read where it lies, of anything else a copy is made.
+        owned: addresses of the slot's storages.
+    Attributes:
+        inside: the same memory for the graph, whose autograd must not take the next input for an operator's change.
+    """
+
+    def __init__(self, like: Tensor, owned: set[int]) -> None:
+        self._is_borrowed = like.untyped_storage().data_ptr() in owned
+        self.tensor = like.detach() if self._is_borrowed else torch.empty_like(like.detach())
+        self.inside = self.tensor.data
+        owned.add(self.tensor.untyped_storage().data_ptr())
+
+    def fill(self, x: Tensor, name: str) -> None:
+        """Bring the input of a replay here."""
+        assert x.shape == self.tensor.shape and x.dtype == self.tensor.dtype, (
+            f"{name}: captured for {list(self.tensor.shape)}, called with {list(x.shape)}"
+        )
+        if not self._is_borrowed:
+            self.tensor.copy_(x.detach())
+        else:
+            assert x.data_ptr() == self.tensor.data_ptr(), f"{name}: its input does not lie where it was captured"
+
+
+def _fill(places: Sequence[StaticTensor | None], values: Sequence[Tensor | None], name: str) -> None:
+    for place, x in zip(places, values, strict=True):
+        assert (place is None) == (x is None), f"{name}: other inputs than those that were captured"
+        if place is not None and x is not None:
+            place.fill(x, name)
+
+
+def _parameters_of(outputs: Sequence[Tensor]) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters that outputs depend on, each once."""
+    waiting, seen = [x.grad_fn for x in outputs], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.nn.Parameter):
+            yield variable
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _sum_of(parameter: torch.nn.Parameter) -> Tensor:
+    total: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return total

@@ -1,0 +1,141 @@
+"""Flags of a plan search: what the user's say once a plan decides the layout, and what they become for every plan.
+
+1. `without_layout` takes from the flags what a plan decides; `with_precision` puts another precision in the place of theirs.
+2. `PlansAsFlags` writes a plan as the flags of the whole run and reads them as any command line is read: rules across flags are
+   asked where they stand, so that no answer is refused when it is started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, cast
+
+from megatron.training.plan_flags import arguments_of, layout_values
+from moe_overlap.api import Options, problem_of
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.model import ModelDescription
+from moe_overlap.describe.readers.predicted_flags import grouped
+from moe_overlap.job import read_job
+from moe_overlap.plan.plan import Plan, Precision
+from moe_overlap.report.search import Finalist
+from moe_overlap.report.tuning import REPLACED
+from moe_overlap.tuner.capture.cache import PRECISIONS
+from moe_overlap.tuner.cost.hardware import Dispatcher
+from moe_overlap.tuner.cost.simulate.step import predict_plan
+from moe_overlap.tuner.search.space import uniform_plan
+from moe_overlap.tuner.search.uniform import RankedLayout
+from moe_overlap.tuner.search.uniform_cost import UniformTask
+from moe_overlap.tuner.write.argument_file import argument_file, layout_flags
+from moe_overlap.tuner.write.dispatcher_flags import FLAGS
+
+Target = Literal["moe-overlap", "megatron-lm", "any"]
+DECIDED = "the search decides it"
+BY_HAND = ("--moe-overlap-", "--defer-weight-gradients", "--max-deferred-bytes")
+"""Flags that overlap by hand; prefixes."""
+OF_DEVICE = ("--moe-overlap-device-connections", "--moe-overlap-nccl-ctas")
+"""Flags of the same group that no search decides."""
+PRECISION_FIELDS = {"optimizer.bf16", *(f"precision.{name}" for name in ("fp16", "fp8", "fp8_recipe", "fp4"))}
+OF_PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-")
+"""Flags of the precision; prefixes."""
+
+
+def without_layout(words: Sequence[str], target: Target) -> tuple[list[str], dict[str, str]]:
+    """The user's flags without those that a plan decides, and those that the target does otherwise with the reason."""
+    flags = grouped(words)
+    dropped = {name: reason for name, reason in REPLACED.items() if name in flags and target != "megatron-lm"}
+    dropped |= {
+        name: DECIDED for name in flags if name == "--plan" or (name.startswith(BY_HAND) and name not in OF_DEVICE)
+    }
+    gone = layout_flags()
+    kept = [(name, values) for name, values in flags.items() if name not in gone and name not in dropped]
+    if "--global-batch-size" not in flags:
+        # The default is a micro-batch on every rank: it would depend on what is searched.
+        raise ConfigError("--global-batch-size", "", "is not among the flags", "add it: a plan is for one batch")
+    return [word for name, values in kept for word in (name, *values)], dropped
+
+
+def with_precision(words: Sequence[str], precision: Precision | None) -> list[str]:
+    """The flags with those of another precision in the place of their own."""
+    if precision is None:
+        return list(words)
+    values = dataclasses.asdict(PRECISIONS[precision])
+    fields = {f"precision.{name}": value for name, value in values.items() if name.startswith(("fp8", "fp4", "fp16"))}
+    said = arguments_of({**fields, "optimizer.bf16": precision != "fp16"})
+    others = {name: each for name, each in grouped(words).items() if not name.startswith(OF_PRECISION)}
+    return [*(word for name, each in others.items() for word in (name, *each)), *said]
+
+
+class PlansAsFlags:
+    """Plans as flags, which are read again before a plan is kept: rules across flags are asked where they stand.
+
+    Attributes:
+        refused: names of plans that a rule refuses, with the rule.
+    """
+
+    def __init__(self, task: UniformTask, bare: Sequence[str], target: Target, gpus: int) -> None:
+        self._task, self._bare, self._gpus = task, bare, gpus
+        self._target: Literal["moe-overlap", "megatron-lm"] = (
+            "megatron-lm" if target == "megatron-lm" else "moe-overlap"
+        )
+        self._known: dict[str, bool] = {}
+        self.refused: list[tuple[str, str]] = []
+
+    def flags(self, ranked: RankedLayout) -> tuple[list[str], tuple[str, ...]]:
+        """The flags of the run, and among them those that say the plan.
+
+        Raises:
+            ConfigError: Megatron-LM refuses them.
+        """
+        template, model = self._task.templates(ranked.layout.tensor)
+        plan = uniform_plan(template, model.num_layers, ranked.layout, ranked.memory)
+        return self.of_plan(ranked.layout.dispatcher, plan, model)
+
+    def of_plan(self, dispatcher: str, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
+        """The same of any plan whose stages have one shape.
+
+        Raises:
+            ConfigError: Megatron-LM refuses them.
+        """
+        values = layout_values(plan, model.mtp_layers)
+        values = {path: value for path, value in values.items() if path not in PRECISION_FIELDS}
+        # The precision is said as the user says it: a plan knows no recipe.
+        precise = [(name, each) for name, each in grouped(self._bare).items() if name.startswith(OF_PRECISION)]
+        said = [*arguments_of(values), *(word for name, each in precise for word in (name, *each))]
+        said += FLAGS[cast(Dispatcher, dispatcher)] if dispatcher else ()
+        return argument_file(self._bare, plan, said, self._target).arguments, tuple(said)
+
+    def read(self, dispatcher: str, plan: Plan, model: ModelDescription) -> tuple[list[str], tuple[str, ...]]:
+        """The same, read as any command line is.
+
+        Raises:
+            ConfigError: Megatron-LM or rules across flags refuse them.
+        """
+        arguments, said = self.of_plan(dispatcher, plan, model)
+        read_job(arguments, self._gpus)
+        return arguments, said
+
+    def is_read(self, ranked: RankedLayout) -> bool:
+        """Whether a plan's flags are accepted; what refuses it is noted."""
+        if ranked.name not in self._known:
+            try:
+                read_job(self.flags(ranked)[0], self._gpus)
+                self._known[ranked.name] = True
+            except ConfigError as error:
+                self._known[ranked.name] = False
+                self.refused.append((ranked.name, str(error)))
+        return self._known[ranked.name]
+
+    def finalist(self, ranked: RankedLayout, cluster: Cluster, options: Options) -> Finalist:
+        """A ranked plan, read from its flags and predicted.
+
+        Raises:
+            ConfigError: rules across flags refuse it.
+        """
+        arguments, words = self.flags(ranked)
+        problem = problem_of(arguments, cluster, options)
+        prediction = predict_plan(problem.plan, problem)
+        return Finalist(
+            name=ranked.name, problem=problem, prediction=prediction, arguments=tuple(arguments), said=words
+        )

@@ -1,0 +1,133 @@
+"""Layouts whose steps may be the shortest once they hide their all-to-alls, though others are faster without overlap.
+
+A search by plain steps rules out layouts that send much: wide expert groups across nodes, which spare memory or bubble. Deciding
+the overlap of every layout takes seconds each, so they are found by a closed form first.
+
+1. `HiddenCosts` prices a layout as if a way to overlap hid all that it can: per layer and pass the longer of computation and
+   all-to-alls, under the interference of this host. Launches, recomputation and everything else stay what they are.
+2. What a way needs counts: partitions divide the samples of a micro-batch; two micro-batches at a time need two of them, no model
+   chunks, and hold the activations of `paired_1f1b`.
+3. `search_hidden` ranks the layouts whose step may then be below the best plain one. What partitions cost to launch is not in
+   the form, so the caller simulates what is ranked. The form is no strict bound: it was up to a tenth above simulated steps of
+   tensor ranks (tests/unit/tuner/test_overlapped_search.py).
+
+Source: Lancet, section 4: what a pipeline of partitions reaches at best is max(computation, communication) of its range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from moe_overlap.plan.lowering.pipeline_order import most_in_flight, paired_1f1b
+from moe_overlap.plan.plan import Plan
+from moe_overlap.tuner.cost.interference import Interference
+from moe_overlap.tuner.cost.layer import PartCost, Setting, hide_all_to_alls
+from moe_overlap.tuner.cost.operators import OpTable
+from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.space import UniformLayout
+from moe_overlap.tuner.search.uniform import Accepts, Progress, RankedLayout, UniformSearch, search_uniform
+from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
+
+
+class Way(StrEnum):
+    """Ways to overlap that differ in which layouts they go with, and in the memory that they need."""
+
+    PARTITIONS = "partitions"
+    """Of a micro-batch, pipelined against each other."""
+    PAIRS = "two micro-batches"
+    """The forward pass of one beside the backward pass of another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HiddenLayout:
+    """A layout that may gain by a way to overlap.
+
+    Attributes:
+        ranked: its seconds are the closed form's.
+    """
+
+    way: Way
+    ranked: RankedLayout
+
+
+class HiddenCosts(UniformCosts):
+    """Prices layouts that hide their all-to-alls as far as a way to overlap may."""
+
+    def __init__(self, task: UniformTask, way: Way) -> None:
+        # A run with instruction lists gathers its weights between steps.
+        super().__init__(replace(task, features=replace(task.features, overlap_param_gather=False)))
+        self._way = way
+        self._hidden: dict[int, tuple[PartCost, PartCost]] = {}
+
+    def held(self, plan: Plan, index: int) -> float:
+        """Micro-batches whose activations a stage holds at once."""
+        if self._way is not Way.PAIRS:
+            return super().held(plan, index)
+        count = plan.stages[index].gradient_accumulation_steps
+        return float(most_in_flight(paired_1f1b(len(plan.stages), index, count)))
+
+    def _cost(self, table: OpTable, layout: UniformLayout, setting: tuple[Setting, Interference]) -> PartCost:
+        cost = super()._cost(table, layout, setting)
+        if id(cost) not in self._hidden:
+            self._hidden[id(cost)] = cost, hide_all_to_alls(cost, setting[0].concurrent)
+        return self._hidden[id(cost)][1]
+
+
+def goes_with(way: Way, layout: UniformLayout, global_batch_size: int, gpus: int) -> bool:
+    """Whether a layout exchanges tokens, and a way to overlap is executed with it."""
+    if layout.expert * layout.expert_tensor == 1:
+        return False
+    if way is Way.PARTITIONS:
+        return layout.micro_batch > 1
+    data = gpus // (layout.tensor * layout.context * layout.pipeline)
+    return layout.virtual == 1 and global_batch_size // (data * layout.micro_batch) > 1
+
+
+def search_hidden(
+    found: UniformSearch,
+    layouts: Sequence[UniformLayout],
+    task: UniformTask,
+    bounds: Callable[[UniformLayout], Bounds],
+    keep: int,
+    bar: float,
+    accepts: Accepts = lambda layout, memory: True,
+    admits: Callable[[RankedLayout], bool] = lambda plan: True,
+    deadline: float = math.inf,
+    progress: Progress = lambda done, total, best: None,
+) -> tuple[HiddenLayout, ...]:
+    """The layouts whose steps may be below a bar if they hide their all-to-alls, the shortest first.
+
+    Args:
+        found: the search by plain steps, whose best stays the best that progress shows.
+        bounds: as of that search; what is sent does not count here.
+        keep: layouts of each way.
+        bar: seconds of a step.
+    Raises:
+        KeyboardInterrupt: Ctrl-C came meanwhile.
+    """
+    template, _ = task.templates(1)
+    result: list[HiddenLayout] = []
+
+    def unsent(layout: UniformLayout) -> Bounds:
+        own = bounds(layout)
+        return replace(own, features=replace(own.features, overlap_experts=True))
+
+    for way in Way:
+        hidden = search_uniform(
+            [layout for layout in layouts if goes_with(way, layout, template.global_batch_size, template.world_size)],
+            HiddenCosts(task, way),
+            unsent,
+            accepts,
+            admits,
+            keep,
+            deadline,
+            known=bar,
+            progress=lambda done, total, best: progress(done, total, found.solution.value),
+        )
+        if hidden.is_interrupted:
+            raise KeyboardInterrupt
+        result += [HiddenLayout(way=way, ranked=plan) for plan in hidden.ranked]
+    return tuple(sorted(result, key=lambda each: each.ranked.order))

@@ -1,0 +1,153 @@
+"""Layouts that are fast once they hide their all-to-alls: a closed form that is a bound, and the plans that it leads to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from moe_overlap.api import predict
+from moe_overlap.describe.cluster import Cluster
+from moe_overlap.overlapped_search import DECIDED
+from moe_overlap.plan.rules.stages import validate_plan
+from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.report.search import Screened, detail_lines, refused_lines, search_json, write_search
+from moe_overlap.search_flags import PlansAsFlags, without_layout
+from moe_overlap.tuner.problem import Problem
+from moe_overlap.tuner.search.hidden import HiddenCosts, Way, goes_with, search_hidden
+from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidates
+from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout, chunks_of
+from moe_overlap.tuner.search.uniform_cost import UniformCosts
+from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of
+
+# Tokens travel slowly, and as hand-made graphs gather no rows over expert-tensor ranks, experts are not split.
+SLOW = case_of("--moe-ffn-hidden-size", "4095", domain_gb_per_s=20.0, node_gb_per_s=20.0)
+LIMITS = SearchSettings().overlap_limits
+
+
+def sound(case: Case, way: Way) -> list[UniformLayout]:
+    batch, gpus = case.template.global_batch_size, case.template.world_size
+    return [layout for layout in case.sound if goes_with(way, layout, batch, gpus)]
+
+
+def simplest(case: Case, layout: UniformLayout, way: Way, memory: MemoryChoice) -> tuple[float, float] | None:
+    """Seconds and bytes of the simplest plan of a way, simulated; None where it is not executed."""
+    plan = dataclasses.replace(case.plan(layout, memory), host_runs_ahead=True)
+    problem = Problem(
+        model=case.model,
+        plan=plan,
+        graphs=graphs_of(plan, case.model),
+        features=case.task.features,
+        machine=case.task.machine,
+    )
+    prediction = Candidates(problem, LIMITS, 0.5).simplest(way).prediction
+    return None if prediction is None else (prediction.predicted.step_seconds, prediction.fullest.needed_bytes)
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_no_plan_of_a_way_is_faster_than_the_closed_form(way: Way) -> None:
+    """But for a tenth, as lists of tensor ranks hide more; and the form says more than that a step takes time."""
+    costs, plain = HiddenCosts(SLOW.task, way), UniformCosts(SLOW.task)
+    layouts = [layout for layout in sound(SLOW, way) if layout.context == 1 and layout.tensor <= 2]
+    tight, held, saved = [], [], []
+    for layout in layouts[:: max(1, len(layouts) // 12)]:
+        evaluated = costs.evaluate(layout)
+        simulated = simplest(SLOW, layout, way, MemoryChoice())
+        if simulated is None:
+            continue
+        least = float(evaluated.seconds[0, 0])
+        assert least <= 1.12 * simulated[0], layout
+        saved.append(1.0 - least / float(plain.evaluate(layout).seconds[0, 0]))
+        tight.append(least / simulated[0])
+        held.append(float(evaluated.needed_bytes[0, 0]) / simulated[1])
+    assert len(tight) >= 10 and sorted(saved)[len(saved) // 4] > 0.1
+    # What two micro-batches hold is known before they are simulated.
+    assert min(held) > 0.99 and max(held) < 1.01, held
+
+
+def test_what_is_ranked_is_what_an_enumeration_has() -> None:
+    plain = SLOW.search()
+    bar, keep = 1.4 * plain.solution.objective, 6
+    found = search_hidden(plain, SLOW.sound, SLOW.task, lambda layout: SLOW.bounds, keep, bar)
+    for way in Way:
+        costs, least = HiddenCosts(SLOW.task, way), {}
+        for layout in sound(SLOW, way):
+            evaluated = costs.evaluate(layout)
+            capacity = SLOW.cluster.group_of(0).gpu.memory_gib * 2**30 / SLOW.task.machine.memory.high
+            fitting = evaluated.seconds[evaluated.needed_bytes <= capacity]
+            seconds = float(fitting.min()) if fitting.size else math.inf
+            shape = layout.ranks, layout.pipeline
+            least[shape] = min(seconds, least.get(shape, math.inf))
+        expected = sorted(seconds for seconds in least.values() if seconds < bar)[:keep]
+        assert [each.ranked.seconds for each in found if each.way is way] == pytest.approx(expected, rel=1e-9)
+        assert expected
+    assert not search_hidden(plain, SLOW.sound, SLOW.task, lambda layout: SLOW.bounds, keep, 0.0)
+
+
+def at_speed(gb_per_s: float) -> Cluster:
+    return dataclasses.replace(
+        H100,
+        groups=(dataclasses.replace(H100.groups[0], domain_gb_per_s=gb_per_s, node_gb_per_s=gb_per_s),),
+    )
+
+
+def test_a_plan_that_is_fast_with_overlap_only_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three plans are faster without overlap, and stay slower than this one whatever they overlap."""
+    words = "--num-layers 4 --num-experts 16 --moe-ffn-hidden-size 8191 --global-batch-size 64".split()
+    words += ["--overlap-grad-reduce", "--overlap-param-gather"]
+    settings = SearchSettings(solver_seconds=0.5)
+    found = search_plan([*SMALL, *words], at_speed(150.0), settings, **OPTIONS)
+    assert found.tuned is not None and found.tuned.chosen.name != PLAIN
+    ranked = [found.chosen, *found.others]
+    ranked.sort(key=lambda finalist: finalist.simulated_seconds)
+    assert found.chosen.name not in [finalist.name for finalist in ranked[:DECIDED]]
+    assert len({finalist.name for finalist in ranked}) == len(ranked)
+    (screened,) = [layout for layout in found.screened if layout.name == found.chosen.name][:1]
+    assert screened.seconds is not None and screened.least_seconds < screened.seconds
+    assert found.prediction.predicted.step_seconds <= screened.seconds
+    assert search_json(found)["overlap_screened"][0]["name"] == found.screened[0].name
+    assert any(line.startswith("overlapped  ") for line in detail_lines(found))
+    # What is written is predicted as it was found: its run gathers weights behind the update, as lists do.
+    assert "--overlap-param-gather" in found.tuned.dropped
+    write_search(tmp_path, found)
+    monkeypatch.chdir(tmp_path)
+    again = predict(["@megatron_args.txt"], at_speed(150.0), **OPTIONS)
+    assert again.predicted == found.prediction.predicted
+
+
+def test_layouts_without_a_plan_stand_behind() -> None:
+    def screened(seconds: float | None, least: float) -> Screened:
+        return Screened(name="", way="", least_seconds=least, seconds=seconds)
+
+    plans = [screened(None, 1.0), screened(3.0, 1.0), screened(2.0, 1.5)]
+    assert sorted(plans, key=lambda each: each.order) == [plans[2], plans[1], plans[0]]
+
+
+def test_refusals_are_told_once_for_each_flag() -> None:
+    refused = [("PP2", "--a 1: no"), ("PP4", "--a 2: no"), ("PP8", "--b: no")]
+    first, second = refused_lines(refused)
+    assert first == "refused     PP2: --a 1: no (and 1 more plan for this flag: --json)"
+    assert second == "refused     PP8: --b: no"
+
+
+def test_every_offered_recomputation_is_accepted_as_flags() -> None:
+    """Five layers on stages and chunks of unlike length: no one number says all of them, and none above the shortest is said."""
+    words = [*SMALL, "--num-layers", "5"]
+    case = case_of("--num-layers", "5", "--pipeline-model-parallel-size", "1")
+    said = PlansAsFlags(case.task, without_layout(words, "megatron-lm")[0], "megatron-lm", 8)
+    unlike = 0
+    for layout in (each for each in case.sound if each.ranks == (1, 1, 1, 1) and each.micro_batch == 1):
+        offered = UniformCosts(case.task).evaluate(layout).choices[0]
+        longest = max(
+            end - first for of_stage in chunks_of(5, layout.pipeline, layout.virtual) for first, end in of_stage
+        )
+        assert offered[-1].every_layer or offered[-1].layers == longest, layout
+        unlike += offered[-1].every_layer
+        for choice in offered:
+            plan = case.plan(layout, choice)
+            validate_plan(plan, case.model)
+            said.read("", plan, case.model)
+    assert unlike >= 3
