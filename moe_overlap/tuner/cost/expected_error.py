@@ -10,7 +10,8 @@ The interval. Measured over predicted seconds of a run of a new family lie withi
 2. Few families say little of their spread, so the mean square of a group is drawn to that of its kind (dense or MoE), and a
    kind's to that of all runs, as if `PRIOR_FAMILIES` families of the wider group were among its own.
 3. The spread is Student's 95 % quantile, of as many degrees of freedom as families count, times the root of that mean square.
-4. A prediction beyond what was calibrated has the spread times `beyond`: by how much left-out runs erred more whose release,
+4. A prediction has the largest spread of all groups around it: a wide group averages away what a narrow one shows.
+5. A prediction beyond what was calibrated has the spread times `beyond`: by how much left-out runs erred more whose release,
    precision or features none of the remaining runs had.
 """
 
@@ -60,6 +61,10 @@ class ExpectedError:
         """Between which seconds a predicted step lies in nine of ten cases."""
         return seconds * math.exp(-self.spread), seconds * math.exp(self.spread)
 
+    def holds(self, relative: float) -> bool:
+        """Whether a run whose prediction has this relative error lies in the interval."""
+        return abs(math.log1p(relative)) <= self.spread
+
     def widened(self, factor: float) -> ExpectedError:
         """Of a prediction beyond what was calibrated: only its interval is wider."""
         return dataclasses.replace(self, spread=self.spread * factor)
@@ -93,10 +98,16 @@ class Errors:
     beyond: float = 1.0
 
     def expected(self, gpu: Gpu, precision: str, is_moe: bool) -> ExpectedError | None:
-        """The error of the narrowest group around a run that has enough families; None where not even the widest has."""
+        """The error of the narrowest group around a run that has enough families, with the largest spread of all around it.
+
+        None where not even the widest has enough.
+        """
         names = group_names(gpu.name, gpu.architecture, precision, is_moe)
-        found = (self.groups[name] for name in names if name in self.groups)
-        return next((group for group in found if group.families >= ENOUGH_FAMILIES), None)
+        found = [self.groups[name] for name in names if name in self.groups]
+        narrowest = next((group for group in found if group.families >= ENOUGH_FAMILIES), None)
+        if narrowest is None:
+            return None
+        return dataclasses.replace(narrowest, spread=max(group.spread for group in found))
 
 
 def group_names(gpu: str, architecture: str, precision: str, is_moe: bool) -> tuple[str, ...]:

@@ -181,6 +181,8 @@ def test_an_interval_is_wider_beyond_what_was_calibrated() -> None:
     group = ExpectedError(0.1, 5, 5, "all", spread=0.2)
     assert group.interval(2.0) == pytest.approx((2.0 * np.exp(-0.2), 2.0 * np.exp(0.2)))
     assert group.widened(2.0).interval(1.0)[1] == pytest.approx(np.exp(0.4))
+    # Half of what was predicted is further away than half as much again.
+    assert not group.holds(-0.19) and group.holds(-0.18) and group.holds(0.22) and not group.holds(0.23)
     assert dataclasses.replace(group.widened(2.0), spread=0.2) == group
 
 
@@ -209,7 +211,11 @@ def test_a_run_with_a_trait_that_no_calibration_run_had_is_extrapolated() -> Non
 
 def test_every_prediction_on_a_described_gpu_says_its_error() -> None:
     prediction = predicted()
-    assert prediction.expected_error in shipped_errors().groups.values()
+    around = [shipped_errors().groups[name] for name in group_names("H100", "Hopper", "bf16", True)]
+    assert prediction.expected_error is not None and prediction.expected_error.group in {
+        group.group for group in around
+    }
+    assert prediction.expected_error.spread == max(group.spread for group in around)
     answer = prediction_json(prediction)
     assert answer["expected_error"]["relative"] > 0
     assert answer["interval"]["level"] == 0.9
