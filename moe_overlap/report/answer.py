@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.plan.plan import Offload, Plan, StagePlan
-from moe_overlap.report.prediction import change_advice, change_name
+from moe_overlap.report.prediction import change_advice, change_name, interval_text
 from moe_overlap.tuner.cost.analytic import Prediction
 
 SHOWN_RUNNERS_UP = 3
@@ -158,8 +158,7 @@ def _step(answer: Answer) -> str:
     seconds, expected = predicted.step_seconds, prediction.expected_error
     interval = ""
     if expected is not None:
-        low, high = (seconds * (1 + sign * expected.relative) for sign in (-1, 1))
-        interval = f" ± {expected.relative * 100:.0f} % ({low:.3f} to {high:.3f})"
+        interval = f" ± {expected.relative * 100:.0f} % in the mean ({interval_text(prediction)})"
     rate = (
         f"{predicted.tokens_per_second_per_gpu:,.0f} tokens/s and {predicted.model_tflops_per_gpu:.0f} TFLOP/s per GPU"
     )

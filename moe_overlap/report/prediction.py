@@ -8,6 +8,7 @@ from typing import Any
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.readers.predicted_flags import effect_of
 from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.expected_error import LEVEL
 from moe_overlap.tuner.cost.feasibility import Change, ChangeKind, Remedy
 
 
@@ -32,6 +33,7 @@ def prediction_json(prediction: Prediction) -> dict[str, Any]:
         "not_modelled": list(prediction.not_modelled),
         "software": software_json(prediction),
         "expected_error": dataclasses.asdict(prediction.expected_error) if prediction.expected_error else None,
+        "interval": interval_json(prediction),
         "not_modelled_effects": {flag: effect_of(flag) for flag in prediction.not_modelled},
         "assumed": list(prediction.assumed),
         "computed_early": list(prediction.computed_early),
@@ -45,6 +47,24 @@ def software_json(prediction: Prediction) -> dict[str, Any]:
     """The software release that counts, and how much of the seconds beyond peak rates it explains."""
     software = prediction.software
     return {"release": software.release, "is_median": software.is_median, "loss": software.constants.loss}
+
+
+def interval_json(prediction: Prediction) -> dict[str, float] | None:
+    """Between which seconds the step lies, in which share of cases; None where that is not known."""
+    expected = prediction.expected_error
+    if expected is None:
+        return None
+    low, high = expected.interval(prediction.predicted.step_seconds)
+    return {"level": LEVEL, "low_seconds": low, "high_seconds": high}
+
+
+def interval_text(prediction: Prediction) -> str:
+    """The interval in words; empty where it is not known."""
+    expected = prediction.expected_error
+    if expected is None:
+        return ""
+    low, high = expected.interval(prediction.predicted.step_seconds)
+    return f"{low:.3f} to {high:.3f} s in {LEVEL * 10:.0f} of 10 cases"
 
 
 def expected_error_text(prediction: Prediction) -> str:
@@ -65,7 +85,8 @@ def prediction_text(prediction: Prediction, cluster: Cluster) -> str:
     if expected := prediction.expected_error:
         lines.insert(
             2,
-            f"error         of the step, in the mean of {expected.rows} calibration runs left out of the fit ({expected.group})",
+            f"error         of the step, in the mean of {expected.rows} calibration runs left out of the fit ({expected.group}); "
+            f"{interval_text(prediction)}",
         )
     if (software := prediction.software).release:
         which = f", the median release of {cluster.group_of(0).gpu.architecture}" if software.is_median else ""

@@ -12,8 +12,9 @@ from moe_overlap.plan.plan import PredictedStage
 from moe_overlap.tuner.capture.cache import cached_captures, joined, stage_requests
 from moe_overlap.tuner.capture.graph import CapturedModel
 from moe_overlap.tuner.cost.analytic import Family, Prediction, prepare, price
+from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.hardware import Constants, Features, scope
-from moe_overlap.tuner.cost.machine import machine_of
+from moe_overlap.tuner.cost.machine import Machine, machine_of
 from tests.validation.rows import Row, flags_of
 
 NATURAL_LOAD = 1.2
@@ -56,16 +57,24 @@ class Case:
 
     def predict(self, constants: Constants) -> Prediction:
         """The row's run under these constants."""
-        precision, release = self.job.plan.precision, self.row["release"] or None
-        machine, reasons = machine_of(
-            self.cluster, constants, release, self.load, precision=precision, is_moe=self.row.is_moe
-        )
+        machine, reasons = self._machine(constants)
         reasons = (*reasons, *self.features.not_modelled)
         return price(self.job.plan, self.job.model, self.families, machine, self.features, reasons)
 
+    def reasons(self, constants: Constants) -> tuple[str, ...]:
+        """Why the run reaches beyond those that the constants were fitted to."""
+        had = traits(self.job.plan, self.features, self.row.is_moe)
+        _, reasons = self._machine(constants)
+        return (*reasons, *uncovered(constants.traits, self.cluster.group_of(0).gpu.architecture, had))
+
+    def _machine(self, constants: Constants) -> tuple[Machine, tuple[str, ...]]:
+        precision, release = self.job.plan.precision, self.row["release"] or None
+        return machine_of(self.cluster, constants, release, self.load, precision=precision, is_moe=self.row.is_moe)
+
     def relative_error(self, constants: Constants) -> float:
         """Of the step's seconds."""
-        return self.predict(constants).predicted.step_seconds / self.row.seconds - 1.0
+        logged = constants.common.logged_seconds if self.row.is_logged else 0.0
+        return (self.predict(constants).predicted.step_seconds + logged) / self.row.seconds - 1.0
 
     def memory_error(self, constants: Constants) -> float:
         """Of the peak; of what was allocated, where that was measured, without what the allocator reserves in vain."""

@@ -25,9 +25,17 @@ import numpy as np
 import moe_overlap.tuner.cost.hardware as owner
 from moe_overlap.describe.cluster import GIB, known_gpus
 from moe_overlap.tuner.capture.cache import cache_folder
-from moe_overlap.tuner.cost.expected_error import ExpectedError, errors_json, group_errors, group_names
+from moe_overlap.tuner.cost.coverage import traits
+from moe_overlap.tuner.cost.expected_error import Errors, LeftOut, errors_json, errors_of, group_names
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
-from moe_overlap.tuner.cost.hardware import CommonConstants, Constants, GpuConstants, ReleaseConstants, constants_json
+from moe_overlap.tuner.cost.hardware import (
+    CommonConstants,
+    Constants,
+    GpuConstants,
+    ReleaseConstants,
+    Traits,
+    constants_json,
+)
 from moe_overlap.tuner.cost.memory_errors import MemoryErrors
 from tests.validation.evaluate import Case
 
@@ -51,16 +59,24 @@ START = GpuConstants(
     all_to_all_domain=0.6,
     all_to_all_network=0.6,
     kernel_seconds=3e-6,
-    host_seconds=1.2e-5,
+    host_seconds=1e-5,
     overlap_slowdown=0.15,
     step_seconds=0.02,
 )
-START_COMMON = CommonConstants(transformer_engine=6.0, fused=1.0, low_precision=1.5, further=0.3, tail=0.5)
+START_COMMON = CommonConstants(
+    transformer_engine=10.0,
+    fused=4.0,
+    low_precision=1.5,
+    further=0.5,
+    tail=0.5,
+    grouped_low=0.93,
+    logged_seconds=0.02,
+)
 DEVIATING = ("gemm", "grouped_gemm", "attention_backward", "fp8", "fp4", "memory", "network", "host_seconds")
 """Constants in which a GPU type may differ from its architecture."""
 COMMON = ("kernel_seconds", "host_seconds", "overlap_slowdown", "step_seconds")
 """Constants that no architecture explains."""
-FRACTIONS = (*owner.LOSSY, "domain", "network", "overlap_slowdown")
+FRACTIONS = (*owner.LOSSY, "domain", "network", "overlap_slowdown", "grouped_low")
 """Parts of a whole: a fraction of a peak rate stays below it."""
 
 
@@ -269,8 +285,8 @@ def fragmentation(cases: Sequence[Case], constants: Constants) -> float:
 
 def left_out_errors(
     cases: Sequence[Case], steps: Steps, known: Known, report: Callable[[str], None]
-) -> list[tuple[Case, float]]:
-    """The relative error of every run under constants fitted without its fold.
+) -> list[tuple[Case, float, bool]]:
+    """The relative error of every run under constants fitted without its fold, and whether it reaches beyond the others.
 
     A fold has all runs of a model on a GPU type in a precision, whatever their layout and release: none of them has a twin among
     the runs that the constants are fitted to. Each search starts from the fit to all runs; what only the fold held in its place
@@ -281,9 +297,24 @@ def left_out_errors(
     for fold in range(FOLDS):
         out = set(families[fold::FOLDS])
         report(f"without {', '.join(' '.join(family) for family in sorted(out))}")
-        constants, _ = fit([case for case in cases if family_of(case) not in out], report, steps=steps, known=known)
-        errors += [(case, case.relative_error(constants)) for case in cases if family_of(case) in out]
+        kept = [case for case in cases if family_of(case) not in out]
+        constants, _ = fit(kept, report, steps=steps, known=known)
+        constants = dataclasses.replace(constants, traits=traits_of(kept))
+        for case in cases:
+            if family_of(case) in out:
+                beyond = bool(case.reasons(constants))
+                errors.append((case, case.relative_error(constants), beyond))
     return errors
+
+
+def traits_of(cases: Sequence[Case]) -> Traits:
+    """What runs that count in tables of errors had, by architecture."""
+    found: dict[str, set[str]] = {}
+    for case in cases:
+        if case.row["scored"] == "yes":
+            had = traits(case.job.plan, case.features, case.row.is_moe)
+            found.setdefault(architecture_of(case.gpu_type), set()).update(had)
+    return {architecture: tuple(sorted(names)) for architecture, names in sorted(found.items())}
 
 
 def family_of(case: Case) -> tuple[str, str, str]:
@@ -291,20 +322,37 @@ def family_of(case: Case) -> tuple[str, str, str]:
     return case.row["model"], case.gpu_type, case.row["precision_class"]
 
 
-def error_groups(errors: Sequence[tuple[Case, float]]) -> dict[str, ExpectedError]:
-    """The groups of errors.json: of runs that count in tables of errors, each configuration with the mean of its repetitions."""
-    means: dict[str, list[float]] = {}
-    first: dict[str, Case] = {}
-    for case, error in errors:
+def errors_left_out(errors: Sequence[tuple[Case, float, bool]]) -> Errors:
+    """What errors.json says: of runs that count in tables of errors, each configuration with the mean of its repetitions."""
+    found: dict[str, list[tuple[Case, float, bool]]] = {}
+    for case, error, beyond in errors:
         if case.row["scored"] == "yes":
-            means.setdefault(case.configuration, []).append(abs(error))
-            first.setdefault(case.configuration, case)
+            found.setdefault(case.configuration, []).append((case, error, beyond))
     runs = []
-    for name, case in first.items():
+    for each in found.values():
+        case = each[0][0]
         precision, architecture = case.job.plan.precision, architecture_of(case.gpu_type)
         groups = group_names(case.gpu_type, architecture, precision, case.row.is_moe)
-        runs.append((groups, family_of(case), statistics.mean(means[name])))
-    return group_errors(runs)
+        mean = statistics.mean(error for _, error, _ in each)
+        runs.append(LeftOut(groups, family_of(case), mean, any(beyond for *_, beyond in each)))
+    return errors_of(runs)
+
+
+def held(errors: Sequence[tuple[Case, float, bool]]) -> dict[str, tuple[int, int]]:
+    """Kind -> left-out runs that lie in their intervals, and all of them, where intervals know nothing of a run's family."""
+    counts: dict[str, list[bool]] = {"dense": [], "MoE": []}
+    scored = [each for each in errors if each[0].row["scored"] == "yes"]
+    for family in sorted({family_of(case) for case, *_ in scored}):
+        others = errors_left_out([each for each in scored if family_of(each[0]) != family])
+        for case, error, beyond in scored:
+            if family_of(case) != family:
+                continue
+            gpu = case.cluster.group_of(0).gpu
+            expected = others.expected(gpu, case.job.plan.precision, case.row.is_moe)
+            if expected is not None:
+                wide = expected.widened(others.beyond) if beyond else expected
+                counts["MoE" if case.row.is_moe else "dense"].append(wide.holds(error))
+    return {kind: (sum(found), len(found)) for kind, found in counts.items()}
 
 
 def memory_errors(ratios: Sequence[float]) -> MemoryErrors:
@@ -336,15 +384,17 @@ def main() -> None:
     shared = {name: getattr(any_gpu, name) for name in COMMON}
     l4 = dataclasses.replace(START, **measured_links() | shared)
     of_runs, _ = fit(calibration_steps(cache_folder()), report, l4, of_steps.common)
-    constants = dataclasses.replace(of_steps, gpus=of_steps.gpus | of_runs.gpus)
+    constants = dataclasses.replace(of_steps, gpus=of_steps.gpus | of_runs.gpus, traits=traits_of(cases))
     peaks = calibration_cases(times=False)
     constants = dataclasses.replace(constants, fragmentation=fragmentation(peaks, constants))
     ratios = [1.0 / (1.0 + case.memory_error(constants)) for case in peaks if not case.row.is_reserved]
     ratios += calibration_peaks(cache_folder(), constants)
     constants = dataclasses.replace(constants, memory=memory_quantiles(ratios), memory_errors=memory_errors(ratios))
     TARGET.write_text(constants_json(constants), encoding="utf-8")
-    groups = error_groups(left_out_errors(cases, steps, known, report))
-    TARGET.with_name("errors.json").write_text(errors_json(groups), encoding="utf-8")
+    found = left_out_errors(cases, steps, known, report)
+    TARGET.with_name("errors.json").write_text(errors_json(errors_left_out(found)), encoding="utf-8")
+    for kind, (inside, all_of_them) in held(found).items():
+        report(f"{inside} of {all_of_them} {kind} runs that were left out lie in the intervals of the others")
 
 
 if __name__ == "__main__":

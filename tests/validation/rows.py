@@ -109,6 +109,11 @@ class Row:
         return "natural" if natural else "forced"
 
     @property
+    def is_logged(self) -> bool:
+        """Whether norms and zeros of every parameter were logged in each step, as upstream's tests do."""
+        return self["source"].startswith(NATURAL)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Every setting of the run, as its source names it; empty in measured.csv.gz."""
         content: dict[str, Any] = json.loads(self.fields.get("flags_json", "{}"))

@@ -7,6 +7,7 @@ group with fewer than 8 are listed below it, since no mean speaks for so few.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -79,20 +80,22 @@ def _record(case: Case, constants: Constants) -> dict[str, object]:
         "predicted": round((1 + error) * measured, 3),
         "error %": round(100 * error, 1),
         "expected %": round(100 * expected.relative, 1) if expected is not None and is_time(row) else "",
+        "held": "" if expected is None or not is_time(row) else "yes" if expected.holds(error) else "no",
         "extrapolating": "yes" if prediction.extrapolating else "",
     }
 
 
 def group_figures(frame: pd.DataFrame, by: Sequence[str] = tuple(GROUP)) -> pd.DataFrame:
-    """Rows, mean size, bias and largest size of the errors, and rank correlation, by group."""
+    """Rows, mean size, bias and largest size of the errors, rank correlation, and rows in their intervals, by group."""
 
-    def figures(group: pd.DataFrame) -> pd.Series[float]:
+    def figures(group: pd.DataFrame) -> pd.Series[Any]:
         errors = group["error %"]
         rank = spearman(group["predicted"].to_numpy(), group["measured"].to_numpy())
         names = {"n": len(group), "mean |error| %": errors.abs().mean(), "bias %": errors.mean()}
-        return pd.Series({**names, "worst %": errors.abs().max(), "Spearman": rank})
+        held = f"{(group['held'] == 'yes').sum()}/{(group['held'] != '').sum()}"
+        return pd.Series({**names, "worst %": errors.abs().max(), "Spearman": rank, "held": held})
 
-    table = frame.groupby(list(by))[["error %", "predicted", "measured"]].apply(figures).reset_index()
+    table = frame.groupby(list(by))[["error %", "predicted", "measured", "held"]].apply(figures).reset_index()
     return table.astype({"n": int}).round({"mean |error| %": 1, "bias %": 1, "worst %": 1, "Spearman": 3})
 
 

@@ -22,6 +22,7 @@ from moe_overlap.plan.overlap import NO_OVERLAP
 from moe_overlap.plan.plan import PeakBytes, Plan, Predicted, PredictedStage, Provenance, StagePlan
 from moe_overlap.plan.sizes import boundary_bytes
 from moe_overlap.tuner.capture.graph import CapturedModel, Part
+from moe_overlap.tuner.cost.coverage import traits, uncovered
 from moe_overlap.tuner.cost.evaluate import StageCosts, StageEvaluator, StageShapes, joined, runs_of
 from moe_overlap.tuner.cost.expected_error import ExpectedError
 from moe_overlap.tuner.cost.feasibility import (
@@ -316,8 +317,13 @@ def price(
 ) -> Prediction:
     """Seconds and bytes from prepared numbers."""
     priced = [price_family(plan, model, family, machine, features) for family in families]
-    whole = _whole(plan, model, machine, priced, features, extrapolating)
-    return replace(whole, software=machine.software, expected_error=machine.expected_error)
+    gpu, of_run = machine.cluster.group_of(0).gpu, traits(plan, features, model.num_experts > 0)
+    reasons = (*extrapolating, *uncovered(machine.traits, gpu.architecture, of_run))
+    expected = machine.expected_error
+    if expected is not None and reasons:
+        expected = expected.widened(machine.beyond)
+    whole = _whole(plan, model, machine, priced, features, reasons)
+    return replace(whole, software=machine.software, expected_error=expected)
 
 
 def price_family(plan: Plan, model: ModelDescription, family: Family, machine: Machine, features: Features) -> Priced:

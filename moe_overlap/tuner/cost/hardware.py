@@ -176,20 +176,25 @@ class MeasuredConstants(GpuConstants):
 class CommonConstants:
     """Constants that no GPU explains: of software, and of how kernels fill a GPU.
 
-    All but the last are host work over that of launching one kernel of torch: of a call by who implements it, and of what a call
-    launches besides.
+    The first four are host work over that of launching one kernel of torch: of a call by who implements it (`calls.py`), and of
+    what a call does besides.
     """
 
     transformer_engine: float = 1.0
-    """A module or function of Transformer Engine, and its backward pass."""
+    """A module of Transformer Engine, and its backward pass."""
     fused: float = 1.0
-    """A function that torch compiled."""
-    low_precision: float = 1.0
-    """A product that quantizes its operands, over one that does not."""
+    """A function with a backward pass of its own: compiled by torch, or a kernel called outside of modules."""
+    low_precision: float = 0.0
+    """Quantizing one operand of one product, or of one group of a grouped product."""
     further: float = 1.0
-    """Every further kernel that a call launches by itself, without going through Python again."""
+    """Every further kernel that a call launches by itself, or autograd, without going through Python again."""
     tail: float = 0.0
     """Waves of tiles that a product leaves idle at its end, of each group of a grouped product."""
+    grouped_low: float = 1.0
+    """Rate of grouped products below bf16 over that of plain ones."""
+    logged_seconds: float = 0.0
+    """Of a step of upstream's tests, which log norms and zeros of every parameter each time. No other prediction has them; they
+    keep what those small models tell of launching apart."""
 
 
 LOSSY = (
@@ -260,6 +265,8 @@ class Software:
 
 
 REFERENCE = Software()
+Traits = Mapping[str, tuple[str, ...]]
+"""Architecture -> what calibration runs on it had (`coverage.traits`)."""
 Releases = Mapping[str, Mapping[str, ReleaseConstants]]
 """Release -> architecture -> its constants."""
 
@@ -275,6 +282,7 @@ class Constants:
         common: the same for all GPUs.
         memory: measured over predicted peaks of what is allocated.
         memory_errors: what other quantiles of them come from; None where no run is known.
+        traits: of the runs that they were fitted to.
     """
 
     gpus: dict[str, GpuConstants]
@@ -283,6 +291,7 @@ class Constants:
     common: CommonConstants = CommonConstants()
     memory: MemoryQuantiles = MemoryQuantiles()
     memory_errors: MemoryErrors | None = None
+    traits: Traits = field(default_factory=dict)
 
     def with_margin(self, margin: float | None) -> Constants:
         """The constants with another margin of memory; None and the margin that they have change nothing.
@@ -390,6 +399,7 @@ def constants_of(content: dict[str, Any]) -> Constants:
         common=CommonConstants(**content["common"]),
         memory=MemoryQuantiles(**content["memory"]),
         memory_errors=None if content["memory_errors"] is None else MemoryErrors(**content["memory_errors"]),
+        traits={architecture: tuple(names) for architecture, names in content["traits"].items()},
     )
 
 
@@ -432,5 +442,6 @@ def constants_json(constants: Constants) -> str:
             name: {architecture: dataclasses.asdict(row) for architecture, row in sorted(rows.items())}
             for name, rows in sorted(constants.releases.items())
         },
+        "traits": {architecture: sorted(names) for architecture, names in sorted(constants.traits.items())},
     }
     return json.dumps(content, indent=1) + "\n"

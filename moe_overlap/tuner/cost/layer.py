@@ -37,17 +37,15 @@ from moe_overlap.plan.operators import (
 )
 from moe_overlap.tuner.capture.graph import Collective, Op, Part
 from moe_overlap.tuner.cost.hardware import CommonConstants, Features, GpuConstants
+from moe_overlap.tuner.cost.host import drained_seconds, host_work
 from moe_overlap.tuner.cost.interference import Concurrent
 from moe_overlap.tuner.cost.links import Group, LinkUse, all_to_all_seconds, collective_seconds, link_use
 from moe_overlap.tuner.cost.operators import (
-    LOW_PRECISIONS,
-    UNFUSED_CALLS,
     CostClassCode,
     Lookup,
     OpTable,
     Provenance,
     device_seconds,
-    fused_share,
 )
 from moe_overlap.tuner.cost.router import reached_places
 
@@ -55,8 +53,6 @@ Floats = NDArray[np.float64]
 EXCHANGE_AXES = ("ep", "tp_ep", "etp")
 KINDS = ("tensor", "context", "expert")
 """Kinds of communication inside a layer."""
-UNGRAPHED = ("moe.dispatch", "moe.experts", "moe.combine", "moe.merge")
-"""Operators that partial CUDA graphs leave to the host: their shapes depend on the routing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,22 +86,38 @@ class PassCost:
     """All kernels but collectives, one after the other."""
     host_seconds: float
     """To launch the pass."""
+    drained_seconds: float = 0.0
+    """From start to end, exposed collectives included, where the host waits for the device in every layer; else 0."""
     exposed: dict[str, float] = field(default_factory=dict)
     """By KINDS: seconds in which nothing computes."""
     hidden_seconds: float = 0.0
     """Communication under computation."""
     exchange_seconds: float = 0.0
     """All all-to-alls of tokens, exposed or not: another micro-batch may hide them."""
+    is_overlapped: bool = False
+    """All-to-alls run beside another micro-batch, which the host launches meanwhile: it never waits for an empty queue."""
+
+    @property
+    def idle_seconds(self) -> float:
+        """In which nothing runs, as the host waited for the device and has launched nothing yet."""
+        return max(0.0, self.drained_seconds - self.device_seconds - sum(self.exposed.values()))
 
     @property
     def compute_seconds(self) -> float:
         """Computation, and what the host makes the device wait for beside collectives."""
-        return max(self.device_seconds, self.host_seconds - sum(self.exposed.values()))
+        if self.is_overlapped:
+            return max(self.device_seconds, self.host_seconds - self.others_seconds)
+        return max(self.device_seconds + self.idle_seconds, self.host_seconds - sum(self.exposed.values()))
+
+    @property
+    def others_seconds(self) -> float:
+        """Exposed collectives, all-to-alls of tokens apart."""
+        return sum(seconds for kind, seconds in self.exposed.items() if kind != "expert")
 
     @property
     def paced_seconds(self) -> float:
         """Computation at the pace of a host that gets no time from collectives, as they are hidden."""
-        return max(self.device_seconds, self.host_seconds)
+        return max(self.device_seconds + self.idle_seconds, self.host_seconds)
 
     @property
     def seconds(self) -> float:
@@ -131,7 +143,7 @@ class PartCost:
 def kernel_seconds(table: OpTable, setting: Setting) -> tuple[Floats, list[Provenance]]:
     """Seconds of a part's operators on the device, collectives apart, and where each comes from."""
     seconds, origins = device_seconds(
-        table, setting.gpu, setting.features, setting.constants, setting.lookup, setting.common.tail
+        table, setting.gpu, setting.features, setting.constants, setting.common, setting.lookup
     )
     return seconds * np.where(table.loaded, setting.load, 1.0), origins
 
@@ -153,12 +165,14 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
     concurrent, features = setting.concurrent, setting.features
     totals = dict.fromkeys(KINDS, 0.0)
     exposed = dict.fromkeys(KINDS, 0.0)
+    sent: list[tuple[int, str, float]] = []
     for index, collective, payload in table.collectives:
         if not in_pass[index]:
             continue
         alone = alone_seconds(table, setting, index, collective, payload)
         kind = kind_of(collective)
         totals[kind] += alone
+        sent.append((index, kind, alone))
         beside = 0.0
         if kind == "tensor":
             if is_backward:
@@ -178,9 +192,14 @@ def _pass_cost(table: OpTable, setting: Setting, seconds: Floats, is_backward: b
         exposed["expert"] = _exposed(
             exposed["expert"], float(seconds[in_pass & (table.operators == SHARED)].sum()), concurrent
         )
+    work = host_work(table, features, setting.common, setting.constants.host_seconds)
+    busy = seconds.copy()
+    for index, kind, alone in sent:
+        busy[index] += alone * exposed[kind] / totals[kind] if totals[kind] else 0.0
     return PassCost(
         device_seconds=float(seconds[in_pass].sum()),
-        host_seconds=_host_seconds(table, setting, in_pass),
+        host_seconds=float(work.seconds[in_pass].sum()),
+        drained_seconds=drained_seconds(work, busy, in_pass),
         exposed=exposed,
         hidden_seconds=sum(totals.values()) - sum(exposed.values()),
         exchange_seconds=totals["expert"],
@@ -191,26 +210,6 @@ def _exposed(alone: float, beside: float, concurrent: Concurrent) -> float:
     """Exposed seconds of communication beside computation: by how much both together take longer than computation."""
     together = concurrent(np.array(beside), np.array(alone), np.zeros(()), np.zeros(()))
     return float(together) - beside
-
-
-def _host_seconds(table: OpTable, setting: Setting, in_pass: NDArray[np.bool_]) -> float:
-    """Seconds of the host to launch a pass: those of a call by who implements it, and of every further kernel in it."""
-    if setting.features.graphs == "full":
-        return 0.0
-    launched = in_pass & (table.launches > 0)
-    if setting.features.graphs == "partial":
-        launched = launched & np.isin(table.operators, UNGRAPHED)
-    common = setting.common
-    by_call = np.array([1.0, common.fused, common.transformer_engine])
-    quantizes = table.quantizable & (setting.features.precision in LOW_PRECISIONS)
-    # A grouped product is one call that launches a kernel for every group.
-    further = np.where(setting.features.fused_experts, 0.0, common.further * (table.launches - 1.0))
-    work = by_call[table.called] * np.where(quantizes, common.low_precision, 1.0) + further
-    if not setting.features.flash:
-        calls = np.where(table.backward, UNFUSED_CALLS[1], UNFUSED_CALLS[0])
-        work = work + np.where(table.classes == CostClassCode.ATTENTION, calls, 0.0)
-    work = work * np.minimum(1.0, fused_share(table, setting.features))
-    return float(work[launched].sum()) * setting.constants.host_seconds
 
 
 def kind_of(collective: Collective) -> str:
@@ -265,19 +264,20 @@ def _products_beside(table: OpTable, seconds: Floats, index: int) -> float:
 
 
 def hide_all_to_alls(cost: PartCost, concurrent: Concurrent) -> PartCost:
-    """The part with its all-to-alls under another micro-batch's computation, as far as they are shorter."""
+    """The part with its all-to-alls under another micro-batch's computation and collectives, as far as they are shorter."""
     forward, backward = cost.forward, cost.backward
     exchange = forward.exchange_seconds + backward.exchange_seconds
-    compute = forward.paced_seconds + backward.paced_seconds
+    beside = sum(max(each.device_seconds + each.others_seconds, each.host_seconds) for each in (forward, backward))
     if not exchange:
         return cost
     # One micro-batch's forward pass runs with another's backward pass, so the all-to-alls of both directions hide under
     # the computation of both; what is left is shared out by their seconds.
-    left = _exposed(exchange, compute, concurrent) / exchange
+    left = _exposed(exchange, beside, concurrent) / exchange
 
     def hidden(cost: PassCost) -> PassCost:
         exposed = {**cost.exposed, "expert": cost.exchange_seconds * left}
-        return replace(cost, exposed=exposed, hidden_seconds=cost.hidden_seconds + cost.exchange_seconds * (1 - left))
+        beneath = cost.hidden_seconds + cost.exchange_seconds * (1 - left)
+        return replace(cost, exposed=exposed, hidden_seconds=beneath, is_overlapped=True)
 
     return replace(cost, forward=hidden(forward), backward=hidden(backward))
 

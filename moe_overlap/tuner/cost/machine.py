@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.tuner.cost.expected_error import ExpectedError, expected_error, shipped_errors
+from moe_overlap.tuner.cost.expected_error import ExpectedError, shipped_errors
 from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import (
     NOT_REFINED,
@@ -16,6 +16,7 @@ from moe_overlap.tuner.cost.hardware import (
     GpuConstants,
     Refined,
     Software,
+    Traits,
 )
 from moe_overlap.tuner.cost.interference import (
     AllToAllCosts,
@@ -38,6 +39,8 @@ class Machine:
         common: constants that are the same for all GPUs.
         software: the release that `constants` are of.
         expected_error: of predictions for this machine, precision and kind of model.
+        beyond: factor of its interval where a prediction reaches beyond what was calibrated.
+        traits: of the runs that the constants were fitted to.
         load: rows of the busiest rank of an expert group over the mean.
         lookup: the database of measured operators.
         exchanges: costs of all-to-alls beside their rows; None where they were not measured.
@@ -49,6 +52,8 @@ class Machine:
     common: CommonConstants = CommonConstants()
     software: Software = REFERENCE
     expected_error: ExpectedError | None = None
+    beyond: float = 1.0
+    traits: Traits = field(default_factory=dict)
     fragmentation: float = 0.0
     memory: MemoryQuantiles = MemoryQuantiles()
     load: float = 1.0
@@ -92,15 +97,15 @@ def machine_of(
     units = gpu.fp4_tflops if precision == "nvfp4" else gpu.fp8_tflops
     if precision in LOW_PRECISIONS and not units:
         reasons.append(f"{gpu.name} has no {precision} units: products are priced in the next wider format it has")
-    error = None
-    if cluster.measured is None:
-        error = expected_error(shipped_errors(), gpu, precision, is_moe)
+    errors = shipped_errors()
     machine = Machine(
         cluster=cluster,
         constants=software.constants.apply(of_gpu),
         common=constants.common,
         software=software,
-        expected_error=error,
+        expected_error=errors.expected(gpu, precision, is_moe) if cluster.measured is None else None,
+        beyond=errors.beyond,
+        traits=constants.traits,
         fragmentation=constants.fragmentation,
         memory=constants.memory,
         load=load,

@@ -6,7 +6,7 @@ slower per operation than large ones. Everything else takes its bytes. Every ker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Literal
@@ -18,8 +18,8 @@ from moe_overlap.describe.cluster import Gpu
 from moe_overlap.plan.operators import EXPERTS, GATE, HEAD_LOSS, LOSS
 from moe_overlap.tuner.capture.expression import Expression, evaluate
 from moe_overlap.tuner.capture.graph import Collective, Op, Part
-from moe_overlap.tuner.capture.kernels import KERNELS
-from moe_overlap.tuner.cost.hardware import Features, GpuConstants
+from moe_overlap.tuner.cost.calls import FULL_PRECISION_OPERATORS, calls_of
+from moe_overlap.tuner.cost.hardware import CommonConstants, Features, GpuConstants
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -42,36 +42,32 @@ class CostClassCode(IntEnum):
     FREE = 5
 
 
-class CallCode(IntEnum):
-    """Who implements a call of the host, by what its launch costs; dispatchers count as Transformer Engine."""
-
-    TORCH = 0
-    FUSED = 1
-    TRANSFORMER_ENGINE = 2
-
-
 CODES = {code.name.lower(): code for code in CostClassCode}
 GEMM, GROUPED_GEMM, FUSED_ATTENTION = CostClassCode.GEMM, CostClassCode.GROUPED_GEMM, CostClassCode.ATTENTION
 LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
-FULL_PRECISION_OPERATORS = (HEAD_LOSS, LOSS, GATE)
-"""Products that stay in bf16 in fp8 and fp4 training."""
 SCORE_BYTES, DROPPED_BYTES = (7.0, 12.0), (5.0, 5.0)
 """Per score of attention without a fused kernel, forward and backward: product, softmax and product in turn, of which the causal
 softmax reads the unmasked half; and what dropout reads and writes beside, its mask among it."""
-SOFTMAX_OPERATIONS, USUAL_WIDTH = 256.0, 128.0
-"""Cost of the exponential of a score beside its products, counted in their operations: narrow heads are less efficient.
-Efficiencies of attention are those of heads of the usual width."""
+EXPONENTIALS: Mapping[str, float] = {"GB300": 8.8e12, "B300": 8.8e12}
+"""Exponentials per second of GPUs whose special-function units are doubled (Blackwell Ultra)."""
+USUAL_EXPONENTIALS = 3.9e12
+"""Of the others: 16 per multiprocessor and clock, 132 · 1.83 GHz · 16 on H100. Units for products got faster from chip to chip,
+these did not."""
+USUAL_WIDTH = 128.0
+"""Efficiencies of attention are those of heads of this width; narrower ones have more exponentials for their products."""
 WAVE_OUTPUTS = 132 * 128 * 256.0
 """Outputs of one wave: multiprocessors of an H100 times the largest tile of its products; other GPUs are within a fifth of it."""
-UNFUSED_CALLS = (5.0, 8.0)
-"""Calls of torch in attention without a fused kernel, forward and backward: the product with its mask, softmax, dropout, the
-second product and a copy; backward each again, each product twice."""
 LOSS_BYTES = 6.0
 """Per logit: Transformer Engine's cross entropy reads bf16 logits twice and writes their gradient over them."""
+ROUTER = "router"
+"""The module of the router inside of a layer."""
 ROUTER_KERNELS = 4.0
 """Kernels of a pass of the fused router: scores and choice, losses, and the map of tokens."""
 QUANTIZED_BYTES = 4.0
 """Per element of a product's first operand: read as bf16, written as fp8 twice, by rows and by columns."""
+QUANTIZED_KERNELS = 2.0
+"""Kernels that quantize one group of a grouped product's first operand: its scale and its cast, or its cast and the order of its
+scales. Transformer Engine launches them group by group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +86,10 @@ class OpTable:
     """Elements of a product's first operand; 0 elsewhere."""
     scores: Floats
     """Pairs of query and key of an attention kernel, all heads; 0 elsewhere."""
-    softmax: Floats
-    """Work of an attention kernel over that of heads of the usual width with as many products; 1 elsewhere."""
+    widths: Floats
+    """Operations of an attention kernel's products per score; 1 elsewhere."""
+    usual_widths: Floats
+    """The same of heads of the usual width; 1 elsewhere."""
     shapes: Shapes
     backward: Bools
     weight_gradient: Bools
@@ -100,11 +98,15 @@ class OpTable:
     launches: Floats
     """Kernels that the host launches: one per group of a grouped product, none of views and bookkeeping."""
     called: NDArray[np.int64]
-    """CallCode of who implements it."""
+    """CallCode"""
+    waits: Bools
+    """The host waits for counts ahead of it."""
+    routing: Bools
+    """Part of the router: scores, choice and map of tokens, not the norm ahead of it nor the permutation behind."""
     wave_flops: Floats
     """Operations of one wave of tiles of every product of an operator; 0 elsewhere."""
     logits: float
-    """Elements of the logits of a head; 0 elsewhere."""
+    """Elements of the logits of a head, or of a prediction layer's; 0 elsewhere."""
     quantizable: Bools
     collectives: tuple[tuple[int, Collective, float], ...]
     """Index, collective and payload bytes."""
@@ -119,6 +121,7 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
     moved = evaluate([collective.payload_bytes for _, collective in payloads] or [Expression.of(0)], b, s)
     classes = np.array([CODES[op.cost_class] for op in ops], dtype=np.int64)
     products = (classes == GEMM) | (classes == GROUPED_GEMM)
+    calls = calls_of(ops)
     return OpTable(
         part=part,
         ops=ops,
@@ -129,7 +132,9 @@ def tabulate(part: Part, b: int, s: int) -> OpTable:
         backward=np.array([op.phase == "backward" for op in ops], dtype=np.bool_),
         weight_gradient=np.array([op.is_weight_gradient for op in ops], dtype=np.bool_),
         loaded=np.array([op.scales_with_load for op in ops], dtype=np.bool_),
-        called=np.array([_call(op) for op in ops], dtype=np.int64),
+        called=calls.codes,
+        waits=calls.waits,
+        routing=np.array([op.operator == GATE and ROUTER in op.module.split(".") for op in ops], dtype=np.bool_),
         quantizable=products & np.array([op.operator not in FULL_PRECISION_OPERATORS for op in ops], dtype=np.bool_),
         collectives=tuple((i, c, float(payload)) for (i, c), payload in zip(payloads, moved, strict=False)),
         **_of_shapes(ops, shapes),
@@ -155,13 +160,14 @@ def _of_shapes(ops: Sequence[Op], shapes: Shapes) -> dict[str, Any]:
         "shapes": shapes,
         "operand": np.array([_first_operand(op, shape) for op, shape in pairs]),
         "scores": np.array([_scores(op, shape) for op, shape in pairs]),
-        "softmax": np.array([_softmax(op, shape) for op, shape in pairs]),
+        "widths": np.array([_score_operations(op, shape[5:7]) for op, shape in pairs]),
+        "usual_widths": np.array([_score_operations(op, (USUAL_WIDTH, USUAL_WIDTH)) for op, _ in pairs]),
         "launches": np.array([_launches(op, shape) for op, shape in pairs]),
         "wave_flops": np.array([_wave_flops(op, shape) for op, shape in pairs]),
         "logits": sum(
             shape[0] * shape[1]
             for op, shape in pairs
-            if op.operator == HEAD_LOSS and op.cost_class == "gemm" and op.phase == "forward"
+            if op.operator in (HEAD_LOSS, LOSS) and op.cost_class == "gemm" and op.phase == "forward"
         ),
     }
 
@@ -171,15 +177,11 @@ def device_seconds(
     gpu: Gpu,
     features: Features,
     constants: GpuConstants,
+    common: CommonConstants,
     lookup: Lookup | None = None,
-    tail: float = 0.0,
 ) -> tuple[Floats, list[Provenance]]:
-    """Seconds of every operator but collectives (0 there), alone on the device, and where each comes from.
-
-    Args:
-        tail: waves of tiles that every product leaves idle.
-    """
-    seconds = _roofline(table, gpu, features, constants, tail)
+    """Seconds of every operator but collectives (0 there), alone on the device, and where each comes from."""
+    seconds = _roofline(table, gpu, features, constants, common)
     origins: list[Provenance] = ["roofline"] * len(table.ops)
     if lookup is not None:
         for index, op in enumerate(table.ops):
@@ -189,7 +191,7 @@ def device_seconds(
     return seconds, origins
 
 
-def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConstants, tail: float) -> Floats:
+def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConstants, common: CommonConstants) -> Floats:
     precision = features.precision
     low = table.quantizable if precision in LOW_PRECISIONS else np.zeros_like(table.quantizable)
     forward = ~table.backward
@@ -204,27 +206,29 @@ def _roofline(table: OpTable, gpu: Gpu, features: Features, constants: GpuConsta
         1.0,
     )
     rate = gpu.bf16_tflops * 1e12 * efficiency
-    # No low-precision efficiency of grouped products is fitted: what they lose against plain ones in bf16 carries over.
-    grouped = min(1.0, constants.grouped_gemm / constants.gemm)
-    rate = np.where(
-        low, low_precision_rate(gpu, precision, constants) * np.where(table.classes == GROUPED_GEMM, grouped, 1.0), rate
-    )
+    grouped = np.where(table.classes == GROUPED_GEMM, common.grouped_low, 1.0)
+    rate = np.where(low, low_precision_rate(gpu, precision, constants) * grouped, rate)
     # Without a fused kernel the products compute the masked half, too, and every score goes through memory.
-    whole = table.softmax if features.flash else np.where(table.classes == FUSED_ATTENTION, 2.0, 1.0)
+    attends = table.classes == FUSED_ATTENTION
+    whole = _beside_products(table, gpu) if features.flash else np.where(attends, 2.0, 1.0)
     read, back = (
         0.0 if features.flash else kept + dropped * features.dropped_scores
         for kept, dropped in zip(SCORE_BYTES, DROPPED_BYTES, strict=True)
     )
     multiplies = (table.classes == GEMM) | (table.classes == GROUPED_GEMM) | (table.classes == FUSED_ATTENTION)
     scores = np.where(forward, read, back) * table.scores
-    product = np.where(multiplies, (whole * table.flops + tail * table.wave_flops) / rate, 0.0)
+    product = np.where(multiplies, (whole * table.flops + common.tail * table.wave_flops) / rate, 0.0)
     # Weight gradients read what the other products have quantized: they pay for no quantization. Where both products of the
     # experts are one kernel, it quantizes.
     quantized = low & ~table.weight_gradient & ~((table.classes == GROUPED_GEMM) & features.fused_experts)
     moved = table.bytes * np.where(low, 0.5, 1.0) + np.where(quantized, QUANTIZED_BYTES * table.operand, 0.0)
     share = fused_share(table, features)
     streamed = (moved * share + scores) / (gpu.memory_gb_per_s * 1e9 * constants.memory)
-    seconds = product + streamed + constants.kernel_seconds * np.minimum(share, 1.0)
+    kernels = np.minimum(share, 1.0)
+    kernels = kernels + np.where(quantized & (table.classes == GROUPED_GEMM), QUANTIZED_KERNELS * table.launches, 0.0)
+    # A fused attention kernel reads keys and values while it multiplies; other products load and store at their ends, too.
+    together = np.where(attends & features.flash, np.maximum(product, streamed), product + streamed)
+    seconds = together + constants.kernel_seconds * kernels
     runs = (table.classes != CostClassCode.COLLECTIVE) & (table.classes != CostClassCode.FREE)
     return np.where(runs, seconds, 0.0)
 
@@ -237,7 +241,7 @@ def fused_share(table: OpTable, features: Features) -> Floats:
         total = float(table.bytes[loss].sum())
         share[loss] = min(1.0, LOSS_BYTES * table.logits / total) if total else 1.0
     if features.fused_router:
-        gate = moves & (table.operators == GATE)
+        gate = moves & table.routing
         for in_pass in (gate & table.backward, gate & ~table.backward):
             share[in_pass] = min(1.0, ROUTER_KERNELS / max(1, int(in_pass.sum())))
     if features.fused_experts:
@@ -277,13 +281,6 @@ def _wave_flops(op: Op, shape: tuple[float, ...]) -> float:
     return 2.0 * WAVE_OUTPUTS * (rows if op.is_weight_gradient else groups * inner)
 
 
-def _call(op: Op) -> CallCode:
-    # Torch's operators are plain words; what it compiled is no registered kernel.
-    if "." not in op.name:
-        return CallCode.TORCH
-    return CallCode.TRANSFORMER_ENGINE if op.name in KERNELS else CallCode.FUSED
-
-
 def _first_operand(op: Op, shape: tuple[float, ...]) -> float:
     """m · k of a product, rows · k of a grouped one."""
     if op.cost_class == "gemm":
@@ -296,9 +293,16 @@ def _scores(op: Op, shape: tuple[float, ...]) -> float:
     return shape[0] * shape[1] * shape[3] * shape[4] if op.cost_class == "attention" else 0.0
 
 
-def _softmax(op: Op, shape: tuple[float, ...]) -> float:
+def _score_operations(op: Op, widths: Sequence[float]) -> float:
+    """Forward two products, one of the keys' width and one of the values'; backward three and two."""
     if op.cost_class != "attention":
         return 1.0
-    products = 2.0 * (shape[5] + shape[6])
-    usual = 4.0 * USUAL_WIDTH
-    return (products + SOFTMAX_OPERATIONS) / products * usual / (usual + SOFTMAX_OPERATIONS)
+    backward = op.phase == "backward" and not op.is_recomputed
+    keys, values = widths
+    return 2.0 * (3.0 * keys + 2.0 * values if backward else keys + values)
+
+
+def _beside_products(table: OpTable, gpu: Gpu) -> Floats:
+    """[N] seconds of an attention kernel over those of as many products in heads of the usual width; 1 elsewhere."""
+    exponential = gpu.bf16_tflops * 1e12 / EXPONENTIALS.get(gpu.name, USUAL_EXPONENTIALS)
+    return (1.0 + exponential / table.widths) / (1.0 + exponential / table.usual_widths)

@@ -160,7 +160,9 @@ class Floors(UniformCosts):
         if self._is_hosted:
             return cost
         if id(cost) not in self._unhosted:
-            forward, backward = (replace(each, host_seconds=0.0) for each in (cost.forward, cost.backward))
+            forward, backward = (
+                replace(each, host_seconds=0.0, drained_seconds=0.0) for each in (cost.forward, cost.backward)
+            )
             self._unhosted[id(cost)] = cost, replace(cost, forward=forward, backward=backward)
         return self._unhosted[id(cost)][1]
 

@@ -41,7 +41,7 @@ CONSTANTS = Constants(
             all_to_all_domain=0.6,
             all_to_all_network=0.6,
             kernel_seconds=3e-6,
-            host_seconds=1e-6,
+            host_seconds=1e-9,
             overlap_slowdown=0.15,
             step_seconds=0.0,
         )

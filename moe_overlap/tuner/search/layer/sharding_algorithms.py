@@ -152,7 +152,7 @@ class Pricer:
             scaled.append(replace(op, id=place, shape=shape, flops=work, bytes=type(op.bytes).of(whole)))
         table = tabulate(replace(self._graph.part, ops=tuple(scaled)), self._workload.samples, self._workload.tokens)
         load = self._workload
-        values, _ = device_seconds(table, load.gpu, load.features, load.constants, load.lookup, load.common.tail)
+        values, _ = device_seconds(table, load.gpu, load.features, load.constants, load.common, load.lookup)
         self._seconds.update(zip(missing, map(float, values), strict=True))
 
 

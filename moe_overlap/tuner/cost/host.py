@@ -1,0 +1,118 @@
+"""Seconds of the host to launch a pass, and of a pass in which the host waits for the device.
+
+The host launches ahead of the device, so that a pass takes as long as the slower of the two, with one exception: the products of
+the experts want to know how many rows each expert has, so the host waits for the counts of every MoE layer in its forward pass
+(megatron-core's dispatchers and those of DeepEP and HybridEP all do, without capacity). Behind such a wait nothing is queued: no
+operator starts before it was launched, and what is launched late stays late until the next wait. The backward pass knows the
+counts. A graph of the whole step has static buffers and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_overlap.plan.operators import ATTENTION, COMBINE, DISPATCH, EXPERTS
+from moe_overlap.tuner.cost.calls import CallCode
+from moe_overlap.tuner.cost.hardware import CommonConstants, Features
+from moe_overlap.tuner.cost.operators import (
+    LOW_PRECISIONS,
+    CostClassCode,
+    OpTable,
+    fused_share,
+)
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+UNGRAPHED = ("moe.dispatch", "moe.experts", "moe.combine", "moe.merge")
+"""Operators that partial CUDA graphs leave to the host: their shapes depend on the routing."""
+UNFUSED_CALLS = 5.0
+"""Calls of torch in attention without a fused kernel: product with its mask, softmax, dropout, second product, a copy."""
+UNFUSED_KERNELS = 8.0
+"""Kernels of its backward pass: each again, each product twice."""
+NODES = (ATTENTION, DISPATCH, EXPERTS, COMBINE)
+"""Where all-to-alls run beside another micro-batch, megatron-core cuts a layer into nodes that begin with these, and runs and
+differentiates them one by one on streams that wait for each other: a call as dear as a module's for each."""
+WAITING_CALLS = 4.0
+"""Calls of torch to get the counts: a copy, an event, the wait, a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """[N] seconds of the host for each operator of a part; where it waits for counts, those of the wait are among them.
+
+    Attributes:
+        waits: whether the host waits for the device ahead of an operator.
+    """
+
+    seconds: Floats
+    waits: Bools
+
+
+def host_work(table: OpTable, features: Features, common: CommonConstants, seconds_of_launch: float) -> HostWork:
+    """The host's work for every operator.
+
+    Args:
+        seconds_of_launch: to launch one kernel of torch from Python.
+    """
+    if features.graphs == "full":
+        return HostWork(np.zeros(len(table.ops)), np.zeros(len(table.ops), dtype=np.bool_))
+    prices = {
+        CallCode.TORCH: 1.0,
+        CallCode.FUNCTION: common.fused,
+        CallCode.MODULE: common.transformer_engine,
+        CallCode.FURTHER: common.further,
+    }
+    work = np.array([prices[CallCode(code)] for code in range(len(prices))])[table.called]
+    # A grouped product launches a kernel for every group, and quantizes every group's rows by itself, unless it is fused.
+    grouped = (table.classes == CostClassCode.GROUPED_GEMM) & features.fused_experts
+    kernels = np.where(grouped, 1.0, np.maximum(table.launches, 1.0))
+    work = work + common.further * (kernels - 1.0)
+    if features.precision in LOW_PRECISIONS:
+        quantized = table.quantizable & ~table.weight_gradient & ~grouped
+        work = work + np.where(quantized, common.low_precision * kernels, 0.0)
+    if not features.flash:
+        calls = np.where(table.backward, common.further * UNFUSED_KERNELS, UNFUSED_CALLS)
+        work = work + np.where(table.classes == CostClassCode.ATTENTION, calls, 0.0)
+    work = work * np.minimum(1.0, fused_share(table, features))
+    launched = table.launches > 0
+    if features.graphs == "partial":
+        launched = launched & np.isin(table.operators, UNGRAPHED)
+    work = np.where(launched, work, 0.0) + np.where(table.waits, WAITING_CALLS, 0.0)
+    if features.overlap_experts:
+        work = work + _node_calls(table) * common.transformer_engine
+    return HostWork(work * seconds_of_launch, table.waits)
+
+
+def _node_calls(table: OpTable) -> Floats:
+    """[N] nodes that begin with an operator, in either pass."""
+    calls = np.zeros(len(table.ops))
+    for backward in (False, True):
+        in_pass = table.backward == backward
+        if not (in_pass & (table.operators == EXPERTS)).any():
+            continue
+        for operator in NODES:
+            places = np.flatnonzero(in_pass & (table.operators == operator))
+            calls[places[:1]] = 1.0
+    return calls
+
+
+def drained_seconds(work: HostWork, device: Floats, in_pass: Bools) -> float:
+    """Seconds of a pass, one layer after another, whose host waits for the device once in each; 0 where it does not wait.
+
+    From one wait to the next, operators begin when they are launched and the one before is done, so that the last of N ends at
+    the largest of sums of what the host takes for the first k and the device for those from the k-th on.
+
+    Args:
+        device: [N] seconds that an operator or an exposed collective takes.
+    """
+    places = np.flatnonzero(in_pass)
+    waits = np.flatnonzero(work.waits[places])
+    if not len(waits):
+        return 0.0
+    places = np.roll(places, -waits[0])
+    launched = np.cumsum(work.seconds[places])
+    left = np.cumsum(device[places][::-1])[::-1]
+    return float((launched + left).max())
