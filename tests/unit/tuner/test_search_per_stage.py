@@ -18,7 +18,8 @@ from moe_overlap.tuner.cost.pipeline import StageTimes
 from moe_overlap.tuner.cost.simulate.step import predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages
-from moe_overlap.tuner.search.solution import Status
+from moe_overlap.tuner.search.pipeline.shares import joined_stages
+from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, Run, UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, averaged
@@ -271,3 +272,55 @@ def test_any_number_of_processes_finds_the_same_plans() -> None:
     assert one.staged.solution.objective == two.staged.solution.objective
     assert one.staged.solution.status == two.staged.solution.status
     assert two.staged.layouts == one.staged.layouts and two.staged.mesh_stages >= one.staged.mesh_stages > 0
+
+
+def test_shares_rank_what_a_search_of_all_layouts_ranks() -> None:
+    """In the order of the layouts a plan is ranked if it is as fast as all before: a share knows no plans of the others."""
+    layouts = [dataclasses.replace(LAYOUT, micro_batch=size) for size in (1, 2, 4, 8)]
+    steps = dict(zip(layouts, (9.0, 11.0, 8.0, 8.5), strict=True))
+
+    def share(own: list[UniformLayout], bound: float, status: Status) -> StageSearch:
+        plans = sorted(
+            (StagedPlan(layout=each, chunks=(), memories=(), seconds=steps[each], needed_bytes=0.0) for each in own),
+            key=lambda plan: plan.seconds,
+        )
+        best = Solution(value=plans[0], objective=plans[0].seconds, bound=bound, status=status, seconds=1.0)
+        return StageSearch(solution=best, ranked=tuple(plans), layouts=len(own), candidates=3, kept=2)
+
+    shares = [share(layouts[1::2], 7.0, Status.OPTIMAL), share(layouts[0::2], 7.5, Status.FEASIBLE)]
+    whole = joined_stages(shares, layouts, 10.0)
+    assert [plan.seconds for plan in whole.ranked] == [8.0, 9.0]
+    assert whole.solution.value == whole.ranked[0] and whole.solution.objective == 8.0
+    assert (whole.solution.bound, whole.solution.status) == (7.0, Status.FEASIBLE)
+    assert (whole.layouts, whole.candidates, whole.kept) == (4, 6, 4)
+    none = joined_stages(shares, layouts, 1.0)
+    assert none.ranked == () and none.solution.value is None
+
+
+# Stages that are played in one go
+
+
+def test_stages_that_are_played_together_cost_what_they_cost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, and nothing is played again: layouts whose plays differ, and ranks of whom some share no states."""
+    case = case_of("--global-batch-size", "32", gpus=4, space="full")
+    layouts = [layout for layout in case.layouts if layout.virtual == 1 and layout.micro_batch <= 2]
+    layouts = [layout for layout in layouts if layout.context == 1 and layout.expert in (1, 4)][::4]
+    assert {layout.pipeline for layout in layouts} >= {1, 2} and {layout.tensor for layout in layouts} >= {1, 4}
+    strategies = [*STRATEGIES, (0, Offload(weights=0.5)), (2, Offload(activations=1.0)), (3, Offload(weights=1.0))]
+
+    def costs() -> UniformCosts:
+        made = UniformCosts(case.task)
+        made.strategies = strategies
+        return made
+
+    alone, together = costs(), costs()
+    assert together.plays
+    together.play_ahead(layouts)
+    evaluated = [alone.evaluate(layout) for layout in layouts]
+    monkeypatch.setattr("moe_overlap.tuner.cost.evaluate.play_stage", None)
+    for layout, one in zip(layouts, evaluated, strict=True):
+        other = together.evaluate(layout)
+        assert np.array_equal(one.seconds, other.seconds) and np.array_equal(one.needed_bytes, other.needed_bytes)
+    made = UniformCosts(case.task)
+    made.strategies = [(1, Offload())]
+    assert not made.plays
