@@ -79,6 +79,11 @@ def simulated_until_ahead(
     return left
 
 
+def listed_alone(finalists: Sequence[Finalist]) -> list[Finalist]:
+    """What an interrupt leaves: of unlike meshes the closed form is no answer, unless there is no other."""
+    return [finalist for finalist in finalists if not finalist.lacks_lists] or [*finalists]
+
+
 def _with_lists(finalist: Finalist) -> Finalist | None:
     """A plan on unlike meshes with the step and the bytes of its lists; None where it then does not fit."""
     prediction = predict_plan(finalist.plan, finalist.problem)

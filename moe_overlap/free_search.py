@@ -20,13 +20,15 @@ from moe_overlap.plan.capabilities import refuse_unsupported
 from moe_overlap.plan.plan import Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.report.search import Finalist
+from moe_overlap.shards import Shard, in_processes, merged, share_of
 from moe_overlap.tuner.cost.analytic import Prediction, prepare, price
 from moe_overlap.tuner.cost.interference import all_to_all_costs
 from moe_overlap.tuner.cost.simulate.step import predict_plan
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.bounds import Bounds
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages, with_meshes
-from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, search_meshes
+from moe_overlap.tuner.search.pipeline.shares import joined_meshes, joined_stages
+from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan, MeshSearch, search_meshes
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, Run, SearchSpace, UniformLayout, uniform_plan
 from moe_overlap.tuner.search.uniform import RankedLayout, UniformSearch, search_uniform, widened
@@ -41,6 +43,10 @@ Candidate = RankedLayout | StagedPlan | MeshPlan
 Progress = Callable[[int, int, Candidate | None], None]
 Flags = Callable[[Plan, ModelDescription], tuple[list[str], tuple[str, ...]]]
 """A plan and its model -> the flags of the run, and among them those that say the plan; ConfigError where none say it."""
+
+
+def silent(done: int, total: int, best: Candidate | None) -> None:
+    """The progress of processes beside the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +77,7 @@ def search_beyond(
     deadline: float = math.inf,
     progress: Progress = lambda done, total, best: None,
     run: Run | None = None,
+    jobs: int = 1,
 ) -> FreeSearch:
     """Steps 1 and 2.
 
@@ -78,50 +85,68 @@ def search_beyond(
         found: of the narrow space, by the same objective.
         task: its space is the wide one.
         run: the GPUs and the batch; None: nothing is searched on sub-meshes.
+        jobs: processes of this host that share each of the searches; the best plans do not depend on how many they are.
     Raises:
         ConfigError: the space has sub-meshes alone, and nodes have none.
     """
     costs, narrow = UniformCosts(task), found
     if narrow_space(task.space) != task.space and found.solution.status is not Status.TIME_LIMIT:
         before = found.solution.value
-        wide = search_uniform(
-            # States that step by themselves are not priced to a hundredth where chunks interleave.
-            [layout for layout in layouts if layout.virtual == 1],
-            costs,
-            bounds,
-            keep=keep,
-            deadline=deadline,
-            known=found.solution.objective,
-            progress=lambda done, total, best: progress(done, total, best or before),
-        )
-        found = widened(found, wide, keep)
+        # States that step by themselves are not priced to a hundredth where chunks interleave.
+        whole, known = [layout for layout in layouts if layout.virtual == 1], found.solution.objective
+
+        def wider(shard: Shard) -> UniformSearch:
+            said = progress if shard.index == 1 else silent
+            return search_uniform(
+                share_of(whole, shard),
+                costs,
+                bounds,
+                keep=keep,
+                deadline=deadline,
+                known=known,
+                progress=lambda done, total, best: said(done, total, best or before),
+            )
+
+        found = widened(found, merged(in_processes(wider, jobs), keep), keep)
     staged = None
     if task.space.frees_stages:
         stopped = found.solution.status is Status.TIME_LIMIT
-        staged = search_stages(
-            costs,
-            freed_layouts(found, layouts),
-            found.ranked,
-            deadline=-math.inf if stopped else deadline,
-            gap=PER_STAGE_GAP,
-            progress=progress,
-        )
+        uniform, freed = found.ranked, freed_layouts(found, layouts)
+
+        def freer(shard: Shard) -> StageSearch:
+            return search_stages(
+                costs,
+                freed[shard.index - 1 :: shard.count],
+                uniform,
+                deadline=-math.inf if stopped else deadline,
+                gap=PER_STAGE_GAP,
+                progress=progress if shard.index == 1 else silent,
+            )
+
+        fastest = min((plan.seconds for plan in uniform), default=math.inf)
+        staged = joined_stages(in_processes(freer, jobs), freed, fastest)
     # A space of sub-meshes alone says what is wrong with nodes that have none; a wider one goes without.
     if run is not None and task.space.meshes and (not task.space.frees_stages or _is_halved(run, task)):
         stopped = found.solution.status is Status.TIME_LIMIT
         fastest = min([found.solution.objective, *([staged.solution.objective] if staged is not None else [])])
         # The same for every space with the same narrow one, so that a wider space finds no less.
         contexts = sorted({1, *(plan.layout.context for plan in narrow.ranked)})
-        meshes = search_meshes(
-            task,
-            run,
-            task.space.meshes,
-            contexts=contexts,
-            deadline=-math.inf if stopped else deadline,
-            progress=progress,
-            # Where uniform plans are not in the space they are not known either.
-            known=fastest if task.space.uniform else math.inf,
-        )
+        # Where uniform plans are not in the space they are not known either.
+        known = fastest if task.space.uniform else math.inf
+
+        def on_meshes(shard: Shard) -> MeshSearch:
+            return search_meshes(
+                task,
+                run,
+                task.space.meshes,
+                contexts=contexts,
+                deadline=-math.inf if stopped else deadline,
+                progress=progress if shard.index == 1 else silent,
+                known=known,
+                share=(shard.index - 1, shard.count),
+            )
+
+        meshes = joined_meshes(in_processes(on_meshes, jobs))
         staged = with_meshes(staged, meshes)
     return FreeSearch(uniform=found if task.space.uniform else _without_plans(found), staged=staged)
 

@@ -29,7 +29,7 @@ from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
-from moe_overlap.finalists import does_not_fit, in_order, simulated_finalists, simulated_until_ahead
+from moe_overlap.finalists import does_not_fit, in_order, listed_alone, simulated_finalists, simulated_until_ahead
 from moe_overlap.free_search import free_finalists, narrow_space, search_beyond
 from moe_overlap.free_sharding import search_sharding
 from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
@@ -168,9 +168,9 @@ def search_plan(
         job, layouts, found = _of_one_dispatcher(job, layouts, found)
         wide, wide_bounds = _task(job, cluster, space, graphs, options, settings.averages)
         # Beyond what runs whole layers are recomputed.
-        known = task.operators if not layouts[0].dispatcher else wide.operators
-        wide = dataclasses.replace(wide, modules=(), operators=known)
-        beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, settings.progress, run)
+        wide = dataclasses.replace(wide, modules=(), operators=(wide if layouts[0].dispatcher else task).operators)
+        shared = settings.progress, run, settings.processes.jobs
+        beyond = search_beyond(found, layouts, wide, wide_bounds, KEPT, deadline, *shared)
         found, staged = beyond.uniform, beyond.staged
     is_interrupted = found.is_interrupted or (staged is not None and staged.is_interrupted)
     if found.solution.value is None and (staged is None or staged.solution.value is None):
@@ -491,8 +491,7 @@ def _decided(
         limits, seconds = settings.overlap_limits, settings.solver_seconds
         return finalists, decide_overlaps(finalists, hidden, read, cluster, limits, seconds, deadline, **options), False
     except KeyboardInterrupt:
-        # Of unlike meshes the closed form is no answer, unless there is no other.
-        finalists = [finalist for finalist in finalists if not finalist.lacks_lists] or finalists
+        finalists = listed_alone(finalists)
         return finalists, Overlapped(chosen=finalists[0], tuned=None), True
 
 

@@ -132,7 +132,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     train_tokens = None if arguments.train_tokens is None else token_count(arguments.train_tokens)
     shard = None if arguments.shard is None else Shard.parse(arguments.shard)
     _require_one_search(arguments, shard)
-    if (arguments.jobs > 1 or shard is not None) and arguments.search_space in BEYOND:
+    if shard is not None and arguments.search_space in BEYOND:
         print(f"note: one process searches what --search-space {arguments.search_space} adds", file=sys.stderr)
     limits = _limits(arguments)
     # Whatever is refused from here on ends the line of progress first.

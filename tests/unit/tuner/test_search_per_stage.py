@@ -19,7 +19,7 @@ from moe_overlap.tuner.cost.simulate.step import predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch, search_stages
 from moe_overlap.tuner.search.solution import Status
-from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, UniformLayout
+from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, Run, UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, averaged
 from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of, least_memory
@@ -248,3 +248,26 @@ def test_what_mean_micro_batches_decide_is_never_faster() -> None:
     step = predicted(case, staged.plan(case.template, 3)).predicted.step_seconds
     assert step >= searched().solution.objective * (1.0 - 1e-9)
     assert staged.seconds != pytest.approx(step, rel=1e-6)
+
+
+# Processes
+
+
+def test_any_number_of_processes_finds_the_same_plans() -> None:
+    """Uniform plans, freed stages and sub-meshes are shared by processes; each of which searches its part to the same end."""
+    case = case_of(*THREE, "--global-batch-size", "8", gpus=4, space="full")
+    case = least_memory(case, 0.055)
+    layouts = [layout for layout in case.layouts if layout.virtual == 1 and layout.micro_batch <= 2]
+    run = Run(gpus=4, domain_gpus=8, sequence_length=4096, global_batch_size=8)
+    task = dataclasses.replace(case.task, space=SEARCH_SPACES["full"])
+    narrow = dataclasses.replace(case.task, space=narrow_space(task.space))
+    found = search_uniform(layouts, UniformCosts(narrow), lambda layout: case.bounds)
+    one, two = (
+        search_beyond(found, layouts, task, lambda layout: case.bounds, 20, run=run, jobs=jobs) for jobs in (1, 2)
+    )
+    assert one.staged is not None and two.staged is not None
+    assert one.uniform.ranked == two.uniform.ranked and one.uniform.solution.bound == two.uniform.solution.bound
+    assert one.staged.ranked == two.staged.ranked and len(one.staged.ranked) > 1
+    assert one.staged.solution.objective == two.staged.solution.objective
+    assert one.staged.solution.status == two.staged.solution.status
+    assert two.staged.layouts == one.staged.layouts and two.staged.mesh_stages >= one.staged.mesh_stages > 0

@@ -1,7 +1,7 @@
 """The best choice of a pipeline without model chunks, by a dynamic program over labels: Mist's integer program, solved exactly.
 
 Contract. Problem and objective are stage_options.py's, with one chunk per stage and transfers that take equally long on every
-link (`applies`). The answer is the best of all choices, or within a gap of it; its seconds are `step_of_choice`'s.
+link (`applies`). The answer is the best of all choices; its seconds are `step_of_choice`'s.
 
 Label. Of the chains of pipeline.py, what the stages 0..k say to those behind them is seven numbers. m_s is what stage s does
 between its first and its last micro-batch. X and Y are what later stages add: the way of the first micro-batch to the end and
@@ -77,15 +77,12 @@ def applies(problem: PipelineProblem) -> bool:
     return problem.rules.virtual == 1 and bool((sent == sent[:1]).all())
 
 
-def choose_by_labels(
-    problem: PipelineProblem, rows: Sequence[Integers], beat: float, gap: float, deadline: float
-) -> Labelled:
+def choose_by_labels(problem: PipelineProblem, rows: Sequence[Integers], beat: float, deadline: float) -> Labelled:
     """Steps 1 to 3.
 
     Args:
         rows: [S] candidates of every stage that are looked at.
         beat: only what is faster is of interest.
-        gap: share of the objective that may be missing.
         deadline: of `time.perf_counter`.
     """
     assert applies(problem)
@@ -94,7 +91,7 @@ def choose_by_labels(
     best: Choice | None = None
     bound = -math.inf
     for most in (*BEAMS, None):
-        found = _run(problem, stages, rest, beat * (1.0 - gap), most, deadline)
+        found = _run(problem, stages, rest, beat, most, deadline)
         if found is None:
             return Labelled(best, beat, -math.inf, False)
         bound = found.bound
@@ -119,6 +116,8 @@ class _Stage:
     turn: Floats
     waited: Floats
     first: Floats
+    late: Floats
+    """How late the first forward pass ends, what slows down those behind it counted to it."""
     drain: Floats
     tail: Floats
     optimizer: Floats
@@ -152,6 +151,7 @@ class _Stage:
             turn=column["turn"],
             waited=column["waited"],
             first=column["first"],
+            late=column["first"] + column["behind"],
             drain=column["drain"],
             tail=column["tail"],
             optimizer=stage.optimizer[rows],
@@ -163,7 +163,7 @@ class _Stage:
         )
 
 
-_NEEDED = ("forward", "backward", "turn", "waited", "first", "drain", "tail", "again", "rush")
+_NEEDED = ("forward", "backward", "turn", "waited", "first", "behind", "drain", "tail", "again", "rush")
 
 
 def _radix(problem: PipelineProblem) -> list[int]:
@@ -186,7 +186,10 @@ def _extended(labels: Floats, stage: _Stage, rows: Integers, columns: Integers) 
     forward, backward, turn = stage.forward[columns], stage.backward[columns], stage.turn[columns]
     middle = stage.middle[columns]
     result = np.empty_like(before)
-    come = result[COME] = forward + np.maximum(before[COME] + stage.waited[columns], stage.first[columns])
+    passed = forward + np.maximum(before[COME] + stage.waited[columns], stage.first[columns])
+    # What slows down the passes behind the first one is no delay of later stages.
+    come = np.maximum(passed, forward + stage.late[columns])
+    result[COME] = come if stage.is_last else passed
     left = np.maximum(stage.tail[columns], before[GONE])
     gone = result[GONE] = backward + stage.drain[columns] + left
     own = come + stage.ahead[columns]

@@ -72,7 +72,7 @@ def choose_stages(
     Args:
         start: a feasible choice to begin with, as the best uniform plan.
         time_limit: seconds; the best so far is answered when they are over.
-        gap: share of the objective that may be missing.
+        gap: share of the objective that the integer program may miss.
         beat: seconds that are of interest; without a value, no choice is faster than that, or than the bound.
     """
     started = time.perf_counter()
@@ -106,7 +106,7 @@ def choose_stages(
     limit = min(best.seconds, beat)
     rows = _left(relaxed, best, lowest, least.total, limit)
     if applies(problem):
-        labelled = choose_by_labels(problem, rows, limit, gap, deadline)
+        labelled = choose_by_labels(problem, rows, limit, deadline)
         if labelled.choice is not None:
             best.offer(improved(problem, labelled.choice))
         if labelled.is_complete:

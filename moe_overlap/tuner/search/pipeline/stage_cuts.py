@@ -348,7 +348,9 @@ class _Ways:
             edges = np.flatnonzero(reached[self.stop] & np.isfinite(seconds))
             if not len(edges):
                 break
-            rest = sums[-1][:, self.after][self.stop[edges], self.option[edges]]
+            # Stages that end together on one option leave the same sums: each is gathered once.
+            ends, which = np.unique(self.stop[edges] * len(self.after) + self.option[edges], return_inverse=True)
+            rest = sums[-1][ends[:, None] // len(self.after), self.after[ends % len(self.after)]][which]
             starts = np.searchsorted(self.first[edges], np.unique(self.first[edges]))
             table = np.full((self.end + 1, states + 1), math.inf)
             table[self.first[edges][starts], :-1] = np.minimum.reduceat(seconds[edges, None] + rest, starts, axis=0)

@@ -101,6 +101,11 @@ class MeshPlan:
         return replace(most.layout, tensor=self.width, pipeline=len(self.stages))
 
     @property
+    def samples(self) -> int:
+        """Samples of a micro-batch over all data ranks, the same at all stages."""
+        return samples_on(self.stages[0].layout, self.stages[0].mesh)
+
+    @property
     def name(self) -> str:
         """The stages one after the other, equal ones together."""
         shown: list[tuple[str, int]] = []
@@ -191,6 +196,7 @@ def search_meshes(
     deadline: float = math.inf,
     progress: Progress = lambda done, total, best: None,
     known: float = math.inf,
+    share: tuple[int, int] = (0, 1),
 ) -> MeshSearch:
     """Search plans on sub-meshes.
 
@@ -199,12 +205,13 @@ def search_meshes(
         contexts: context-parallel ranks that ways may have.
         deadline: of `time.monotonic`, behind which the best so far is the answer.
         known: seconds of a plan.
+        share: i of n: every n-th number of samples, from the i-th on, is searched.
     Raises:
         ConfigError: nodes cannot be halved into sub-meshes.
     """
     begun = time.monotonic()
     search = _Meshes(task, run, tuple(levels), tuple(contexts))
-    batches = search.batches(restrictions)
+    batches = search.batches(restrictions)[share[0] :: share[1]]
     found: dict[tuple[MeshStage, ...], MeshPlan] = {}
     bound, status, done, programs, kept, interrupted = math.inf, Status.OPTIMAL, 0, 0, 0, False
     try:
