@@ -16,7 +16,7 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +27,6 @@ from moe_overlap.describe.cluster import GIB, known_gpus
 from moe_overlap.tuner.capture.cache import cache_folder
 from moe_overlap.tuner.cost.coverage import traits
 from moe_overlap.tuner.cost.expected_error import Errors, LeftOut, errors_json, errors_of, group_names
-from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import (
     CommonConstants,
     Constants,
@@ -355,16 +354,18 @@ def held(errors: Sequence[tuple[Case, float, bool]]) -> dict[str, tuple[int, int
     return {kind: (sum(found), len(found)) for kind, found in counts.items()}
 
 
-def memory_errors(ratios: Sequence[float]) -> MemoryErrors:
-    """Mean and deviation of the logarithms of measured over predicted peaks."""
-    logs = np.log(np.array(ratios))
+def memory_errors(ratios: Sequence[tuple[Hashable, float]]) -> MemoryErrors:
+    """Mean and deviation of the logarithms of measured over predicted peaks.
+
+    Args:
+        ratios: a run's family, which counts once, with its mean, and the ratio.
+    """
+    families: dict[Hashable, list[float]] = {}
+    for family, ratio in ratios:
+        families.setdefault(family, []).append(math.log(ratio))
+    logs = np.array([statistics.mean(each) for each in families.values()])
     mean, deviation = float(f"{logs.mean():.4g}"), float(f"{logs.std(ddof=1):.4g}")
     return MemoryErrors(mean=mean, deviation=deviation, runs=len(logs))
-
-
-def memory_quantiles(ratios: Sequence[float]) -> MemoryQuantiles:
-    """The 5 % and the 95 % quantile of measured over predicted peaks, for one more run."""
-    return memory_errors(ratios).quantiles()
 
 
 def main() -> None:
@@ -387,9 +388,11 @@ def main() -> None:
     constants = dataclasses.replace(of_steps, gpus=of_steps.gpus | of_runs.gpus, traits=traits_of(cases))
     peaks = calibration_cases(times=False)
     constants = dataclasses.replace(constants, fragmentation=fragmentation(peaks, constants))
-    ratios = [1.0 / (1.0 + case.memory_error(constants)) for case in peaks if not case.row.is_reserved]
-    ratios += calibration_peaks(cache_folder(), constants)
-    constants = dataclasses.replace(constants, memory=memory_quantiles(ratios), memory_errors=memory_errors(ratios))
+    ratios: list[tuple[Hashable, float]] = [
+        (family_of(case)[:2], 1.0 / (1.0 + case.memory_error(constants))) for case in peaks if not case.row.is_reserved
+    ]
+    errors = memory_errors([*ratios, *calibration_peaks(cache_folder(), constants)])
+    constants = dataclasses.replace(constants, memory=errors.quantiles(), memory_errors=errors)
     TARGET.write_text(constants_json(constants), encoding="utf-8")
     found = left_out_errors(cases, steps, known, report)
     TARGET.with_name("errors.json").write_text(errors_json(errors_left_out(found)), encoding="utf-8")

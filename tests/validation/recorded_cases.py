@@ -177,10 +177,13 @@ def calibration_steps(cache_dir: Path) -> list[Step]:
     return [Step(case) for case in cases if case.run.is_calibration]
 
 
-def calibration_peaks(cache_dir: Path, constants: Constants) -> list[float]:
-    """Measured over predicted allocated peaks of Mist's own calibration runs; what Aceso recomputes is not known well enough."""
+def calibration_peaks(cache_dir: Path, constants: Constants) -> list[tuple[tuple[str, str], float]]:
+    """Model and GPU of Mist's own calibration runs, and measured over predicted allocated peaks.
+
+    What Aceso recomputes is not known well enough.
+    """
     return [
-        1.0 / (1.0 + compared.error)
+        ((case.run.model, case.run.gpu), 1.0 / (1.0 + compared.error))
         for case in recorded_cases(cache_dir, "Mist")
         for compared in case.compared(constants)
         if compared.what == "allocated" and compared.split == "calibration"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from moe_overlap.tuner.cost.feasibility import MemoryQuantiles
 from moe_overlap.tuner.cost.hardware import Constants, GpuConstants, ReleaseConstants, constants_json, shipped_constants
 from tests.validation.errors import spearman
 from tests.validation.feasibility import executed_runs, feasibility_lines
-from tests.validation.fit import START, fit, memory_quantiles
+from tests.validation.fit import START, fit, memory_errors
 from tests.validation.ranking import SETS, best_found, wrong_pairs
 from tests.validation.rows import Row, flags_of, measured_rows, published_rows, scored_rows
 
@@ -148,10 +149,13 @@ def test_the_fit_finds_a_constant_and_leaves_the_rest_alone() -> None:
 def test_quantiles_of_memory_are_those_of_one_more_run() -> None:
     """Thirteen ratios: Student's t with 12 degrees of freedom is 1.7823, and a new run adds a thirteenth to the variance."""
     logs = np.linspace(-0.01, 0.03, 13)
-    found = memory_quantiles(np.exp(logs).tolist())
+    found = memory_errors(list(enumerate(np.exp(logs).tolist()))).quantiles()
     spread = 1.7823 * logs.std(ddof=1) * np.sqrt(14 / 13)
     assert found.low == pytest.approx(np.exp(0.01 - spread), abs=6e-4)
     assert found.high == pytest.approx(np.exp(0.01 + spread), abs=6e-3)
+    # A second run of a family changes its mean alone.
+    twice = memory_errors([*enumerate(np.exp(logs).tolist()), (0, math.exp(logs[0]))])
+    assert (twice.runs, twice.quantiles()) == (13, found)
     shipped = shipped_constants().memory
     assert 0.9 < shipped.low < shipped.high < 1.1
 

@@ -128,6 +128,16 @@ class Op:
     is_recomputed: bool = False
     scales_with_load: bool = False
 
+    @property
+    def library(self) -> str:
+        """The library of a registered kernel (`te` of `te.linear`); empty for torch's operators."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name inside its library."""
+        return self.name.rpartition(".")[2]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:

@@ -57,7 +57,7 @@ class Calls:
 def calls_of(ops: Sequence[Op]) -> Calls:
     """The calls of a part's operators, in the order of the graph."""
     codes = np.full(len(ops), CallCode.FURTHER, dtype=np.int64)
-    by_library = any(op.name.startswith("te.") for op in ops)
+    by_library = any(op.library == "te" for op in ops)
     launched = [index for index, op in enumerate(ops) if op.cost_class != "free"]
 
     def run_of(index: int) -> tuple[str | int, str, bool]:
@@ -93,9 +93,8 @@ def _needs_counts(op: Op) -> bool:
 
 
 def _is_of_module(op: Op, by_library: bool) -> bool:
-    library, _, kernel = op.name.rpartition(".")
-    if library == "te":
-        return kernel in MODULE_KERNELS
+    if op.library == "te":
+        return op.kernel in MODULE_KERNELS
     return by_library and _multiplies(op)
 
 

@@ -23,7 +23,7 @@ class MemoryErrors:
 
     Attributes:
         deviation: of a sample (n - 1 in the denominator).
-        runs: n; two or more.
+        runs: n; two or more. Runs of one model on one GPU type count as one, with their mean.
     """
 
     mean: float
