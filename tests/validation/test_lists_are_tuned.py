@@ -19,6 +19,7 @@ from moe_overlap.describe.cluster import shipped_cluster
 from moe_overlap.describe.model import ModelDescription
 from moe_overlap.describe.readers.predicted_flags import grouped
 from moe_overlap.job import read_job
+from moe_overlap.overlapped_search import Overlapped
 from moe_overlap.plan_search import SearchSettings, Target, search_plan
 from moe_overlap.report.search import PlanSearch, closing_lines
 from moe_overlap.tuner.search.space import Run, UniformLayout, uniform_layouts
@@ -43,7 +44,9 @@ def few_layouts(model: ModelDescription, run: Run) -> list[UniformLayout]:
 def tuned(words: Sequence[str], gpus: int, monkeypatch: pytest.MonkeyPatch, target: Target) -> PlanSearch:
     monkeypatch.setattr(plan_search, "uniform_layouts", few_layouts)
     monkeypatch.setattr(plan_search, "MODULE_SETS", 0)
-    monkeypatch.setattr(plan_search, "OVERLAPPED", 0)
+    monkeypatch.setattr(
+        plan_search, "decide_overlaps", lambda finalists, *_, **__: Overlapped(chosen=finalists[0], tuned=None)
+    )
     settings = SearchSettings(target=target, has_baseline=False)
     return search_plan(words, shipped_cluster("H100", gpus), settings, graphs=by_hand)
 
