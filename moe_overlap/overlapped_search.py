@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 from moe_overlap.api import Options, tune
@@ -36,88 +36,136 @@ Reading = Callable[[RankedLayout], Finalist]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlapped:
-    """The fastest plan of a search.
+    """The fastest plan of a search, as far as its overlap was decided.
 
     Attributes:
         tuned: its overlap; None where nothing is overlapped.
         screened: the layouts that were looked at for what they may hide, the fastest first.
+        is_late: whether the time limit left something that was not looked at.
+        is_interrupted: whether Ctrl-C did.
     """
 
     chosen: Finalist
     tuned: Tuned | None
     screened: tuple[Screened, ...] = ()
+    is_late: bool = False
+    is_interrupted: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of its step, simulated."""
+        return self.chosen.simulated_seconds if self.tuned is None else self.tuned.chosen.seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapSearch:
+    """Settings of the decisions.
+
+    Attributes:
+        read: makes a finalist of a layout.
+        limits, solver_seconds: of one decision.
+        deadline: of `time.monotonic`, behind which nothing more is looked at.
+    """
+
+    read: Reading
+    cluster: Cluster
+    limits: SearchLimits
+    solver_seconds: float
+    deadline: float = math.inf
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() > self.deadline
 
 
 def decide_overlaps(
     finalists: Sequence[Finalist],
     hidden: Callable[..., Sequence[HiddenLayout]],
-    read: Reading,
-    cluster: Cluster,
-    limits: SearchLimits,
-    solver_seconds: float,
-    deadline: float = math.inf,
+    search: OverlapSearch,
     **options: Unpack[Options],
 ) -> Overlapped:
-    """The fastest of a search's plans with overlap and without.
+    """The fastest of a search's plans with overlap and without. Time and Ctrl-C end the search with the best so far.
 
     Args:
         finalists: in their order; the first is the answer where no overlap is faster.
         hidden: with `bar`, seconds of a step: the layouts that may be faster than that with their all-to-alls hidden.
-        deadline: of `time.monotonic`, behind which nothing more is looked at.
     """
     best = Overlapped(chosen=finalists[0], tuned=None)
-    shortest = finalists[0].simulated_seconds
+    try:
+        for so_far in _decisions(best, finalists, hidden, search, options):
+            best = so_far
+            if search.is_late:
+                break
+    except KeyboardInterrupt:
+        return replace(best, is_late=False, is_interrupted=True)
+    return best
 
-    def decide(finalist: Finalist) -> None:
-        nonlocal best, shortest
-        if time.monotonic() > deadline:
-            return
-        try:
-            tuned = tune(finalist.arguments, cluster, limits, solver_seconds, **options)
-        except ConfigError:
-            return  # The rules of overlap refuse the plan; it stays what it is.
-        if tuned.chosen.name != PLAIN and tuned.chosen.fits and tuned.chosen.seconds < shortest:
-            best, shortest = Overlapped(chosen=finalist, tuned=tuned), tuned.chosen.seconds
 
+def _decisions(
+    best: Overlapped,
+    finalists: Sequence[Finalist],
+    hidden: Callable[..., Sequence[HiddenLayout]],
+    search: OverlapSearch,
+    options: Options,
+) -> Iterator[Overlapped]:
+    """The best so far after each decision; it counts as late until the last."""
+    best = replace(best, is_late=True)
     # Step 1.
     for finalist in finalists[:DECIDED]:
         if finalist.plan.stages[0].expert * finalist.plan.stages[0].expert_tensor > 1:
-            decide(finalist)
-    if time.monotonic() > deadline:
-        return best
+            best = _faster(best, finalist, search, options)
+            yield best
     # Step 2. What was decided above is not looked at again.
     decided = {finalist.name for finalist in finalists[:DECIDED]}
     known = {finalist.name: finalist for finalist in finalists}
-    wanted = [layout for layout in hidden(bar=shortest) if layout.ranked.name not in decided]
-    outcomes = _screened(
-        wanted, lambda ranked: known.get(ranked.name) or read(ranked), limits, solver_seconds, deadline
-    )
-    screened = sorted(outcomes, key=lambda pair: pair[0].order)
+    wanted = [layout for layout in hidden(bar=best.seconds) if layout.ranked.name not in decided]
+    # Late layouts may be missing among them.
+    yield best
+    screened: list[tuple[Screened, Finalist | None]] = []
+    for layout in wanted:
+        screened.append(_screened(layout, known.get(layout.ranked.name), search))
+        screened.sort(key=lambda pair: pair[0].order)
+        best = replace(best, screened=tuple(outcome for outcome, _ in screened))
+        yield best
     # Step 3.
     for outcome, further in screened[:FURTHER]:
-        if further is not None and outcome.seconds is not None and outcome.seconds < shortest:
-            decide(further)
-    return Overlapped(chosen=best.chosen, tuned=best.tuned, screened=tuple(outcome for outcome, _ in screened))
+        if further is not None and outcome.seconds is not None and outcome.seconds < best.seconds:
+            best = _faster(best, further, search, options)
+            yield best
+    yield replace(best, is_late=False)
+
+
+def _faster(best: Overlapped, finalist: Finalist, search: OverlapSearch, options: Options) -> Overlapped:
+    """The best so far, or a finalist with its overlap where that is faster."""
+    try:
+        tuned = tune(finalist.arguments, search.cluster, search.limits, search.solver_seconds, **options)
+    except ConfigError:
+        return best  # The rules of overlap refuse the plan; it stays what it is.
+    if tuned.chosen.name != PLAIN and tuned.chosen.fits and tuned.chosen.seconds < best.seconds:
+        return replace(best, chosen=finalist, tuned=tuned)
+    return best
 
 
 def _screened(
-    layouts: Sequence[HiddenLayout], read: Reading, limits: SearchLimits, solver_seconds: float, deadline: float
-) -> Iterator[tuple[Screened, Finalist | None]]:
-    """The simulated step of the simplest plan of every layout's way to overlap."""
-    for layout in layouts:
-        if time.monotonic() > deadline:
-            return
-        ranked, finalist, seconds, refused = layout.ranked, None, None, ""
-        try:
-            finalist = read(ranked)
-            candidate = Candidates(finalist.problem, limits, solver_seconds).simplest(layout.way)
-            refused = candidate.refused
-            if candidate.prediction is not None:
-                seconds = candidate.seconds if candidate.fits else None
-                refused = "" if candidate.fits else candidate.prediction.memory_verdict
-        except ConfigError as error:
-            refused = str(error)
-        outcome = Screened(
-            name=ranked.name, way=str(layout.way), least_seconds=ranked.seconds, seconds=seconds, refused=refused
-        )
-        yield outcome, finalist
+    layout: HiddenLayout, finalist: Finalist | None, search: OverlapSearch
+) -> tuple[Screened, Finalist | None]:
+    """The simulated step of the simplest plan of a layout's way to overlap, and the layout as flags.
+
+    Args:
+        finalist: the layout, where its flags were read before.
+    """
+    ranked, seconds = layout.ranked, None
+    try:
+        finalist = finalist or search.read(ranked)
+        candidate = Candidates(finalist.problem, search.limits, search.solver_seconds).simplest(layout.way)
+        refused = candidate.refused
+        if candidate.prediction is not None:
+            seconds = candidate.seconds if candidate.fits else None
+            refused = "" if candidate.fits else candidate.prediction.memory_verdict
+    except ConfigError as error:
+        refused = str(error)
+    outcome = Screened(
+        name=ranked.name, way=str(layout.way), least_seconds=ranked.seconds, seconds=seconds, refused=refused
+    )
+    return outcome, finalist

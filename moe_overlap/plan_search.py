@@ -33,7 +33,7 @@ from moe_overlap.finalists import does_not_fit, in_order, listed_alone, simulate
 from moe_overlap.free_search import free_finalists, narrow_space, search_beyond
 from moe_overlap.free_sharding import search_sharding
 from moe_overlap.job import Job, capturable, features_of, read_job, vocabulary_of
-from moe_overlap.overlapped_search import SCREENED, Overlapped, Reading, decide_overlaps
+from moe_overlap.overlapped_search import SCREENED, Overlapped, OverlapSearch, decide_overlaps
 from moe_overlap.plan.capabilities import refuse_unsupported, shares_scales
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan.plan import Devices, Named, Offload, Plan, Recompute
@@ -188,7 +188,9 @@ def search_plan(
         deadline = -math.inf
     hidden = partial(search_hidden, found, layouts, task, bounds, SCREENED, accepts=accepts, admits=admits)
     read = partial(said.finalist, cluster=cluster, options=options)
-    finalists, answered, is_late = _decided(finalists, hidden, read, cluster, settings, deadline, options)
+    limits, seconds = settings.overlap_limits, settings.solver_seconds
+    overlaps = OverlapSearch(read=read, cluster=cluster, limits=limits, solver_seconds=seconds, deadline=deadline)
+    finalists, answered = _decided(finalists, hidden, overlaps, settings, options)
     chosen = answered.chosen
     answer = PlanSearch(
         target=settings.target,
@@ -203,10 +205,13 @@ def search_plan(
         refused=tuple(said.refused),
         baseline=_baseline(words, cluster, given_options) if settings.has_baseline else None,
         dropped=dropped,
-        sharding=search_sharding(chosen.problem, wide, deadline, is_late) if space.shards_operators else None,
+        sharding=search_sharding(chosen.problem, wide, deadline, answered.is_interrupted)
+        if space.shards_operators
+        else None,
         seconds=time.monotonic() - begun,
         staged=staged,
-        is_interrupted=is_interrupted or is_late,
+        is_interrupted=is_interrupted or answered.is_interrupted,
+        is_late=answered.is_late,
         dispatchers=outcomes,
     )
     return _with_changes(answer, words, given_options, options)
@@ -471,28 +476,25 @@ def _finalists(found: UniformSearch, said: PlansAsFlags, cluster: Cluster, optio
 def _decided(
     finalists: list[Finalist],
     hidden: Callable[..., Sequence[HiddenLayout]],
-    read: Reading,
-    cluster: Cluster,
+    search: OverlapSearch,
     settings: SearchSettings,
-    deadline: float,
     options: Options,
-) -> tuple[list[Finalist], Overlapped, bool]:
-    """The finalists in the order of their simulated steps, the fastest with its overlap, and whether Ctrl-C came in between."""
+) -> tuple[list[Finalist], Overlapped]:
+    """The finalists in the order of their simulated steps, and the fastest with its overlap."""
     try:
         if settings.target == "any":
-            finalists = simulated_until_ahead(finalists, deadline)
+            finalists = simulated_until_ahead(finalists, search.deadline)
         else:
-            finalists = simulated_finalists(finalists, deadline)
+            finalists = simulated_finalists(finalists, search.deadline)
         # A search that takes all micro-batches for their mean answers with what it takes for the best.
         finalists = finalists if settings.averages else in_order(finalists)
-        if settings.target != "moe-overlap":
-            return finalists, Overlapped(chosen=finalists[0], tuned=None), False
-        hidden = partial(hidden, deadline=deadline, progress=settings.progress)
-        limits, seconds = settings.overlap_limits, settings.solver_seconds
-        return finalists, decide_overlaps(finalists, hidden, read, cluster, limits, seconds, deadline, **options), False
     except KeyboardInterrupt:
         finalists = listed_alone(finalists)
-        return finalists, Overlapped(chosen=finalists[0], tuned=None), True
+        return finalists, Overlapped(chosen=finalists[0], tuned=None, is_interrupted=True)
+    if search.is_late or settings.target != "moe-overlap":
+        return finalists, Overlapped(chosen=finalists[0], tuned=None, is_late=search.is_late)
+    hidden = partial(hidden, deadline=search.deadline, progress=settings.progress)
+    return finalists, decide_overlaps(finalists, hidden, search, **options)
 
 
 def _baseline(words: Sequence[str], cluster: Cluster, options: Options) -> Prediction | None:

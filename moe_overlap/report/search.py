@@ -117,6 +117,7 @@ class PlanSearch:
         dropped: flags of the user that the run goes without, with the reason.
         staged: the search over plans of unlike stages; None where there was none.
         is_interrupted: whether Ctrl-C ended it early.
+        is_late: whether the time limit passed while its best plans were simulated and their overlap was decided.
         dispatchers: the further dispatchers that were looked at; none where the flags' own is kept.
         screened: layouts that were looked at for the all-to-alls that they may hide, the fastest first.
         changes: what the plan changes in the user's own layout, the largest gain first.
@@ -139,13 +140,14 @@ class PlanSearch:
     screened: tuple[Screened, ...] = ()
     changes: tuple[Change, ...] = ()
     is_interrupted: bool = False
+    is_late: bool = False
     dispatchers: tuple[DispatcherOutcome, ...] = ()
     sharding: SearchedSharding | None = None
 
     @property
     def ended_early(self) -> bool:
         """Whether time or Ctrl-C ended the search."""
-        return self.is_interrupted or _solution(self).status is Status.TIME_LIMIT
+        return self.is_interrupted or self.is_late or _solution(self).status is Status.TIME_LIMIT
 
     @property
     def refusal(self) -> str | None:
@@ -243,6 +245,7 @@ def search_json(search: PlanSearch) -> dict[str, Any]:
             "bound": solution.bound,
             "gap": solution.gap,
             "status": solution.status.value,
+            "ended_early": search.ended_early,
             **({} if search.staged is None else {"per_stage": _staged_json(search.staged)}),
         },
     }

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from moe_overlap import overlapped_search, plan_search
 from moe_overlap.api import predict
 from moe_overlap.describe.cluster import Cluster
-from moe_overlap.overlapped_search import DECIDED
+from moe_overlap.overlapped_search import DECIDED, Overlapped, OverlapSearch, decide_overlaps
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.plan_search import SearchSettings, search_plan
-from moe_overlap.report.search import Screened, detail_lines, refused_lines, search_json, write_search
+from moe_overlap.report.search import (
+    EARLY,
+    Finalist,
+    PlanSearch,
+    Screened,
+    closing_lines,
+    detail_lines,
+    refused_lines,
+    search_json,
+    write_search,
+)
 from moe_overlap.search_flags import PlansAsFlags, without_layout
 from moe_overlap.tuner.problem import Problem
 from moe_overlap.tuner.search.hidden import HiddenCosts, Way, goes_with, search_hidden
 from moe_overlap.tuner.search.layer.candidates import PLAIN, Candidates
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout, chunks_of
 from moe_overlap.tuner.search.uniform_cost import UniformCosts
-from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL
+from tests.unit.tuner.test_plan_search import H100, OPTIONS, SMALL, searched
 from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of
 
 # Tokens travel slowly, and as hand-made graphs gather no rows over expert-tensor ranks, experts are not split.
@@ -116,6 +129,59 @@ def test_a_plan_that_is_fast_with_overlap_only_is_found(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     again = predict(["@megatron_args.txt"], at_speed(150.0), **OPTIONS)
     assert again.predicted == found.prediction.predicted
+
+
+class Decisions:
+    """A twin of `tune` whose n-th answer is n tenths faster than the plan without overlap; `at` comes into the second."""
+
+    def __init__(self, found: PlanSearch, at: Callable[[], None]) -> None:
+        self.seconds, self.at = found.chosen.simulated_seconds, at
+        self.asked: list[list[str]] = []
+
+    def __call__(self, words: list[str], *args: object, **options: object) -> SimpleNamespace:
+        self.asked.append(words)
+        if len(self.asked) == 2:
+            self.at()
+        seconds = self.seconds * (1.0 - 0.1 * len(self.asked))
+        return SimpleNamespace(chosen=SimpleNamespace(name="partitions", fits=True, seconds=seconds))
+
+
+@pytest.mark.parametrize("ends", ["ctrl-c", "time limit", "whole"])
+def test_what_was_decided_before_an_early_end_is_kept(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, clock = searched("moe-overlap"), SimpleNamespace(now=0.0)
+
+    def passes() -> None:
+        clock.now = 2.0
+
+    def interrupts() -> None:
+        raise KeyboardInterrupt
+
+    decisions = Decisions(found, {"ctrl-c": interrupts, "time limit": passes}.get(ends, lambda: None))
+    monkeypatch.setattr(overlapped_search, "tune", decisions)
+    monkeypatch.setattr(overlapped_search.time, "monotonic", lambda: clock.now)
+    ranked = [found.chosen, *found.others]
+    finalists = [finalist for finalist in ranked if finalist.plan.stages[0].expert > 1][:DECIDED]
+    assert len(finalists) == DECIDED
+    search = OverlapSearch(
+        read=lambda ranked: found.chosen, cluster=H100, limits=LIMITS, solver_seconds=0.5, deadline=1
+    )
+    best = decide_overlaps(finalists, lambda bar: (), search, **OPTIONS)
+    kept = {"ctrl-c": 1, "time limit": 2, "whole": 3}[ends]
+    assert best.chosen is finalists[kept - 1] and len(decisions.asked) == max(2, kept)
+    assert best.seconds == pytest.approx(found.chosen.simulated_seconds * (1.0 - 0.1 * kept))
+    assert (best.is_interrupted, best.is_late) == (ends == "ctrl-c", ends == "time limit")
+
+
+@pytest.mark.parametrize("which", ["is_late", "is_interrupted"])
+def test_an_overlap_that_was_not_decided_to_its_end_is_told(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut(finalists: Sequence[Finalist], *args: object, **options: object) -> Overlapped:
+        return dataclasses.replace(Overlapped(chosen=finalists[0], tuned=None), **{which: True})
+
+    assert not searched("moe-overlap").ended_early
+    monkeypatch.setattr(plan_search, "decide_overlaps", cut)
+    found = search_plan(SMALL, H100, SearchSettings(has_baseline=False), **OPTIONS)
+    assert found.ended_early and search_json(found)["search"]["ended_early"]
+    assert any(EARLY in line for line in closing_lines(found, Path("tuned"), ()))
 
 
 def test_layouts_without_a_plan_stand_behind() -> None:
