@@ -14,6 +14,7 @@ from itertools import islice
 from moe_overlap.describe.cluster import GIB, Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.report.search import Finalist
+from moe_overlap.shards import Shard, in_processes
 from moe_overlap.tuner.cost.simulate.step import listed_seconds, predict_plan
 from moe_overlap.tuner.search.dispatchers import LIBRARIES
 from moe_overlap.tuner.search.solution import Status
@@ -33,14 +34,25 @@ LONG_LISTS = 6
 """Most plans that are simulated where states may wait on the host: their lists are long."""
 
 
-def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.inf) -> list[Finalist]:
+def simulated_finalists(finalists: Sequence[Finalist], deadline: float = math.inf, jobs: int = 1) -> list[Finalist]:
     """The finalists with the simulated steps of those that are near the fastest.
 
     Args:
         deadline: of `time.monotonic`, behind which nothing more is simulated.
+        jobs: processes of this host that share them.
     """
-    near = min(finalist.seconds for finalist in finalists) * (1.0 + SIMULATED)
-    return [_simulated(finalist, deadline) if finalist.seconds <= near else finalist for finalist in finalists]
+    fastest = min(finalist.seconds for finalist in finalists)
+    near = [index for index, finalist in enumerate(finalists) if finalist.seconds <= fastest * (1.0 + SIMULATED)]
+    jobs = min(jobs, len(near))
+
+    def simulated(shard: Shard) -> list[float | None]:
+        return [_simulated(finalists[index], deadline).simulated for index in near[shard.index - 1 :: shard.count]]
+
+    result = [*finalists]
+    for index, ratios in enumerate(in_processes(simulated, jobs)):
+        for place, ratio in zip(near[index::jobs], ratios, strict=True):
+            result[place] = dataclasses.replace(finalists[place], simulated=ratio)
+    return result
 
 
 def simulated_until_ahead(

@@ -56,6 +56,7 @@ from moe_overlap.tuner.search.hidden import HiddenLayout, search_hidden
 from moe_overlap.tuner.search.part_tables import PartTables
 from moe_overlap.tuner.search.pipeline.per_stage import StagedPlan, StageSearch
 from moe_overlap.tuner.search.pipeline.sub_meshes import MeshPlan
+from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.space import (
     SEARCH_SPACES,
@@ -151,11 +152,13 @@ def search_plan(
 
     admits = said.is_read if settings.target != "any" else lambda plan: True
 
-    def search(shard: Shard) -> tuple[UniformSearch, Refused]:
+    def search(shard: Shard, bar: SharedBar | None) -> tuple[UniformSearch, Refused]:
         is_said = shard.index == 1 or settings.processes.shard is not None
         progress = settings.progress if is_said else lambda done, total, best: None
         own, costs = share_of(layouts, shard), UniformCosts(task)
-        return search_uniform(own, costs, bounds, accepts, admits, KEPT, deadline, progress=progress), said.refused
+        shared = None if bar is None else (bar, shard.index - 1)
+        found = search_uniform(own, costs, bounds, accepts, admits, KEPT, deadline, progress=progress, shared=shared)
+        return found, said.refused
 
     asked = (bare, settings.target, str(settings.space), settings.averages, str(settings.seconds))
     sha256 = partial(job_sha256, asked, cluster, given_options)
@@ -485,7 +488,7 @@ def _decided(
         if settings.target == "any":
             finalists = simulated_until_ahead(finalists, search.deadline)
         else:
-            finalists = simulated_finalists(finalists, search.deadline)
+            finalists = simulated_finalists(finalists, search.deadline, settings.processes.jobs)
         # A search that takes all micro-batches for their mean answers with what it takes for the best.
         finalists = finalists if settings.averages else in_order(finalists)
     except KeyboardInterrupt:

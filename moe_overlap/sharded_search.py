@@ -16,6 +16,7 @@ from moe_overlap.describe.expert_load import expert_load_text
 from moe_overlap.plan.serialize import as_values, content_sha256
 from moe_overlap.shards import Refused, Shard, in_processes, merged, read_shards, save_shard
 from moe_overlap.tuner.cost.hardware import shipped_constants
+from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.uniform import UniformSearch
 
 
@@ -35,7 +36,7 @@ class Processes:
 
 
 def search_shards(
-    search: Callable[[Shard], tuple[UniformSearch, Refused]],
+    search: Callable[[Shard, SharedBar | None], tuple[UniformSearch, Refused]],
     processes: Processes,
     job: Callable[[], str],
     keep: int,
@@ -43,7 +44,7 @@ def search_shards(
     """The search over all layouts.
 
     Args:
-        search: over a share of them, with what rules refuse.
+        search: over a share of them, with what rules refuse; given the bar of the processes of this host.
         job: hash of everything that an answer depends on; asked for shards.
         keep: layouts that are ranked.
     Raises:
@@ -52,13 +53,14 @@ def search_shards(
     """
     if processes.shard is not None:
         sha256, shard = job(), processes.shard
-        found, refusals = search(shard)
+        found, refusals = search(shard, None)
         # A share that was not searched to its end is missing still: Ctrl-C is no answer.
         if not found.is_interrupted:
             save_shard(processes.folder, shard, sha256, found, refusals)
         answers = read_shards(processes.folder, shard.count, sha256)
     else:
-        answers = in_processes(search, processes.jobs)
+        bar = SharedBar(processes.jobs, keep) if processes.jobs > 1 else None
+        answers = in_processes(lambda shard: search(shard, bar), processes.jobs)
     if len(answers) == 1:
         return answers[0]
     refused = dict.fromkeys(refusal for _, of_shard in answers for refusal in of_shard)

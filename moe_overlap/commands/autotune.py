@@ -49,6 +49,7 @@ from moe_overlap.commands.job_arguments import (
 from moe_overlap.commands.predict import token_count
 from moe_overlap.commands.tune_many import tune_both, tune_numbers
 from moe_overlap.describe.errors import ConfigError, system_refusal
+from moe_overlap.describe.host import usable_cores
 from moe_overlap.plan.overlap import SearchLimits
 from moe_overlap.plan_search import BEYOND, SPACES, SearchSettings, search_plan
 from moe_overlap.report.prediction import prediction_text
@@ -65,6 +66,8 @@ from moe_overlap.tuner.search.uniform import RankedLayout
 
 SHARDS = "shards"
 """Folder of the answers of shards, in that of the output."""
+JOBS = 4
+"""Most processes that search unless more are asked for: each has prices of its own, up to some GiB in the widest spaces."""
 SOLVER_SECONDS = 5.0
 """Of each weight-gradient schedule."""
 
@@ -95,7 +98,7 @@ def _overlap(arguments: argparse.Namespace) -> int:
         ("train_tokens", None),
         ("no_imbalance", False),
         ("search_dispatcher", False),
-        ("jobs", 1),
+        ("jobs", None),
         ("shard", None),
     ):
         value, flag = getattr(arguments, option), f"--{option.replace('_', '-')}"
@@ -145,7 +148,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         has_baseline=arguments.megatron_args is not None,
         averages=arguments.no_imbalance,
         frees_dispatcher=arguments.search_dispatcher,
-        processes=Processes(jobs=arguments.jobs, shard=shard, folder=Path(arguments.output) / SHARDS),
+        processes=Processes(jobs=_jobs(arguments, shard), shard=shard, folder=Path(arguments.output) / SHARDS),
         progress=progress,
     )
     try:
@@ -186,15 +189,25 @@ def _searched(
 
 def _require_one_search(arguments: argparse.Namespace, shard: Shard | None) -> None:
     """Refuse numbers of processes that do not go with the rest of the command line."""
-    if arguments.jobs < 1:
-        raise ConfigError("--jobs", arguments.jobs, "must be at least 1", "write the number of cores")
+    jobs = arguments.jobs
+    if jobs is not None and jobs < 1:
+        raise ConfigError("--jobs", jobs, "must be at least 1", "write the number of cores")
     if shard is None:
         return
-    if arguments.jobs > 1:
-        raise ConfigError("--jobs", arguments.jobs, "a shard is one process", "start a shard for every core")
+    if jobs is not None and jobs > 1:
+        raise ConfigError("--jobs", jobs, "a shard is one process", "start a shard for every core")
     if arguments.target == "both" or "," in str(arguments.num_gpus or ""):
         rule = "is a share of one search, and several were asked for"
         raise ConfigError("--shard", shard.name, rule, "give one --target and one --num-gpus")
+
+
+def _jobs(arguments: argparse.Namespace, shard: Shard | None) -> int:
+    """Processes that search: what is asked for, else one for each core that this process may use, `JOBS` at most."""
+    if arguments.jobs is not None:
+        return int(arguments.jobs)
+    # Elsewhere a process that has loaded its libraries should not be forked.
+    shares = shard is None and sys.platform == "linux"
+    return min(JOBS, usable_cores()) if shares else 1
 
 
 def _options(arguments: argparse.Namespace, tell: Tell) -> Options:
@@ -292,7 +305,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="search the dispatcher of tokens although the flags name one; where they name none it is searched",
     )
-    search.add_argument("--jobs", metavar="J", type=int, default=1, help="processes of this host that search")
+    search.add_argument(
+        "--jobs",
+        metavar="J",
+        type=int,
+        help=f"processes of this host that search (default: its cores, {JOBS} at most)",
+    )
     search.add_argument(
         "--shard",
         metavar="I/N",

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from moe_overlap.describe.host import usable_cores
 from moe_overlap.tuner.capture.request import Request
 
 EACH = 4
@@ -71,9 +72,10 @@ class CaptureProcesses:
     def __init__(self, command: Sequence[str] = (), cores: int | None = None) -> None:
         # -P: a torch.py in the folder that the user works in is not torch.
         self._command = command or [sys.executable, "-P", "-m", "moe_overlap.tuner.capture"]
-        self._most = min(MOST, cores or os.cpu_count() or 1)
+        self._most = min(MOST, cores or usable_cores())
         # By the process that started them: one that is forked from it shares their pipes, and must leave them alone.
         self._workers: dict[int, list[_Worker]] = {}
+        self._owner = os.getpid()
         weakref.finalize(self, _end_all, self._workers)
 
     def capture(self, missing: Mapping[Path, Request]) -> None:
@@ -84,7 +86,9 @@ class CaptureProcesses:
         """
         left = list(missing.items())[::-1]
         workers = self._workers.setdefault(os.getpid(), [])
-        while len(workers) < min(self._most, -(-len(left) // EACH)):
+        # Forked processes share the cores, so each of them starts one.
+        most = self._most if os.getpid() == self._owner else 1
+        while len(workers) < min(most, -(-len(left) // EACH)):
             workers.append(self._started())
         try:
             with selectors.DefaultSelector() as busy:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from moe_overlap.describe.errors import ConfigError
+from moe_overlap.describe.host import usable_cores
 from moe_overlap.tuner.profile.database import Database, Device, LinkKey
 
 KINDS = ("cpu", "cuda")
@@ -44,7 +45,7 @@ def this_device(kind: str | None = None) -> Device:
         raise ConfigError("--device", "cuda", "this machine has no GPU that nvidia-smi lists", "use --device cpu")
     if gpu is not None:
         return Device("cuda", gpu, 1, version)
-    given = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
+    given = os.environ.get("OMP_NUM_THREADS") or str(usable_cores())
     if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) > 0):
         raise ConfigError("OMP_NUM_THREADS", given, "must be a whole number from 1", "set it to the cores of one rank")
     threads = int(given)

@@ -22,6 +22,7 @@ import numpy as np
 
 from moe_overlap.describe.cluster import GIB
 from moe_overlap.tuner.search.bounds import Bounds
+from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import MemoryChoice, UniformLayout
 from moe_overlap.tuner.search.uniform_cost import Evaluated, UniformCosts
@@ -111,6 +112,7 @@ def search_uniform(
     deadline: float = math.inf,
     known: float = math.inf,
     progress: Progress = lambda done, total, best: None,
+    shared: tuple[SharedBar, int] | None = None,
 ) -> UniformSearch:
     """Search the fastest plans.
 
@@ -121,6 +123,7 @@ def search_uniform(
         keep: layouts that are ranked.
         deadline: of `time.monotonic`, behind which the best so far is the answer.
         known: seconds of a plan that fits; what is slower is not looked for.
+        shared: the bar of all processes that search shares of the layouts, and the index of this one.
     """
     begun = time.monotonic()
     machine = costs.task.machine
@@ -132,7 +135,7 @@ def search_uniform(
     ]
     small = len(waiting)
     heapq.heapify(waiting)
-    found = _Kept(keep, capacity, admits, known)
+    found = _Kept(keep, capacity, admits, known, shared)
     done, status, is_interrupted = 0, Status.OPTIMAL, False
     played: set[UniformLayout] = set()
     try:
@@ -248,8 +251,16 @@ def least_of_both(plans: Iterable[RankedLayout]) -> tuple[RankedLayout, ...]:
 class _Kept:
     """The plans that a search keeps: of layouts that differ in micro-batch and model chunks only, the best."""
 
-    def __init__(self, keep: int, capacity: float, admits: Callable[[RankedLayout], bool], known: float) -> None:
+    def __init__(
+        self,
+        keep: int,
+        capacity: float,
+        admits: Callable[[RankedLayout], bool],
+        known: float,
+        shared: tuple[SharedBar, int] | None = None,
+    ) -> None:
         self._keep, self._capacity, self._admits, self._known = keep, capacity, admits, known
+        self._shared = shared
         self._best: dict[object, RankedLayout] = {}
         self._points: list[RankedLayout] = []
         self.smallest: RankedLayout | None = None
@@ -259,7 +270,13 @@ class _Kept:
     def bar(self) -> float:
         """Seconds that a plan must stay below to be kept."""
         full = len(self._best) == self._keep
-        return min(self._known, max(plan.seconds for plan in self._best.values()) if full else math.inf)
+        own = max(plan.seconds for plan in self._best.values()) if full else math.inf
+        return min(self._known, own, self._of_all)
+
+    @property
+    def _of_all(self) -> float:
+        """The bar of all processes that share the search."""
+        return math.inf if self._shared is None else self._shared[0].seconds
 
     @property
     def ranked(self) -> tuple[RankedLayout, ...]:
@@ -311,7 +328,7 @@ class _Kept:
 
     def _is_worth(self, plan: RankedLayout) -> bool:
         """Whether a plan is faster than what it would take the place of."""
-        if plan.seconds >= self._known:
+        if plan.seconds >= self._known or plan.seconds > self._of_all:
             return False
         if plan.shape in self._best:
             return plan.order < self._best[plan.shape].order
@@ -324,3 +341,6 @@ class _Kept:
         if len(self._best) > self._keep:
             slowest = max(self._best, key=lambda shape: self._best[shape].order)
             del self._best[slowest]
+        if self._shared is not None:
+            bar, index = self._shared
+            bar.tell(index, (kept.seconds for kept in self._best.values()))

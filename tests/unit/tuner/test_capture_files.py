@@ -246,6 +246,17 @@ def test_a_forked_process_asks_its_own(tmp_path: Path) -> None:
     assert before == after != of_forked
 
 
+def test_forked_processes_share_the_cores(tmp_path: Path) -> None:
+    processes = CaptureProcesses((sys.executable, "-c", STAND_IN), cores=4)
+    paths = [tmp_path / str(number) for number in range(9)]
+    forked = multiprocessing.get_context("fork").Process(
+        target=processes.capture, args=(dict.fromkeys(paths, request(MOE)),)
+    )
+    forked.start()
+    forked.join()
+    assert len(set(answered_by(paths))) == 1
+
+
 @pytest.mark.slow
 def test_a_capture_runs_nothing_of_the_folder_it_is_asked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('the working directory was imported')")

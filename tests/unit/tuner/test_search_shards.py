@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from moe_overlap.commands import autotune
+from moe_overlap.describe.cluster import Cluster
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.plan_search import SearchSettings, search_plan
+from moe_overlap.report.search import PlanSearch
 from moe_overlap.sharded_search import Processes, job_sha256, search_shards
 from moe_overlap.shards import Shard, ShardsMissingError, in_processes, merged, share_of
+from moe_overlap.tuner.search.shared_bar import SharedBar
 from moe_overlap.tuner.search.solution import Status
 from moe_overlap.tuner.search.uniform import UniformSearch, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, UniformTask
@@ -25,8 +30,10 @@ TIGHT = with_modules(least_memory(case_of("--global-batch-size", "64", gpus=4), 
 """Much does not fit, so modules are recomputed."""
 
 
-def search_of(case: Case, shard: Shard, keep: int = KEEP) -> UniformSearch:
-    return search_uniform(share_of(case.sound, shard), costs_of(case.task), lambda layout: case.bounds, keep=keep)
+def search_of(case: Case, shard: Shard, keep: int = KEEP, bar: SharedBar | None = None) -> UniformSearch:
+    shared = None if bar is None else (bar, shard.index - 1)
+    own = share_of(case.sound, shard)
+    return search_uniform(own, costs_of(case.task), lambda layout: case.bounds, keep=keep, shared=shared)
 
 
 COSTS: dict[int, UniformCosts] = {}
@@ -64,12 +71,52 @@ def test_every_layout_is_in_one_shard() -> None:
 
 
 def test_processes_of_this_host_answer_as_one() -> None:
-    def run(shard: Shard) -> tuple[UniformSearch, list[tuple[str, str]]]:
-        return search_of(TIGHT, shard), [(f"plan of {shard.name}", "a rule")]
+    def run(shard: Shard, bar: SharedBar | None) -> tuple[UniformSearch, list[tuple[str, str]]]:
+        assert bar is not None
+        return search_of(TIGHT, shard, bar=bar), [(f"plan of {shard.name}", "a rule")]
 
     found, refused = search_shards(run, Processes(jobs=3), lambda: "", KEEP)
     assert answer(found) == answer(search_of(TIGHT, Shard(1, 1)))
     assert [name for name, _ in refused] == ["plan of 1/3", "plan of 2/3", "plan of 3/3"]
+
+
+@pytest.mark.parametrize("case", [CASE, TIGHT], ids=["roomy", "tight"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_that_know_of_each_other_price_what_one_alone_would(case: Case, count: int) -> None:
+    """One after another, each knows what those before it have kept: the answer is the same, for less work."""
+    whole, bar = search_of(case, Shard(1, 1)), SharedBar(count, KEEP)
+    shards = [Shard(index, count) for index in range(1, count + 1)]
+    told = [search_of(case, shard, bar=bar) for shard in shards]
+    untold = [search_of(case, shard) for shard in shards]
+    assert answer(merged(told, KEEP)) == answer(whole)
+    assert merged(told, KEEP).counts.stages < merged(untold, KEEP).counts.stages
+    assert bar.seconds == max(plan.seconds for plan in whole.ranked)
+
+
+def test_the_bar_of_all_processes_is_the_last_step_that_is_kept() -> None:
+    bar = SharedBar(2, 3)
+    assert bar.seconds == math.inf
+    bar.tell(0, [5.0, 3.0])
+    assert bar.seconds == math.inf, "two plans are not three"
+    bar.tell(1, [4.0])
+    assert bar.seconds == 5.0
+    bar.tell(1, [4.0, 1.0, 9.0])
+    assert bar.seconds == 4.0
+
+
+def test_processes_share_the_bar() -> None:
+    bar = SharedBar(2, 1)
+
+    def run(shard: Shard) -> float:
+        if shard.index == 2:
+            bar.tell(1, [2.0])
+            return bar.seconds
+        ends = time.monotonic() + 20.0
+        while bar.seconds > 2.0 and time.monotonic() < ends:
+            time.sleep(0.001)
+        return bar.seconds
+
+    assert in_processes(run, 2) == [2.0, 2.0]
 
 
 def test_an_error_of_any_process_is_raised() -> None:
@@ -111,7 +158,8 @@ def test_the_last_shard_answers_as_one_search(tmp_path: Path) -> None:
 
 
 def test_an_answer_of_another_search_is_refused(tmp_path: Path) -> None:
-    def run(shard: Shard) -> tuple[UniformSearch, list[tuple[str, str]]]:
+    def run(shard: Shard, bar: SharedBar | None) -> tuple[UniformSearch, list[tuple[str, str]]]:
+        assert bar is None, "other shards may run on other hosts"
         return search_of(TIGHT, shard), []
 
     def shard(index: int, job: str) -> UniformSearch:
@@ -126,6 +174,33 @@ def test_an_answer_of_another_search_is_refused(tmp_path: Path) -> None:
         shard(2, "other flags")
     with pytest.raises(ShardsMissingError, match="2-of-3|2/3"):
         search_shards(run, Processes(shard=Shard(1, 3), folder=tmp_path), lambda: "", KEEP)
+
+
+@pytest.mark.parametrize(
+    ("words", "cores", "platform", "expected"),
+    [
+        ([], 2, "linux", 2),
+        ([], 64, "linux", autotune.JOBS),
+        ([], 64, "darwin", 1),
+        (["--jobs", "9"], 2, "linux", 9),
+        (["--shard", "1/2"], 64, "linux", 1),
+    ],
+)
+def test_a_search_uses_the_cores_that_it_has(
+    words: list[str], cores: int, platform: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SearchSettings] = []
+
+    def search(given: list[str], cluster: Cluster, settings: SearchSettings, **options: object) -> PlanSearch:
+        asked.append(settings)
+        raise ConfigError("the search", "", "ends here", "go on")
+
+    monkeypatch.setattr(autotune, "search_plan", search)
+    monkeypatch.setattr(autotune, "usable_cores", lambda: cores)
+    monkeypatch.setattr(sys, "platform", platform)
+    flags = ["--megatron-args", "examples/mixtral-8x7b.args", "--gpu", "H100", "--num-gpus", "64"]
+    assert autotune.main([*flags, "--output", str(tmp_path), *words]) == 2
+    assert [settings.processes.jobs for settings in asked] == [expected]
 
 
 def test_a_job_is_its_flags_its_gpus_and_its_options() -> None:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from moe_overlap import finalists
 from moe_overlap.api import problem_of
 from moe_overlap.describe.errors import ConfigError
 from moe_overlap.finalists import SIMULATED, UNLIKE, in_order, simulated_finalists, simulated_until_ahead
@@ -52,6 +53,20 @@ def test_uniform_plans_drawn_at_random_are_simulated_as_predicted(layers: str, g
         assert played == pytest.approx(predicted, rel=APART if is_equal and many else SIMULATED), layout.name
         close += is_equal and many
     assert close >= 3
+
+
+def test_processes_that_share_the_simulations_answer_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = searched("megatron-lm")
+    bare = [dataclasses.replace(each, simulated=None) for each in (found.chosen, *found.others)]
+    alone = simulated_finalists(bare)
+    assert len({each.simulated for each in alone} - {None}) > 2
+    own: list[Finalist] = []
+    monkeypatch.setattr(
+        finalists, "listed_seconds", lambda plan, problem: own.append(plan) or listed_seconds(plan, problem)
+    )
+    shared = simulated_finalists(bare, jobs=2)
+    assert [each.simulated for each in shared] == [each.simulated for each in alone]
+    assert 0 < len(own) < sum(each.simulated is not None for each in alone), "the other process has its share"
 
 
 def test_emitted_plans_are_simulated_as_predicted() -> None:
