@@ -90,6 +90,10 @@ class Interference:
             mask |= 8 >> other
         return self._factors[stream][mask]
 
+    def factor_of(self, stream: int, bits: int) -> float:
+        """The same, for the sum of the busy streams' bits, as in `table`."""
+        return self._factors[stream][bits]
+
     @property
     def table(self) -> Floats:
         """[4, 16] factors of the streams; a set is the number whose bits they are, computation the highest."""

@@ -127,6 +127,66 @@ class _Task:
     """Counts changes of the rate; older ends of it in the queue are void."""
 
 
+class _Rank:
+    """The state of one rank.
+
+    Attributes:
+        queues: channel -> its instructions that have not ended, the head last: taking it is then constant time.
+        waits: id -> instructions that it still waits for.
+        wakes: id -> the instructions that wait for it.
+        running: channel -> what runs there.
+        busy: how many tasks run in each stream, but for counts.
+        bits: the sum of the busy streams' bits, as interference.py numbers them.
+    """
+
+    __slots__ = ("bits", "busy", "queues", "running", "waits", "wakes")
+
+    def __init__(self, instructions: Sequence[Instruction]) -> None:
+        self.queues: dict[str, list[Instruction]] = defaultdict(list)
+        self.waits: dict[int, int] = {}
+        self.wakes: dict[int, list[Instruction]] = {}
+        self.running: dict[str, _Task] = {}
+        self.busy, self.bits = [0, 0, 0, 0], 0
+        for i in instructions:
+            self.queues[i.channel].append(i)
+            after = set(i.after)
+            self.waits[i.id] = len(after)
+            for number in after:
+                self.wakes.setdefault(number, []).append(i)
+        for queue in self.queues.values():
+            queue.reverse()
+
+    def head(self, channel: str) -> Instruction | None:
+        """The instruction that a channel could start; None where it is busy, empty or must wait."""
+        queue = self.queues.get(channel)
+        if not queue or channel in self.running or self.waits[queue[-1].id]:
+            return None
+        return queue[-1]
+
+    def start(self, channel: str, task: _Task) -> None:
+        """Note that a channel runs a task."""
+        self.running[channel] = task
+        if channel != COUNT_CHANNEL:
+            stream = _stream(channel)
+            self.busy[stream] += 1
+            self.bits |= 8 >> stream
+
+    def end(self, channel: str) -> None:
+        """Note that what a channel ran has ended."""
+        del self.running[channel]
+        self.queues[channel].pop()
+        if channel != COUNT_CHANNEL:
+            stream = _stream(channel)
+            self.busy[stream] -= 1
+            if not self.busy[stream]:
+                self.bits &= ~(8 >> stream)
+
+    @property
+    def first_left(self) -> Instruction | None:
+        """The first instruction of the list that has not run."""
+        return min((queue[-1] for queue in self.queues.values() if queue), key=lambda i: i.id, default=None)
+
+
 class _Engine:
     """State of a run."""
 
@@ -141,66 +201,50 @@ class _Engine:
         self._lists, self._seconds, self._interference = lists, seconds, interference
         self._queue_seconds = queue_seconds
         self._uses: Uses = uses or (lambda rank, i: LinkUse())
-        self._queues: dict[tuple[int, str], list[Instruction]] = defaultdict(list)
-        self._waits: dict[tuple[int, int], int] = {}
-        self._wakes: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
-        for rank, instructions in lists.items():
-            for i in instructions:
-                self._queues[rank, i.channel].append(i)
-                self._waits[rank, i.id] = len(set(i.after))
-                for number in set(i.after):
-                    self._wakes[rank, number].append(i)
-        # Heads stand at the end of their lists: taking one is then constant time.
-        for queue in self._queues.values():
-            queue.reverse()
-        self._running: dict[int, dict[str, _Task]] = {rank: {} for rank in lists}
+        self._ranks = {rank: _Rank(instructions) for rank, instructions in lists.items()}
         self._events: list[tuple[float, int, int, _Task]] = []
         self._ran: list[Ran] = []
         self._pushed = 0
 
     def run(self) -> Simulation:
         """Simulate from the first event to the last."""
-        for rank, channel in list(self._queues):
-            self._try(rank, channel, 0.0)
+        for number, rank in self._ranks.items():
+            for channel in list(rank.queues):
+                self._try(number, channel, 0.0)
         while self._events:
             now, _, version, task = heapq.heappop(self._events)
             # A task whose rate has changed left its old end in the heap; it is skipped here, because removing it there
             # would cost a search of the heap.
             if version == task.version:
                 self._finish(task, now)
-        if any(self._queues.values()):
-            raise ScheduleError(_stuck({rank: self._first_left(rank) for rank in self._lists}, self._lists))
+        left = {number: rank.first_left for number, rank in self._ranks.items()}
+        if any(left.values()):
+            raise ScheduleError(_stuck(left, self._lists))
         return Simulation(tuple(self._ran))
 
     def _try(self, rank: int, channel: str, now: float) -> None:
         """Start the head of a channel if rule 1 allows it."""
-        head = self._head(rank, channel)
+        head = self._ranks[rank].head(channel)
         if head is None:
             return
         ends = [(rank, head)]
+        # The ends may have different prices (stages of unlike shape): a meeting lasts as long as its slowest end.
+        alone = self._seconds(rank, head)
         for other in self._partners(rank, head):
-            theirs = self._head(other, channel)
+            theirs = self._ranks[other].head(channel)
             # Whichever end becomes ready last finds the others ready, so nobody needs to poll.
             if theirs is None or not _meets(head, theirs, rank):
                 return
             ends.append((other, theirs))
-        # The ends may have different prices (stages of unlike shape): a meeting lasts as long as its slowest end.
-        alone = max(self._seconds(place, i) for place, i in ends)
+            alone = max(alone, self._seconds(other, theirs))
         # Counts wait only for what the link has queued when they start.
-        if channel == COUNT_CHANNEL and any(_stream(other) == BETWEEN_DEVICES for other in self._running[rank]):
+        if channel == COUNT_CHANNEL and self._ranks[rank].busy[BETWEEN_DEVICES]:
             alone += self._queue_seconds
         task = _Task(tuple(ends), alone, now, now)
         for place, _ in ends:
-            self._running[place][channel] = task
+            self._ranks[place].start(channel, task)
         self._push(task, now)
-        self._rates([place for place, _ in ends], now)
-
-    def _head(self, rank: int, channel: str) -> Instruction | None:
-        """The instruction that a channel could start; None where it is busy, empty or must wait."""
-        queue = self._queues.get((rank, channel))
-        if not queue or channel in self._running[rank] or self._waits[rank, queue[-1].id]:
-            return None
-        return queue[-1]
+        self._rates(task, now)
 
     def _partners(self, rank: int, i: Instruction) -> Sequence[int]:
         """Ranks that an instruction meets."""
@@ -213,26 +257,30 @@ class _Engine:
 
     def _finish(self, task: _Task, now: float) -> None:
         """End a task, and start everything that may start now."""
-        channels: list[tuple[int, str]] = []
-        for rank, i in task.ends:
-            del self._running[rank][i.channel]
-            self._queues[rank, i.channel].pop()
-            self._ran.append(Ran(rank, i, task.start, now))
-            channels.append((rank, i.channel))
-            for later in self._wakes[rank, i.id]:
-                self._waits[rank, later.id] -= 1
-                channels.append((rank, later.channel))
-        self._rates([rank for rank, _ in task.ends], now)
         # A dict and not a set: what can start at the same time must start in the same order in every run.
-        for rank, channel in dict.fromkeys(channels):
-            self._try(rank, channel, now)
+        channels: dict[tuple[int, str], None] = {}
+        for number, i in task.ends:
+            rank = self._ranks[number]
+            rank.end(i.channel)
+            self._ran.append(Ran(number, i, task.start, now))
+            channels[number, i.channel] = None
+            for later in rank.wakes.get(i.id, ()):
+                rank.waits[later.id] -= 1
+                channels[number, later.channel] = None
+        self._rates(task, now)
+        for number, channel in channels:
+            self._try(number, channel, now)
 
-    def _rates(self, ranks: Sequence[int], now: float) -> None:
-        """Set the rates of everything that runs on these ranks by rule 2."""
+    def _rates(self, changed: _Task, now: float) -> None:
+        """Set the rates of everything that runs on the ranks of a task, which has started or ended, by rule 2."""
         if self._interference is None:
             return
-        for task in {task: None for rank in ranks for task in self._running[rank].values()}:
-            rate = min(1 / self._slowdown(rank, i) for rank, i in task.ends)
+        if len(changed.ends) == 1:
+            beside = list(self._ranks[changed.ends[0][0]].running.values())
+        else:
+            beside = [*dict.fromkeys(task for rank, _ in changed.ends for task in self._ranks[rank].running.values())]
+        for task in beside:
+            rate = min([1 / self._slowdown(rank, i) for rank, i in task.ends])
             # Work so far was done at the old rate; only the rest goes on at the new one.
             if rate != task.rate:
                 task.left -= (now - task.since) * task.rate
@@ -241,33 +289,29 @@ class _Engine:
 
     def _slowdown(self, rank: int, i: Instruction) -> float:
         assert self._interference is not None
-        running = self._running[rank]
-        if len(running) == 1 or i.channel == COUNT_CHANNEL:
+        here = self._ranks[rank]
+        if len(here.running) == 1 or i.channel == COUNT_CHANNEL:
             return 1.0
         stream = _stream(i.channel)
-        beside, busy = [], []
-        for channel, task in running.items():
-            if channel == COUNT_CHANNEL:
-                continue
-            busy.append(_stream(channel))
-            # The instruction counts itself, too.
-            if busy[-1] == stream and not (i.peers and _is_opposite(i, task, rank)):
-                beside.append(next(own for place, own in task.ends if place == rank))
-        shares = float(len(beside))
+        factor = self._interference[rank].factor_of(stream, here.bits)
+        return factor if here.busy[stream] == 1 else factor * self._crowd(here, rank, i, stream)
+
+    def _crowd(self, here: _Rank, rank: int, i: Instruction, stream: int) -> float:
+        """How many times as long an instruction takes beside others of its stream, itself among them."""
+        beside = [
+            next(own for place, own in task.ends if place == rank)
+            for channel, task in here.running.items()
+            if channel != COUNT_CHANNEL and _stream(channel) == stream and not (i.peers and _is_opposite(i, task, rank))
+        ]
         if stream == BETWEEN_DEVICES and len(beside) > 1:
-            shares = float(crowding([self._uses(rank, other) for other in beside]))
-        return self._interference[rank].factor(stream, busy) * shares
+            return float(crowding([self._uses(rank, other) for other in beside]))
+        return float(len(beside))
 
     def _push(self, task: _Task, now: float) -> None:
         self._pushed += 1
         # Rounding may leave slightly less than nothing to do. The number breaks ties in time: tasks have no order.
         end = now + max(0.0, task.left) / task.rate
         heapq.heappush(self._events, (end, self._pushed, task.version, task))
-
-    def _first_left(self, rank: int) -> Instruction | None:
-        """The first instruction of a list that has not run."""
-        heads = [queue[-1] for (place, _), queue in self._queues.items() if place == rank and queue]
-        return min(heads, key=lambda i: i.id, default=None)
 
 
 def _stream(channel: str) -> int:
