@@ -134,6 +134,7 @@ def change_name(change: Change) -> str:
     return {
         ChangeKind.MODULES: f"recompute {', '.join(change.modules)}",
         ChangeKind.LAYERS: f"recompute the first {change.number} layers of every chunk",
+        ChangeKind.EVERY_LAYER: "recompute every layer",
         ChangeKind.MICRO_BATCH: f"halve the micro-batch to {change.number}",
         ChangeKind.SHARD_OPTIMIZER: "shard the optimizer's states",
         ChangeKind.SHARD_ALL: "shard parameters and gradients, too (ZeRO-3)",
@@ -153,6 +154,7 @@ def change_flags(change: Change) -> str:
     return {
         ChangeKind.MODULES: f"{again} selective --recompute-modules {' '.join(change.modules)}",
         ChangeKind.LAYERS: f"{again} full --recompute-method block --recompute-num-layers {change.number}",
+        ChangeKind.EVERY_LAYER: f"{again} full --recompute-method uniform --recompute-num-layers 1",
         ChangeKind.MICRO_BATCH: f"--micro-batch-size {change.number}",
         ChangeKind.SHARD_OPTIMIZER: "--use-distributed-optimizer",
         ChangeKind.SHARD_ALL: "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",

@@ -58,6 +58,7 @@ class ChangeKind(StrEnum):
 
     MODULES = "recompute modules"
     LAYERS = "recompute layers"
+    EVERY_LAYER = "recompute every layer"
     MICRO_BATCH = "smaller micro-batch"
     SHARD_OPTIMIZER = "shard optimizer"
     SHARD_ALL = "shard parameters and gradients"

@@ -104,13 +104,9 @@ def memory_changes(plan: Plan, model: ModelDescription, features: Features) -> I
         yield [(Change(ChangeKind.MODULES, modules), _with(plan, partial(_recomputing, modules=modules)))]
     # megatron-core refuses whole layers beside its overlap of two micro-batches.
     if not features.overlap_experts and all(stage.recompute.granularity != "uniform" for stage in plan.stages):
-        now = max(stage.recompute.layers if stage.recompute.granularity == "full" else 0 for stage in plan.stages)
-        longest = max(last - first for stage in plan.stages for first, last in stage.chunks)
-        if now < longest:
-            yield [
-                (Change(ChangeKind.LAYERS, number=layers), _with(plan, partial(_whole_layers, layers=layers)))
-                for layers in range(now + 1, longest + 1)
-            ]
+        degrees = _recomputed_layers(plan)
+        if degrees:
+            yield degrees
     # The tiles that cross between unlike stages are of the samples of a micro-batch.
     if not plan.transfers and all(stage.micro_batch_size % 2 == 0 for stage in plan.stages):
         yield [(Change(ChangeKind.MICRO_BATCH, number=plan.stages[0].micro_batch_size // 2), _with(plan, _halved))]
@@ -121,6 +117,23 @@ def memory_changes(plan: Plan, model: ModelDescription, features: Features) -> I
         yield [(Change(ChangeKind.SHARD_ALL), _with(plan, partial(_sharded, level=3)))]
     if any(stage.offload.optimizer < 1.0 for stage in plan.stages):
         yield [(Change(ChangeKind.HOST_OPTIMIZER), _with(plan, _host_optimizer))]
+
+
+def _recomputed_layers(plan: Plan) -> Degrees:
+    """More whole layers of every chunk, one by one, up to all of them.
+
+    Flags say one number for all chunks, above the layers of none: where chunks are unlike, the last degree is every layer.
+    """
+    now = max(stage.recompute.layers if stage.recompute.granularity == "full" else 0 for stage in plan.stages)
+    sizes = {last - first for stage in plan.stages for first, last in stage.chunks if last > first}
+    degrees = [
+        (Change(ChangeKind.LAYERS, number=layers), _with(plan, partial(_whole_layers, layers=layers)))
+        for layers in range(now + 1, min(sizes) + 1)
+    ]
+    if len(sizes) > 1:
+        every = Recompute(layers=1, granularity="uniform")
+        degrees.append((Change(ChangeKind.EVERY_LAYER), _with(plan, lambda stage: replace(stage, recompute=every))))
+    return degrees
 
 
 def _with(plan: Plan, changed: Callable[[StagePlan], StagePlan]) -> Plan:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from moe_overlap.api import predict
+from moe_overlap.api import predict, problem_of
 from moe_overlap.describe.cluster import GIB, Cluster, shipped_cluster
 from moe_overlap.plan.plan import PeakBytes, PredictedStage, Provenance
 from moe_overlap.report.prediction import change_flags, change_name, prediction_json, prediction_text
 from moe_overlap.tuner.cost.analytic import Prediction
-from moe_overlap.tuner.cost.feasibility import MemoryQuantiles, fullest_stage, overflow_lines, verdict_of
+from moe_overlap.tuner.cost.feasibility import ChangeKind, MemoryQuantiles, fullest_stage, overflow_lines, verdict_of
+from moe_overlap.tuner.search.fitting import memory_changes
 from tests.unit.tuner.test_cost_predict import CONSTANTS, JOB, by_hand
 
 QUANTILES = MemoryQuantiles(low=0.95, high=1.1)
@@ -102,6 +103,29 @@ def test_the_cheapest_change_that_fits_is_predicted_and_named() -> None:
         assert failing.remedy.step_seconds == pytest.approx(fitting[best])
     assert failing.remedy.slower_by == pytest.approx(failing.remedy.step_seconds / failing.predicted.step_seconds - 1)
     assert failing.remedy.high_bytes <= gib * GIB
+
+
+def test_what_is_offered_for_unlike_stages_is_accepted_as_flags() -> None:
+    """No number above the six layers of the first stage, but all of them at once; with the step that its flags have."""
+    unlike = ["--decoder-first-pipeline-num-layers", "6"]
+    problem = problem_of([*JOB, *unlike], cluster_of(80), {"graphs": by_hand, "constants": CONSTANTS})
+    offered = [
+        degree
+        for degrees in memory_changes(problem.plan, problem.model, problem.features)
+        for degree in degrees
+        if degree[0].kind in (ChangeKind.LAYERS, ChangeKind.EVERY_LAYER)
+    ]
+    assert [change.number for change, _ in offered] == [1, 2, 3, 4, 5, 6, 0]
+    for change, plan in offered:
+        again = problem_of(
+            [*JOB, *unlike, *change_flags(change).split()],
+            cluster_of(80),
+            {"graphs": by_hand, "constants": CONSTANTS},
+        )
+        assert again.plan.stages == plan.stages
+    gib = min(predicted(80, *unlike, *change_flags(change).split()).fullest.needed_bytes for change, _ in offered) / GIB
+    remedy = predicted(gib * 1.001, *unlike).remedy
+    assert remedy is not None and remedy.change.kind is ChangeKind.EVERY_LAYER
 
 
 def test_no_change_is_named_where_none_fits_alone_and_none_is_tried_where_the_plan_fits() -> None:
