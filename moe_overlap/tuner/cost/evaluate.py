@@ -274,11 +274,8 @@ class StageEvaluator:
 
     @property
     def _kinship(self) -> object:
-        """Equal for evaluators whose strategies can be played in one go: a play asks which buffers no strategy has."""
-        return [
-            (table.kind, table.seconds.forward.shape[0], table.table.tobytes(), _buffers(sizes))
-            for _, table, sizes in self._groups
-        ]
+        """Equal for evaluators whose strategies can be played in one go: kinds of list, of parts, and of interference."""
+        return [(table.kind, table.seconds.forward.shape[0], table.table.tobytes()) for _, table, _ in self._groups]
 
 
 def play_together(wanted: Sequence[tuple[StageEvaluator, Sequence[PlayKey]]]) -> None:
@@ -342,11 +339,6 @@ def _beside(values: Sequence[UseSeconds] | Sequence[UseBytes]) -> dict[str, Floa
 def _lanes(played: PlayedStage, own: slice) -> PlayedStage:
     """What was played for some of the strategies."""
     return PlayedStage(**{field.name: getattr(played, field.name)[own].copy() for field in fields(PlayedStage)})
-
-
-def _buffers(sizes: UseBytes) -> list[bytes]:
-    """Which kinds of part have which buffers under any strategy."""
-    return [(getattr(sizes, field.name) != 0).any(axis=1).tobytes() for field in fields(UseBytes)]
 
 
 def _played(key: PlayKey, table: SlotTable, sizes: UseBytes) -> PlayedStage:

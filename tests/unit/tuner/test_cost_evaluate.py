@@ -97,8 +97,10 @@ def test_the_batch_equals_each_predicted_plan(stages: int) -> None:
             assert batch.peak_bytes[number, place] == pytest.approx(one.peak_bytes, abs=8)
 
 
-def random_evaluator(random: np.random.Generator) -> tuple[StageEvaluator, KindTerms, Strategy, StateRates]:
-    """Kinds of any size under CONFIGURATIONS strategies."""
+def random_evaluator(
+    random: np.random.Generator, size: int = CONFIGURATIONS
+) -> tuple[StageEvaluator, KindTerms, Strategy, StateRates]:
+    """Kinds of any size under so many strategies."""
     kinds = KindTerms(
         forward_seconds=10 ** random.uniform(-4, -2, 3),
         backward_seconds=10 ** random.uniform(-4, -2, 3),
@@ -110,7 +112,6 @@ def random_evaluator(random: np.random.Generator) -> tuple[StageEvaluator, KindT
         sent_backward_seconds=np.zeros(3),
         is_layer=np.array([True, True, False]),
     )
-    size = CONFIGURATIONS
     strategy = Strategy(
         data=random.choice([1.0, 2.0, 8.0], size),
         expert_data=random.choice([1.0, 2.0], size),

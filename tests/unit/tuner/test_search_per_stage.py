@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,6 +15,7 @@ from moe_overlap.free_search import freed_layouts, narrow_space, refusal_of, sea
 from moe_overlap.plan.plan import Offload, Plan
 from moe_overlap.plan.rules.stages import validate_plan
 from moe_overlap.tuner.cost.analytic import Prediction
+from moe_overlap.tuner.cost.evaluate import play_together
 from moe_overlap.tuner.cost.pipeline import StageTimes
 from moe_overlap.tuner.cost.simulate.step import predict_plan, simulate_step
 from moe_overlap.tuner.problem import Problem
@@ -23,6 +25,7 @@ from moe_overlap.tuner.search.solution import Solution, Status
 from moe_overlap.tuner.search.space import SEARCH_SPACES, MemoryChoice, Run, UniformLayout
 from moe_overlap.tuner.search.uniform import RankedLayout, search_uniform
 from moe_overlap.tuner.search.uniform_cost import UniformCosts, averaged
+from tests.unit.tuner.test_cost_evaluate import evaluator_of, random_evaluator, shapes_of
 from tests.unit.tuner.test_search_uniform import Case, case_of, graphs_of, least_memory
 
 LAYOUT = UniformLayout(tensor=1, context=1, expert=2, expert_tensor=1, pipeline=2, virtual=1, micro_batch=1)
@@ -324,3 +327,23 @@ def test_stages_that_are_played_together_cost_what_they_cost_alone(monkeypatch: 
     made = UniformCosts(case.task)
     made.strategies = [(1, Offload())]
     assert not made.plays
+
+
+@pytest.mark.parametrize("offloaded", ["activations", "gradients", "optimizer", "weights"])
+def test_stages_of_unlike_buffers_cost_together_what_they_cost_alone(offloaded: str) -> None:
+    """A buffer that the strategies of one evaluator alone have neither comes nor goes for those of the other."""
+    random = np.random.default_rng(sum(map(ord, offloaded)))
+    for _ in range(8):
+        _, kinds, strategy, rates = random_evaluator(random, 6)
+        level = np.full(6, 2.0)
+        nothing = replace(strategy, zero_level=level, **{f"offload_{offloaded}": np.zeros(6)})
+        some = replace(nothing, **{f"offload_{offloaded}": np.full(6, 0.5)})
+        shapes = shapes_of((3, 2, 1))
+        alone = [evaluator_of(kinds, each, rates).costs(shapes) for each in (nothing, some)]
+        both = [evaluator_of(kinds, each, rates) for each in (nothing, some)]
+        play_together([(evaluator, evaluator.unplayed(shapes)) for evaluator in both])
+        for evaluator, one in zip(both, alone, strict=True):
+            other = evaluator.costs(shapes)
+            assert np.array_equal(one.forward_seconds, other.forward_seconds)
+            assert np.array_equal(one.peak_bytes, other.peak_bytes)
+        assert both[0].unplayed(shapes) == both[1].unplayed(shapes) == []
